@@ -1,0 +1,29 @@
+"""What the user got wrong, said once and completely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class UserError(ValueError):
+    """A mistake the user can mend: the message names the field or path, the value and the remedy. Exit code 2."""
+
+
+class Problem(NamedTuple):
+    """One mistake in the configuration."""
+
+    subject: str  # the flag as the user would type it: "--seq_length=two"
+    remedy: str  # what is wrong and what would be right, in one sentence
+
+
+class ConfigError(UserError):
+    """Every mistake in the configuration at once."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        width = max(len(problem.subject) for problem in self.problems)
+        lines = [f"{count} problem{'s' * (count > 1)} with the configuration:"]
+        lines += [f"  {subject:<{width}}  {remedy}" for subject, remedy in self.problems]
+        super().__init__("\n".join(lines))

@@ -1,0 +1,181 @@
+"""The whole configuration: one plain dataclass, filled in by flags.
+
+Knows nothing of torch, devices or files, so a mistake is reported before any of them is touched.
+The docstring under each field is its documentation: `--help` and configs.md are generated from it.
+Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class TrainConfig:
+    """Every setting of a run. Strings that list several values are comma-separated."""
+
+    # ---- Model
+    model_variant: str = "llama2_7b"
+    """Row of the variant table that gives the dimensions below: llama2_1.4b, llama2_7b, llama2_13b, llama2_34b,
+    llama2_70b, llama3_194m_4k, llama3_1.8b, llama3_3.2b, llama3_8b, llama3_70b (and their _4k forms), 7b, 13b, 34b, 70b
+    as short names of llama2_*, tiny and mini for CPUs, or "custom" (every dimension is given by its own flag)."""
+    num_layers: int | None = None
+    """Transformer blocks, at least 1. None: the variant's."""
+    hidden_size: int | None = None
+    """Width of the residual stream, a multiple of num_attention_heads unless head_dim is given. None: the variant's."""
+    intermediate_size: int | None = None
+    """Width of the SwiGLU feed-forward layer (gate and up each have this width). None: the variant's."""
+    num_attention_heads: int | None = None
+    """Query heads. None: the variant's."""
+    num_kv_heads: int | None = None
+    """Key and value heads (grouped-query attention), a divisor of num_attention_heads. None: the variant's; for
+    "custom", num_attention_heads."""
+    head_dim: int | None = None
+    """Width of one head. None: hidden_size / num_attention_heads."""
+    vocab_size: int | None = None
+    """Rows of the embedding and of the output head; every token id must be below it. None: the variant's (no default
+    for "custom")."""
+    max_position_embeddings: int | None = None
+    """Longest sequence the model is made for, in tokens, at least seq_length. None: the variant's, or seq_length
+    for "custom"."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm, above 0."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies. None: the variant's (10000 for "custom")."""
+    rope_scaling_type: str = "none"
+    """"none", "linear" (positions divided by rope_scaling_factor) or "llama3" (Llama 3.1's per-frequency scaling)."""
+    rope_scaling_factor: float = 8.0
+    """Factor of the rope scaling, at least 1. Ignored for "none"."""
+    rope_low_freq_factor: float = 1.0
+    """llama3 scaling: wavelengths above rope_original_max_position / this are divided by the full factor."""
+    rope_high_freq_factor: float = 4.0
+    """llama3 scaling: wavelengths below rope_original_max_position / this are left alone."""
+    rope_original_max_position: int = 8192
+    """llama3 scaling: context length of the original model, in tokens."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; attention and feed-forward output projections take
+    init_std / sqrt(2 num_layers) (GPT-2, Megatron's scaled_normal)."""
+
+    # ---- Engine and sharding
+    engine: str = "auto"
+    """"xla" (torch-xla, GSPMD), "torch" (FSDP2) or "auto": torch where a CUDA GPU is at hand, otherwise xla where
+    torch-xla is installed, otherwise torch on the CPU. The choice and its reason are printed."""
+    device: str = "auto"
+    """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, untested) or "auto". The xla engine takes what
+    PJRT_DEVICE names."""
+    sharding_strategy: str = "hsdp"
+    """How parameters, gradients and optimizer state are split: "ddp" (replicated), "fsdp" (split over all devices),
+    "hsdp" (split within groups of sharding_group_size devices, replicated across groups). Any case."""
+    sharding_group_size: int = 0
+    """hsdp: devices per sharding group, a divisor of the device count. 0: the devices of one host."""
+    low_cpu_fsdp: bool = False
+    """True: the model is built on the meta device and each shard is made in place, so host memory grows by one
+    parameter at a time. False: the whole model is built in host memory first. The initial weights are the same."""
+    cpu_offload: bool = False
+    """CUDA only: parameters, gradients and optimizer state live in host memory (FSDP2's offload policy)."""
+    collective_timeout: int = 600
+    """torch engine: seconds a collective may wait for a peer before the run ends with an error, at least 1."""
+
+    # ---- Precision
+    mixed_precision: bool = True
+    """True: parameters and optimizer state in fp32, matrix products and activations in bf16, gradients reduced in
+    fp32. False: everything in fp32."""
+    precision: str = "auto"
+    """Refines mixed_precision: "fp32", "mixed_bf16", or "auto" (mixed_bf16 if mixed_precision, else fp32). A pair that
+    contradicts is an error."""
+
+    # ---- Activation checkpointing
+    fsdp_activation_checkpointing: bool = False
+    """Recompute the activations of the blocks that selective_checkpointing chooses in the backward pass, instead of
+    keeping them."""
+    selective_checkpointing: str = "1"
+    """Which blocks: an integer k (every k-th block; 1 is all) or a fraction between 0 and 1, as "1/3" or "0.5"
+    (that share of the blocks, evenly spaced and centred)."""
+
+    # ---- Optimizer and schedule
+    learning_rate: float = 3e-4
+    """Peak learning rate, above 0."""
+    adam_beta1: float = 0.9
+    """AdamW's decay of the first moment, in [0, 1)."""
+    adam_beta2: float = 0.95
+    """AdamW's decay of the second moment, in [0, 1)."""
+    optimizer_eps: float = 1e-8
+    """AdamW's epsilon, above 0."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay per unit of learning rate, at least 0."""
+    norm_weight_decay: bool = False
+    """Decay norm weights and biases too."""
+    grad_clip_thresh: float = 1.0
+    """Global L2 norm above which gradients are scaled down. 0: never."""
+    training_stage: str = "initial"
+    """"initial": quadratic warm-up over min(2000, num_steps // 20) steps, then a cosine to 10 % of the peak.
+    "annealing": linear from the peak towards 0 over num_steps."""
+
+    # ---- Batch and length
+    batch_size: int = 2
+    """Sequences per device in one forward and backward pass (the micro-batch), at least 1."""
+    global_batch_size: int | None = None
+    """Sequences per optimizer step over all devices, a multiple of batch_size x devices; the quotient is the number of
+    gradient accumulation passes. None: batch_size x devices x gradient_accumulation_steps."""
+    gradient_accumulation_steps: int | None = None
+    """Passes per optimizer step. None: derived from global_batch_size, or 1."""
+    seq_length: int = 4096
+    """Tokens per sequence, at least 1."""
+    num_steps: int = 1_000_000
+    """Optimizer steps of the whole run, at least 1. The learning rate's curve is laid over them."""
+    seed: int = 2023
+    """Seed of the initial weights and of the order of the data, at least 0."""
+
+    # ---- Data
+    use_dummy_dataset: bool = False
+    """Train on a deterministic stream of counters, for performance runs. Neither saves nor resumes unless
+    checkpoint_interval is given."""
+    data_path: str = ""
+    """Folder of token shards: one sub-folder per dataset, or the shards themselves."""
+    datasets: str = ""
+    """Sub-folders of data_path to mix. Empty: all of them, or data_path itself where it holds shards."""
+    weights: str = ""
+    """Share of each dataset in the mixture, by tokens, in the order of datasets; normalised. Empty: by size."""
+    logical_shards: int = 1024
+    """Slots that a dataset's shuffled stream is dealt into round-robin: how far apart neighbouring sequences are read.
+    At least 1; it need not divide anything."""
+    vocab_check: bool = True
+    """Stop with an error on a token id at or above the model's vocabulary, instead of training on garbage."""
+
+    # ---- Validation
+    val_interval: int = 0
+    """Optimizer steps between validations; a last one follows the final step. 0: none."""
+    val_steps: int = 0
+    """Global batches per validation, at least 1 where val_interval is set."""
+
+    # ---- Checkpoints
+    ckpt_load_path: str = ""
+    """Start from this checkpoint when ckpt_save_path holds none: a run folder or one of its step_N folders. Weights
+    and optimizer are taken, the step starts at 0."""
+    ckpt_save_path: str = ""
+    """Folder of this run's checkpoints. Empty: <log_dir>/checkpoints."""
+    checkpoint_interval: int = 10_000
+    """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal."""
+    keep_last_n_checkpoints: int = 0
+    """Committed checkpoints to keep; older ones are removed after a save. 0: all."""
+    resume: str = "auto"
+    """"auto": continue from the newest committed checkpoint if there is one; "must": an error if there is none;
+    "never": an error if there is one."""
+
+    # ---- Logging and profiling
+    run_name: str = ""
+    """Name of the run. Empty: model_variant."""
+    log_dir: str = ""
+    """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
+    report_interval: int = 100
+    """Optimizer steps between reports (a progress line and a line of metrics.jsonl), at least 1."""
+    use_profiler: bool = False
+    """Write a trace of profile_num_steps steps to <log_dir>/profile."""
+    profile_start_step: int = 5
+    """First traced step, 1-based."""
+    profile_num_steps: int = 3
+    """Traced steps, at least 1."""
+    use_torch_compile: bool = True
+    """torch engine on CUDA: compile each block. The xla engine always compiles; CPUs run eagerly."""
+    compile_cache_dir: str = ""
+    """Folder of the persistent compilation cache of XLA (TPU only: the CPU backend cannot read it back). Empty: off."""

@@ -1,0 +1,88 @@
+"""The variant table: the dimensions of every Llama that has a name.
+
+Stands beside the configuration, not beside the model, so that a head count that does not divide is reported with
+all other mistakes before torch is imported. Sources: Hugging Face's config.json of Llama 2 and 3, fms-fsdp's
+`config_utils.py` (1.4b, 34b, 194m, 1.8b, 3.2b); tiny and mini are ours, for CPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pretraining.config.training import TrainConfig
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The dimensions of one Llama, every one of them known."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    head_dim: int
+
+    @property
+    def parameters(self) -> int:
+        """Parameters, embedding and head included."""
+        heads = (2 * self.num_attention_heads + 2 * self.num_kv_heads) * self.head_dim
+        block = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
+        return self.num_layers * block + self.hidden_size * (2 * self.vocab_size + 1)
+
+
+def _shape(vocab: int, hidden: int, layers: int, heads: int, kv: int, ff: int, length: int, theta: float) -> ModelShape:
+    return ModelShape(vocab, hidden, layers, heads, kv, ff, length, theta, hidden // heads)
+
+
+VARIANTS: dict[str, ModelShape] = {
+    #                       vocabulary hidden layers heads kv  feed-forward length theta
+    "tiny":            _shape(8192,   256,   8,    8,   4,   688,   512,   1e4),
+    "mini":            _shape(32000,  768,  12,   12,   4,  2048,  2048,   1e4),
+    "llama2_1.4b":     _shape(32000,  2048, 24,   16,   4,  6144,  4096,   1e4),
+    "llama2_7b":       _shape(32000,  4096, 32,   32,  32, 11008,  4096,   1e4),
+    "llama2_13b":      _shape(32000,  5120, 40,   40,  40, 13824,  4096,   1e4),
+    "llama2_34b":      _shape(32000,  8192, 48,   64,   8, 22016, 16384,   1e6),
+    "llama2_70b":      _shape(32000,  8192, 80,   64,   8, 28672,  4096,   1e4),
+    "llama3_194m_4k":  _shape(128256, 1024, 10,    8,   8,  2816,  4096,   5e5),
+    "llama3_1.8b":     _shape(128256, 2048, 24,   16,   8,  7168,  8192,   5e5),
+    "llama3_3.2b":     _shape(128256, 3072, 24,   24,   8,  8192,  8192,   5e5),
+    "llama3_8b":       _shape(128256, 4096, 32,   32,   8, 14336,  8192,   5e5),
+    "llama3_70b":      _shape(128256, 8192, 80,   64,   8, 28672,  8192,   5e5),
+}  # fmt: skip
+for _name in ("llama3_1.8b", "llama3_3.2b", "llama3_8b", "llama3_70b"):
+    VARIANTS[f"{_name}_4k"] = replace(VARIANTS[_name], max_position_embeddings=4096)
+for _size in ("7b", "13b", "34b", "70b"):  # fms-fsdp's first names
+    VARIANTS[_size] = VARIANTS[f"llama2_{_size}"]
+
+CUSTOM = "custom"
+_REQUIRED_OF_CUSTOM = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "intermediate_size")
+
+
+def model_shape(config: TrainConfig) -> ModelShape:
+    """The dimensions that `config` asks for: its variant's, with the flags that are given laid over them.
+
+    Raises ValueError if a dimension of a "custom" model is missing (validation has said so before).
+    """
+    given = {f.name: getattr(config, f.name) for f in fields(ModelShape) if getattr(config, f.name) is not None}
+    if config.model_variant != CUSTOM:
+        base = VARIANTS[config.model_variant]
+        if "head_dim" not in given and given.keys() & {"hidden_size", "num_attention_heads"}:
+            wide = replace(base, **given)
+            given["head_dim"] = wide.hidden_size // wide.num_attention_heads
+        return replace(base, **given)
+    missing = [name for name in _REQUIRED_OF_CUSTOM if name not in given]
+    if missing:
+        raise ValueError(f"model_variant=custom needs {', '.join(missing)}")
+    defaults = {
+        "num_kv_heads": given["num_attention_heads"],
+        "head_dim": given["hidden_size"] // given["num_attention_heads"],
+        "max_position_embeddings": config.seq_length,
+        "rope_theta": 1e4,
+    }
+    return ModelShape(**{**defaults, **given})

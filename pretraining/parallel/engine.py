@@ -1,0 +1,82 @@
+"""What the loop and the checkpoints may know of an engine. There are two: xla.py and torch.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+Batch = dict[str, np.ndarray]
+
+
+class Mesh(NamedTuple):
+    """The devices as a grid. Parameters are split along `shard` and copied along `replica`."""
+
+    replica: int
+    shard: int
+
+    @property
+    def size(self) -> int:
+        return self.replica * self.shard
+
+
+class StepResult(Protocol):
+    """What one optimizer step found; stays on the device until it is read."""
+
+    def read(self) -> dict[str, float]:
+        """Wait for the device: {"loss": mean over every token of the global batch, "grad_norm": before clipping}."""
+        ...
+
+
+class Engine(Protocol):
+    """Opens the mesh, places a model, feeds it, runs one optimizer step, reads and writes logical state.
+
+    A process feeds rows [data_rank x rows / data_size, ...) of every global batch. Where process_count is above 1,
+    torch.distributed's default group is initialised, so collectives of objects and barriers work.
+    """
+
+    name: str  # "xla" or "torch"
+    mesh: Mesh
+    device_name: str  # as in the table of peaks: "NVIDIA H200", "TPU v5p", "CPU"
+    process_index: int
+    process_count: int
+    data_rank: int
+    data_size: int
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model with every parameter split over the mesh as the sharding table says."""
+        ...
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Create the optimizer's state, split like the parameters, before the first step."""
+        ...
+
+    def train_step(self, model: torch.nn.Module, optimizer: Any, batch: Batch, learning_rate: float) -> StepResult:
+        """One optimizer step over this process's rows of the global batch (accumulated over micro-batches)."""
+        ...
+
+    def evaluate(self, model: torch.nn.Module, batch: Batch) -> StepResult:
+        """The loss on this process's rows of a global batch, changing nothing."""
+        ...
+
+    def state(self, model: torch.nn.Module, optimizer: Any | None) -> dict[str, Any]:
+        """Logical tensors by unsharded name, as torch.distributed.checkpoint's planners take them.
+
+        Parameters have Hugging Face's names, moments `optimizer.exp_avg.<name>` and `optimizer.exp_avg_sq.<name>`,
+        the update count is `optimizer.step`. Values are Tensors, DTensors or tensors with DCP's checkpointable
+        protocol; loading writes into them, and `commit` puts them back on the devices.
+        """
+        ...
+
+    def commit(self, state: dict[str, Any]) -> None:
+        """Put a loaded `state` on the devices."""
+        ...
+
+    def memory_bytes(self) -> int | None:
+        """Peak bytes in use on this process's busiest device; None where the device cannot say."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group, if one was joined."""
+        ...
