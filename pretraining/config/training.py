@@ -111,6 +111,10 @@ class TrainConfig:
     """"initial": quadratic warm-up over min(2000, num_steps // 20) steps, then a cosine to 10 % of the peak.
     "annealing": linear from the peak towards 0 over num_steps."""
 
+    max_skipped_steps: int = 0
+    """Optimizer steps whose loss or gradient is not finite that may be skipped in the whole run, before training stops
+    itself with exit code 3. Nothing of a skipped step reaches the parameters."""
+
     # ---- Batch and length
     batch_size: int = 2
     """Sequences per device in one forward and backward pass (the micro-batch), at least 1."""

@@ -25,7 +25,13 @@ class StepResult(Protocol):
     """What one optimizer step found; stays on the device until it is read."""
 
     def read(self) -> dict[str, float]:
-        """Wait for the device: {"loss": mean over every token of the global batch, "grad_norm": before clipping}."""
+        """Wait for the device.
+
+        Of a step: "loss" (mean over every trained token of the global batch), "grad_norm" (before clipping),
+        "updates", "refused" and "first_refused" (optimizer steps of this process so far, how many were refused
+        because loss or gradient was not finite, and the first of those, from 1; 0 is none).
+        Of an evaluation: "loss" and "tokens" (trained positions).
+        """
         ...
 
 
@@ -71,6 +77,14 @@ class Engine(Protocol):
 
     def commit(self, state: dict[str, Any]) -> None:
         """Put a loaded `state` on the devices."""
+        ...
+
+    def bytes_per_device(self, model: torch.nn.Module, optimizer: Any) -> dict[str, int]:
+        """Bytes that one device holds of "parameters" and of "moments"."""
+        ...
+
+    def compilations(self) -> int:
+        """Graphs compiled so far; constant after the first step."""
         ...
 
     def memory_bytes(self) -> int | None:

@@ -1,0 +1,43 @@
+"""Initial weights: each a pure function of (seed, parameter name, shape).
+
+So a mesh of any size, an engine of any kind and a model built on the meta device all start from the same bits.
+Every parameter of every layer has a generator of its own: one can be made without the others, and in parallel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pretraining.config.training import TrainConfig
+from pretraining.models.llama import Llama
+
+# Last part of the module's name -> how its standard deviation follows from init_std (GPT-2; Megatron's scaled_normal).
+RESIDUAL_OUTPUTS = ("o_proj", "down_proj")  # init_std / sqrt(2 layers): their sum over depth keeps its variance
+
+
+def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Size) -> Tensor:
+    """The fp32 value on the CPU of the parameter with this Hugging Face name at step 0."""
+    module = name.split(".")[-2]
+    if module.endswith("norm"):
+        return torch.ones(shape)
+    std = config.init_std / math.sqrt(2 * layers) if module in RESIDUAL_OUTPUTS else config.init_std
+    digest = hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(shape, generator=generator).mul_(std)
+
+
+def build_model(config: TrainConfig) -> Llama:
+    """The model `config` asks for: on the meta device with low_cpu_fsdp, otherwise initialised in host memory."""
+    with torch.device("meta"):
+        model = Llama(config)
+    if config.low_cpu_fsdp:
+        return model
+    for prefix, module in model.named_modules():
+        for name, meta in module.named_parameters(prefix, recurse=False):
+            value = initial_weight(config, model.shape.num_layers, name, meta.shape)
+            setattr(module, name.rpartition(".")[2], nn.Parameter(value))
+    return model

@@ -1,0 +1,182 @@
+"""One Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Plain torch modules that know no device, mesh or engine. Parameters have the names of Hugging Face's
+LlamaForCausalLM, so a checkpoint of one is a checkpoint of the other.
+Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, E head width, F feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import ModelShape, model_shape
+from pretraining.models.ops import attention, linear
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of the rotary angles, [T, E] each (or [B, T, E] where rows differ in positions), fp32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, computed in fp32 (Zhang and Sennrich 2019)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight.to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """A projection without bias whose weight may stay fp32 while its input is bf16 (see ops.linear)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; groups of H / K query heads share one key/value head (Ainslie et al. 2023)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.num_attention_heads, shape.num_kv_heads, shape.head_dim
+        self.q_proj = Linear(shape.hidden_size, self.heads * self.head_dim)
+        self.k_proj = Linear(shape.hidden_size, self.kv_heads * self.head_dim)
+        self.v_proj = Linear(shape.hidden_size, self.kv_heads * self.head_dim)
+        self.o_proj = Linear(self.heads * self.head_dim, shape.hidden_size)
+
+    def forward(self, x: Tensor, rope: Rope, segments: Tensor | None = None) -> Tensor:
+        rows, length, _ = x.shape
+        q = self.q_proj(x).view(rows, length, self.heads, self.head_dim).transpose(1, 2)  # [B, H, T, E]
+        k = self.k_proj(x).view(rows, length, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, E]
+        v = self.v_proj(x).view(rows, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        y = attention(rotate(q, rope), rotate(k, rope), v, segments)  # [B, H, T, E]
+        return self.o_proj(y.transpose(1, 2).reshape(rows, length, self.heads * self.head_dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, shape: ModelShape, norm_eps: float) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, norm_eps)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor, rope: Rope, segments: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, segments)  # [B, T, D]
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm, under Hugging Face's names."""
+
+    def __init__(self, shape: ModelShape, norm_eps: float) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Block(shape, norm_eps) for _ in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, norm_eps)
+
+
+class Llama(nn.Module):
+    """A decoder with its output head. Parameters are not initialised: see models.init, or load a checkpoint."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.shape = model_shape(config)
+        self.rope_frequencies = rope_frequencies(config, self.shape)
+        self.model = Decoder(self.shape, config.norm_eps)
+        self.lm_head = Linear(self.shape.hidden_size, self.shape.vocab_size)
+
+    def forward(
+        self,
+        tokens: Tensor,  # [B, T] integers
+        positions: Tensor | None = None,  # [B, T]; None: 0 .. T-1 in every row
+        segments: Tensor | None = None,  # [B, T]; tokens attend within equal ids only
+        dtype: torch.dtype = torch.float32,
+        run_blocks: Callable[[Iterable[nn.Module], Tensor, Rope, Tensor | None], Tensor] | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V] of the next token, in `dtype` (that of the activations)."""
+        x = F.embedding(tokens, self.model.embed_tokens.weight).to(dtype)  # [B, T, D]
+        rope = rope_table(self.rope_frequencies, tokens, positions)
+        x = (run_blocks or _in_order)(self.model.layers, x, rope, segments)
+        return self.lm_head(self.model.norm(x))
+
+
+def _in_order(blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:
+    for block in blocks:
+        x = block(x, rope, segments)
+    return x
+
+
+def rope_frequencies(config: TrainConfig, shape: ModelShape) -> tuple[float, ...]:
+    """Radians per position of each pair of channels, E / 2 of them, scaled as config.rope_scaling_type says.
+
+    Su et al. 2021; "llama3": Llama 3.1's rule, as transformers' `_compute_llama3_parameters` computes it.
+    """
+    pairs = range(0, shape.head_dim, 2)
+    plain = [shape.rope_theta ** (-i / shape.head_dim) for i in pairs]
+    if config.rope_scaling_type == "linear":
+        return tuple(f / config.rope_scaling_factor for f in plain)
+    if config.rope_scaling_type == "llama3":
+        return tuple(_llama3_scaled(f, config) for f in plain)
+    return tuple(plain)
+
+
+def _llama3_scaled(frequency: float, config: TrainConfig) -> float:
+    turns = config.rope_original_max_position * frequency / (2 * math.pi)  # within the original context
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    if turns > high:
+        return frequency
+    if turns < low:
+        return frequency / config.rope_scaling_factor
+    smooth = (turns - low) / (high - low)
+    return (1 - smooth) * frequency / config.rope_scaling_factor + smooth * frequency
+
+
+def rope_table(frequencies: tuple[float, ...], tokens: Tensor, positions: Tensor | None) -> Rope:
+    """Cosines and sines [T, E], or [B, T, E] for given positions; channel i pairs with channel i + E / 2."""
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    rates = torch.tensor(frequencies, dtype=torch.float32, device=tokens.device)
+    angles = positions.float()[..., None] * rates  # [.., T, E/2]
+    angles = torch.cat((angles, angles), -1)
+    return Rope(angles.cos(), angles.sin())
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary positions on x [B, heads, T, E], in fp32."""
+    cos, sin = (t if t.dim() == 2 else t[:, None] for t in rope)  # [T, E] or [B, 1, T, E]
+    first, second = x.float().chunk(2, -1)
+    return (x.float() * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)

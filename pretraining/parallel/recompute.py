@@ -1,0 +1,73 @@
+"""Which blocks recompute their activations in the backward pass, and how a scan over them is cut.
+
+Pure arithmetic on the block index; both engines use the same mask.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import parse_selective
+
+
+def block_mask(config: TrainConfig, layers: int) -> tuple[bool, ...]:
+    """True for each block whose activations are recomputed."""
+    if not config.fsdp_activation_checkpointing:
+        return (False,) * layers
+    choice = parse_selective(config.selective_checkpointing)
+    if isinstance(choice, int):
+        return tuple(block % choice == 0 for block in range(1, layers + 1))
+    return _centred(choice, layers)
+
+
+def _centred(share: Fraction, layers: int) -> tuple[bool, ...]:
+    """fms-fsdp's spacing: block i (from 1) is chosen when i x share reaches 1/2, 3/2, 5/2, ... (1/3: F T F F T F).
+
+    Exact fractions, not floats: with floats 15/22 of 11 blocks chooses 7 of them instead of 8.
+    """
+    mask, next_cut = [], Fraction(1, 2)
+    for block in range(1, layers + 1):
+        chosen = block * share >= next_cut
+        mask.append(chosen)
+        next_cut += chosen
+    return tuple(mask)
+
+
+class ScanGroup(NamedTuple):
+    """`repeats` iterations of one compiled body of len(mask) blocks, starting at block `start`."""
+
+    start: int
+    repeats: int
+    mask: tuple[bool, ...]
+
+
+def scan_plan(mask: tuple[bool, ...]) -> list[ScanGroup]:
+    """Cover the blocks with as few compiled block bodies as their mask allows.
+
+    A mask with a period is one body of that many blocks, and one for the remainder; one without costs a body per run
+    of equal blocks, so compile time grows with the number of runs.
+    """
+    plans = [_periodic(mask, period) for period in range(1, len(mask) + 1)]
+    plans.append(_runs(mask))
+    return min((plan for plan in plans if plan), key=lambda plan: sum(len(group.mask) for group in plan))
+
+
+def _periodic(mask: tuple[bool, ...], period: int) -> list[ScanGroup]:
+    repeats, rest = divmod(len(mask), period)
+    if any(chosen != mask[i % period] for i, chosen in enumerate(mask)):
+        return []
+    plan = [ScanGroup(0, repeats, mask[:period])]
+    return [*plan, ScanGroup(repeats * period, 1, mask[:rest])] if rest else plan
+
+
+def _runs(mask: tuple[bool, ...]) -> list[ScanGroup]:
+    starts = [i for i in range(len(mask)) if i == 0 or mask[i] != mask[i - 1]]
+    ends = [*starts[1:], len(mask)]
+    return [ScanGroup(start, end - start, (mask[start],)) for start, end in zip(starts, ends, strict=True)]
+
+
+def show_mask(mask: tuple[bool, ...]) -> str:
+    """ "F T F F": one letter a block, T where it recomputes."""
+    return " ".join("FT"[chosen] for chosen in mask)

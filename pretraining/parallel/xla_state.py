@@ -1,0 +1,169 @@
+"""Shards of XLA tensors in host memory: made from a rule, read for a checkpoint, written back from one.
+
+torch-xla's own save planner silently drops partially replicated tensors (every hsdp parameter), so the tensors
+handed to torch.distributed.checkpoint describe their shards themselves, through its checkpointable protocol.
+Stacked parameters [layers, ...] appear as one logical tensor per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from pretraining.parallel.sharding import Spec
+
+_C = torch_xla._XLAC
+Region = tuple[slice, ...]
+
+
+def local_regions(shape: torch.Size, mesh: xs.Mesh, spec: Spec) -> list[Region]:
+    """The region of a tensor of this shape that each of this process's devices holds, in device order."""
+    sizes = dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
+    return [
+        tuple(_cut(extent, axis, sizes, position) for extent, axis in zip(shape, spec, strict=True))
+        for position in _local_positions(mesh)
+    ]
+
+
+def _local_positions(mesh: xs.Mesh) -> list[dict[str, int]]:
+    grid = mesh.get_logical_mesh()
+    count = xr.addressable_runtime_device_count()
+    first = xr.process_index() * count
+    coordinates = [[int(where[0]) for where in (grid == device).nonzero()] for device in range(first, first + count)]
+    return [dict(zip(mesh.axis_names, position, strict=True)) for position in coordinates]
+
+
+def _cut(extent: int, axis: str | None, sizes: dict[str, int], position: dict[str, int]) -> slice:
+    if axis is None:
+        return slice(0, extent)
+    width = -(-extent // sizes[axis])  # an uneven split pads the last shards
+    start = min(position[axis] * width, extent)
+    return slice(start, min(start + width, extent))
+
+
+def tensor_from_shards(
+    shape: torch.Size, mesh: xs.Mesh, spec: Spec, make: Callable[[list[Region]], list[Tensor]], device: torch.device
+) -> Tensor:
+    """An XLA tensor of this global shape; `make` gets the distinct regions held here and returns their host tensors."""
+    regions = local_regions(shape, mesh, spec)
+    keys = [tuple((cut.start, cut.stop) for cut in region) for region in regions]
+    distinct = dict(zip(keys, regions, strict=True))
+    made = dict(zip(distinct, make(list(distinct.values())), strict=True))
+    if len({*keys}) == 1 and made[keys[0]].shape == shape:
+        tensor = made[keys[0]].to(device)
+        xs.mark_sharding(tensor, mesh, (None,) * len(shape))
+        return tensor
+    widest = tuple(max(made[key].shape[dim] for key in keys) for dim in range(len(shape)))
+    shards = [_padded(made[key], widest) for key in keys]
+    return _C._global_tensor_from_cpu_shards(shards, mesh.get_op_sharding(spec), shape)
+
+
+def _padded(shard: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Shards of an uneven split must all have the size of the largest."""
+    if shard.shape == shape:
+        return shard
+    whole = shard.new_zeros(shape)
+    whole[tuple(slice(0, n) for n in shard.shape)] = shard
+    return whole
+
+
+class XlaShards:
+    """This process's distinct shards of one XLA tensor, read from the devices at most once."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.regions: dict[tuple[int, ...], tuple[int, Region]] = {}  # offsets -> (device index, region)
+        self.all_offsets: list[tuple[int, ...]] = []
+        self.primary: set[tuple[int, ...]] = set()  # those whose replica 0 is here: this process saves them
+        self._host: list[Tensor] | None = None
+        self._changed = False
+        for index, (replica, cuts) in enumerate(_C._get_local_shard_replica_and_indices([tensor])[0]):
+            region = tuple(slice(0, n) for n in self.shape) if cuts is Ellipsis else tuple(cuts)
+            offsets = tuple(cut.start for cut in region)
+            self.all_offsets.append(offsets)
+            self.regions.setdefault(offsets, (index, region))
+            if replica == 0:
+                self.primary.add(offsets)
+
+    def host(self, offsets: tuple[int, ...]) -> Tensor:
+        """The shard at these offsets without its padding, in host memory; writing to it is kept for `commit`."""
+        if self._host is None:
+            self._host = [data for data, _ in _C._get_local_shards([self.tensor])[0]]
+        index, region = self.regions[offsets]
+        return self._host[index][tuple(slice(0, cut.stop - cut.start) for cut in region)]
+
+    def release(self) -> None:
+        """Forget the host copy."""
+        self._host = None
+
+    def commit(self) -> None:
+        """Put the host copy, written to by a load, back on the devices."""
+        assert self._host is not None
+        if len(self.regions) == 1:
+            self.tensor.copy_(self._host[0].to(self.tensor.device))
+        else:
+            devices = [device for _, device in _C._get_local_shards([self.tensor])[0]]
+            data = [self._host[self.regions[offsets][0]] for offsets in self.all_offsets]
+            _C._load_local_shards(self.tensor, data, devices)
+        self.release()
+
+
+class LogicalTensor(Tensor):
+    """One tensor of the logical state, as torch.distributed.checkpoint's planners take it.
+
+    Either a whole XLA tensor or one layer of a stacked one. Only its description is a tensor; the bytes stay with
+    `shards` until a planner asks for them.
+    """
+
+    shards: XlaShards
+    layer: int | None
+
+    @staticmethod
+    def __new__(cls: type[LogicalTensor], shards: XlaShards, layer: int | None = None) -> LogicalTensor:
+        shape = shards.shape if layer is None else shards.shape[1:]
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device="cpu")
+        made.shards, made.layer = shards, layer
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func}: a logical tensor is only a description")
+
+    def _chunks(self, offsets: Iterable[tuple[int, ...]]) -> list[ChunkStorageMetadata]:
+        chunks = []
+        for start in offsets:
+            region = self.shards.regions[start][1]
+            if self.layer is not None:
+                region = region[1:]  # stacks are never split along their layers
+            sizes = torch.Size(cut.stop - cut.start for cut in region)
+            chunks.append(ChunkStorageMetadata(torch.Size(cut.start for cut in region), sizes))
+        return chunks
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets, i),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for i, chunk in enumerate(self._chunks(sorted(self.shards.primary)))
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._chunks(self.shards.regions)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        offsets = tuple(index.offset or ())
+        if self.layer is None:
+            return self.shards.host(offsets)
+        return self.shards.host((0, *offsets))[self.layer]
