@@ -173,8 +173,21 @@ class TrainConfig:
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
     report_interval: int = 100
     """Optimizer steps between reports (a progress line and a line of metrics.jsonl), at least 1."""
+    tensorboard_dir: str = ""
+    """Folder of the TensorBoard events, written where the tensorboard package is installed. Empty:
+    <log_dir>/tensorboard."""
+    tracker: str = ""
+    """"wandb": send every report to Weights & Biases too (needs the wandb package). Empty: none."""
+    tracker_dir: str = ""
+    """Folder of the tracker's own files. Empty: log_dir."""
+    tracker_project_name: str = "llama"
+    """Project that the tracker files the run under."""
+    tracker_run_id: str = ""
+    """Tracker's id of the run, to continue one that it knows. Empty: run_name."""
     use_profiler: bool = False
     """Write a trace of profile_num_steps steps to <log_dir>/profile."""
+    profiler_rank0_only: bool = True
+    """True: only process 0 writes a trace. False: every process does."""
     profile_start_step: int = 5
     """First traced step, 1-based."""
     profile_num_steps: int = 3
