@@ -183,7 +183,7 @@ class TrainConfig:
     tracker_project_name: str = "llama"
     """Project that the tracker files the run under."""
     tracker_run_id: str = ""
-    """Tracker's id of the run, to continue one that it knows. Empty: run_name."""
+    """Tracker's id of the run, to continue one that it knows. Empty: the name of log_dir."""
     use_profiler: bool = False
     """Write a trace of profile_num_steps steps to <log_dir>/profile."""
     profiler_rank0_only: bool = True

@@ -1,0 +1,100 @@
+"""What follows from the configuration, said before the first step: one look tells whether the run is what was meant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import ModelShape
+from pretraining.monitor.figures import amount, flop, size
+from pretraining.monitor.flops import flops_per_token, peak_of
+from pretraining.monitor.memory import state_bytes
+
+
+def describe(
+    config: TrainConfig,
+    shape: ModelShape,
+    *,
+    mesh: Mapping[str, int],
+    device_name: str,
+    recompute: Sequence[bool],
+    rate: Callable[[int], float],
+) -> str:
+    """The derived facts as lines of text.
+
+    mesh: axis -> size, "shard" being the axis that splits parameters. recompute: True for each block whose
+    activations are computed again. rate: learning rate of the 0-based update. The batch fields of `config` must be
+    resolved (global_batch_size and gradient_accumulation_steps not None).
+    """
+    rows = [
+        ("model", _model(config, shape)),
+        ("FLOP/token", _flops(config, shape)),
+        ("devices", _devices(mesh, device_name)),
+        ("batch", _batch(config, mesh)),
+        ("memory/device", _memory(shape, mesh)),
+        ("recomputed", _mask(recompute)),
+        ("learning rate", _rates(config, rate)),
+        ("MFU against", _peak(device_name)),
+    ]
+    return "\n".join(f"{name:<14} {value}" for name, value in rows)
+
+
+def _model(config: TrainConfig, shape: ModelShape) -> str:
+    heads = f"{shape.num_attention_heads} heads ({shape.num_kv_heads} key/value) of {shape.head_dim}"
+    sizes = f"{shape.num_layers} layers, hidden {shape.hidden_size}, {heads}, feed-forward {shape.intermediate_size}"
+    return f"{config.model_variant}: {shape.parameters:,} parameters; {sizes}, vocabulary {shape.vocab_size}"
+
+
+def _flops(config: TrainConfig, shape: ModelShape) -> str:
+    full, causal = flops_per_token(shape, config.seq_length)
+    return f"{flop(full)} (6N + 12LdS), {flop(causal)} with causal attention counted half"
+
+
+def _devices(mesh: Mapping[str, int], device_name: str) -> str:
+    return (
+        f"{math.prod(mesh.values())} x {device_name}: {' x '.join(f'{axis} {extent}' for axis, extent in mesh.items())}"
+    )
+
+
+def _batch(config: TrainConfig, mesh: Mapping[str, int]) -> str:
+    assert config.global_batch_size and config.gradient_accumulation_steps
+    tokens = config.global_batch_size * config.seq_length
+    rows = f"{config.global_batch_size} sequences of {config.seq_length}"
+    passes = f"{config.batch_size} per device and pass, {config.gradient_accumulation_steps} passes"
+    total = f"{amount(tokens * config.num_steps)} tokens in {config.num_steps:,} steps"
+    return f"{tokens:,} tokens/step = {rows} ({passes}); {total}"
+
+
+def _memory(shape: ModelShape, mesh: Mapping[str, int]) -> str:
+    whole = state_bytes(shape)
+    parts = ", ".join(f"{name} {size(count / mesh['shard'])}" for name, count in whole._asdict().items())
+    return f"{size(whole.total / mesh['shard'])} of state ({parts}), before activations"
+
+
+def _mask(recompute: Sequence[bool]) -> str:
+    letters = " ".join("FT"[chosen] for chosen in recompute)
+    return f"{sum(recompute)} of {len(recompute)} blocks: {letters}"
+
+
+def _rates(config: TrainConfig, rate: Callable[[int], float]) -> str:
+    last = config.num_steps
+    telling = sorted({1, min(2000, last // 20) or 1, max(last // 2, 1), last})
+    return ", ".join(f"{rate(step - 1):.3g} at step {step:,}" for step in telling)
+
+
+def _peak(device_name: str) -> str:
+    peak = peak_of(device_name)
+    return (
+        "n/a: the peak of this device is not known" if peak is None else f"{flop(peak.flops)}/s dense bf16, {peak.name}"
+    )
+
+
+def placed_line(bytes_per_device: Mapping[str, int], shape: ModelShape) -> str:
+    """What one device really holds of each kind of tensor, and the share that is of a whole copy.
+
+    bytes_per_device: as the engine measured it on live shards, "parameters" and "moments".
+    """
+    whole = state_bytes(shape)._asdict()
+    parts = (f"{name} {size(count)} ({count / whole[name]:.1%} of a copy)" for name, count in bytes_per_device.items())
+    return f"{'placed/device':<14} {', '.join(parts)}"

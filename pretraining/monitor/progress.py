@@ -1,0 +1,39 @@
+"""One line per report for a person: the same in a terminal and in a log file.
+
+Pure functions of a record of metrics.jsonl. No colours, no carriage returns, columns that keep their width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pretraining.monitor.figures import duration, number, percent
+
+
+def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
+    """Step, percent, loss, learning rate, gradient norm, tokens/s, MFU (6N + 12LdS) and the time that is left."""
+    remaining = (num_steps - record["step"]) * record["step_time"]
+    return "  ".join(
+        (
+            _position(record["step"], num_steps),
+            f"loss {number(record['loss'], 7, 4)}",
+            f"lr {record['learning_rate']:.2e}",
+            f"grad norm {number(record['grad_norm'], 7, 3)}",
+            f"{record['tokens_per_second']:>9,.0f} tokens/s",
+            f"MFU {percent(record['mfu'])}",
+            f"ETA {duration(remaining)}",
+        )
+    )
+
+
+def validation_line(record: Mapping[str, Any], num_steps: int) -> str:
+    """Step, percent and validation loss."""
+    return f"{_position(record['step'], num_steps)}  validation loss {number(record['val_loss'], 7, 4)}"
+
+
+def _position(step: int, num_steps: int) -> str:
+    width = len(str(num_steps))
+    share = math.floor(1000 * step / num_steps) / 10  # rounded down: 100 % is the last step and no other
+    return f"step {step:>{width}}/{num_steps} {share:>5.1f}%"

@@ -1,0 +1,88 @@
+"""Where the records of metrics.jsonl are shown: TensorBoard where it is installed, Weights & Biases on request.
+
+Both packages are optional and imported only here, when a run opens them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+
+Record = Mapping[str, Any]  # "step" (1-based, after the update) and what is reported of it
+
+
+class Sink(Protocol):
+    """Takes the records that the file took."""
+
+    def write(self, record: Record) -> None:
+        """Show every number of `record` at its step."""
+        ...
+
+    def close(self) -> None:
+        """Pass on what is held back."""
+        ...
+
+
+def open_sinks(config: TrainConfig, log_dir: Path, step: int) -> list[Sink]:
+    """The sinks of a run that continues after `step` updates. Raises UserError if the tracker's package is missing."""
+    sinks: list[Sink] = []
+    if find_spec("tensorboard"):
+        sinks.append(TensorBoard(Path(config.tensorboard_dir or log_dir / "tensorboard"), step))
+    else:
+        print("No TensorBoard curves: the tensorboard package is not installed (pip install tensorboard).")
+    if config.tracker:
+        sinks.append(WandB(config, log_dir))
+    return sinks
+
+
+class TensorBoard:
+    """Every number of a record as a scalar under its own name, at its own step."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        # purge_step hides what an interrupted run wrote after `step`, as it is cut from metrics.jsonl.
+        writer = import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer = writer(str(folder), purge_step=step + 1 if step else 0)
+
+    def write(self, record: Record) -> None:
+        """See Sink."""
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """See Sink."""
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases; the run keeps its id, so an interrupted one continues its curves."""
+
+    def __init__(self, config: TrainConfig, log_dir: Path) -> None:
+        try:
+            wandb = import_module("wandb")
+        except ImportError as error:
+            raise UserError(
+                "--tracker=wandb needs the wandb package; pip install wandb, or leave --tracker out"
+            ) from error
+        self._run = wandb.init(
+            project=config.tracker_project_name,
+            dir=config.tracker_dir or str(log_dir),
+            id=config.tracker_run_id or log_dir.resolve().name,
+            resume="allow",
+            config=asdict(config),
+        )
+
+    def write(self, record: Record) -> None:
+        """See Sink."""
+        self._run.log(dict(record), step=record["step"])
+
+    def close(self) -> None:
+        """See Sink."""
+        self._run.finish()

@@ -1,0 +1,98 @@
+"""FLOPs per token against a count of the model's own matrix products, and MFU against published figures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.models.llama import Llama
+from pretraining.monitor.flops import PEAKS, Meter, Peak, flops_per_token, peak_of
+
+
+@pytest.mark.parametrize("variant", ["tiny", "llama2_7b", "llama3_8b", "llama3_70b"])
+def test_the_formula_equals_the_matrix_products_of_the_model(variant: str) -> None:
+    config = TrainConfig(model_variant=variant, num_layers=3, seq_length=256)
+    with torch.device("meta"):
+        model = Llama(config)
+        tokens = torch.zeros(1, 256, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens).sum().backward()
+    shape = model_shape(config)
+    # The counter sees the weights of matrix products only; norms are in N, and are all that may differ.
+    norms = 6 * shape.hidden_size * (2 * shape.num_layers + 1)
+    full = flops_per_token(shape, 256).full
+    recomputed = full + 2 * shape.num_layers * shape.num_attention_heads * shape.head_dim * 256
+    assert counter.get_total_flops() / 256 in (full - norms, recomputed - norms)  # flash attention repeats the scores
+
+
+def test_fms_fsdps_published_mfu_of_7b_on_a100_is_met() -> None:
+    # README of fms-fsdp: 4550 tokens/s on each A100 is an MFU of 0.68 with the embedding counted in N.
+    shape = VARIANTS["llama2_7b"]
+    meter = Meter(4550, 1, flops_per_token(shape, 4096), peak_of("NVIDIA A100-SXM4-80GB"))
+    mfu = meter.speed(1.0)["mfu"]
+    assert mfu is not None
+    embedding = 6 * shape.vocab_size * shape.hidden_size * 4550 / 312e12
+    assert mfu + embedding == pytest.approx(0.684, abs=5e-4)
+
+
+def test_the_two_conventions_differ_by_11_percent_for_llama3_8b_at_8192() -> None:
+    full, causal = flops_per_token(VARIANTS["llama3_8b"], 8192)
+    # torchprime's formula: 57.9 and 51.5 GFLOP per token.
+    assert (full / 1e9, causal / 1e9) == (pytest.approx(57.9, abs=0.1), pytest.approx(51.5, abs=0.1))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("TPU v4-8", "TPU v4"),
+        ("TPU v5litepod-16", "TPU v5e"),
+        ("TPU v5 lite", "TPU v5e"),
+        ("TPU v5p-128", "TPU v5p"),
+        ("TPU v6e-8", "TPU v6e"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200 SXM"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("trn1.32xlarge", "trn1 NeuronCore"),
+        ("trn2.48xlarge", "trn2 logical NeuronCore (LNC=2)"),
+    ],
+)
+def test_a_device_is_known_by_the_name_its_runtime_gives(device: str, name: str) -> None:
+    peak = peak_of(device)
+    assert peak is not None
+    assert peak.name == name
+
+
+@pytest.mark.parametrize("device", ["CPU", "", "NVIDIA L4", "TPU", "NEURON", "NVIDIA GeForce RTX 4090", "AMD MI300X"])
+def test_an_unknown_device_has_no_peak_and_no_mfu(device: str) -> None:
+    speed = Meter(1000, 1, flops_per_token(VARIANTS["tiny"], 64), peak_of(device)).speed(0.5)
+    assert speed["mfu"] is None
+    assert speed["mfu_causal"] is None
+    assert speed["tokens_per_second"] == 2000
+
+
+def test_no_row_of_the_table_is_hidden_by_one_above_it() -> None:
+    for i, (words, _) in enumerate(PEAKS):
+        assert not any(all(any(w in word for word in words) for w in above) for above, _ in PEAKS[:i]), words
+
+
+@given(st.integers(1, 10**6), st.integers(1, 64), st.floats(1e-3, 1e3))
+def test_the_keys_of_a_step_agree_with_each_other(tokens: int, devices: int, seconds: float) -> None:
+    meter = Meter(tokens, devices, flops_per_token(VARIANTS["tiny"], 512), Peak("a device", 1e12))
+    speed = meter.speed(seconds)
+    assert speed["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert speed["tokens_per_second_per_device"] == pytest.approx(tokens / seconds / devices)
+    assert speed["mfu"] is not None
+    assert speed["mfu_causal"] is not None
+    assert 0 < speed["mfu_causal"] < speed["mfu"]
+    assert speed["mfu"] * 1e12 == pytest.approx(tokens / seconds / devices * meter.flops.full)

@@ -1,0 +1,121 @@
+"""metrics.jsonl: what was written is there after a kill, and a resumed run writes each step once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.config.errors import UserError
+from pretraining.monitor.metrics import Metrics, cut_back, read_metrics
+
+
+def write_steps(path: Path, steps: range) -> None:
+    metrics = Metrics(path)
+    for step in steps:
+        metrics.write({"step": step, "loss": 1 / step})
+    metrics.close()
+
+
+def test_a_figure_is_read_back_digit_for_digit(tmp_path: Path) -> None:
+    figures = {"step": 1, "loss": 0.1 + 0.2, "grad_norm": 1e-300, "tokens_seen": 2**60, "mfu": None}
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write(figures)
+    metrics.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [figures]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_figure_that_is_not_finite_is_null_because_json_has_no_nan(tmp_path: Path, value: float) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write({"step": 1, "loss": value})
+    metrics.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None}
+
+
+def test_every_reported_line_survives_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    script = f"""
+        import os, signal
+        from pathlib import Path
+        from pretraining.monitor.metrics import Metrics
+        metrics = Metrics(Path({str(path)!r}))
+        for step in range(1, 51):
+            metrics.write({{"step": step, "loss": 1.0}})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert [record["step"] for record in read_metrics(path)] == list(range(1, 51))
+
+
+@given(st.integers(1, 12), st.integers(0, 14), st.integers(0, 40))
+def test_a_resumed_file_equals_the_uninterrupted_one(written: int, resumed: int, torn: int) -> None:
+    resumed = min(resumed, written)
+    with tempfile.TemporaryDirectory() as folder:
+        whole, cut = Path(folder) / "whole.jsonl", Path(folder) / "cut.jsonl"
+        write_steps(whole, range(1, 13))
+        write_steps(cut, range(1, written + 1))
+        with cut.open("a") as file:
+            file.write('{"step": 13, "loss": 0.07692307692307693}'[:torn])
+        cut_back(cut, resumed)
+        write_steps(cut, range(resumed + 1, 13))
+        assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_the_validation_line_of_the_checkpoints_step_is_kept_and_later_ones_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}, {"step": 2, "val_loss": 1.6}, {"step": 3, "loss": 1.0}]
+    for line in lines:
+        metrics.write(line)
+    metrics.close()
+    cut_back(path, 2)
+    assert read_metrics(path) == lines[:3]
+
+
+def test_a_new_run_drops_what_the_file_held_even_if_it_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"not ours\n\xff\xfe")
+    cut_back(path, 0)
+    assert path.read_bytes() == b""
+
+
+def test_cutting_a_file_that_does_not_exist_makes_none(tmp_path: Path) -> None:
+    cut_back(tmp_path / "metrics.jsonl", 5)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("line", [b"{", b"[1]", b'{"loss": 1.0}', b'{"step": "x"}', b"\xff\xfe", b""])
+def test_a_foreign_line_in_the_middle_is_an_error_that_names_file_and_line(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 "):
+        cut_back(path, 2)
+    assert path.read_bytes() == before
+
+
+def test_the_old_file_stands_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 6))
+    before = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        cut_back(path, 2)
+    assert path.read_bytes() == before

@@ -1,0 +1,83 @@
+"""The sinks show what metrics.jsonl holds, and say clearly when their package is missing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+from pretraining.monitor import sinks
+from pretraining.monitor.metrics import open_metrics, read_metrics
+
+
+def run(config: TrainConfig, log_dir: Path, resumed: int, steps: range, scale: float = 1.0) -> None:
+    metrics = open_metrics(config, log_dir, resumed)
+    for step in steps:
+        metrics.write({"step": step, "loss": scale / step, "mfu": None, "data_hash": "ab12"})
+        if step % 2 == 0:
+            metrics.write({"step": step, "val_loss": scale * 2 / step})
+    metrics.close()
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder)).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_every_number_of_the_file_at_its_step(tmp_path: Path) -> None:
+    run(TrainConfig(), tmp_path, 0, range(1, 6))
+    shown = curves(tmp_path / "tensorboard")
+    assert shown.keys() == {"loss", "val_loss"}  # null and text are no curves
+    for name in shown:
+        written = [
+            (record["step"], record[name]) for record in read_metrics(tmp_path / "metrics.jsonl") if name in record
+        ]
+        assert shown[name] == [(step, pytest.approx(value)) for step, value in written]
+
+
+@pytest.mark.parametrize("resumed", [0, 2])
+def test_after_an_interruption_tensorboard_shows_each_step_once(tmp_path: Path, resumed: int) -> None:
+    run(TrainConfig(), tmp_path, 0, range(1, 6), scale=9.0)  # killed after step 5, last checkpoint at `resumed`
+    run(TrainConfig(), tmp_path, resumed, range(resumed + 1, 7))
+    shown = curves(tmp_path / "tensorboard")["loss"]
+    assert [step for step, _ in shown] == list(range(1, 7))
+    assert [value for step, value in shown if step > resumed] == pytest.approx([1 / k for k in range(resumed + 1, 7)])
+
+
+def test_tensorboard_dir_is_where_the_events_go(tmp_path: Path) -> None:
+    run(TrainConfig(tensorboard_dir=str(tmp_path / "elsewhere")), tmp_path / "run", 0, range(1, 3))
+    assert curves(tmp_path / "elsewhere")["loss"]
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_without_tensorboard_one_line_says_so_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    run(TrainConfig(), tmp_path, 0, range(1, 3))
+    assert capsys.readouterr().out.count("\n") == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_tracker_whose_package_is_missing_is_an_error_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # Python's own way of saying "not installed"
+    with pytest.raises(UserError, match="--tracker=wandb needs the wandb package; pip install wandb"):
+        open_metrics(TrainConfig(tracker="wandb"), tmp_path, 0)
+
+
+def test_wandb_gets_the_records_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the optional wandb package is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = TrainConfig(tracker="wandb", tracker_dir=str(tmp_path / "tracker"), tracker_run_id="chosen")
+    (tmp_path / "tracker").mkdir()
+    run(config, tmp_path / "run", 0, range(1, 4))
+    (stored,) = (tmp_path / "tracker").glob("wandb/offline-run-*-chosen/run-chosen.wandb")
+    assert b"val_loss" in stored.read_bytes()
