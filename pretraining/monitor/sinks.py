@@ -62,22 +62,27 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases; the run keeps its id, so an interrupted one continues its curves."""
+    """Weights & Biases; the run keeps its id, so a continued one continues its curves.
+
+    Steps that a killed run sent after its last checkpoint stay as they were: the service takes no step twice.
+    """
 
     def __init__(self, config: TrainConfig, log_dir: Path) -> None:
         try:
             wandb = import_module("wandb")
         except ImportError as error:
-            raise UserError(
-                "--tracker=wandb needs the wandb package; pip install wandb, or leave --tracker out"
-            ) from error
-        self._run = wandb.init(
-            project=config.tracker_project_name,
-            dir=config.tracker_dir or str(log_dir),
-            id=config.tracker_run_id or log_dir.resolve().name,
-            resume="allow",
-            config=asdict(config),
-        )
+            message = "--tracker=wandb needs the wandb package; pip install wandb, or leave --tracker out"
+            raise UserError(message) from error
+        try:
+            self._run = wandb.init(
+                project=config.tracker_project_name,
+                dir=config.tracker_dir or str(log_dir),
+                id=config.tracker_run_id or log_dir.resolve().name,
+                resume="allow",
+                config=asdict(config),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(f"--tracker=wandb: {error} (or set WANDB_MODE=offline to send the run later)") from error
 
     def write(self, record: Record) -> None:
         """See Sink."""

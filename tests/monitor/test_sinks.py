@@ -81,3 +81,12 @@ def test_wandb_gets_the_records_offline(tmp_path: Path, monkeypatch: pytest.Monk
     run(config, tmp_path / "run", 0, range(1, 4))
     (stored,) = (tmp_path / "tracker").glob("wandb/offline-run-*-chosen/run-chosen.wandb")
     assert b"val_loss" in stored.read_bytes()
+
+
+def test_wandb_without_an_account_is_an_error_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the optional wandb package is not installed")
+    monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="--tracker=wandb: .*WANDB_MODE=offline"):
+        open_metrics(TrainConfig(tracker="wandb"), tmp_path, 0)

@@ -1,0 +1,89 @@
+"""The derived facts: each figure is the one that follows from the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.monitor.facts import describe, placed_line
+from pretraining.monitor.flops import Meter, flops_per_token, peak_of
+from pretraining.monitor.summary import summary
+from pretraining.optim.schedule import learning_rate
+
+
+def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str, str]:
+    batch = {"batch_size": 2, "global_batch_size": 64, "gradient_accumulation_steps": 4}
+    config = TrainConfig(**{"model_variant": "llama2_7b", "num_steps": 15_000, **batch, **fields})
+    text = describe(
+        config,
+        model_shape(config),
+        mesh={"replica": 2, "shard": 4},
+        device_name=device_name,
+        recompute=[False, True, False, False],
+        rate=lambda step: learning_rate(config, step),
+    )
+    return {line[:14].strip(): line[15:] for line in text.splitlines()}
+
+
+def test_every_fact_is_one_line_with_its_figures() -> None:
+    said = facts()
+    assert "6,738,415,616 parameters" in said["model"]
+    assert "46.09 GFLOP" in said["FLOP/token"]
+    assert "42.87 GFLOP" in said["FLOP/token"]
+    assert said["devices"].startswith("8 x NVIDIA A100-SXM4-80GB: replica 2 x shard 4")
+    assert said["batch"].startswith("262,144 tokens/step = 64 sequences of 4096 (2 per device and pass, 4 passes)")
+    assert "3.93 B tokens in 15,000 steps" in said["batch"]
+    assert said["recomputed"] == "1 of 4 blocks: F T F F"
+    assert said["MFU against"] == "312.00 TFLOP/s dense bf16, A100"
+
+
+def test_memory_is_a_quarter_of_the_state_on_four_shards() -> None:
+    # 16 bytes x 6,738,415,616 / 4 / 2^30
+    assert facts()["memory/device"].startswith("25.10 GiB of state (parameters 6.28 GiB, gradients 6.28 GiB, moments")
+
+
+def test_an_unknown_device_is_never_guessed() -> None:
+    assert facts("CPU")["MFU against"].startswith("n/a")
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 19, 20, 15_000])
+def test_the_learning_rate_is_shown_at_the_first_and_the_last_step(num_steps: int) -> None:
+    shown = facts(num_steps=num_steps)["learning rate"]
+    config = TrainConfig(num_steps=num_steps)
+    assert shown.startswith(f"{learning_rate(config, 0):.3g} at step 1")
+    assert shown.endswith(f"{learning_rate(config, num_steps - 1):.3g} at step {num_steps:,}")
+
+
+def test_the_placed_line_shows_the_share_of_a_copy_that_one_device_holds() -> None:
+    shape = VARIANTS["tiny"]
+    line = placed_line({"parameters": shape.parameters, "moments": shape.parameters * 8}, shape)
+    assert "(25.0% of a copy), moments" in line
+    assert line.endswith("(100.0% of a copy)")
+
+
+def meter(device: str) -> Meter:
+    return Meter(4096, 8, flops_per_token(VARIANTS["llama3_194m_4k"], 512), peak_of(device))
+
+
+def test_the_summary_is_the_median_of_the_steps_that_did_not_compile() -> None:
+    text = summary(meter("NVIDIA H200"), first_step=12.0, step_times=[2.0, 90.0, 1.0], memory_bytes=3 * 2**30)
+    assert "median step       2 s over 3 reports" in text
+    assert "2,048 on 8 devices" in text
+    assert "256\n" in text
+    assert "10.0 s (first step 12.0 s)" in text
+    assert "3.00 GiB" in text
+    assert "989.50 TFLOP/s, H200 SXM" in text
+
+
+def test_the_summary_says_n_a_for_what_nobody_knows() -> None:
+    text = summary(meter("CPU"), first_step=12.0, step_times=[2.0], memory_bytes=None)
+    assert text.count("n/a") == 3  # both MFUs and the memory
+
+
+def test_the_summary_of_a_single_step_invents_no_median() -> None:
+    text = summary(meter("NVIDIA H200"), first_step=12.0, step_times=[], memory_bytes=None)
+    assert "n/a (no step after the first)" in text
+    assert "tokens/s" not in text

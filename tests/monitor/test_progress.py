@@ -1,0 +1,98 @@
+"""The progress line and the figures in it: readable in a log file, and never wrong by rounding."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.monitor.figures import amount, duration, flop, number, percent, size
+from pretraining.monitor.progress import progress_line, validation_line
+
+
+def record(step: int, **changed: Any) -> dict[str, Any]:
+    figures = {"loss": 3.3123, "learning_rate": 1.2e-4, "grad_norm": 0.81, "tokens_per_second": 12345.6}
+    return {"step": step, "step_time": 2.0, "mfu": 0.3824, **figures, **changed}
+
+
+def test_the_line_says_what_a_person_wants_to_know() -> None:
+    assert progress_line(record(120), 160) == (
+        "step 120/160  75.0%  loss  3.3123  lr 1.20e-04  grad norm   0.810     12,346 tokens/s  MFU 38.2%  ETA 1m20s"
+    )
+
+
+def test_an_unknown_peak_says_so() -> None:
+    assert "MFU n/a" in progress_line(record(1, mfu=None), 10)
+
+
+@given(st.integers(1, 9999), st.floats(0, 20), st.floats(0, 1e6))
+def test_the_columns_hold_still_and_nothing_moves_the_cursor(step: int, loss: float, speed: float) -> None:
+    line = progress_line(record(step, loss=loss, tokens_per_second=speed), 10_000)
+    assert line.index("lr ") == progress_line(record(1), 10_000).index("lr ")
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf])
+def test_a_loss_that_is_not_finite_reads_nan(value: float | None) -> None:
+    assert "loss     nan" in progress_line(record(1, loss=value), 10)
+
+
+@given(st.integers(1, 10**7), st.data())
+def test_only_the_last_step_is_100_percent(num_steps: int, data: st.DataObject) -> None:
+    step = data.draw(st.integers(0, num_steps))
+    line = validation_line({"step": step, "val_loss": 1.0}, num_steps)
+    assert ("100.0%" in line) == (step == num_steps)
+
+
+def test_a_validation_has_a_line_of_its_own() -> None:
+    assert validation_line({"step": 80, "val_loss": 3.41}, 160) == "step  80/160  50.0%  validation loss  3.4100"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m00s"),
+        (3599, "59m59s"),
+        (3600, "1h00m"),
+        (86399, "23h59m"),
+        (187200, "2d04h"),
+    ],
+)
+def test_a_duration_has_two_units_at_most(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (size(0), "0 B"),
+        (size(1023), "1023 B"),
+        (size(1024), "1.00 KiB"),
+        (size(2**30), "1.00 GiB"),
+        (size(1.5 * 2**40), "1.50 TiB"),
+        (size(2**50), "1,024.00 TiB"),
+        (amount(4096), "4,096"),
+        (amount(6_738_415_616), "6.74 B"),
+        (amount(15e12), "15.00 T"),
+        (flop(989.5e12), "989.50 TFLOP"),
+        (flop(2500e12), "2.50 PFLOP"),
+        (percent(0.3824), "38.2%"),
+        (number(-1.5, 7, 3), " -1.500"),
+    ],
+)
+def test_a_figure_carries_its_unit(text: str, expected: str) -> None:
+    assert text == expected
+
+
+@given(st.integers(0, 2**60))
+def test_a_size_reads_back_to_within_its_digits(count: int) -> None:
+    match = re.fullmatch(r"([\d,.]+) (\w+)", size(count))
+    assert match
+    factor = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[match[2]]
+    assert float(match[1].replace(",", "")) * factor == pytest.approx(count, rel=0.01)
