@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.monitor import sinks
 from pretraining.monitor.metrics import open_metrics, read_metrics
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(config: TrainConfig, log_dir: Path, resumed: int, steps: range, scale: float = 1.0) -> None:
@@ -83,10 +87,16 @@ def test_wandb_gets_the_records_offline(tmp_path: Path, monkeypatch: pytest.Monk
     assert b"val_loss" in stored.read_bytes()
 
 
-def test_wandb_without_an_account_is_an_error_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_an_account_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="the optional wandb package is not installed")
-    monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="--tracker=wandb: .*WANDB_MODE=offline"):
-        open_metrics(TrainConfig(tracker="wandb"), tmp_path, 0)
+    script = "from pretraining.monitor.sinks import WandB; from pretraining.config.training import TrainConfig; " + (
+        "from pathlib import Path; WandB(TrainConfig(tracker='wandb'), Path('.').resolve())"
+    )
+    # A process of its own: wandb keeps its mode for good once it has run.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "UserError: --tracker=wandb: " in ended.stderr
+    assert "WANDB_MODE=offline" in ended.stderr
