@@ -143,6 +143,9 @@ class TrainConfig:
     logical_shards: int = 1024
     """Slots that a dataset's shuffled stream is dealt into round-robin: how far apart neighbouring sequences are read.
     At least 1; it need not divide anything."""
+    tokenizer_path: str = ""
+    """The sentencepiece model that made the tokens. Training does not read it; pretraining.generate does, to turn a
+    prompt into tokens and back. Empty: none."""
     vocab_check: bool = True
     """Stop with an error on a token id at or above the model's vocabulary, instead of training on garbage."""
 

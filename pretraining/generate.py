@@ -1,0 +1,163 @@
+"""Sample text from a run: plain PyTorch on the CPU, whatever engine and mesh trained it.
+
+    python -m pretraining.generate RUN_DIR --prompt=TEXT [--max_new_tokens=N] [--temperature=T] [--top_k=K] [--seed=S]
+
+No cache of keys and values: every token reads its whole context again, which is quick enough for the models that one
+trains on a CPU and keeps the model free of anything that training does not need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretraining.checkpoint.folder import find_checkpoints
+from pretraining.checkpoint.manifest import is_committed, open_checkpoint
+from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+from pretraining.models.llama import Llama
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the prompt and what the run's newest checkpoint makes of it. Exit code 2 on a mistake of the user."""
+    flags = parse(arguments)
+    try:
+        print(generate(flags))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m pretraining.generate", allow_abbrev=False)
+    parser.add_argument("run_dir", type=Path, help="the run's folder, its checkpoints' folder, or one checkpoint")
+    parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
+    parser.add_argument("--max_new_tokens", type=positive, default=100, help="tokens to add at most")
+    parser.add_argument("--temperature", type=not_negative, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--top_k", type=whole, default=50, help="choose among the k likeliest tokens; 0: among all")
+    parser.add_argument("--seed", type=whole, default=0, help="the same seed gives the same text")
+    parser.add_argument("--tokenizer_path", default="", help="a sentencepiece model; empty: the run's own")
+    return parser.parse_args(arguments)
+
+
+def whole(text: str) -> int:
+    """A whole number, 0 or above."""
+    if (value := int(text)) < 0:
+        raise ValueError
+    return value
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A number, 0 or above."""
+    if not (value := float(text)) >= 0:
+        raise ValueError
+    return value
+
+
+def generate(flags: argparse.Namespace) -> str:
+    """The prompt and its continuation. Raises UserError where there is no checkpoint or no tokenizer."""
+    checkpoint = newest_checkpoint(flags.run_dir)
+    config = TrainConfig(**open_checkpoint(checkpoint).facts.config)
+    tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
+    model = load_model(config, read_tensors(checkpoint, is_weight))
+    prompt = tokenizer.encode(flags.prompt)
+    drawn = sample(
+        model,
+        document_start(tokenizer) + prompt,
+        tokenizer.vocab_size(),
+        window=config.seq_length,
+        temperature=flags.temperature,
+        top_k=flags.top_k,
+        generator=torch.Generator().manual_seed(flags.seed),
+    )
+    added = takewhile(lambda token: token != tokenizer.eos_id(), islice(drawn, flags.max_new_tokens))
+    text: str = tokenizer.decode([*prompt, *added])
+    return text
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """The checkpoint at `path`, or the newest in it, in its checkpoints/, or where its config.json says they are."""
+    if is_committed(path):
+        return path
+    folders = [path, path / "checkpoints"]
+    if (path / "config.json").is_file():
+        elsewhere = json.loads((path / "config.json").read_text()).get("ckpt_save_path")
+        folders += [Path(elsewhere)] if elsewhere else []
+    for folder in folders:
+        if committed := find_checkpoints(folder).committed:
+            return committed[0]
+    raise UserError(f"{path}: no committed checkpoint in {', '.join(map(str, folders))}; give a run's folder")
+
+
+def load_tokenizer(path: str) -> Any:
+    """The sentencepiece model at `path`; UserError if there is none."""
+    import sentencepiece
+
+    if not path:
+        raise UserError("the run names no tokenizer; give --tokenizer_path=FILE, the sentencepiece model of its data")
+    if not Path(path).is_file():
+        raise UserError(f"--tokenizer_path={path}: no such file; give the sentencepiece model of the run's data")
+    return sentencepiece.SentencePieceProcessor(model_file=path)
+
+
+def document_start(tokenizer: Any) -> list[int]:
+    """What stands before a document in the training data: the separator after the one before."""
+    return [tokenizer.eos_id()] if tokenizer.eos_id() >= 0 else []
+
+
+def load_model(config: TrainConfig, weights: dict[str, Tensor]) -> Llama:
+    """The model with these weights, built without a second copy of them."""
+    with torch.device("meta"):
+        model = Llama(config)
+    model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
+    return model.eval()
+
+
+@torch.inference_mode()
+def sample(
+    model: Llama,
+    context: Sequence[int],
+    vocabulary: int,
+    *,
+    window: int,
+    temperature: float,
+    top_k: int,
+    generator: torch.Generator,
+) -> Iterator[int]:
+    """Tokens that follow `context`, without end. Reads the last `window` tokens; draws only ids below `vocabulary`."""
+    tokens = list(context)
+    while True:
+        logits = model(torch.tensor([tokens[-window:]]))[0, -1, :vocabulary]  # [V]
+        tokens.append(draw(logits, temperature, top_k, generator))
+        yield tokens[-1]
+
+
+def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """One token from logits [V]: the likeliest at temperature 0, otherwise from the softmax over the top k (0: all)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    values, ids = logits.topk(min(top_k or len(logits), len(logits)))
+    chosen = torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)
+    return int(ids[chosen])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
