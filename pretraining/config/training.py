@@ -157,17 +157,45 @@ class TrainConfig:
 
     # ---- Checkpoints
     ckpt_load_path: str = ""
-    """Start from this checkpoint when ckpt_save_path holds none: a run folder or one of its step_N folders. Weights
-    and optimizer are taken, the step starts at 0."""
+    """Start from this when ckpt_save_path holds no checkpoint: a run folder, its checkpoints folder, one of its step_N
+    folders, or a folder in Hugging Face's format (config.json and safetensors; weights only). Weights and optimizer
+    are taken, the step starts at 0. A path that holds nothing of the kind is an error."""
     ckpt_save_path: str = ""
-    """Folder of this run's checkpoints. Empty: <log_dir>/checkpoints."""
+    """Folder of this run's checkpoints, step_N each. Empty: <log_dir>/checkpoints. A checkpoint found in it wins over
+    ckpt_load_path: the run continues."""
     checkpoint_interval: int = 10_000
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal."""
+    checkpoint_scale: str = "linear"
+    """"linear": every checkpoint_interval steps. "log": at step 1 and at every power of checkpoint_interval, which is
+    then at least 2."""
+    extra_checkpoint_steps: str = ""
+    """Further steps to save at, comma-separated; 0 is the state before the first step."""
     keep_last_n_checkpoints: int = 0
     """Committed checkpoints to keep; older ones are removed after a save. 0: all."""
     resume: str = "auto"
-    """"auto": continue from the newest committed checkpoint if there is one; "must": an error if there is none;
-    "never": an error if there is one."""
+    """"auto": continue from the newest checkpoint in ckpt_save_path if there is one, from the one before if that is
+    damaged; "must": an error if there is none or it is damaged; "never": an error if there is one."""
+    load_weights_only: bool = False
+    """Of ckpt_load_path take the weights and start with a fresh optimizer."""
+    strict_load: bool = True
+    """The tensors of ckpt_load_path must be exactly the model's. False: those that both have are loaded, and the
+    others are named."""
+    override_lr_on_resume: bool = False
+    """Continue with another learning rate than the checkpoint was trained with; without it that is an error."""
+    save_optimizer: bool = True
+    """False: save weights only. A run that continues from such a checkpoint starts with fresh moments."""
+    checkpoint_dtype: str = "auto"
+    """Floating dtype on disk: "auto" (as in memory), "fp32" or "bf16". With bf16 a continued run is not the
+    uninterrupted one bit for bit."""
+    async_checkpointing: bool = False
+    """Training waits only until its state is copied to host memory; the next save and the end of the run wait for the
+    disk. Needs as much free host memory as this host's share of a checkpoint."""
+    ckpt_io_workers: int = 8
+    """Threads that hash and write, or read and check, a checkpoint in each process; at least 1. The files are the same
+    for any number."""
+    ckpt_max_failures: int = 3
+    """Saves in a row that may fail (a full disk, say) before the run stops itself, at least 1. The last good checkpoint
+    stays as it is."""
 
     # ---- Logging and profiling
     run_name: str = ""

@@ -1,0 +1,226 @@
+"""The checkpoints of one run: when to save, what to keep, where to continue.
+
+The loop asks `due`, hands over the state, and forgets; the engine is known only by its protocol. Steps are counted
+after the update: step_100 holds what 100 updates made.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretraining.checkpoint.compatibility import check_resume, check_start
+from pretraining.checkpoint.files import FolderLock, UnreadableError
+from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints, keep_newest, newest_checkpoint, sweep
+from pretraining.checkpoint.manifest import Checkpoint, Facts, open_checkpoint
+from pretraining.checkpoint.peers import Peers
+from pretraining.checkpoint.store import PendingSave, State, is_weight, load
+from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+from pretraining.parallel.engine import Engine
+
+DTYPES_ON_DISK = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class SaveFailedError(RuntimeError):
+    """Too many saves in a row failed, or the last one of the run did."""
+
+
+class Checkpoints:
+    """One per run and process; every method is collective over the processes."""
+
+    def __init__(self, config: TrainConfig, log_dir: Path) -> None:
+        """Claim the folder if this run saves. UserError where another run holds it or it cannot be written."""
+        self._config, self._peers = config, Peers()
+        self.folder = Path(config.ckpt_save_path or log_dir / CHECKPOINTS)
+        self._extra = {int(step) for step in config.extra_checkpoint_steps.split(",") if step.strip()}
+        self._lock: FolderLock | None = None
+        self._saved: int | None = None  # newest step that is committed, or being written
+        self._failures = 0  # saves in a row
+        self._writer: threading.Thread | None = None
+        self._outcome: Exception | None = None
+        if config.checkpoint_interval:
+            self._peers.lead(self._claim)
+
+    def _claim(self) -> None:
+        try:
+            self._lock = FolderLock(self.folder)
+            sweep(self.folder)
+        except OSError as error:
+            raise UserError(
+                f"--ckpt_save_path={self.folder}: cannot be written ({error.strerror}); "
+                "give another folder, or --checkpoint_interval=0 to save nothing"
+            ) from error
+
+    # ---- Continuing
+
+    def restore(self, engine: Engine, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Facts | None:
+        """Fill model and optimizer from the run's newest checkpoint, or from ckpt_load_path; None to start afresh.
+
+        The facts are those to go on with: of ckpt_load_path, step 0 with no token seen and no state of the data.
+        """
+        found = self._peers.lead(lambda: find_checkpoints(self.folder))
+        for path in found.skipped:
+            self._say(f"{path} has no marker, so its save was never finished; it is ignored")
+        if found.committed and self._config.resume == "never":
+            raise UserError(f"--resume=never, but {found.committed[0]} is there; remove it or save elsewhere")
+        if found.committed:
+            return self._continue(found.committed, engine, model, optimizer)
+        if self._config.resume == "must":
+            raise UserError(f"--resume=must, but {self.folder} holds no committed checkpoint")
+        if self._config.ckpt_load_path:
+            return self._start_from(Path(self._config.ckpt_load_path), engine, model, optimizer)
+        return None
+
+    def _continue(self, paths: list[Path], engine: Engine, model: Any, optimizer: Any) -> Facts:
+        """From the first of `paths` that can be read, if the policy lets a damaged one pass."""
+        for path in paths:
+            try:
+                checkpoint = self._opened(path)
+                noted = check_resume(checkpoint.facts.config, self._config)
+                self._load(checkpoint, engine, model, None if self._lacks_moments(checkpoint) else optimizer)
+            except UnreadableError as error:
+                if self._config.resume == "must":
+                    raise
+                self._say(f"{error}; the checkpoint is passed over")
+                continue
+            if noted:
+                self._say(f"changed since {path.name}: {', '.join(map(str, noted))}")
+            self._say(f"continuing from {path}")
+            self._saved = checkpoint.facts.step
+            return checkpoint.facts
+        raise UserError(f"{self.folder}: none of its checkpoints can be read; remove them to start again")
+
+    def _start_from(self, source: Path, engine: Engine, model: Any, optimizer: Any) -> Facts:
+        checkpoint = self._opened(self._peers.lead(lambda: newest_checkpoint(source)))
+        noted = check_start(checkpoint.facts.config, self._config)
+        fresh = self._config.load_weights_only or self._lacks_moments(checkpoint)
+        self._load(checkpoint, engine, model, None if fresh else optimizer)
+        if noted:
+            self._say(f"other than in {checkpoint.path}: {', '.join(map(str, noted))}")
+        self._say(f"starting at step 0 from {'the weights of ' if fresh else ''}{checkpoint.path}")
+        return replace(checkpoint.facts, step=0, tokens_seen=0, data={})
+
+    def _opened(self, path: Path) -> Checkpoint:
+        """Read in every process, so that all agree whether it can be."""
+        opened: list[Checkpoint] = []
+        self._peers.agree(lambda: opened.append(open_checkpoint(path)))
+        return opened[0]
+
+    def _lacks_moments(self, checkpoint: Checkpoint) -> bool:
+        lacking = all(is_weight(name) for name in checkpoint.manifest.tensors)
+        if lacking:
+            self._say(f"{checkpoint.path} holds no optimizer state: moments start at zero")
+        return lacking
+
+    def _load(self, checkpoint: Checkpoint, engine: Engine, model: Any, optimizer: Any | None) -> None:
+        state = engine.state(model, optimizer)
+        load(checkpoint, state, self._peers, self._config.ckpt_io_workers)
+        engine.commit(state)
+
+    # ---- Saving
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` updates is to be saved; never twice."""
+        interval = self._config.checkpoint_interval
+        if not interval or step == self._saved:
+            return False
+        if step == self._config.num_steps or step in self._extra:
+            return True
+        if self._config.checkpoint_scale == "log":
+            return is_power(step, interval)
+        return step > 0 and step % interval == 0
+
+    def save(self, step: int, state: State, facts: Facts) -> None:
+        """Save `state`, or begin to: with async_checkpointing it may change as soon as this returns.
+
+        Does nothing where checkpoint_interval is 0 or the step is saved already. A save that fails is reported;
+        SaveFailedError after ckpt_max_failures in a row.
+        """
+        self.wait()
+        if not self._config.checkpoint_interval or step == self._saved:
+            return
+        kept = {name: value for name, value in state.items() if self._config.save_optimizer or is_weight(name)}
+        began = time.perf_counter()
+        try:
+            pending = self._planned(kept, replace(facts, step=step))
+            if self._config.async_checkpointing:
+                self._begin(pending, step, began)
+            else:
+                self._finish(pending, step, began)
+        except OSError as error:
+            self._failed(error)
+        else:
+            self._saved = step
+
+    def _planned(self, state: State, facts: Facts) -> PendingSave:
+        dtype = DTYPES_ON_DISK[self._config.checkpoint_dtype]
+        return PendingSave(self.folder, state, facts, self._peers, dtype=dtype, workers=self._config.ckpt_io_workers)
+
+    def _begin(self, pending: PendingSave, step: int, began: float) -> None:
+        pending.stage()
+
+        def work() -> None:
+            try:
+                self._finish(pending, step, began)
+            except Exception as error:  # raised by `wait`, in the thread that can act on it
+                self._outcome = error
+
+        self._writer = threading.Thread(target=work, name=f"checkpoint-{step}")
+        self._writer.start()
+
+    def _finish(self, pending: PendingSave, step: int, began: float) -> None:
+        path = pending.write()
+        self._failures = 0
+        self._say(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        if self._config.keep_last_n_checkpoints and self._peers.leads:
+            self._retain()
+
+    def _retain(self) -> None:
+        try:
+            keep_newest(self.folder, self._config.keep_last_n_checkpoints)
+        except OSError as error:  # the new checkpoint is safe; the next save tries again
+            self._say(f"an old checkpoint could not be removed: {error}")
+
+    def wait(self) -> None:
+        """Until what was begun is committed. SaveFailedError if that was one failure too many."""
+        if self._writer is None:
+            return
+        self._writer.join()
+        self._writer, error, self._outcome = None, self._outcome, None
+        if isinstance(error, OSError):
+            self._failed(error)
+        elif error is not None:
+            raise error
+
+    def _failed(self, error: OSError) -> None:
+        self._saved = None
+        self._failures += 1
+        self._say(f"saving to {self.folder} failed: {error}; earlier checkpoints are untouched")
+        if self._failures >= self._config.ckpt_max_failures:
+            raise SaveFailedError(f"{self._failures} saves in a row failed, the last one with: {error}") from error
+
+    def close(self) -> None:
+        """Wait, and let others use the folder. SaveFailedError if the last save failed: the run's end is not kept."""
+        self.wait()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        if self._failures:
+            raise SaveFailedError(f"the last save to {self.folder} failed")
+
+    def _say(self, text: str) -> None:
+        if self._peers.leads:
+            print(text, flush=True)
+
+
+def is_power(step: int, base: int) -> bool:
+    """Whether `step` is base**k for some k >= 0; base at least 2."""
+    while step > 1 and step % base == 0:
+        step //= base
+    return step == 1

@@ -1,0 +1,123 @@
+"""Bytes that are on the disk when a function returns: durable writes, checked reads, atomic renames, one lock.
+
+Knows nothing of tensors or of what a checkpoint holds. Every change to the disk is a call of `os`, so a test can
+stop the process between any two of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from pretraining.config.errors import UserError
+
+PARTIAL = ".partial"  # being written
+DELETED = ".deleted"  # being removed
+LOCK = "lock"
+# One digest per block, so a reader checks what it reads and nothing else, and hashing goes on in several threads.
+BLOCK = 8 << 20
+
+
+class UnreadableError(UserError):
+    """A checkpoint that cannot be trusted: the message names the file and what is wrong with it."""
+
+
+def digest(data: bytes | memoryview) -> str:
+    """32 hex digits of SHA-256: 1.03 GB/s a core with the SHA instructions, against BLAKE2b's 0.78 (CRC-32: 2.2)."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def descriptor(path: Path, flags: int) -> Iterator[int]:
+    """An open file descriptor, closed on leaving."""
+    opened = os.open(path, flags, 0o644)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def write_at(opened: int, data: memoryview, start: int) -> None:
+    """Write all of `data` at byte `start`; the kernel may take less than it is offered."""
+    while data:
+        written = os.pwrite(opened, data, start)
+        data, start = data[written:], start + written
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Create `path` with this content, on the disk on return. Its name is only after the folder's sync."""
+    with descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as opened:
+        write_at(opened, memoryview(data), 0)
+        os.fsync(opened)
+
+
+def sync_folder(path: Path) -> None:
+    """Put the folder's list of names on the disk."""
+    with descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as opened:
+        os.fsync(opened)
+
+
+def read_into(opened: int, target: memoryview, start: int, path: Path) -> None:
+    """Fill `target` from byte `start` on; UnreadableError names `path` where the file ends before."""
+    while target:
+        count = os.preadv(opened, [target], start)
+        if count == 0:
+            raise UnreadableError(f"{path}: ends at byte {start}, before what was saved in it does")
+        target, start = target[count:], start + count
+
+
+def read_file(path: Path) -> bytes:
+    """The whole of a small file; UnreadableError where there is none or it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UnreadableError(f"{path}: {error.strerror}") from error
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a folder its new name in one instant, on the disk on return."""
+    old.rename(new)
+    sync_folder(new.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder that may be visible: it vanishes in one instant, and its files follow."""
+    doomed = path if path.suffix in (PARTIAL, DELETED) else path.with_name(path.name + DELETED)
+    if doomed != path:
+        shutil.rmtree(doomed, ignore_errors=True)  # left by a removal that was interrupted
+        rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+class FolderLock:
+    """Keeps a second run out of a folder while this process lives.
+
+    A POSIX record lock and not flock: a forked child would inherit flock's and keep the folder locked after the run
+    was killed. The kernel lets go of it with the process, so there is nothing stale to clean up.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError where another process holds the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / LOCK
+        self._opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._opened, 256, 0).decode(errors="replace").strip() or "another process"
+            os.close(self._opened)
+            raise UserError(
+                f"{folder}: {holder} trains here and still runs; stop it, or give this run its own ckpt_save_path"
+            ) from error
+        os.ftruncate(self._opened, 0)
+        os.pwrite(self._opened, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let others in."""
+        os.close(self._opened)

@@ -1,0 +1,71 @@
+"""A folder of checkpoints: which are committed, which to remove.
+
+`step_N` counts if it carries the marker; everything else in the folder is left alone and never counted.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from pretraining.checkpoint.files import DELETED, PARTIAL, remove_folder
+from pretraining.checkpoint.manifest import is_committed
+from pretraining.config.errors import UserError
+
+CHECKPOINTS = "checkpoints"  # where a run keeps them, unless ckpt_save_path says otherwise
+STEP = re.compile(r"step_(0|[1-9][0-9]*)")
+
+
+class Found(NamedTuple):
+    """The checkpoints of a folder."""
+
+    committed: list[Path]  # newest first
+    skipped: list[Path]  # step_N without a marker, which no save of ours leaves behind
+
+
+def find_checkpoints(folder: Path) -> Found:
+    """The checkpoints in `folder`, by step; none where there is no such folder."""
+    steps = sorted(((int(match[1]), path) for path, match in _matches(folder)), reverse=True)
+    paths = [path for _, path in steps]
+    return Found([p for p in paths if is_committed(p)], [p for p in paths if not is_committed(p)])
+
+
+def _matches(folder: Path) -> list[tuple[Path, re.Match[str]]]:
+    if not folder.is_dir():
+        return []
+    named = [(path, STEP.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
+    return [(path, match) for path, match in named if match]
+
+
+def keep_newest(folder: Path, count: int) -> list[Path]:
+    """Remove all but the `count` newest committed checkpoints, the oldest first; those removed."""
+    assert count >= 1
+    doomed = find_checkpoints(folder).committed[count:]
+    for path in reversed(doomed):
+        remove_folder(path)
+    return doomed
+
+
+def sweep(folder: Path) -> None:
+    """Remove what interrupted saves and removals left. Only for who holds the folder's lock: nobody is saving."""
+    for path in folder.glob("step_*"):
+        if path.suffix in (PARTIAL, DELETED) and STEP.fullmatch(path.stem) and path.is_dir():
+            shutil.rmtree(path)
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` means: a step_N folder itself, or the newest of a run's or of a folder of them.
+
+    UserError where there is none.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: there is no such folder")
+    if is_committed(path):
+        return path
+    for folder in (path, path / CHECKPOINTS):
+        found = find_checkpoints(folder).committed
+        if found:
+            return found[0]
+    raise UserError(f"{path}: holds no committed checkpoint (a step_N folder with its marker)")

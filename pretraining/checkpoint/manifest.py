@@ -1,0 +1,181 @@
+"""What a checkpoint folder holds, as JSON: which tensor lies where, the run's facts, and the marker that commits them.
+
+    step_100/
+      weights-00000.safetensors    tensors of process 0 by Hugging Face name ("name@row,column" for a piece of one)
+      optimizer-00000.safetensors  its moments
+      manifest.json                every tensor: dtype, shape, pieces, and a digest of every 8 MiB
+      facts.json                   step, tokens seen, state of the data, effective configuration
+      COMMITTED                    digests of the two files above and one of itself; written last
+
+Nothing here executes anything on reading: there is no pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretraining.checkpoint.files import UnreadableError, digest, read_file, write_file
+
+FORMAT = 1
+MANIFEST, FACTS, MARKER = "manifest.json", "facts.json", "COMMITTED"
+OPTIMIZER = "optimizer."  # names that begin so are optimizer state, all others are weights
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor and where its bytes are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int  # byte in the file
+    size: int  # bytes
+    digests: tuple[str, ...]  # of every block of files.BLOCK bytes, counted from `start`
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One logical tensor."""
+
+    dtype: str  # safetensors' name of it
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A safetensors file of the checkpoint."""
+
+    size: int  # bytes
+    header: str  # digest of the bytes before the first tensor
+    header_size: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Every tensor and every file."""
+
+    tensors: dict[str, Entry]
+    files: dict[str, ShardFile]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run must know to continue, beside its tensors.
+
+    There is no state of a random generator: initial weights and the order of the data are functions of the seed and
+    of the step, and nothing else draws.
+    """
+
+    step: int  # optimizer updates done
+    tokens_seen: int
+    data: dict[str, Any]  # the stream's own state
+    config: dict[str, Any]  # effective TrainConfig, field by field
+    engine: str
+    mesh: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint whose manifest and facts have been read and agree with the marker."""
+
+    path: Path
+    facts: Facts
+    manifest: Manifest
+
+
+def write_commit(folder: Path, manifest: Manifest, facts: Facts) -> None:
+    """Write manifest and facts, then the marker that vouches for them, each on the disk before the next."""
+    texts = {MANIFEST: _text(asdict(manifest)), FACTS: _text(asdict(facts))}
+    for name, text in texts.items():
+        write_file(folder / name, text)
+    marker = _text({"format": FORMAT, "step": facts.step, **{name: digest(text) for name, text in texts.items()}})
+    write_file(folder / MARKER, marker + digest(marker).encode() + b"\n")
+
+
+def _text(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def is_committed(path: Path) -> bool:
+    """Whether the folder carries a marker (which may turn out to be damaged)."""
+    return (path / MARKER).is_file()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint's description; UnreadableError if it is uncommitted, damaged or carries a pickle."""
+    if not is_committed(path):
+        raise UnreadableError(f"{path}: has no {MARKER} marker, so its save was never finished")
+    marker = _read_marker(path / MARKER)
+    texts = {name: _vouched(path / name, marker[name]) for name in (MANIFEST, FACTS)}
+    checkpoint = Checkpoint(path, Facts(**json.loads(texts[FACTS])), _manifest(json.loads(texts[MANIFEST])))
+    refuse_pickles(path, known={MANIFEST, FACTS, MARKER, *checkpoint.manifest.files})
+    return checkpoint
+
+
+def _read_marker(path: Path) -> dict[str, Any]:
+    text, _, signature = read_file(path).removesuffix(b"\n").rpartition(b"\n")
+    text += b"\n"
+    if digest(text).encode() != signature:
+        raise UnreadableError(f"{path}: differs from what was saved")
+    marker: dict[str, Any] = json.loads(text)
+    if marker["format"] != FORMAT:
+        raise UnreadableError(f"{path}: written in format {marker['format']}, this program reads {FORMAT}")
+    return marker
+
+
+def _vouched(path: Path, expected: str) -> bytes:
+    text = read_file(path)
+    if digest(text) != expected:
+        raise UnreadableError(f"{path}: differs from what was saved")
+    return text
+
+
+def _manifest(value: dict[str, Any]) -> Manifest:
+    files = {name: ShardFile(**facts) for name, facts in value["files"].items()}
+    return Manifest({name: _entry(entry) for name, entry in value["tensors"].items()}, files)
+
+
+def _entry(value: dict[str, Any]) -> Entry:
+    pieces = tuple(
+        Piece(tuple(p["offsets"]), tuple(p["sizes"]), p["file"], p["start"], p["size"], tuple(p["digests"]))
+        for p in value["pieces"]
+    )
+    return Entry(value["dtype"], tuple(value["shape"]), pieces)
+
+
+def refuse_pickles(folder: Path, known: set[str]) -> None:
+    """UnreadableError if a file that is not `known` is a pickle or one of torch.save's archives of them.
+
+    Nothing here would load it; another program that is pointed at the folder might, and would run what is in it.
+    """
+    for entry in os.scandir(folder):
+        if entry.name not in known and entry.is_file() and looks_pickled(Path(entry.path)):
+            raise UnreadableError(f"{entry.path}: a pickle, which could run any program; remove it")
+
+
+def looks_pickled(path: Path) -> bool:
+    """Whether a file begins as pickles (protocol 2 to 5) or zip archives do, or is named as torch names them."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    binary = start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    named = path.name == ".metadata" or path.suffix in (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".distcp", ".bin")
+    return binary or start == b"PK\x03\x04" or named

@@ -1,0 +1,239 @@
+"""One checkpoint written or read: torch.distributed.checkpoint's planners decide who holds what, this commits it.
+
+Write to step_N.partial, sync every file, write the marker last, sync, rename to step_N, sync the folder above:
+at every instant a checkpoint is committed or invisible. Tensors are logical, so one saved on any mesh loads on any.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
+
+from pretraining.checkpoint.files import PARTIAL, remove_folder, rename, sync_folder
+from pretraining.checkpoint.manifest import (
+    DTYPES,
+    OPTIMIZER,
+    Checkpoint,
+    Entry,
+    Facts,
+    Manifest,
+    Piece,
+    open_checkpoint,
+    write_commit,
+)
+from pretraining.checkpoint.peers import Peers
+from pretraining.checkpoint.shards import Written, lay_out, read_shards, write_shards
+from pretraining.config.errors import UserError
+
+State = dict[str, Any]  # logical name -> Tensor, DTensor or tensor with DCP's checkpointable protocol
+IO_WORKERS = 8
+
+
+@runtime_checkable
+class HoldsHostCopy(Protocol):
+    """A tensor of the state that keeps its bytes in host memory once they were asked for."""
+
+    def release(self) -> None:
+        """Forget them; asking again reads them again."""
+        ...
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, once it is committed."""
+    return folder / f"step_{step}"
+
+
+# ---- Saving
+
+
+def save(
+    folder: Path,
+    state: State,
+    facts: Facts,
+    peers: Peers | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    workers: int = IO_WORKERS,
+) -> Path:
+    """Write and commit `folder`/step_N; collective over `peers`. Floating tensors are stored as `dtype` if given.
+
+    Raises OSError where the disk refuses; nothing is committed then, and no earlier checkpoint is touched.
+    """
+    return PendingSave(folder, state, facts, peers or Peers(), dtype=dtype, workers=workers).write()
+
+
+class PendingSave:
+    """A save that is planned. Its tensors are read when it is written, or before, when it is staged."""
+
+    def __init__(
+        self, folder: Path, state: State, facts: Facts, peers: Peers, *, dtype: torch.dtype | None, workers: int
+    ) -> None:
+        """Collective: decide which process writes which piece."""
+        self._final, self._facts, self._peers, self._workers = step_folder(folder, facts.step), facts, peers, workers
+        self._partial = self._final.with_name(self._final.name + PARTIAL)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(state, is_coordinator=peers.leads)
+        shapes = {name: tuple(value.shape) for name, value in state.items()}
+        offers = peers.agree(lambda: (planner.create_local_plan(), shapes))
+        self._expected = {name: shape for _, shapes in offers for name, shape in shapes.items()}
+        plan = peers.deal(lambda: planner.create_global_plan([plan for plan, _ in offers])[0])
+        items = planner.finish_plan(plan).items
+        self._layouts = lay_out(items, peers.rank, dtype)
+        self._fetch: Callable[[WriteItem], Tensor] = LiveSource(planner, state, items)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of this process's host memory that `stage` takes."""
+        return sum(slot.size for layout in self._layouts for slot in layout.slots)
+
+    def stage(self) -> None:
+        """Copy this process's pieces to host memory; afterwards the tensors may change."""
+        slots = [slot for layout in self._layouts for slot in layout.slots]
+        held = {slot.item.index: self._fetch(slot.item).to("cpu", slot.dtype, copy=True) for slot in slots}
+        self._fetch = lambda item: held.pop(item.index)  # given back piece by piece as they are written
+
+    def write(self) -> Path:
+        """Collective: write, check and commit; the committed folder."""
+        try:
+            self._peers.lead(self._make_partial)
+            written = self._peers.agree(lambda: write_shards(self._partial, self._layouts, self._fetch, self._workers))
+            self._peers.lead(lambda: self._commit(written))
+        except Exception:
+            if self._peers.leads:  # a full disk gets its space back
+                shutil.rmtree(self._partial, ignore_errors=True)
+            raise
+        return self._final
+
+    def _make_partial(self) -> None:
+        if self._partial.exists():  # left by a save that was interrupted
+            remove_folder(self._partial)
+        self._partial.mkdir(parents=True)
+
+    def _commit(self, written: list[Written]) -> None:
+        manifest = _merged(written, self._expected)
+        _verify(self._partial, manifest)
+        write_commit(self._partial, manifest, self._facts)
+        sync_folder(self._partial)
+        if self._final.exists():  # damaged: the run went back to an earlier one and came here again
+            remove_folder(self._final)
+        rename(self._partial, self._final)
+
+
+class LiveSource:
+    """Pieces of the live state, read from the devices when they are asked for."""
+
+    def __init__(self, planner: DefaultSavePlanner, state: State, items: list[WriteItem]) -> None:
+        self._planner, self._state = planner, state
+        self._left = Counter(item.index.fqn for item in items)
+
+    def __call__(self, item: WriteItem) -> Tensor:
+        """The piece; after a tensor's last one its host copy is forgotten, if it kept one."""
+        piece = self._planner.resolve_data(item)
+        assert isinstance(piece, Tensor)
+        name = item.index.fqn
+        self._left[name] -= 1
+        if not self._left[name] and isinstance(self._state[name], HoldsHostCopy):
+            self._state[name].release()
+        return piece.detach()
+
+
+def _merged(written: list[Written], shapes: dict[str, tuple[int, ...]]) -> Manifest:
+    pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
+    dtypes: dict[str, str] = {}
+    for part in written:
+        dtypes |= part.dtypes
+        for name, found in part.pieces.items():
+            pieces[name] += found
+    tensors = {name: Entry(dtypes.get(name, ""), shape, tuple(pieces[name])) for name, shape in shapes.items()}
+    return Manifest(tensors, {name: facts for part in written for name, facts in part.files.items()})
+
+
+def _verify(folder: Path, manifest: Manifest) -> None:
+    """RuntimeError unless every tensor's pieces add up to it and every file has its size.
+
+    The planner has seen to it that pieces do not overlap; a planner that drops tensors reports success.
+    """
+    for name, entry in manifest.tensors.items():
+        found = sum(math.prod(piece.sizes) for piece in entry.pieces)
+        if not entry.pieces or found != math.prod(entry.shape):
+            raise RuntimeError(f"{folder}: {found} of {math.prod(entry.shape)} elements of {name} were written")
+    for name, facts in manifest.files.items():
+        size = (folder / name).stat().st_size
+        if size != facts.size:
+            raise RuntimeError(f"{folder / name}: has {size} bytes, {facts.size} were written")
+
+
+# ---- Loading
+
+
+def load(checkpoint: Checkpoint, state: State, peers: Peers | None = None, workers: int = IO_WORKERS) -> None:
+    """Fill every tensor of `state` from `checkpoint`; collective over `peers`.
+
+    Raises UserError, before anything is read, where a tensor is missing or has another shape, and UnreadableError
+    where bytes are not what was saved; `state` is then part old, part new.
+    """
+    check_fit(checkpoint, {name: tuple(value.shape) for name, value in state.items()})
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(state, _metadata(checkpoint.manifest))
+    items = planner.create_local_plan().items
+    (peers or Peers()).agree(lambda: read_shards(checkpoint, items, planner.resolve_tensor, workers))
+
+
+def check_fit(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
+    """UserError that names the tensors of `shapes` which the checkpoint lacks or holds in another shape."""
+    tensors = checkpoint.manifest.tensors
+    wrong = [f"{name} is not in it" for name in shapes if name not in tensors]
+    wrong += [
+        f"{name} is {list(tensors[name].shape)} in it and {list(shape)} here"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+        raise UserError(f"{checkpoint.path} does not fit this model: {'; '.join(wrong[:5])}{more}")
+
+
+def _metadata(manifest: Manifest) -> Metadata:
+    return Metadata({name: _tensor_metadata(entry) for name, entry in manifest.tensors.items()})
+
+
+def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in entry.pieces]
+    return TensorStorageMetadata(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
+
+
+def read_tensors(
+    path: Path, wanted: Callable[[str], bool] = lambda name: True, workers: int = IO_WORKERS
+) -> dict[str, Tensor]:
+    """The whole tensors of a checkpoint whose names are `wanted`, in the dtype they were saved in.
+
+    In one process, without a process group and whatever mesh saved it. UnreadableError if it cannot be trusted.
+    """
+    checkpoint = open_checkpoint(path)
+    state = {
+        name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        for name, entry in checkpoint.manifest.tensors.items()
+        if wanted(name)
+    }
+    load(checkpoint, state, Peers(together=False), workers)
+    return state
+
+
+def is_weight(name: str) -> bool:
+    """Whether a name of the logical state is a parameter's, and not the optimizer's."""
+    return not name.startswith(OPTIMIZER)

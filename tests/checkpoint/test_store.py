@@ -1,0 +1,205 @@
+"""One checkpoint: what is saved comes back bit for bit, whole or in pieces, and only once it is committed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from pretraining.checkpoint import files
+from pretraining.checkpoint.files import UnreadableError
+from pretraining.checkpoint.manifest import Facts, open_checkpoint
+from pretraining.checkpoint.store import is_weight, load, read_tensors, save
+from pretraining.config.errors import UserError
+
+FACTS = Facts(step=3, tokens_seen=96, data={"position": 12}, config={"seed": 1}, engine="xla", mesh={"shard": 8})
+
+Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offsets and sizes of each
+
+
+class Pieces(Tensor):
+    """A tensor that offers itself in given boxes through DCP's checkpointable protocol, as an engine's does."""
+
+    whole: Tensor
+    boxes: Boxes
+
+    @staticmethod
+    def __new__(cls: type[Pieces], whole: Tensor, boxes: Boxes) -> Pieces:
+        made = Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype, device=whole.device)
+        made.whole, made.boxes = whole, boxes
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self.boxes]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets, i),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(self.dtype), self.size()),
+            )
+            for i, chunk in enumerate(self.__create_chunk_list__())
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        sizes = next(sizes for offsets, sizes in self.boxes if offsets == tuple(index.offset or ()))
+        cuts = zip(index.offset or (), sizes, strict=True)
+        return self.whole[tuple(slice(start, start + size) for start, size in cuts)]
+
+
+def grid(shape: tuple[int, int], rows: int, columns: int) -> Boxes:
+    """`shape` cut into about rows x columns boxes, the last ones smaller."""
+    high, wide = -(-shape[0] // rows), -(-shape[1] // columns)
+    return [
+        ((top, left), (min(high, shape[0] - top), min(wide, shape[1] - left)))
+        for top in range(0, shape[0], high)
+        for left in range(0, shape[1], wide)
+    ]
+
+
+def sample() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "model.embed_tokens.weight": torch.randn(64, 32),
+        "model.norm.weight": torch.randn(32).bfloat16(),
+        "empty": torch.zeros(0, 3),
+        "optimizer.step": torch.tensor(257.0),
+        "optimizer.exp_avg.model.norm.weight": torch.randn(32),
+    }
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
+
+
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    path = save(tmp_path, sample(), FACTS)
+    assert path == tmp_path / "step_3"
+    assert_equal(read_tensors(path), sample())
+    assert open_checkpoint(path).facts == FACTS
+
+
+def test_the_weights_alone_can_be_read(tmp_path: Path) -> None:
+    path = save(tmp_path, sample(), FACTS)
+    assert_equal(read_tensors(path, is_weight), {name: t for name, t in sample().items() if is_weight(name)})
+
+
+def test_the_weights_of_one_process_are_an_ordinary_safetensors_file(tmp_path: Path) -> None:
+    path = save(tmp_path, sample(), FACTS)
+    weights = {name: t for name, t in sample().items() if is_weight(name)}
+    assert_equal(load_file(path / "weights-00000.safetensors"), weights)
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle_and_all_metadata_is_json(tmp_path: Path) -> None:
+    path = save(tmp_path, sample(), FACTS)
+    assert {p.suffix for p in path.iterdir()} == {".safetensors", ".json", ""}
+    assert json.loads((path / "facts.json").read_text())["tokens_seen"] == 96
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    saved=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    loaded=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    block=st.sampled_from([4, 12, 64]),
+)
+def test_pieces_of_any_cut_load_into_any_other(
+    tmp_path_factory: pytest.TempPathFactory,
+    shape: tuple[int, int],
+    saved: tuple[int, int],
+    loaded: tuple[int, int],
+    block: int,
+) -> None:
+    whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("files", "shards"):  # small blocks: reads begin and end inside them
+            patch.setattr(f"pretraining.checkpoint.{module}.BLOCK", block)
+        path = save(tmp_path_factory.mktemp("c"), {"w": Pieces(whole, grid(shape, *saved))}, FACTS)
+        target = torch.zeros(shape)
+        load(open_checkpoint(path), {"w": Pieces(target, grid(shape, *loaded))})
+    assert torch.equal(target, whole)
+
+
+def test_a_tensor_in_pieces_reads_whole_and_its_pieces_carry_their_offsets(tmp_path: Path) -> None:
+    whole = torch.randn(8, 6)
+    path = save(tmp_path, {"w": Pieces(whole, grid((8, 6), 2, 1))}, FACTS)
+    assert torch.equal(read_tensors(path)["w"], whole)
+    assert set(load_file(path / "weights-00000.safetensors")) == {"w@0,0", "w@4,0"}
+
+
+def test_a_tensor_that_is_not_wholly_written_is_never_committed(tmp_path: Path) -> None:
+    """torch-xla's own planner offers no piece at all of a partially replicated tensor, and reports success."""
+    incomplete: list[Boxes] = [[], [((0, 0), (4, 6))]]
+    for boxes in incomplete:
+        with pytest.raises(RuntimeError, match="of 48 elements of w were written"):
+            save(tmp_path, {"w": Pieces(torch.randn(8, 6), boxes), "v": torch.ones(2)}, FACTS)
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+def test_the_files_do_not_depend_on_the_number_of_threads(tmp_path: Path, workers: int) -> None:
+    path = save(tmp_path / str(workers), sample(), FACTS, workers=workers)
+    reference = save(tmp_path / "reference", sample(), FACTS, workers=3)
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == {p.name: p.read_bytes() for p in reference.iterdir()}
+
+
+def test_bfloat16_on_disk_halves_the_bytes_and_keeps_the_step_count(tmp_path: Path) -> None:
+    state = {"w": torch.randn(256, 64), "optimizer.step": torch.tensor(257.0)}
+    path = save(tmp_path, state, FACTS, dtype=torch.bfloat16)
+    read = read_tensors(path)
+    assert read["optimizer.step"] == 257.0  # 256 in bfloat16
+    assert torch.equal(read["w"], state["w"].bfloat16())
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load(open_checkpoint(path), target)
+    assert torch.equal(target["w"], state["w"].bfloat16().float())
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    path = save(tmp_path, sample(), FACTS)
+    target = {
+        "model.embed_tokens.weight": torch.zeros(64, 16),
+        "other": torch.zeros(1),
+        "model.norm.weight": torch.zeros(32),
+    }
+    with pytest.raises(
+        UserError, match=r"other is not in it; model.embed_tokens.weight is \[64, 32\] in it and \[64, 16\]"
+    ):
+        load(open_checkpoint(path), target)
+    assert not target["model.norm.weight"].any()
+
+
+def test_a_folder_without_its_marker_is_no_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path, sample(), FACTS)
+    (path / "COMMITTED").unlink()
+    with pytest.raises(UnreadableError, match="never finished"):
+        read_tensors(path)
+
+
+def test_a_save_replaces_what_stands_in_its_place(tmp_path: Path) -> None:
+    path = save(tmp_path, {"w": torch.zeros(4)}, FACTS)
+    (tmp_path / "step_3.partial").mkdir()
+    save(tmp_path, {"w": torch.ones(4)}, FACTS)
+    assert torch.equal(read_tensors(path)["w"], torch.ones(4))
+    assert [p.name for p in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_digests_cover_every_block(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(files.BLOCK // 2 + 1)}  # fp32: two blocks and four bytes
+    entry = open_checkpoint(save(tmp_path, state, FACTS)).manifest.tensors["w"]
+    assert len(entry.pieces[0].digests) == 3
