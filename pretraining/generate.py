@@ -94,13 +94,13 @@ def generate(flags: argparse.Namespace) -> str:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest in it, in its checkpoints/, or where its config.json says they are."""
+    """The checkpoint at `path`, or the newest of a run: where its config.json says, in checkpoints/, or in `path`."""
     if is_committed(path):
         return path
-    folders = [path, path / "checkpoints"]
+    folders = [path / "checkpoints", path]
     if (path / "config.json").is_file():
-        elsewhere = json.loads((path / "config.json").read_text()).get("ckpt_save_path")
-        folders += [Path(elsewhere)] if elsewhere else []
+        named = json.loads((path / "config.json").read_text()).get("ckpt_save_path")
+        folders = [Path(named), *folders] if named else folders
     for folder in folders:
         if committed := find_checkpoints(folder).committed:
             return committed[0]
