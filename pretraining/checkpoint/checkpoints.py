@@ -16,8 +16,9 @@ import torch
 
 from pretraining.checkpoint.compatibility import check_resume, check_start
 from pretraining.checkpoint.files import FolderLock, UnreadableError
-from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints, keep_newest, newest_checkpoint, sweep
-from pretraining.checkpoint.manifest import Checkpoint, Facts, open_checkpoint
+from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints, keep_newest, sweep
+from pretraining.checkpoint.huggingface import open_source
+from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import PendingSave, State, is_weight, load
 from pretraining.config.errors import UserError
@@ -83,12 +84,14 @@ class Checkpoints:
             try:
                 checkpoint = self._opened(path)
                 noted = check_resume(checkpoint.facts.config, self._config)
-                self._load(checkpoint, engine, model, None if self._lacks_moments(checkpoint) else optimizer)
+                state = engine.state(model, None if self._lacks_moments(checkpoint) else optimizer)
+                load(checkpoint, state, self._peers, self._config.ckpt_io_workers)
             except UnreadableError as error:
                 if self._config.resume == "must":
                     raise
                 self._say(f"{error}; the checkpoint is passed over")
                 continue
+            engine.commit(state)
             if noted:
                 self._say(f"changed since {path.name}: {', '.join(map(str, noted))}")
             self._say(f"continuing from {path}")
@@ -97,19 +100,36 @@ class Checkpoints:
         raise UserError(f"{self.folder}: none of its checkpoints can be read; remove them to start again")
 
     def _start_from(self, source: Path, engine: Engine, model: Any, optimizer: Any) -> Facts:
-        checkpoint = self._opened(self._peers.lead(lambda: newest_checkpoint(source)))
+        """From a checkpoint of another run, or Hugging Face's: its weights, its moments if it has any, step 0."""
+        checkpoint = self._opened(source)
         noted = check_start(checkpoint.facts.config, self._config)
         fresh = self._config.load_weights_only or self._lacks_moments(checkpoint)
-        self._load(checkpoint, engine, model, None if fresh else optimizer)
+        state = self._shared(checkpoint, engine.state(model, None if fresh else optimizer), weights_only=fresh)
+        load(checkpoint, state, self._peers, self._config.ckpt_io_workers)
+        engine.commit(state)
         if noted:
             self._say(f"other than in {checkpoint.path}: {', '.join(map(str, noted))}")
         self._say(f"starting at step 0 from {'the weights of ' if fresh else ''}{checkpoint.path}")
         return replace(checkpoint.facts, step=0, tokens_seen=0, data={})
 
+    def _shared(self, checkpoint: Checkpoint, state: State, *, weights_only: bool) -> State:
+        """The part of `state` that the checkpoint has too: all of it, and nothing else, with strict_load."""
+        there = {name for name in checkpoint.manifest.tensors if is_weight(name) or not weights_only}
+        lists = {
+            "only in the model": sorted(state.keys() - there),
+            "only in the checkpoint": sorted(there - state.keys()),
+        }
+        told = "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)
+        if told and self._config.strict_load:
+            raise UserError(f"{checkpoint.path}: {told}; --strict_load=False loads what both have")
+        if told:
+            self._say(f"{checkpoint.path}: not loaded, {told}")
+        return {name: value for name, value in state.items() if name in there}
+
     def _opened(self, path: Path) -> Checkpoint:
         """Read in every process, so that all agree whether it can be."""
         opened: list[Checkpoint] = []
-        self._peers.agree(lambda: opened.append(open_checkpoint(path)))
+        self._peers.agree(lambda: opened.append(open_source(path)))
         return opened[0]
 
     def _lacks_moments(self, checkpoint: Checkpoint) -> bool:
@@ -117,11 +137,6 @@ class Checkpoints:
         if lacking:
             self._say(f"{checkpoint.path} holds no optimizer state: moments start at zero")
         return lacking
-
-    def _load(self, checkpoint: Checkpoint, engine: Engine, model: Any, optimizer: Any | None) -> None:
-        state = engine.state(model, optimizer)
-        load(checkpoint, state, self._peers, self._config.ckpt_io_workers)
-        engine.commit(state)
 
     # ---- Saving
 

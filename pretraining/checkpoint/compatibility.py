@@ -127,13 +127,15 @@ def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
 def check_start(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     """The changes to note when a new run takes a checkpoint's weights; ConfigError where they cannot fit.
 
-    Only the dimensions must be the same: a new run may lay out another schedule or stretch the context.
+    The dimensions must be the same, and with strict_load the function of the weights; a new run may lay out another
+    schedule as it likes.
     """
     found = changes(saved, config)
     problems = [
-        Problem(f"--{name}={new}", f"the checkpoint at ckpt_load_path has {old}")
+        Problem(f"--{name}={new}", f"the checkpoint at ckpt_load_path has {old}; give that{remedy}")
+        for names, remedy in ((DIMENSIONS, ""), (FUNCTION, ", or --strict_load=False to change it"))
         for name, old, new in found
-        if name in DIMENSIONS
+        if name in names and (names is DIMENSIONS or config.strict_load)
     ]
     if problems:
         raise ConfigError(problems)

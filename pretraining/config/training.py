@@ -178,8 +178,8 @@ class TrainConfig:
     load_weights_only: bool = False
     """Of ckpt_load_path take the weights and start with a fresh optimizer."""
     strict_load: bool = True
-    """The tensors of ckpt_load_path must be exactly the model's. False: those that both have are loaded, and the
-    others are named."""
+    """The tensors of ckpt_load_path must be exactly the model's, and its norm_eps and rotary settings this run's.
+    False: the tensors that both have are loaded, and all that differs is named."""
     override_lr_on_resume: bool = False
     """Continue with another learning rate than the checkpoint was trained with; without it that is an error."""
     save_optimizer: bool = True

@@ -1,0 +1,171 @@
+"""A small training run on plain torch, in one process or several (gloo): what the fault tests kill and start again.
+
+    python small_run.py FOLDER [--steps=8] [--kill_at=N] [--field=value ...]
+
+Prints "loss STEP HEX" after every step (the float's exact value) and writes nothing but checkpoints. With --kill_at
+the process kills itself with SIGKILL before the N-th call that changes the disk (write, fsync, rename, mkdir, unlink,
+rmdir); --count prints at the end how many there were.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pretraining.checkpoint.checkpoints import Checkpoints
+from pretraining.checkpoint.manifest import Facts
+from pretraining.config.training import TrainConfig
+from pretraining.models.init import build_model
+from pretraining.models.ops import next_token_loss
+from pretraining.parallel.engine import Mesh
+
+DIMENSIONS = {
+    "model_variant": "custom",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "intermediate_size": 32,
+    "seq_length": 16,
+}
+DISK_CALLS = ("pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir")
+
+
+def small_config(folder: Path, **fields: Any) -> TrainConfig:
+    """A model of 8 thousand parameters that saves every second step under `folder`."""
+    return TrainConfig(**{**DIMENSIONS, "num_steps": 8, "checkpoint_interval": 2, "log_dir": str(folder), **fields})
+
+
+class PlainEngine:
+    """The part of engine.Engine that checkpoints see, for a model that every process holds whole."""
+
+    name, mesh = "plain", Mesh(1, 1)
+
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """See engine.Engine."""
+        state: dict[str, Any] = {name: weight.detach() for name, weight in model.named_parameters()}
+        if optimizer is not None:
+            for name, weight in model.named_parameters():
+                state |= {f"optimizer.{key}.{name}": optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq")}
+            state["optimizer.step"] = next(iter(optimizer.state.values()))["step"]
+        return state
+
+    def commit(self, state: dict[str, Any]) -> None:
+        """Loading wrote into the live tensors; all parameters share one step count."""
+
+
+def open_run(config: TrainConfig) -> tuple[nn.Module, torch.optim.AdamW]:
+    """A model and an optimizer whose state exists and has one step count for all."""
+    model = build_model(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, foreach=False)
+    count = torch.zeros(())
+    for weight in model.parameters():
+        optimizer.state[weight] = {
+            "step": count,
+            "exp_avg": torch.zeros_like(weight),
+            "exp_avg_sq": torch.zeros_like(weight),
+        }
+    return model, optimizer
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.AdamW, config: TrainConfig, step: int) -> float:
+    """Update number `step` (1-based) on a batch that is a function of the step; the loss."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 64, (2, config.seq_length + 1), generator=generator)
+    loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]) / tokens[:, 1:].numel()
+    loss.backward()
+    count = optimizer.state[next(model.parameters())]["step"]
+    for weight in model.parameters():  # torch counts per parameter: give each its own for the update
+        optimizer.state[weight]["step"] = count.clone()
+    optimizer.step()
+    count += 1
+    for weight in model.parameters():
+        optimizer.state[weight]["step"] = count
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def facts_of(config: TrainConfig, step: int) -> Facts:
+    """What a loop would save beside the tensors."""
+    tokens = step * 2 * config.seq_length
+    return Facts(step, tokens, {"sequences": 2 * step}, asdict(config), "plain", {"shard": 1})
+
+
+def train(config: TrainConfig, report: Callable[[int, float], None]) -> int:
+    """Train to config.num_steps, continuing if there is something to continue; the first step that was done."""
+    model, optimizer = open_run(config)
+    engine = PlainEngine()
+    checkpoints = Checkpoints(config, Path(config.log_dir))
+    facts = checkpoints.restore(engine, model, optimizer)  # type: ignore[arg-type]
+    start = facts.step if facts else 0
+    if checkpoints.due(0) and start == 0:
+        checkpoints.save(0, engine.state(model, optimizer), facts_of(config, 0))
+    for step in range(start + 1, config.num_steps + 1):
+        report(step, train_step(model, optimizer, config, step))
+        if checkpoints.due(step):
+            checkpoints.save(step, engine.state(model, optimizer), facts_of(config, step))
+    checkpoints.close()
+    return start + 1
+
+
+# ---- The process that is killed
+
+
+class DiskCalls:
+    """Counts the calls that change the disk, in all threads, and kills the process before the chosen one."""
+
+    def __init__(self, kill_at: int) -> None:
+        self.count, self._kill_at, self._lock = 0, kill_at, threading.Lock()
+        for name in DISK_CALLS:
+            setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self.count += 1
+                if self.count == self._kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return counted
+
+
+def parse(arguments: list[str]) -> tuple[Path, dict[str, Any]]:
+    """FOLDER and the flags; numbers and booleans become such."""
+    flags = dict(argument.removeprefix("--").split("=", 1) for argument in arguments[1:])
+    return Path(arguments[0]), {name: _value(text) for name, text in flags.items()}
+
+
+def _value(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    return int(text) if text.isdigit() else text
+
+
+def main() -> None:
+    """See the module's docstring."""
+    folder, flags = parse(sys.argv[1:])
+    torch.set_num_threads(1)  # small sums, and bitwise the same in every run
+    calls = DiskCalls(flags.pop("kill_at", 0))
+    killed_rank = flags.pop("kill_rank", None)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+    if killed_rank is not None and dist.get_rank() != killed_rank:
+        calls._kill_at = 0
+    train(small_config(folder, **flags), lambda step, loss: print(f"loss {step} {loss.hex()}", flush=True))
+    print(f"calls {calls.count}")
+
+
+if __name__ == "__main__":
+    main()

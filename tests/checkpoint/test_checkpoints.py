@@ -1,0 +1,310 @@
+"""The policies of a run's checkpoints: when it saves, what it keeps, where it continues, what it refuses."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
+
+from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_power
+from pretraining.checkpoint.files import FolderLock
+from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
+from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.config.errors import ConfigError, UserError
+
+
+def run(folder: Path, **fields: Any) -> list[float]:
+    """Train (or continue) under `folder`; the losses of the steps that were done."""
+    losses: list[float] = []
+    train(small_config(folder, **fields), lambda step, loss: losses.append(loss))
+    return losses
+
+
+def steps(folder: Path) -> list[int]:
+    """The committed steps, oldest first."""
+    return [open_checkpoint(path).facts.step for path in reversed(find_checkpoints(folder / "checkpoints").committed)]
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Turn one bit of a file over."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"checkpoint_interval": 3}, [3, 6, 8]),
+        ({"checkpoint_interval": 100}, [8]),
+        ({"checkpoint_interval": 2, "checkpoint_scale": "log"}, [1, 2, 4, 8]),
+        ({"checkpoint_interval": 100, "extra_checkpoint_steps": "0,1,5"}, [0, 1, 5, 8]),
+        ({"checkpoint_interval": 3, "keep_last_n_checkpoints": 2}, [6, 8]),
+        ({"checkpoint_interval": 1, "keep_last_n_checkpoints": 1}, [8]),
+        ({"checkpoint_interval": 0}, []),
+        ({"checkpoint_interval": 3, "async_checkpointing": True, "keep_last_n_checkpoints": 2}, [6, 8]),
+    ],
+)
+def test_a_run_leaves_the_checkpoints_that_were_asked_for(
+    tmp_path: Path, fields: dict[str, Any], expected: list[int]
+) -> None:
+    run(tmp_path, **fields)
+    assert steps(tmp_path) == expected
+
+
+def test_powers_are_recognised() -> None:
+    assert [step for step in range(30) if is_power(step, 3)] == [1, 3, 9, 27]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_continued_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, background: bool) -> None:
+    whole = run(tmp_path / "whole")
+    first = run(tmp_path / "halves", num_steps=4, async_checkpointing=background)
+    second = run(tmp_path / "halves", async_checkpointing=background)
+    assert first + second == whole
+    assert all(map(math.isfinite, whole)) and len(set(whole)) == 8
+    left, right = (read_tensors(tmp_path / part / "checkpoints" / "step_8") for part in ("whole", "halves"))
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    run(tmp_path)
+    assert run(tmp_path) == []
+
+
+def test_training_in_the_background_of_a_save_does_not_change_what_is_saved(tmp_path: Path) -> None:
+    config = small_config(tmp_path, async_checkpointing=True)
+    model, optimizer = open_run(config)
+    checkpoints = Checkpoints(config, tmp_path)
+    before = {name: tensor.clone() for name, tensor in PlainEngine().state(model, optimizer).items()}
+    checkpoints.save(2, PlainEngine().state(model, optimizer), facts_of(config, 2))
+    train_step(model, optimizer, config, 3)
+    checkpoints.close()
+    saved = read_tensors(tmp_path / "checkpoints" / "step_2")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = run(tmp_path, num_steps=4)
+    flip(tmp_path / "checkpoints" / "step_4" / "weights-00000.safetensors")
+    assert run(tmp_path, num_steps=4) == whole[2:]
+    assert "step_4/weights-00000.safetensors: bytes" in capsys.readouterr().out
+    assert run(tmp_path, num_steps=4) == []  # the damaged one has been replaced
+
+
+def test_resume_must_does_not_pass_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+    run(tmp_path, num_steps=4)
+    flip(tmp_path / "checkpoints" / "step_4" / "facts.json", 3)
+    with pytest.raises(UserError, match=r"facts\.json: differs"):
+        run(tmp_path, resume="must")
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again_from_nothing(tmp_path: Path) -> None:
+    run(tmp_path, num_steps=4)
+    for path in find_checkpoints(tmp_path / "checkpoints").committed:
+        flip(path / "manifest.json")
+    with pytest.raises(UserError, match="none of its checkpoints can be read"):
+        run(tmp_path)
+
+
+def test_resume_never_and_must_are_refusals(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--resume=must, but"):
+        run(tmp_path, resume="must")
+    run(tmp_path, resume="never")
+    with pytest.raises(UserError, match="--resume=never, but"):
+        run(tmp_path, resume="never")
+    assert run(tmp_path, resume="must") == []
+
+
+def test_strays_are_ignored_and_survive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoints"
+    for name in ("step_99", "step_007", "step_x", "step_3_ckp", "other"):
+        (folder / name).mkdir(parents=True)
+    (folder / "step_50").write_text("a file")
+    (folder / "README").write_text("notes")
+    run(tmp_path, keep_last_n_checkpoints=1)
+    assert steps(tmp_path) == [8]
+    assert {"step_99", "step_007", "step_x", "step_50", "README", "other"} <= {p.name for p in folder.iterdir()}
+    assert "step_99 has no marker" in capsys.readouterr().out
+
+
+def test_leftovers_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for name in ("step_5.partial", "step_1.deleted"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "weights-00000.safetensors").write_bytes(b"half")
+    run(tmp_path, checkpoint_interval=100)
+    assert {p.name for p in folder.iterdir()} == {"step_8", "lock"}
+
+
+# ---- Starting from another run
+
+
+def test_another_run_s_checkpoint_gives_weights_and_moments_at_step_0(tmp_path: Path) -> None:
+    run(tmp_path / "a", num_steps=4)
+    for path in (tmp_path / "a", tmp_path / "a" / "checkpoints", tmp_path / "a" / "checkpoints" / "step_4"):
+        config = small_config(tmp_path / "b", ckpt_load_path=str(path), learning_rate=1e-5)
+        model, optimizer = open_run(config)
+        facts = Checkpoints(config, tmp_path / "b").restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+        assert facts and (facts.step, facts.tokens_seen, facts.data) == (0, 0, {})
+        saved = read_tensors(tmp_path / "a" / "checkpoints" / "step_4")
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in PlainEngine().state(model, optimizer).items())
+
+
+def test_load_weights_only_leaves_the_optimizer_fresh(tmp_path: Path) -> None:
+    run(tmp_path / "a", num_steps=4)
+    config = small_config(tmp_path / "b", ckpt_load_path=str(tmp_path / "a"), load_weights_only=True)
+    model, optimizer = open_run(config)
+    Checkpoints(config, tmp_path / "b").restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+    state, saved = PlainEngine().state(model, optimizer), read_tensors(tmp_path / "a" / "checkpoints" / "step_4")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in state.items() if is_weight(name))
+    assert not any(tensor.any() for name, tensor in state.items() if not is_weight(name))
+
+
+def test_the_run_s_own_checkpoint_wins_over_ckpt_load_path(tmp_path: Path) -> None:
+    run(tmp_path / "a", num_steps=2)
+    whole = run(tmp_path / "b", num_steps=8)
+    run(tmp_path / "c", num_steps=4)
+    assert run(tmp_path / "c", ckpt_load_path=str(tmp_path / "a")) == whole[4:]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_load_path_without_a_checkpoint_is_an_error(tmp_path: Path, exists: bool) -> None:
+    if exists:
+        (tmp_path / "typo").mkdir()
+    with pytest.raises(UserError, match="typo: (there is no such folder|holds no committed checkpoint)"):
+        run(tmp_path / "b", ckpt_load_path=str(tmp_path / "typo"))
+
+
+def test_a_checkpoint_without_moments_continues_with_fresh_ones_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, num_steps=4, save_optimizer=False)
+    assert all(map(is_weight, read_tensors(tmp_path / "checkpoints" / "step_4")))
+    assert len(run(tmp_path)) == 4
+    assert "holds no optimizer state" in capsys.readouterr().out
+
+
+def test_strict_load_names_what_differs_and_can_be_told_to_let_it_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "a", num_steps=2)
+    config = small_config(tmp_path / "b", ckpt_load_path=str(tmp_path / "a"), load_weights_only=True)
+    model, optimizer = open_run(config)
+    model.add_module("value_head", torch.nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"only in the model: value_head\.bias, value_head\.weight"):
+        Checkpoints(config, tmp_path / "b").restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+    config.strict_load = False
+    Checkpoints(config, tmp_path / "b").restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+    assert "not loaded, only in the model: value_head.bias" in capsys.readouterr().out
+
+
+# ---- What may change
+
+
+def test_another_model_is_refused_with_the_field_and_both_values(tmp_path: Path) -> None:
+    run(tmp_path, num_steps=2)
+    with pytest.raises(ConfigError, match=r"(?s)--hidden_size=32 .*trained with 16.*--norm_eps=0.001 .*with 1e-05"):
+        run(tmp_path, hidden_size=32, norm_eps=1e-3)
+    with pytest.raises(ConfigError, match=r"--num_layers=3 .*ckpt_load_path has 2"):
+        run(tmp_path / "b", ckpt_load_path=str(tmp_path), num_layers=3)
+
+
+def test_another_rotary_base_needs_strict_load_off(tmp_path: Path) -> None:
+    run(tmp_path, num_steps=2)
+    with pytest.raises(ConfigError, match="rope_theta"):
+        run(tmp_path / "b", ckpt_load_path=str(tmp_path), rope_theta=5e5)
+    assert len(run(tmp_path / "b", ckpt_load_path=str(tmp_path), rope_theta=5e5, strict_load=False)) == 8
+
+
+def test_another_learning_rate_needs_its_flag(tmp_path: Path) -> None:
+    run(tmp_path, num_steps=2)
+    with pytest.raises(ConfigError, match=r"--learning_rate=0.001 .*override_lr_on_resume"):
+        run(tmp_path, learning_rate=1e-3)
+    assert len(run(tmp_path, learning_rate=1e-3, override_lr_on_resume=True)) == 6
+
+
+def test_other_changes_are_made_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, num_steps=2)
+    run(tmp_path, num_steps=4, weight_decay=0.2, report_interval=7)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since step_2"))
+    assert line == "changed since step_2: weight_decay 0.1 -> 0.2, num_steps 2 -> 4"
+
+
+# ---- One run to a folder
+
+
+def test_a_second_run_on_the_same_folder_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    holder = "import sys; from pathlib import Path; from pretraining.checkpoint.files import FolderLock;"
+    holder += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    first = subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path / "checkpoints")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert first.stdin and first.stdout and first.stdout.readline() == b"held\n"
+    with pytest.raises(UserError, match=f"process {first.pid} on .* trains here and still runs"):
+        run(tmp_path)
+    first.kill()
+    first.wait()
+    assert len(run(tmp_path)) == 8
+
+
+def test_a_forked_child_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
+    holder = (
+        "import os, sys, time; from pathlib import Path; from pretraining.checkpoint.files import FolderLock\n"
+        "lock = FolderLock(Path(sys.argv[1]))\n"
+        "child = os.fork()\n"
+        "if child == 0: os.close(1); time.sleep(60); os._exit(0)\n"
+        "print(child, flush=True); os._exit(0)"
+    )
+    orphan = int(subprocess.run([sys.executable, "-c", holder, str(tmp_path)], stdout=subprocess.PIPE).stdout)
+    try:
+        FolderLock(tmp_path).release()
+    finally:
+        subprocess.run(["kill", "-9", str(orphan)], check=True)
+
+
+# ---- Failures
+
+
+def test_a_failing_disk_is_reported_and_stops_the_run_after_so_many_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, num_steps=2)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(SaveFailedError, match=r"2 saves in a row failed, .*No space left"):
+        run(tmp_path, ckpt_max_failures=2)
+    assert capsys.readouterr().out.count("earlier checkpoints are untouched") == 2
+    monkeypatch.undo()
+    assert steps(tmp_path) == [2]
+    assert len(run(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_whose_last_save_fails_does_not_end_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(SaveFailedError, match="the last save"):
+        run(tmp_path, checkpoint_interval=100, async_checkpointing=background)
+
+
+def test_newest_checkpoint_takes_a_run_a_folder_or_a_step(tmp_path: Path) -> None:
+    run(tmp_path)
+    folder = tmp_path / "checkpoints"
+    assert {newest_checkpoint(path) for path in (tmp_path, folder, folder / "step_8")} == {folder / "step_8"}
