@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pretraining.checkpoint.compatibility import check_resume, check_start
-from pretraining.checkpoint.files import FolderLock, UnreadableError
+from pretraining.checkpoint.files import FolderLock, UnreadableError, set_aside
 from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints, keep_newest, sweep
 from pretraining.checkpoint.huggingface import open_source
 from pretraining.checkpoint.manifest import Checkpoint, Facts
@@ -80,7 +80,7 @@ class Checkpoints:
 
     def _continue(self, paths: list[Path], engine: Engine, model: Any, optimizer: Any) -> Facts:
         """From the first of `paths` that can be read, if the policy lets a damaged one pass."""
-        for path in paths:
+        for number, path in enumerate(paths):
             try:
                 checkpoint = self._opened(path)
                 noted = check_resume(checkpoint.facts.config, self._config)
@@ -92,12 +92,18 @@ class Checkpoints:
                 self._say(f"{error}; the checkpoint is passed over")
                 continue
             engine.commit(state)
+            self._set_aside(paths[:number])
             if noted:
                 self._say(f"changed since {path.name}: {', '.join(map(str, noted))}")
             self._say(f"continuing from {path}")
             self._saved = checkpoint.facts.step
             return checkpoint.facts
         raise UserError(f"{self.folder}: none of its checkpoints can be read; remove them to start again")
+
+    def _set_aside(self, damaged: list[Path]) -> None:
+        """If this run saves: else the next removal of old checkpoints would count these, and keep them alone."""
+        if self._config.checkpoint_interval:
+            self._peers.lead(lambda: [set_aside(path) for path in damaged])
 
     def _start_from(self, source: Path, engine: Engine, model: Any, optimizer: Any) -> Facts:
         """From a checkpoint of another run, or Hugging Face's: its weights, its moments if it has any, step 0."""
@@ -193,10 +199,11 @@ class Checkpoints:
         path = pending.write()
         self._failures = 0
         self._say(f"saved {path} in {time.perf_counter() - began:.1f} s")
-        if self._config.keep_last_n_checkpoints and self._peers.leads:
-            self._retain()
+        self._retain()
 
     def _retain(self) -> None:
+        if not self._config.keep_last_n_checkpoints or self._lock is None:
+            return
         try:
             keep_newest(self.folder, self._config.keep_last_n_checkpoints)
         except OSError as error:  # the new checkpoint is safe; the next save tries again
@@ -223,6 +230,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait, and let others use the folder. SaveFailedError if the last save failed: the run's end is not kept."""
         self.wait()
+        self._retain()  # a kill after the last save came before it
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -19,6 +19,7 @@ from pretraining.config.errors import UserError
 
 PARTIAL = ".partial"  # being written
 DELETED = ".deleted"  # being removed
+DAMAGED = ".damaged"  # set aside, for a person to look at
 LOCK = "lock"
 # One digest per block, so a reader checks what it reads and nothing else, and hashing goes on in several threads.
 BLOCK = 8 << 20
@@ -93,6 +94,13 @@ def remove_folder(path: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)  # left by a removal that was interrupted
         rename(path, doomed)
     shutil.rmtree(doomed)
+
+
+def set_aside(path: Path) -> None:
+    """Make a damaged checkpoint invisible, so that it is never counted among those that could be continued."""
+    aside = path.with_name(path.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged once before
+    rename(path, aside)
 
 
 class FolderLock:

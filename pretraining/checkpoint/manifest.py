@@ -108,7 +108,11 @@ def write_commit(folder: Path, manifest: Manifest, facts: Facts) -> None:
     for name, text in texts.items():
         write_file(folder / name, text)
     marker = _text({"format": FORMAT, "step": facts.step, **{name: digest(text) for name, text in texts.items()}})
-    write_file(folder / MARKER, marker + digest(marker).encode() + b"\n")
+    write_file(folder / MARKER, _signed(marker))
+
+
+def _signed(text: bytes) -> bytes:
+    return text + digest(text).encode() + b"\n"
 
 
 def _text(value: dict[str, Any]) -> bytes:
@@ -132,9 +136,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _read_marker(path: Path) -> dict[str, Any]:
-    text, _, signature = read_file(path).removesuffix(b"\n").rpartition(b"\n")
-    text += b"\n"
-    if digest(text).encode() != signature:
+    whole = read_file(path)
+    text = whole[: whole.find(b"\n") + 1]
+    if whole != _signed(text):
         raise UnreadableError(f"{path}: differs from what was saved")
     marker: dict[str, Any] = json.loads(text)
     if marker["format"] != FORMAT:

@@ -1,25 +1,13 @@
-"""A small training run on plain torch, in one process or several (gloo): what the fault tests kill and start again.
-
-    python small_run.py FOLDER [--steps=8] [--kill_at=N] [--field=value ...]
-
-Prints "loss STEP HEX" after every step (the float's exact value) and writes nothing but checkpoints. With --kill_at
-the process kills itself with SIGKILL before the N-th call that changes the disk (write, fsync, rename, mkdir, unlink,
-rmdir); --count prints at the end how many there were.
-"""
+"""A small training run on plain torch: what the tests of this room save, continue, kill and start again."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pretraining.checkpoint.checkpoints import Checkpoints
@@ -39,7 +27,6 @@ DIMENSIONS = {
     "intermediate_size": 32,
     "seq_length": 16,
 }
-DISK_CALLS = ("pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
 
 def small_config(folder: Path, **fields: Any) -> TrainConfig:
@@ -117,55 +104,3 @@ def train(config: TrainConfig, report: Callable[[int, float], None]) -> int:
             checkpoints.save(step, engine.state(model, optimizer), facts_of(config, step))
     checkpoints.close()
     return start + 1
-
-
-# ---- The process that is killed
-
-
-class DiskCalls:
-    """Counts the calls that change the disk, in all threads, and kills the process before the chosen one."""
-
-    def __init__(self, kill_at: int) -> None:
-        self.count, self._kill_at, self._lock = 0, kill_at, threading.Lock()
-        for name in DISK_CALLS:
-            setattr(os, name, self._counted(getattr(os, name)))
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            with self._lock:
-                self.count += 1
-                if self.count == self._kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
-
-        return counted
-
-
-def parse(arguments: list[str]) -> tuple[Path, dict[str, Any]]:
-    """FOLDER and the flags; numbers and booleans become such."""
-    flags = dict(argument.removeprefix("--").split("=", 1) for argument in arguments[1:])
-    return Path(arguments[0]), {name: _value(text) for name, text in flags.items()}
-
-
-def _value(text: str) -> Any:
-    if text in ("True", "False"):
-        return text == "True"
-    return int(text) if text.isdigit() else text
-
-
-def main() -> None:
-    """See the module's docstring."""
-    folder, flags = parse(sys.argv[1:])
-    torch.set_num_threads(1)  # small sums, and bitwise the same in every run
-    calls = DiskCalls(flags.pop("kill_at", 0))
-    killed_rank = flags.pop("kill_rank", None)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
-    if killed_rank is not None and dist.get_rank() != killed_rank:
-        calls._kill_at = 0
-    train(small_config(folder, **flags), lambda step, loss: print(f"loss {step} {loss.hex()}", flush=True))
-    print(f"calls {calls.count}")
-
-
-if __name__ == "__main__":
-    main()

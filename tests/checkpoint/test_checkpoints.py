@@ -98,7 +98,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     flip(tmp_path / "checkpoints" / "step_4" / "weights-00000.safetensors")
     assert run(tmp_path, num_steps=4) == whole[2:]
     assert "step_4/weights-00000.safetensors: bytes" in capsys.readouterr().out
-    assert run(tmp_path, num_steps=4) == []  # the damaged one has been replaced
+    assert run(tmp_path, num_steps=4) == []  # saved again
+    assert (tmp_path / "checkpoints" / "step_4.damaged").is_dir()
+
+
+def test_a_damaged_checkpoint_does_not_count_when_old_ones_are_removed(tmp_path: Path) -> None:
+    whole = run(tmp_path, num_steps=4)
+    flip(tmp_path / "checkpoints" / "step_4" / "weights-00000.safetensors")
+    config = small_config(tmp_path, num_steps=4, checkpoint_interval=1, keep_last_n_checkpoints=1)
+    model, optimizer = open_run(config)
+    checkpoints = Checkpoints(config, tmp_path)
+    assert checkpoints.restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+    assert train_step(model, optimizer, config, 3) == whole[2]
+    checkpoints.save(3, PlainEngine().state(model, optimizer), facts_of(config, 3))
+    checkpoints.close()
+    assert steps(tmp_path) == [3]  # and not the damaged 4
+    assert run(tmp_path, num_steps=4) == whole[3:]
 
 
 def test_resume_must_does_not_pass_over_a_damaged_checkpoint(tmp_path: Path) -> None:
@@ -181,7 +196,7 @@ def test_the_run_s_own_checkpoint_wins_over_ckpt_load_path(tmp_path: Path) -> No
 def test_a_load_path_without_a_checkpoint_is_an_error(tmp_path: Path, exists: bool) -> None:
     if exists:
         (tmp_path / "typo").mkdir()
-    with pytest.raises(UserError, match="typo: (there is no such folder|holds no committed checkpoint)"):
+    with pytest.raises(UserError, match=r"typo: (there is no such folder|holds no committed checkpoint)"):
         run(tmp_path / "b", ckpt_load_path=str(tmp_path / "typo"))
 
 
@@ -265,7 +280,8 @@ def test_a_forked_child_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
         "if child == 0: os.close(1); time.sleep(60); os._exit(0)\n"
         "print(child, flush=True); os._exit(0)"
     )
-    orphan = int(subprocess.run([sys.executable, "-c", holder, str(tmp_path)], stdout=subprocess.PIPE).stdout)
+    parent = subprocess.run([sys.executable, "-c", holder, str(tmp_path)], stdout=subprocess.PIPE, check=True)
+    orphan = int(parent.stdout)
     try:
         FolderLock(tmp_path).release()
     finally:

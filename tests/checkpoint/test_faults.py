@@ -1,0 +1,232 @@
+"""Flipped bits, cut files, hostile pickles, full and read-only disks, a process that dies: nothing wrong is loaded."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoints import run, steps
+
+from pretraining.checkpoint.checkpoints import SaveFailedError
+from pretraining.checkpoint.files import UnreadableError
+from pretraining.checkpoint.huggingface import open_source
+from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.store import read_tensors
+from pretraining.config.errors import UserError
+
+FILES = ("weights-00000.safetensors", "optimizer-00000.safetensors", "manifest.json", "facts.json", "COMMITTED")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound checkpoint of step 2."""
+    folder = tmp_path_factory.mktemp("sound")
+    run(folder, num_steps=2)
+    return folder / "checkpoints" / "step_2"
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """One to spoil."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "step_2"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_is_detected(copy: Path, name: str) -> None:
+    sound, chance = (copy / name).read_bytes(), random.Random(name)
+    first, last = 0, 8 * len(sound) - 1
+    for bit in [first, last, *(chance.randrange(8 * len(sound)) for _ in range(28))]:
+        spoilt = bytearray(sound)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        (copy / name).write_bytes(spoilt)
+        with pytest.raises(UnreadableError, match=name.replace(".", r"\.")):
+            read_tensors(copy)
+    (copy / name).write_bytes(sound)
+    read_tensors(copy)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_length_is_detected(copy: Path, name: str) -> None:
+    sound, chance = (copy / name).read_bytes(), random.Random(name)
+    for length in [0, 1, len(sound) - 1, *(chance.randrange(len(sound)) for _ in range(7))]:
+        (copy / name).write_bytes(sound[:length])
+        with pytest.raises(UnreadableError, match=name.replace(".", r"\.")):
+            read_tensors(copy)
+    (copy / name).write_bytes(sound + b"\n")
+    with pytest.raises(UnreadableError):
+        read_tensors(copy)
+    (copy / name).unlink()
+    with pytest.raises(UnreadableError, match=name.replace(".", r"\.") if name != "COMMITTED" else "COMMITTED marker"):
+        read_tensors(copy)
+
+
+def test_the_files_of_another_checkpoint_do_not_pass(copy: Path, tmp_path: Path) -> None:
+    run(tmp_path / "other", num_steps=2, seed=7)
+    other = tmp_path / "other" / "checkpoints" / "step_2"
+    for name in FILES[:-1]:
+        sound = (copy / name).read_bytes()
+        shutil.copy(other / name, copy / name)
+        with pytest.raises(UnreadableError, match="differ"):
+            read_tensors(copy)
+        (copy / name).write_bytes(sound)
+
+
+# ---- Pickles
+
+
+class Bomb:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.mark.parametrize("name", [".metadata", "extra.bin", "weights.pt", "anything"])
+@pytest.mark.parametrize("archive", [False, True])
+def test_a_checkpoint_that_carries_a_pickle_is_refused_and_nothing_of_it_runs(
+    copy: Path, tmp_path: Path, name: str, archive: bool
+) -> None:
+    bomb = Bomb(tmp_path / "exploded")
+    if archive:
+        torch.save(bomb, tmp_path / "archive")
+        shutil.copy(tmp_path / "archive", copy / name)
+    else:
+        (copy / name).write_bytes(pickle.dumps(bomb))
+    with pytest.raises(UnreadableError, match="a pickle, which could run any program"):
+        read_tensors(copy)
+    assert not (tmp_path / "exploded").exists()
+    with pytest.raises(FileExistsError):  # it would have worked
+        (tmp_path / "exploded").mkdir()
+        pickle.loads(pickle.dumps(bomb))
+
+
+def test_a_folder_of_pickles_alone_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    (tmp_path / "ckpt" / "__0_0.distcp").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    with pytest.raises(UserError, match="holds no committed checkpoint"):
+        run(tmp_path / "run", ckpt_load_path=str(tmp_path / "ckpt"))
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_hugging_face_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    torch.save(Bomb(tmp_path / "exploded"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="holds weights as pickles"):
+        open_source(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+
+
+# ---- Disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 KiB: room for two checkpoints of the small run (about 120 KiB each) and not for four."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", mount], check=False, capture_output=True)
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.decode().strip()}")
+    yield mount
+    subprocess.run(["umount", "--lazy", mount], check=True)  # a run that failed still holds its lock
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_harms_no_earlier_checkpoint(
+    small_disk: Path, background: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"checkpoint_interval": 1, "ckpt_max_failures": 2, "async_checkpointing": background}
+    with pytest.raises(SaveFailedError, match=r"2 saves in a row failed.*No space left on device"):
+        run(small_disk, **fields)
+    done = steps(small_disk)
+    assert done and max(done) < 8
+    for step in done:
+        read_tensors(small_disk / "checkpoints" / f"step_{step}")
+    assert not list((small_disk / "checkpoints").glob("*.partial"))  # what was half written gave its space back
+    shutil.rmtree(small_disk / "checkpoints" / "step_1")
+    with pytest.raises(SaveFailedError):  # one more fits now
+        run(small_disk, **fields)
+    assert max(steps(small_disk)) == max(done) + 1
+
+
+def test_a_disk_that_becomes_read_only_harms_no_earlier_checkpoint(small_disk: Path) -> None:
+    whole = run(small_disk, num_steps=2)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(UserError, match=r"--ckpt_save_path=.*cannot be written \(Read-only file system\)"):
+        run(small_disk)
+    assert len(run(small_disk, checkpoint_interval=0)) == 6  # continues, and saves nothing
+    assert len(whole) == 2 and steps(small_disk) == [2]
+
+
+# ---- Several processes
+
+
+PEERS = """
+import os, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from small_run import small_config, train
+from pretraining.checkpoint import store
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+if os.environ.get("DYING") == os.environ["RANK"]:
+    whole = store.write_shards
+    def dying(folder, *rest):
+        if folder.name == "step_4.partial":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(folder, *rest)
+    store.write_shards = dying
+train(small_config(Path(sys.argv[1])), lambda step, loss: print(step, loss.hex(), flush=True))
+dist.destroy_process_group()
+"""
+
+
+def two_processes(folder: Path, dying: str = "") -> list[tuple[int, list[str]]]:
+    """Exit status and output lines of each of two processes that train together."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "DYING": dying}
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PEERS, folder],
+            env={**os.environ, **common, "RANK": rank, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    return [(process.returncode, text.splitlines()) for process, text in zip(started, outputs, strict=True)]
+
+
+def test_two_processes_share_the_writing_and_a_death_in_mid_save_commits_nothing(tmp_path: Path) -> None:
+    whole = [f"{step} {loss.hex()}" for step, loss in enumerate(run(tmp_path / "one"), start=1)]
+    (code, _), (killed, _) = two_processes(tmp_path / "two", dying="1")
+    assert code != 0 and killed == -9
+    assert steps(tmp_path / "two") == [2]
+    (code, first), (other, second) = two_processes(tmp_path / "two")
+    assert code == other == 0
+    assert [[line for line in lines if line[0].isdigit()] for lines in (first, second)] == [whole[2:], whole[2:]]
+    path = tmp_path / "two" / "checkpoints" / "step_8"
+    files = open_checkpoint(path).manifest.files
+    assert {"weights-00000.safetensors", "weights-00001.safetensors"} <= set(files)
+    reference = read_tensors(tmp_path / "one" / "checkpoints" / "step_8")
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in read_tensors(path).items())
