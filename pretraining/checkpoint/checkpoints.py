@@ -6,9 +6,12 @@ after the update: step_100 holds what 100 updates made.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
+from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import PendingSave, State, is_weight, load
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
+from pretraining.monitor.memory import available_memory
 from pretraining.parallel.engine import Engine
 
 DTYPES_ON_DISK = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -102,8 +106,8 @@ class Checkpoints:
 
     def _set_aside(self, damaged: list[Path]) -> None:
         """If this run saves: else the next removal of old checkpoints would count these, and keep them alone."""
-        if self._config.checkpoint_interval:
-            self._peers.lead(lambda: [set_aside(path) for path in damaged])
+        for path in damaged if self._config.checkpoint_interval else ():
+            self._peers.lead(partial(set_aside, path))
 
     def _start_from(self, source: Path, engine: Engine, model: Any, optimizer: Any) -> Facts:
         """From a checkpoint of another run, or Hugging Face's: its weights, its moments if it has any, step 0."""
@@ -170,7 +174,7 @@ class Checkpoints:
         began = time.perf_counter()
         try:
             pending = self._planned(kept, replace(facts, step=step))
-            if self._config.async_checkpointing:
+            if self._config.async_checkpointing and self._has_room(pending):
                 self._begin(pending, step, began)
             else:
                 self._finish(pending, step, began)
@@ -182,6 +186,14 @@ class Checkpoints:
     def _planned(self, state: State, facts: Facts) -> PendingSave:
         dtype = DTYPES_ON_DISK[self._config.checkpoint_dtype]
         return PendingSave(self.folder, state, facts, self._peers, dtype=dtype, workers=self._config.ckpt_io_workers)
+
+    def _has_room(self, pending: PendingSave) -> bool:
+        """Whether every host can hold its processes' copies; if not, training waits for the disk instead."""
+        asked = self._peers.agree(lambda: (socket.gethostname(), pending.host_bytes, available_memory()))
+        short = self._peers.lead(lambda: shortage(asked))
+        if short:
+            self._say(f"{short}; this save is not asynchronous")
+        return not short
 
     def _begin(self, pending: PendingSave, step: int, began: float) -> None:
         pending.stage()
@@ -240,6 +252,19 @@ class Checkpoints:
     def _say(self, text: str) -> None:
         if self._peers.leads:
             print(text, flush=True)
+
+
+def shortage(asked: list[tuple[str, int, int]]) -> str:
+    """What is wrong if a host's processes together ask for more than it has; each: (host, bytes asked, bytes free)."""
+    needed: dict[str, int] = defaultdict(int)
+    free: dict[str, int] = {}
+    for host, size, available in asked:
+        needed[host] += size
+        free[host] = min(available, free.get(host, available))
+    for host, size in needed.items():
+        if size > free[host]:
+            return f"{host} has {free[host] / 1e9:.1f} GB of memory left for copies of {size / 1e9:.1f} GB"
+    return ""
 
 
 def is_power(step: int, base: int) -> bool:

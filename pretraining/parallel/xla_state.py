@@ -84,6 +84,8 @@ class XlaShards:
         self.regions: dict[tuple[int, ...], tuple[int, Region]] = {}  # offsets -> (device index, region)
         self.all_offsets: list[tuple[int, ...]] = []
         self.primary: set[tuple[int, ...]] = set()  # those whose replica 0 is here: this process saves them
+        self.users = 1  # logical tensors that share the host copy: the layers of a stack
+        self._released = 0
         self._host: list[Tensor] | None = None
         self._changed = False
         for index, (replica, cuts) in enumerate(_C._get_local_shard_replica_and_indices([tensor])[0]):
@@ -103,7 +105,13 @@ class XlaShards:
 
     def release(self) -> None:
         """Forget the host copy."""
-        self._host = None
+        self._host, self._released = None, 0
+
+    def release_layer(self) -> None:
+        """Forget the host copy after as many calls as logical tensors share it."""
+        self._released += 1
+        if self._released >= self.users:
+            self.release()
 
     def commit(self) -> None:
         """Put the host copy, written to by a load, back on the devices."""
@@ -132,6 +140,8 @@ class LogicalTensor(Tensor):
         shape = shards.shape if layer is None else shards.shape[1:]
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device="cpu")
         made.shards, made.layer = shards, layer
+        if layer is not None:
+            shards.users = shards.shape[0]
         return made
 
     @classmethod
@@ -161,6 +171,10 @@ class LogicalTensor(Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return self._chunks(self.shards.regions)
+
+    def release(self) -> None:
+        """Forget the host copy, once every layer that shares it is no longer needed."""
+        self.shards.release_layer()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         offsets = tuple(index.offset or ())

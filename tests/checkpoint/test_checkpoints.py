@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
 
-from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_power
+from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_power, shortage
 from pretraining.checkpoint.files import FolderLock
 from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
@@ -89,6 +89,22 @@ def test_training_in_the_background_of_a_save_does_not_change_what_is_saved(tmp_
     checkpoints.close()
     saved = read_tensors(tmp_path / "checkpoints" / "step_2")
     assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
+
+
+def test_processes_of_one_host_share_its_memory() -> None:
+    assert shortage([("a", 4, 10), ("b", 9, 10), ("a", 6, 11)]) == ""
+    assert shortage([("a", 4 << 30, 10 << 30), ("a", 7 << 30, 11 << 30)]) == (
+        "a has 10.7 GB of memory left for copies of 11.8 GB"
+    )
+
+
+def test_without_memory_for_the_copy_a_save_is_not_asynchronous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pretraining.checkpoint.checkpoints.available_memory", lambda: 1000)
+    run(tmp_path, num_steps=2, async_checkpointing=True)
+    assert "this save is not asynchronous" in capsys.readouterr().out
+    assert steps(tmp_path) == [2]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(

@@ -1,0 +1,103 @@
+"""Trains and saves on every mesh of this many virtual devices, then loads every saved state on every mesh.
+
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python mesh_driver.py FOLDER
+
+Prints JSON: by "SAVED LOADED", the tensors that are not bit for bit the saved ones, how many were compared, and the
+loss of the next step. States that FOLDER holds already, of another device count, are loaded too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pretraining.checkpoint.manifest import Facts, open_checkpoint
+from pretraining.checkpoint.store import load, read_tensors, save
+from pretraining.config.training import TrainConfig
+from pretraining.models.init import build_model
+from pretraining.optim.adamw import build_optimizer
+from pretraining.parallel.xla import XlaEngine
+
+DEVICES = int(os.environ["CPU_NUM_DEVICES"])
+MESHES = {"ddp": ("ddp", 0), "fsdp": ("fsdp", 0), "hsdp2x4": ("hsdp", 4), "hsdp4x2": ("hsdp", 2)}
+ROWS, LENGTH, VOCABULARY = 8, 16, 50  # 50 rows and a width of 20 over 8 devices: uneven splits
+Run = tuple[XlaEngine, Any, torch.optim.AdamW, TrainConfig]
+
+
+def open_mesh(name: str) -> Run:
+    """An engine with a small model and its optimizer on this mesh."""
+    strategy, group = MESHES[name]
+    config = TrainConfig(
+        model_variant="custom",
+        vocab_size=VOCABULARY,
+        hidden_size=20,
+        num_layers=3,
+        num_attention_heads=2,
+        intermediate_size=44,
+        seq_length=LENGTH,
+        num_steps=10,
+        mixed_precision=False,
+        sharding_strategy=strategy,
+        sharding_group_size=group,
+        batch_size=ROWS // DEVICES,
+    )
+    engine = XlaEngine(config)
+    model = engine.place(build_model(config))
+    optimizer = build_optimizer(config, model.named_parameters(), capturable=True, foreach=False)
+    engine.prepare(optimizer)
+    return engine, model, optimizer, config
+
+
+def train(run: Run, step: int) -> float:
+    """One update on the global batch of `step`; the loss."""
+    engine, model, optimizer, _ = run
+    rows = np.random.default_rng(step).integers(0, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
+    return engine.train_step(model, optimizer, {"tokens": rows[:, :-1], "labels": rows[:, 1:]}, 1e-3).read()["loss"]
+
+
+def save_run(run: Run, folder: Path) -> Path:
+    """Save the run's state as it is."""
+    engine, model, optimizer, config = run
+    return save(folder, engine.state(model, optimizer), Facts(2, 0, {}, asdict(config), "xla", engine.mesh._asdict()))
+
+
+def load_run(run: Run, path: Path, scratch: Path) -> dict[str, Any]:
+    """Load a state, save it again, compare the two, and train on."""
+    engine, model, optimizer, _ = run
+    state = engine.state(model, optimizer)
+    load(open_checkpoint(path), state)
+    engine.commit(state)
+    saved, loaded = read_tensors(path), read_tensors(save_run(run, scratch))
+    return {
+        "differ": [name for name in saved if not torch.equal(saved[name], loaded[name])],
+        "compared": len(saved.keys() & loaded.keys()),
+        "loss": train(run, 2),
+    }
+
+
+def main() -> None:
+    """See the module's docstring."""
+    root = Path(sys.argv[1])
+    runs = {name: open_mesh(name) for name in MESHES if DEVICES > 1 or name == "ddp"}
+    for name, run in runs.items():
+        train(run, 0), train(run, 1)
+        save_run(run, root / f"{name}_{DEVICES}")
+    found = {
+        f"{source.parent.name} {name}_{DEVICES}": load_run(
+            run, source, root / "scratch" / f"{source.parent.name}_{name}"
+        )
+        for name, run in runs.items()
+        for source in sorted(root.glob("*/step_2"))
+    }
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""A checkpoint belongs to no mesh: saved on any, it loads on any other, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch_xla", reason="the xla engine needs torch-xla")
+
+MESHES = ("ddp_8", "fsdp_8", "hsdp2x4_8", "hsdp4x2_8")
+TENSORS = 3 * (3 + 3 * 9) + 1  # parameters and two moments of embedding, norm, head and 3 blocks of 9; the step
+
+
+def drive(folder: Path, devices: int) -> dict[str, Any]:
+    """What the driver found on this many virtual devices."""
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+    environment["PYTHONPATH"] = str(Path.cwd())
+    driver = Path(__file__).with_name("mesh_driver.py")
+    done = subprocess.run([sys.executable, driver, folder], env=environment, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_a_state_saved_on_any_mesh_loads_on_any_other_bit_for_bit(tmp_path: Path) -> None:
+    found = drive(tmp_path, devices=8)
+    alone = drive(tmp_path, devices=1)
+    assert {f"{saved} {loaded}" for saved in MESHES for loaded in MESHES} == found.keys()
+    assert {f"{saved} ddp_1" for saved in (*MESHES, "ddp_1")} == alone.keys()
+    for pair, seen in {**found, **alone}.items():
+        assert seen["differ"] == [] and seen["compared"] == TENSORS, pair
+        assert seen["loss"] == pytest.approx(found["fsdp_8 fsdp_8"]["loss"], abs=1e-5), pair
