@@ -107,6 +107,10 @@ class PendingSave:
         held = {slot.item.index: self._fetch(slot.item).to("cpu", slot.dtype, copy=True) for slot in slots}
         self._fetch = lambda item: held.pop(item.index)  # given back piece by piece as they are written
 
+    def fetch_from(self, read: Callable[[WriteItem], Tensor]) -> None:
+        """Take the tensors from `read` when they are written; those of the state are then only descriptions."""
+        self._fetch = read
+
     def write(self) -> Path:
         """Collective: write, check and commit; the committed folder."""
         try:

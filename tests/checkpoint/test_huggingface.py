@@ -1,0 +1,219 @@
+"""Hugging Face both ways: the same tensors byte for byte, the same function, and training that starts from it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_run import PlainEngine, facts_of, open_run, small_config
+from test_checkpoints import run
+
+from pretraining.checkpoint.checkpoints import Checkpoints
+from pretraining.checkpoint.convert import main, to_checkpoint, to_huggingface
+from pretraining.checkpoint.files import UnreadableError
+from pretraining.checkpoint.huggingface import from_train_config, is_huggingface, open_source, to_train_config
+from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.store import is_weight, read_tensors, save
+from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import VARIANTS, model_shape
+
+LLAMA3 = {
+    "rope_theta": 5e5,
+    "rope_scaling_type": "llama3",
+    "rope_scaling_factor": 4.0,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 2.0,
+    "rope_original_max_position": 8,
+    "max_position_embeddings": 64,
+    "norm_eps": 1e-6,
+}
+
+
+def saved(folder: Path, **fields: Any) -> Path:
+    """A checkpoint of an untrained model, its weights large enough that attention looks somewhere."""
+    config = small_config(folder, init_std=0.5, **fields)
+    model, optimizer = open_run(config)
+    return save(folder, PlainEngine().state(model, optimizer), facts_of(config, 2))
+
+
+def logits(config: TrainConfig, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Of our own model with these weights."""
+    model, _ = open_run(config)
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        return model(tokens)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fields", [{}, LLAMA3, {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}])
+def test_an_exported_model_is_the_same_function_in_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = saved(tmp_path / "run", **fields)
+    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf", shard_size=3000)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    tokens = torch.randint(0, 64, (2, 48), generator=torch.Generator().manual_seed(0))
+    ours = logits(small_config(tmp_path, **fields), read_tensors(path, is_weight), tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-4)
+    if fields:  # the rotary settings made a difference that the tolerance would not have hidden
+        plain = logits(small_config(tmp_path), read_tensors(path, is_weight), tokens)
+        assert (plain - ours).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_transformers_model_trains_here_and_starts_as_the_same_function(tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            rms_norm_eps=1e-6,
+            initializer_range=0.5,
+            tie_word_embeddings=tied,
+            rope_parameters={**scaling, "original_max_position_embeddings": 8, "rope_theta": 5e5},
+        )
+    ).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    config = small_config(tmp_path / "run", ckpt_load_path=str(tmp_path / "hf"), **LLAMA3)
+    model, optimizer = open_run(config)
+    checkpoints = Checkpoints(config, tmp_path / "run")
+    facts = checkpoints.restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+    assert facts and facts.step == 0
+    tokens = torch.randint(0, 64, (2, 48))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    losses = run(tmp_path / "run", ckpt_load_path=str(tmp_path / "hf"), **LLAMA3)
+    assert len(losses) == 8 and losses[-1] < losses[0] + 1
+
+
+def test_import_then_export_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = to_huggingface(open_checkpoint(saved(tmp_path / "run", **LLAMA3)), tmp_path / "first", shard_size=3000)
+    imported = to_checkpoint(open_source(first), tmp_path / "imported")
+    second = to_huggingface(open_checkpoint(imported), tmp_path / "second", shard_size=3000)
+    names = sorted(path.name for path in first.iterdir())
+    assert names == sorted(path.name for path in second.iterdir())
+    assert len(names) > 4
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_the_shards_are_as_small_as_asked_and_the_index_names_every_tensor(tmp_path: Path) -> None:
+    path = saved(tmp_path / "run")
+    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf", dtype=torch.bfloat16, shard_size=3000)
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    shards = {file: load_file(exported / file) for file in set(index["weight_map"].values())}
+    weights = read_tensors(path, is_weight)
+    assert index["weight_map"].keys() == weights.keys()
+    assert index["metadata"]["total_size"] == sum(2 * tensor.numel() for tensor in weights.values())
+    for tensors in shards.values():
+        assert len(tensors) == 1 or sum(2 * tensor.numel() for tensor in tensors.values()) <= 3000
+    assert all(torch.equal(shards[index["weight_map"][name]][name], t.bfloat16()) for name, t in weights.items())
+
+
+def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "run" / "checkpoints")
+    command = [sys.executable, "-m", "pretraining.checkpoint.convert", str(tmp_path / "run"), str(tmp_path / "hf")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == f"{tmp_path / 'hf'}\n"
+    assert is_huggingface(tmp_path / "hf") and not is_huggingface(tmp_path / "run")
+    assert main([str(tmp_path / "hf"), str(tmp_path / "back"), "--dtype=bf16"]) == 0
+    assert {t.dtype for t in read_tensors(tmp_path / "back" / "step_0").values()} == {torch.bfloat16}
+    assert main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    prefix = str(tmp_path / "sp")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=prefix, vocab_size=64, model_type="bpe", minloglevel=2, hard_vocab_limit=False
+    )
+    path = saved(tmp_path / "run", tokenizer_path=f"{prefix}.model")
+    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
+    model = sentencepiece.SentencePieceProcessor(model_file=str(exported / "tokenizer.model"))
+    config = json.loads((exported / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (model.bos_id(), model.eos_id())
+    imported = open_checkpoint(to_checkpoint(open_source(exported), tmp_path / "back"))
+    assert imported.facts.config["tokenizer_path"] == str(exported / "tokenizer.model")
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_s_dimensions_survive_the_trip(variant: str, tmp_path: Path) -> None:
+    config = TrainConfig(model_variant=variant, norm_eps=1e-6)
+    back = TrainConfig(**to_train_config(from_train_config(config, "float32"), tmp_path))
+    assert model_shape(back) == model_shape(config)
+    assert back.norm_eps == 1e-6 and back.rope_scaling_type == "none"
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_rotary_settings_of_both_transformers_generations_are_understood(tmp_path: Path, version: int) -> None:
+    config = TrainConfig(model_variant="tiny", **{**LLAMA3, "norm_eps": 1e-5})  # type: ignore[arg-type]
+    described = from_train_config(config, "float32")
+    if version == 5:
+        described["rope_parameters"] = {**described.pop("rope_scaling"), "rope_theta": described.pop("rope_theta")}
+    back = to_train_config(described, tmp_path)
+    assert {name: back[name] for name in LLAMA3 if name != "norm_eps"} == {
+        name: value for name, value in LLAMA3.items() if name != "norm_eps"
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type=mistral; only llama"),
+        ({"attention_bias": True}, "attention_bias=True; only False"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu; only silu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn; default, linear and llama3"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+    ],
+)
+def test_a_model_that_cannot_be_this_one_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+    config = {**json.loads((exported / "config.json").read_text()), **change}
+    (exported / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None or k not in change})
+    )
+    with pytest.raises(UserError, match=message):
+        open_source(exported)
+
+
+def test_another_shape_than_the_flags_say_is_refused_before_any_tensor_is_read(tmp_path: Path) -> None:
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"(?s)--num_kv_heads=4 .*has 2.*--rope_theta=5000.* has 10000"):
+        run(tmp_path / "b", ckpt_load_path=str(exported), num_kv_heads=4, rope_theta=5000.0)
+
+
+def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+    file = exported / "model.safetensors"
+    sound = file.read_bytes()
+    for spoilt in (sound[:-1], sound[:4], sound[:100], b"\xff" * 8 + sound[8:], sound[:8] + b"x" + sound[9:]):
+        file.write_bytes(spoilt)
+        with pytest.raises(UnreadableError, match=r"model\.safetensors"):
+            open_source(exported)
+
+
+def test_an_index_cannot_reach_outside_its_folder(tmp_path: Path) -> None:
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "outside.safetensors")
+    index = {"weight_map": {"lm_head.weight": "../outside.safetensors"}}
+    (exported / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UnreadableError, match="lies outside the folder"):
+        open_source(exported)
