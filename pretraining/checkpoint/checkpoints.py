@@ -23,7 +23,7 @@ from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints, keep_ne
 from pretraining.checkpoint.huggingface import open_source
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.store import PendingSave, State, is_weight, load
+from pretraining.checkpoint.store import HostBuffer, PendingSave, State, is_weight, load
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.monitor.memory import available_memory
@@ -49,6 +49,7 @@ class Checkpoints:
         self._failures = 0  # saves in a row
         self._writer: threading.Thread | None = None
         self._outcome: Exception | None = None
+        self._buffer = HostBuffer()
         if config.checkpoint_interval:
             self._peers.lead(self._claim)
 
@@ -189,14 +190,15 @@ class Checkpoints:
 
     def _has_room(self, pending: PendingSave) -> bool:
         """Whether every host can hold its processes' copies; if not, training waits for the disk instead."""
-        asked = self._peers.agree(lambda: (socket.gethostname(), pending.host_bytes, available_memory()))
+        more = max(pending.host_bytes - self._buffer.size, 0)
+        asked = self._peers.agree(lambda: (socket.gethostname(), more, available_memory()))
         short = self._peers.lead(lambda: shortage(asked))
         if short:
             self._say(f"{short}; this save is not asynchronous")
         return not short
 
     def _begin(self, pending: PendingSave, step: int, began: float) -> None:
-        pending.stage()
+        pending.stage(self._buffer)
 
         def work() -> None:
             try:

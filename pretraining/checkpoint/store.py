@@ -99,13 +99,17 @@ class PendingSave:
     @property
     def host_bytes(self) -> int:
         """Bytes of this process's host memory that `stage` takes."""
-        return sum(slot.size for layout in self._layouts for slot in layout.slots)
+        return sum(_aligned(slot.size) for layout in self._layouts for slot in layout.slots)
 
-    def stage(self) -> None:
-        """Copy this process's pieces to host memory; afterwards the tensors may change."""
-        slots = [slot for layout in self._layouts for slot in layout.slots]
-        held = {slot.item.index: self._fetch(slot.item).to("cpu", slot.dtype, copy=True) for slot in slots}
-        self._fetch = lambda item: held.pop(item.index)  # given back piece by piece as they are written
+    def stage(self, buffer: HostBuffer) -> None:
+        """Copy this process's pieces into `buffer`; afterwards the tensors may change."""
+        flat, start, held = buffer.take(self.host_bytes), 0, {}
+        for slot in (slot for layout in self._layouts for slot in layout.slots):
+            piece = self._fetch(slot.item)
+            copy = flat[start : start + slot.size].view(slot.dtype).view(piece.shape)
+            held[slot.item.index] = copy.copy_(piece)
+            start += _aligned(slot.size)
+        self.fetch_from(lambda item: held[item.index])
 
     def fetch_from(self, read: Callable[[WriteItem], Tensor]) -> None:
         """Take the tensors from `read` when they are written; those of the state are then only descriptions."""
@@ -136,6 +140,31 @@ class PendingSave:
         if self._final.exists():  # damaged: the run went back to an earlier one and came here again
             remove_folder(self._final)
         rename(self._partial, self._final)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64  # any dtype may begin there
+
+
+class HostBuffer:
+    """Host memory for the copy of a state, kept from one save to the next.
+
+    Copying a gigabyte took 0.09 s into memory that was touched before and 0.33 to 2 s into new memory (2 cores).
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def size(self) -> int:
+        return self._bytes.numel()
+
+    def take(self, size: int) -> Tensor:
+        """At least `size` bytes; what was in them is overwritten."""
+        if size > self.size:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # give back before taking
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes
 
 
 class LiveSource:

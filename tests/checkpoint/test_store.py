@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,42 @@ def test_digests_cover_every_block(tmp_path: Path) -> None:
     state = {"w": torch.zeros(files.BLOCK // 2 + 1)}  # fp32: two blocks and four bytes
     entry = open_checkpoint(save(tmp_path, state, FACTS)).manifest.tensors["w"]
     assert len(entry.pieces[0].digests) == 3
+
+
+def test_an_error_of_an_early_flush_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretraining.checkpoint.shards.FLUSH_EVERY", 1000)
+
+    def fail(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.fdatasync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(tmp_path, sample(), FACTS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_file_and_folder_is_synced_before_the_checkpoint_appears_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut, unlike a kill, loses what was written and not synced."""
+    events: list[str] = []
+
+    def watch(name: str) -> None:
+        call = getattr(os, name)
+
+        def watched(target: Any, *rest: Any, **named: Any) -> Any:
+            path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else Path(target)
+            events.append(f"{name} {path.name}")
+            return call(target, *rest, **named)
+
+        monkeypatch.setattr(os, name, watched)
+
+    for name in ("pwrite", "fsync", "rename"):
+        watch(name)
+    path = save(tmp_path, sample(), FACTS)
+    appeared = events.index("rename step_3.partial")
+    for file in path.iterdir():
+        last_write = max(i for i, event in enumerate(events) if event == f"pwrite {file.name}")
+        assert last_write < events.index(f"fsync {file.name}") < appeared
+    assert events.index("fsync COMMITTED") > max(events.index(f"fsync {f.name}") for f in path.iterdir() if f.suffix)
+    assert events[appeared - 1 :] == ["fsync step_3.partial", "rename step_3.partial", f"fsync {tmp_path.name}"]
