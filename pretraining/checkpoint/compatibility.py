@@ -90,12 +90,13 @@ def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
 
     Fields that only one of the two knows are left out: they are another version's.
     """
-    old, new = _resolved(_config(saved)), _resolved(config)
+    old, new = _resolved(saved_config(saved)), _resolved(config)
     known = [name for name in new if name not in FREE and (name in saved or name in DIMENSIONS or name in FUNCTION)]
     return [Change(name, old[name], new[name]) for name in known if old[name] != new[name]]
 
 
-def _config(saved: Mapping[str, Any]) -> TrainConfig:
+def saved_config(saved: Mapping[str, Any]) -> TrainConfig:
+    """The configuration in a checkpoint's facts; fields of another version that this one does not know are dropped."""
     names = {field.name for field in fields(TrainConfig)}
     return TrainConfig(**{name: value for name, value in saved.items() if name in names})
 

@@ -15,13 +15,14 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.files import PARTIAL, descriptor, rename, sync_folder, write_at, write_file
 from pretraining.checkpoint.huggingface import (
     CONFIG,
@@ -36,7 +37,6 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import host_bytes, safetensors_header
 from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, load
 from pretraining.config.errors import UserError
-from pretraining.config.training import TrainConfig
 
 CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = 5e9  # bytes of one file, transformers' default before version 5
@@ -90,7 +90,7 @@ def to_huggingface(
 ) -> Path:
     """Write the weights of `checkpoint` to the new folder `target`, which appears when it is complete."""
     partial = _new_folder(target)
-    config = _train_config(checkpoint)
+    config = saved_config(checkpoint.facts.config)
     names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
     stored = {name: dtype or DTYPES[checkpoint.manifest.tensors[name].dtype] for name in names}
     files = _name_files(_group(checkpoint, stored, shard_size))
@@ -119,11 +119,6 @@ def _new_folder(target: Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
-
-
-def _train_config(checkpoint: Checkpoint) -> TrainConfig:
-    known = {field.name for field in fields(TrainConfig)}
-    return TrainConfig(**{name: value for name, value in checkpoint.facts.config.items() if name in known})
 
 
 def _size(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> int:
@@ -199,7 +194,7 @@ def to_checkpoint(source: Checkpoint, folder: Path, dtype: torch.dtype | None = 
     """Write the tensors of a Hugging Face folder as `folder`/step_0."""
     _refuse_used(folder)
     tokenizer = source.path / "tokenizer.model"
-    config = replace(_train_config(source), tokenizer_path=str(tokenizer) if tokenizer.is_file() else "")
+    config = replace(saved_config(source.facts.config), tokenizer_path=str(tokenizer) if tokenizer.is_file() else "")
     entries = source.manifest.tensors.items()
     state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta") for name, entry in entries}
     facts = replace(source.facts, config=asdict(config), engine="none")

@@ -99,7 +99,7 @@ def remove_folder(path: Path) -> None:
 def set_aside(path: Path) -> None:
     """Make a damaged checkpoint invisible, so that it is never counted among those that could be continued."""
     aside = path.with_name(path.name + DAMAGED)
-    shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged once before
+    shutil.rmtree(aside, ignore_errors=True)  # of the same step, once before
     rename(path, aside)
 
 
@@ -111,13 +111,13 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError where another process holds the folder."""
+        """Raises UserError where another process holds the folder, OSError where files cannot be locked or written."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / LOCK
         self._opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except (BlockingIOError, PermissionError) as error:  # EAGAIN or EACCES, as POSIX leaves open
             holder = os.pread(self._opened, 256, 0).decode(errors="replace").strip() or "another process"
             os.close(self._opened)
             raise UserError(

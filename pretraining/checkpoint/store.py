@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
-from pretraining.checkpoint.files import PARTIAL, remove_folder, rename, sync_folder
+from pretraining.checkpoint.files import PARTIAL, remove_folder, rename, set_aside, sync_folder
 from pretraining.checkpoint.manifest import (
     DTYPES,
     OPTIMIZER,
@@ -137,8 +137,8 @@ class PendingSave:
         _verify(self._partial, manifest)
         write_commit(self._partial, manifest, self._facts)
         sync_folder(self._partial)
-        if self._final.exists():  # damaged: the run went back to an earlier one and came here again
-            remove_folder(self._final)
+        if self._final.exists():  # a stray that was never committed: not ours to delete
+            set_aside(self._final)
         rename(self._partial, self._final)
 
 

@@ -6,15 +6,14 @@ import os
 import pickle
 import random
 import shutil
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from test_checkpoints import run, steps
+from two_processes import processes
 
 from pretraining.checkpoint.checkpoints import SaveFailedError
 from pretraining.checkpoint.files import UnreadableError
@@ -197,32 +196,12 @@ dist.destroy_process_group()
 """
 
 
-def two_processes(folder: Path, dying: str = "") -> list[tuple[int, list[str]]]:
-    """Exit status and output lines of each of two processes that train together."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "DYING": dying}
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PEERS, folder],
-            env={**os.environ, **common, "RANK": rank, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in started]
-    return [(process.returncode, text.splitlines()) for process, text in zip(started, outputs, strict=True)]
-
-
 def test_two_processes_share_the_writing_and_a_death_in_mid_save_commits_nothing(tmp_path: Path) -> None:
     whole = [f"{step} {loss.hex()}" for step, loss in enumerate(run(tmp_path / "one"), start=1)]
-    (code, _), (killed, _) = two_processes(tmp_path / "two", dying="1")
+    (code, _), (killed, _) = processes("-c", PEERS, tmp_path / "two", DYING="1")
     assert code != 0 and killed == -9
     assert steps(tmp_path / "two") == [2]
-    (code, first), (other, second) = two_processes(tmp_path / "two")
+    (code, first), (other, second) = processes("-c", PEERS, tmp_path / "two")
     assert code == other == 0
     assert [[line for line in lines if line[0].isdigit()] for lines in (first, second)] == [whole[2:], whole[2:]]
     path = tmp_path / "two" / "checkpoints" / "step_8"

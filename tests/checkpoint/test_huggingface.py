@@ -140,13 +140,21 @@ def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
     prefix = str(tmp_path / "sp")
     sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=prefix, vocab_size=64, model_type="bpe", minloglevel=2, hard_vocab_limit=False
+        input=str(text),
+        model_prefix=prefix,
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
     )
     path = saved(tmp_path / "run", tokenizer_path=f"{prefix}.model")
     exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
     model = sentencepiece.SentencePieceProcessor(model_file=str(exported / "tokenizer.model"))
     config = json.loads((exported / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (model.bos_id(), model.eos_id())
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(exported)
+    assert theirs.encode("a quick lazy dog") == model.encode("a quick lazy dog")
     imported = open_checkpoint(to_checkpoint(open_source(exported), tmp_path / "back"))
     assert imported.facts.config["tokenizer_path"] == str(exported / "tokenizer.model")
 

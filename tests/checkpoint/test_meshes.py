@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from dtensor_driver import reference
+from two_processes import HERE, processes
 
-pytest.importorskip("torch_xla", reason="the xla engine needs torch-xla")
+from pretraining.checkpoint.store import read_tensors
 
 MESHES = ("ddp_8", "fsdp_8", "hsdp2x4_8", "hsdp4x2_8")
 TENSORS = 3 * (3 + 3 * 9) + 1  # parameters and two moments of embedding, norm, head and 3 blocks of 9; the step
@@ -26,6 +30,7 @@ def drive(folder: Path, devices: int) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
+@pytest.mark.skipif(find_spec("torch_xla") is None, reason="the xla engine needs torch-xla")
 def test_a_state_saved_on_any_mesh_loads_on_any_other_bit_for_bit(tmp_path: Path) -> None:
     found = drive(tmp_path, devices=8)
     alone = drive(tmp_path, devices=1)
@@ -34,3 +39,11 @@ def test_a_state_saved_on_any_mesh_loads_on_any_other_bit_for_bit(tmp_path: Path
     for pair, seen in {**found, **alone}.items():
         assert seen["differ"] == [] and seen["compared"] == TENSORS, pair
         assert seen["loss"] == pytest.approx(found["fsdp_8 fsdp_8"]["loss"], abs=1e-5), pair
+
+
+def test_tensors_split_over_processes_load_whole_and_in_another_split(tmp_path: Path) -> None:
+    for act in ("save", "load"):
+        assert [code for code, _ in processes(HERE / "dtensor_driver.py", tmp_path, act)] == [0, 0], act
+    whole = read_tensors(tmp_path / "step_1")
+    assert whole.keys() == reference().keys()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in reference().items())

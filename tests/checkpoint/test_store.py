@@ -192,12 +192,14 @@ def test_a_folder_without_its_marker_is_no_checkpoint(tmp_path: Path) -> None:
         read_tensors(path)
 
 
-def test_a_save_replaces_what_stands_in_its_place(tmp_path: Path) -> None:
-    path = save(tmp_path, {"w": torch.zeros(4)}, FACTS)
+def test_a_save_sets_aside_what_stands_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "step_3.partial").mkdir()
-    save(tmp_path, {"w": torch.ones(4)}, FACTS)
+    (tmp_path / "step_3").mkdir()
+    (tmp_path / "step_3" / "notes").write_text("a person's")
+    path = save(tmp_path, {"w": torch.ones(4)}, FACTS)
     assert torch.equal(read_tensors(path)["w"], torch.ones(4))
-    assert [p.name for p in tmp_path.iterdir()] == ["step_3"]
+    assert {p.name for p in tmp_path.iterdir()} == {"step_3", "step_3.damaged"}
+    assert (tmp_path / "step_3.damaged" / "notes").read_text() == "a person's"
 
 
 def test_digests_cover_every_block(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""Two processes of one program, with torchrun's variables and without torchrun, which hides exit codes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def processes(*command: str | Path, **environment: str) -> list[tuple[int, list[str]]]:
+    """Exit status and output lines of `python COMMAND` as rank 0 and as rank 1."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    path = os.pathsep.join([str(HERE), str(HERE.parents[1]), *sys.path])
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": path}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, **common, **environment, "RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    return [(process.returncode, text.splitlines()) for process, text in zip(started, outputs, strict=True)]
