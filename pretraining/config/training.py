@@ -7,7 +7,9 @@ Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass
@@ -146,10 +148,20 @@ class TrainConfig:
     tokenizer_path: str = ""
     """The sentencepiece model that made the tokens. Training does not read it; pretraining.generate does, to turn a
     prompt into tokens and back. Empty: none."""
-    vocab_check: bool = True
-    """Stop with an error on a token id at or above the model's vocabulary, instead of training on garbage."""
+    sep_token: int | None = None
+    """Token id put after every document. None: the one that preparation recorded beside the shards, otherwise 1, as in
+    fms-fsdp."""
+    col_name: str = "tokens"
+    """Column of the Arrow shards that holds the token ids."""
+    num_workers: int = 1
+    """Threads that read batches ahead, at least 1. The order of the data does not depend on it."""
 
     # ---- Validation
+    valid_data_path: str = ""
+    """Folder of held-out token shards, laid out like data_path. Needed where val_interval is set, except for
+    use_dummy_dataset."""
+    valid_datasets: str = ""
+    """Sub-folders of valid_data_path. Empty: all of them, or valid_data_path itself where it holds shards."""
     val_interval: int = 0
     """Optimizer steps between validations; a last one follows the final step. 0: none."""
     val_steps: int = 0
@@ -227,3 +239,21 @@ class TrainConfig:
     """torch engine on CUDA: compile each block. The xla engine always compiles; CPUs run eagerly."""
     compile_cache_dir: str = ""
     """Folder of the persistent compilation cache of XLA (TPU only: the CPU backend cannot read it back). Empty: off."""
+
+    @property
+    def run_folder(self) -> Path:
+        """Where this run writes: log_dir, or runs/<run_name>."""
+        return Path(self.log_dir or f"runs/{self.run_name or self.model_variant}")
+
+    def __post_init__(self) -> None:
+        self.sharding_strategy = self.sharding_strategy.lower()  # fms-fsdp's documentation writes FSDP and HSDP
+
+    @classmethod
+    def from_flags(cls, flags: Mapping[str, object]) -> TrainConfig:
+        """The validated configuration of `flags`, the raw text (or Python value) of each field that is given.
+
+        Raises ConfigError with every mistake in them at once.
+        """
+        from pretraining.config.flags import config_from_flags
+
+        return config_from_flags(flags)

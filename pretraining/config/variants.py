@@ -42,7 +42,7 @@ def _shape(vocab: int, hidden: int, layers: int, heads: int, kv: int, ff: int, l
 
 VARIANTS: dict[str, ModelShape] = {
     #                       vocabulary hidden layers heads kv  feed-forward length theta
-    "tiny":            _shape(8192,   256,   8,    8,   4,   688,   512,   1e4),
+    "tiny":            _shape(4096,   192,   6,    6,   3,   512,   512,   1e4),
     "mini":            _shape(32000,  768,  12,   12,   4,  2048,  2048,   1e4),
     "llama2_1.4b":     _shape(32000,  2048, 24,   16,   4,  6144,  4096,   1e4),
     "llama2_7b":       _shape(32000,  4096, 32,   32,  32, 11008,  4096,   1e4),
@@ -61,7 +61,7 @@ for _size in ("7b", "13b", "34b", "70b"):  # fms-fsdp's first names
     VARIANTS[_size] = VARIANTS[f"llama2_{_size}"]
 
 CUSTOM = "custom"
-_REQUIRED_OF_CUSTOM = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "intermediate_size")
+REQUIRED_OF_CUSTOM = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "intermediate_size")
 
 
 def model_shape(config: TrainConfig) -> ModelShape:
@@ -76,7 +76,7 @@ def model_shape(config: TrainConfig) -> ModelShape:
             wide = replace(base, **given)
             given["head_dim"] = wide.hidden_size // wide.num_attention_heads
         return replace(base, **given)
-    missing = [name for name in _REQUIRED_OF_CUSTOM if name not in given]
+    missing = [name for name in REQUIRED_OF_CUSTOM if name not in given]
     if missing:
         raise ValueError(f"model_variant=custom needs {', '.join(missing)}")
     defaults = {

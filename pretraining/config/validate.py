@@ -1,0 +1,340 @@
+"""What a configuration must satisfy whatever the machine: ranges of single fields, and rules across fields.
+
+Every problem is collected; none is raised here. Rules that need the device count are the engine's
+(`pretraining/parallel/mesh.py`), rules that need files are the data's and the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pretraining.config.errors import Problem
+from pretraining.config.variants import CUSTOM, REQUIRED_OF_CUSTOM, VARIANTS, model_shape
+
+if TYPE_CHECKING:
+    from pretraining.config.training import TrainConfig
+
+
+def problems(config: TrainConfig, unreadable: Collection[str] = (), missing_matters: bool = True) -> list[Problem]:
+    """Everything wrong with `config`. Rules that read an `unreadable` field, or one whose own range is already
+    violated, are left out: they would only repeat that mistake. `missing_matters` False leaves out what is not given.
+    """
+    found = {name: problem for name, problem in _single(config) if name not in unreadable}
+    bad = {*unreadable, *found}
+    rules = (*RULES, *RULES_OF_PRESENCE) if missing_matters else RULES
+    across = [problem for rule in rules if not bad & set(rule.fields) for problem in rule.broken(config)]
+    return [*found.values(), *across]
+
+
+def flag(config: TrainConfig, name: str) -> str:
+    """The flag as the user would type it: "--seq_length=4096"."""
+    return f"--{name}={getattr(config, name)}"
+
+
+# ---- single fields
+
+
+class Range(NamedTuple):
+    """The numbers a field may hold. None is always allowed: it means that the field is not given."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+POSITIVE = Range(lambda value: value >= 1, "must be at least 1")
+NOT_NEGATIVE = Range(lambda value: value >= 0, "must be at least 0")
+ABOVE_ZERO = Range(lambda value: value > 0, "must be above 0")
+DECAY = Range(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
+
+RANGES = {
+    "num_layers": POSITIVE,
+    "hidden_size": POSITIVE,
+    "intermediate_size": POSITIVE,
+    "num_attention_heads": POSITIVE,
+    "num_kv_heads": POSITIVE,
+    "head_dim": Range(lambda value: value >= 2 and value % 2 == 0, "must be even: rotary embeddings turn pairs"),
+    "vocab_size": POSITIVE,
+    "max_position_embeddings": POSITIVE,
+    "norm_eps": ABOVE_ZERO,
+    "rope_theta": ABOVE_ZERO,
+    "rope_scaling_factor": POSITIVE,
+    "rope_low_freq_factor": ABOVE_ZERO,
+    "rope_high_freq_factor": ABOVE_ZERO,
+    "rope_original_max_position": POSITIVE,
+    "init_std": NOT_NEGATIVE,
+    "sharding_group_size": NOT_NEGATIVE,
+    "collective_timeout": POSITIVE,
+    "learning_rate": ABOVE_ZERO,
+    "adam_beta1": DECAY,
+    "adam_beta2": DECAY,
+    "optimizer_eps": ABOVE_ZERO,
+    "weight_decay": NOT_NEGATIVE,
+    "grad_clip_thresh": NOT_NEGATIVE,
+    "max_skipped_steps": NOT_NEGATIVE,
+    "batch_size": POSITIVE,
+    "global_batch_size": POSITIVE,
+    "gradient_accumulation_steps": POSITIVE,
+    "seq_length": POSITIVE,
+    "num_steps": POSITIVE,
+    # The data's order mixes the seed as 64 bits; torch's generators take the same range.
+    "seed": Range(lambda value: 0 <= value < 2**63, "must be at least 0 and below 2^63"),
+    "logical_shards": POSITIVE,
+    "val_interval": NOT_NEGATIVE,
+    "val_steps": NOT_NEGATIVE,
+    "checkpoint_interval": NOT_NEGATIVE,
+    "keep_last_n_checkpoints": NOT_NEGATIVE,
+    "ckpt_io_workers": POSITIVE,
+    "ckpt_max_failures": POSITIVE,
+    "report_interval": POSITIVE,
+    "profile_start_step": POSITIVE,
+    "profile_num_steps": POSITIVE,
+}
+
+CHOICES: dict[str, Collection[str]] = {
+    "model_variant": (*VARIANTS, CUSTOM),
+    "rope_scaling_type": ("none", "linear", "llama3"),
+    "engine": ("auto", "xla", "torch"),
+    "device": ("auto", "cuda", "cpu", "tpu"),
+    "sharding_strategy": ("ddp", "fsdp", "hsdp"),
+    "precision": ("auto", "fp32", "mixed_bf16"),
+    "training_stage": ("initial", "annealing"),
+    "checkpoint_scale": ("linear", "log"),
+    "resume": ("auto", "must", "never"),
+    "checkpoint_dtype": ("auto", "fp32", "bf16"),
+    "tracker": ("", "wandb"),
+}
+
+
+def _single(config: TrainConfig) -> Iterator[tuple[str, Problem]]:
+    for name, allowed in RANGES.items():
+        value = getattr(config, name)
+        if value is not None and not allowed.holds(value):
+            yield name, Problem(flag(config, name), allowed.words)
+    for name, choices in CHOICES.items():
+        if getattr(config, name) not in choices:
+            words = ", ".join(choice or "nothing" for choice in choices)
+            yield name, Problem(flag(config, name), f"must be one of {words}")
+    for name, (read, words) in LISTS.items():
+        try:
+            read(getattr(config, name))
+        except ValueError:
+            yield name, Problem(flag(config, name), words)
+
+
+def comma_separated(text: str) -> list[str]:
+    """The items of a comma-separated field, without blanks around them; of an empty one, none."""
+    return [item.strip() for item in text.split(",")] if text.strip() else []
+
+
+def parse_weights(text: str) -> list[float]:
+    """Shares of a mixture. Raises ValueError unless each is a finite number above 0."""
+    shares = [float(item) for item in comma_separated(text)]
+    if not all(0 < share < float("inf") for share in shares):
+        raise ValueError(f"expected numbers above 0, got {text}")
+    return shares
+
+
+def parse_steps(text: str) -> list[int]:
+    """Step numbers. Raises ValueError unless each is a whole number, 0 or above."""
+    steps = [int(item) for item in comma_separated(text)]
+    if any(step < 0 for step in steps):
+        raise ValueError(f"expected step numbers from 0, got {text}")
+    return steps
+
+
+def parse_selective(text: str) -> int | Fraction:
+    """selective_checkpointing: k for "every k-th block", or the exact share of the blocks, between 0 and 1.
+
+    "2" is 2, "1/3" one third, "0.5" one half (the decimal as written, not its nearest float), "1.0" all: 1.
+    Raises ValueError for anything else.
+    """
+    if re.fullmatch(r"\d+", text) and int(text) >= 1:
+        return int(text)
+    if re.fullmatch(r"\d+/0*[1-9]\d*|\d*\.\d+|\d+\.", text) and 0 < (share := Fraction(text)) <= 1:
+        return share if share < 1 else 1
+    raise ValueError(f"expected a whole number from 1 or a fraction between 0 and 1, got {text}")
+
+
+# Text fields with a grammar: its reader, and what it expects.
+LISTS: dict[str, tuple[Callable[[str], object], str]] = {
+    "selective_checkpointing": (
+        parse_selective,
+        "expected every how many blocks (1, 2, 3, ...) or a share of them between 0 and 1 (1/3, 0.5); to recompute "
+        "none, --fsdp_activation_checkpointing=False",
+    ),
+    "weights": (parse_weights, "expected a number above 0 for each dataset, comma-separated, such as 2,1,0.5"),
+    "extra_checkpoint_steps": (parse_steps, "expected step numbers from 0, comma-separated, such as 0,100,1000"),
+}
+
+
+# ---- rules across fields
+
+
+class Rule(NamedTuple):
+    """A rule and the fields it reads."""
+
+    broken: Callable[[TrainConfig], Iterable[Problem]]
+    fields: tuple[str, ...]
+
+
+def _custom_is_complete(config: TrainConfig) -> Iterator[Problem]:
+    missing = [f"--{name}" for name in REQUIRED_OF_CUSTOM if getattr(config, name) is None]
+    if config.model_variant == CUSTOM and missing:
+        yield Problem("--model_variant=custom", f"needs {', '.join(missing)} too")
+
+
+def _is_complete(config: TrainConfig) -> bool:
+    return config.model_variant != CUSTOM or not list(_custom_is_complete(config))
+
+
+def _heads_divide(config: TrainConfig) -> Iterator[Problem]:
+    if not _is_complete(config):
+        return
+    shape = model_shape(config)
+    heads, kv_heads = shape.num_attention_heads, shape.num_kv_heads
+    if heads % kv_heads:
+        remedy = f"does not divide num_attention_heads={heads}; use {_or(divisors(heads))}"
+        yield Problem(f"--num_kv_heads={kv_heads}", remedy)
+    if config.head_dim is not None:
+        return
+    if shape.hidden_size % heads:
+        remedy = (
+            f"does not divide hidden_size={shape.hidden_size}; use {_or(divisors(shape.hidden_size))}, or --head_dim"
+        )
+        yield Problem(f"--num_attention_heads={heads}", remedy)
+    elif shape.head_dim % 2:
+        remedy = (
+            f"leaves {shape.head_dim} of hidden_size={shape.hidden_size} a head; rotary embeddings need an even number"
+        )
+        yield Problem(f"--num_attention_heads={heads}", remedy)
+
+
+def divisors(number: int, limit: int = 256) -> list[int]:
+    """The divisors of `number` up to `limit`, ascending."""
+    return [candidate for candidate in range(1, min(number, limit) + 1) if number % candidate == 0]
+
+
+def _or(numbers: list[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _positions_reach(config: TrainConfig) -> Iterator[Problem]:
+    if not _is_complete(config):
+        return
+    longest = model_shape(config).max_position_embeddings
+    if config.seq_length > longest:
+        remedy = f"is above max_position_embeddings={longest}; shorten it, or give --max_position_embeddings as well"
+        yield Problem(flag(config, "seq_length"), remedy)
+
+
+def _rope_bands_order(config: TrainConfig) -> Iterator[Problem]:
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    if config.rope_scaling_type == "llama3" and high <= low:
+        yield Problem(flag(config, "rope_high_freq_factor"), f"must be above rope_low_freq_factor={low}")
+
+
+def _batch_arithmetic(config: TrainConfig) -> Iterator[Problem]:
+    """The part that holds on any number of devices: the global batch is a multiple of what one device takes."""
+    if config.global_batch_size is None:
+        return
+    passes = config.gradient_accumulation_steps or 1
+    part, total = config.batch_size * passes, config.global_batch_size
+    if total % part:
+        each = f"batch_size={config.batch_size}"
+        each += f" x gradient_accumulation_steps={passes} = {part}" if config.gradient_accumulation_steps else ""
+        down, up = total // part * part, (total // part + 1) * part
+        remedy = f"is not a multiple of {each}; use {f'{down} or {up}' if down else up}, or another batch_size"
+        yield Problem(flag(config, "global_batch_size"), remedy)
+
+
+def _recomputes_something(config: TrainConfig) -> Iterator[Problem]:
+    if not config.fsdp_activation_checkpointing or not _is_complete(config):
+        return
+    layers, choice = model_shape(config).num_layers, parse_selective(config.selective_checkpointing)
+    none = choice > layers if isinstance(choice, int) else choice * layers < Fraction(1, 2)
+    if none:
+        remedy = f"recomputes none of num_layers={layers}; choose more, or --fsdp_activation_checkpointing=False"
+        yield Problem(flag(config, "selective_checkpointing"), remedy)
+
+
+def _precision_agrees(config: TrainConfig) -> Iterator[Problem]:
+    wanted = {"fp32": False, "mixed_bf16": True}.get(config.precision, config.mixed_precision)
+    if wanted != config.mixed_precision:
+        remedy = (
+            f"contradicts mixed_precision={config.mixed_precision}; give --mixed_precision={wanted}, or leave one out"
+        )
+        yield Problem(flag(config, "precision"), remedy)
+
+
+def _device_suits_engine(config: TrainConfig) -> Iterator[Problem]:
+    if config.engine == "xla" and config.device != "auto":
+        remedy = f"is for --engine=torch; the xla engine takes PJRT_DEVICE={config.device.upper()}"
+        yield Problem(flag(config, "device"), remedy)
+    if config.cpu_offload and (config.engine == "xla" or config.device in ("cpu", "tpu")):
+        where = "engine=xla" if config.engine == "xla" else f"device={config.device}"
+        yield Problem("--cpu_offload=True", f"works on CUDA alone, not with {where}; leave it out")
+
+
+def _weights_match(config: TrainConfig) -> Iterator[Problem]:
+    weights, datasets = len(comma_separated(config.weights)), len(comma_separated(config.datasets))
+    if weights and weights != datasets:
+        have = f"datasets={config.datasets} has {datasets}" if datasets else "datasets is not given"
+        yield Problem(flag(config, "weights"), f"has {weights} shares but {have}; give one share for each dataset")
+
+
+def _data_is_named(config: TrainConfig) -> Iterator[Problem]:
+    if not config.use_dummy_dataset and not config.data_path:
+        remedy = (
+            "train on what? give --data_path=FOLDER of token shards, or --use_dummy_dataset=True for a speed test, or "
+            "run bash scripts/train.sh, which prepares a small corpus"
+        )
+        yield Problem("--data_path", remedy)
+
+
+def _validation_is_complete(config: TrainConfig) -> Iterator[Problem]:
+    if config.val_interval and not config.val_steps:
+        yield Problem(flag(config, "val_interval"), "needs --val_steps=N, the global batches of one validation")
+    if config.val_steps and not config.val_interval:
+        yield Problem(flag(config, "val_steps"), "needs --val_interval=N, the steps between two validations")
+
+
+def _log_scale_grows(config: TrainConfig) -> Iterator[Problem]:
+    if config.checkpoint_scale == "log" and config.checkpoint_interval == 1:
+        yield Problem("--checkpoint_interval=1", "has no powers for checkpoint_scale=log; use 2 or more")
+
+
+def _profile_is_reached(config: TrainConfig) -> Iterator[Problem]:
+    last = config.profile_start_step + config.profile_num_steps - 1
+    if config.use_profiler and last > config.num_steps:
+        remedy = f"traces steps up to {last}, but num_steps={config.num_steps}; start earlier or trace fewer"
+        yield Problem(flag(config, "profile_start_step"), remedy)
+
+
+_DIMENSIONS = (
+    *("model_variant", "num_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_kv_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "rope_theta", "seq_length"),
+)
+
+RULES = (
+    Rule(_heads_divide, _DIMENSIONS),
+    Rule(_positions_reach, _DIMENSIONS),
+    Rule(_rope_bands_order, ("rope_scaling_type", "rope_low_freq_factor", "rope_high_freq_factor")),
+    Rule(_batch_arithmetic, ("batch_size", "global_batch_size", "gradient_accumulation_steps")),
+    Rule(_recomputes_something, ("fsdp_activation_checkpointing", "selective_checkpointing", *_DIMENSIONS)),
+    Rule(_precision_agrees, ("precision", "mixed_precision")),
+    Rule(_device_suits_engine, ("engine", "device", "cpu_offload")),
+    Rule(_weights_match, ("weights", "datasets")),
+    Rule(_log_scale_grows, ("checkpoint_scale", "checkpoint_interval")),
+    Rule(_profile_is_reached, ("use_profiler", "profile_start_step", "profile_num_steps", "num_steps")),
+)
+
+# A flag that is not given may be one that was misspelt: these wait until every flag has a known name.
+RULES_OF_PRESENCE = (
+    Rule(_custom_is_complete, _DIMENSIONS),
+    Rule(_data_is_named, ("use_dummy_dataset", "data_path")),
+    Rule(_validation_is_complete, ("val_interval", "val_steps")),
+)
