@@ -85,7 +85,7 @@ def _grouped(stack: Tensor, group: ScanGroup) -> Tensor:
 def _partition(mask: tuple[bool, ...]) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
     """A partitioner that keeps every activation of the blocks where `mask` is False and recomputes the others."""
     if not any(mask):
-        return default_partition
+        return min_cut_rematerialization_partition
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         policies = [CheckpointPolicy.MUST_RECOMPUTE if chosen else CheckpointPolicy.MUST_SAVE for chosen in mask]

@@ -1,0 +1,310 @@
+"""One dataset as an endless stream of tokens: documents shuffled anew in each epoch, a separator after each.
+
+Knows nothing of mixtures, ranks or batches. Documents are grouped into blocks that lie together in a shard; an epoch
+permutes the blocks and the documents of every block. In memory are one number per block (at most 2^18 blocks,
+whatever the number of documents) and the documents of the blocks that are being read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from pretraining.config.errors import UserError
+from pretraining.data.files import OpenFile, OpenFiles
+from pretraining.data.hashing import permutation
+from pretraining.data.index import CELL, ShardIndex
+
+# Tokens a block should have: with shorter documents, whole blocks are read at once, and 128 KiB take 16 us.
+_BLOCK_TOKENS = 32_768
+_MOST_BLOCKS = 1 << 18
+# A read of one document costs about 1 us, as much as copying 8 KiB out of the page cache.
+_BYTES_PER_READ = 8_192
+# Blocks whose documents are known at a time, in bytes, for the whole stream: 1024 slots of three datasets take 8 MiB.
+_VIEW_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Order:
+    """What decides the order of one dataset, apart from its documents."""
+
+    key: tuple[int, ...]  # seed and whatever tells this dataset from others
+    shuffled: bool
+    eos: int
+    bos: int | None
+
+    @property
+    def added(self) -> int:
+        """Tokens added to every document."""
+        return 1 if self.bos is None else 2
+
+
+class _Epoch(NamedTuple):
+    order: np.ndarray  # int64 [blocks], blocks in the order of this epoch
+    before: np.ndarray  # int64 [blocks + 1], tokens before each of them
+
+
+class _View(NamedTuple):
+    """The documents of one block in the order of one epoch, without empty ones."""
+
+    shard: ShardIndex
+    starts: np.ndarray  # int64 [documents], byte offset of the first token
+    lengths: np.ndarray  # int64 [documents]
+    before: np.ndarray  # int64 [documents + 1], position of each document in the block, added tokens included
+    low: int  # first byte of the block's tokens
+    high: int  # the byte after the last
+
+
+class Views:
+    """The block views read most recently, for all datasets of a stream together."""
+
+    def __init__(self) -> None:
+        self._views: OrderedDict[tuple[int, int, int], _View] = OrderedDict()
+        self._bytes = 0
+        self._lock = Lock()
+
+    def get(self, key: tuple[int, int, int]) -> _View | None:
+        """The view of (dataset, epoch, block), if it is still there."""
+        with self._lock:
+            view = self._views.get(key)
+            if view is not None:
+                self._views.move_to_end(key)
+            return view
+
+    def put(self, key: tuple[int, int, int], view: _View) -> None:
+        """Keep a view; the oldest leave when all together are too large."""
+        with self._lock:
+            if key in self._views:
+                return
+            self._views[key] = view
+            self._bytes += _size(view)
+            while self._bytes > _VIEW_BYTES and len(self._views) > 1:
+                self._bytes -= _size(self._views.popitem(last=False)[1])
+
+
+def _size(view: _View) -> int:
+    """Bytes of a view; 600 for the objects around the arrays."""
+    return 600 + view.starts.nbytes + view.lengths.nbytes + view.before.nbytes
+
+
+class Corpus:
+    """The endless stream of one dataset. Threads may share it."""
+
+    def __init__(
+        self,
+        indexes: list[ShardIndex],
+        span: tuple[int, int],
+        order: Order,
+        number: int,
+        files: OpenFiles,
+        views: Views,
+    ) -> None:
+        """span: documents [first, last) of the dataset, counted over all shards. number: of the dataset, for `views`."""
+        self._indexes, self._order, self._number = indexes, order, number
+        self._files, self._views = files, views
+        self._epochs: dict[int, _Epoch] = {}
+        self._lock = Lock()
+        self._shard, self._first, self._last, self._tokens = _blocks(indexes, span, order.added, files)
+        self.tokens = int(self._tokens.sum())  # of one epoch, added ones included
+
+    def fill(self, position: int, out: np.ndarray, seen: set[str]) -> list[int]:
+        """Copy the stream from `position` on into `out` (int32); where documents begin in it.
+
+        seen: shards that were checked for change during this batch.
+        """
+        done, beginnings = 0, []
+        while done < len(out):
+            epoch, within = divmod(position + done, self.tokens)
+            plan = self._epoch(epoch)
+            place = int(plan.before.searchsorted(within, "right")) - 1
+            view = self._view(epoch, int(plan.order[place]))
+            within -= int(plan.before[place])
+            count = min(len(out) - done, int(view.before[-1]) - within)
+            file = self._files.tokens(view.shard)
+            if view.shard.path not in seen:
+                file.check()
+                seen.add(view.shard.path)
+            beginnings += [done + at for at in self._copy(view, file, within, out[done : done + count])]
+            done += count
+        return beginnings
+
+    def sources(self, position: int, count: int) -> list[str]:
+        """The shards that tokens [position, position + count) come from, for a message."""
+        found, done = [], 0
+        while done < count:
+            epoch, within = divmod(position + done, self.tokens)
+            plan = self._epoch(epoch)
+            place = int(plan.before.searchsorted(within, "right")) - 1
+            found.append(self._indexes[self._shard[plan.order[place]]].path)
+            done += int(plan.before[place + 1]) - within
+        return list(dict.fromkeys(found))
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        plan = self._epochs.get(epoch)
+        if plan is not None:
+            return plan
+        with self._lock:
+            blocks = len(self._tokens)
+            order = permutation(blocks, *self._order.key, epoch, 1) if self._order.shuffled else np.arange(blocks)
+            before = np.zeros(blocks + 1, np.int64)
+            np.cumsum(self._tokens[order], out=before[1:])
+            self._epochs[epoch] = plan = _Epoch(order, before)
+            while len(self._epochs) > 3:  # a batch touches two; readers ahead of it a third
+                self._epochs.pop(next(iter(self._epochs)), None)
+        return plan
+
+    def _view(self, epoch: int, block: int) -> _View:
+        key = (self._number, epoch, block)
+        view = self._views.get(key)
+        if view is None:
+            view = self._read_view(epoch, block)
+            self._views.put(key, view)
+        return view
+
+    def _read_view(self, epoch: int, block: int) -> _View:
+        shard = self._indexes[self._shard[block]]
+        first, last = int(self._first[block]), int(self._last[block])
+        starts = shard.starts.read(self._files.column(shard.starts, shard).descriptor, first, last)
+        lengths = shard.lengths.read(self._files.column(shard.lengths, shard).descriptor, first, last)
+        filled = np.flatnonzero(lengths)
+        if self._order.shuffled:
+            filled = filled[permutation(len(filled), *self._order.key, epoch, 2, block)]
+        starts, lengths = starts[filled], lengths[filled].astype(np.int64)
+        before = np.zeros(len(filled) + 1, np.int64)
+        np.cumsum(lengths + self._order.added, out=before[1:])
+        if int(before[-1]) != int(self._tokens[block]):
+            raise UserError(f"{shard.path}: its index {shard.lengths.path} is damaged; remove the index and start again")
+        ends = starts + lengths * np.dtype(shard.dtype).itemsize
+        return _View(shard, starts, lengths, before, int(starts.min()), int(ends.max()))
+
+    def _copy(self, view: _View, file: OpenFile, within: int, out: np.ndarray) -> list[int]:
+        """Copy block positions [within, within + len(out)) into `out`; where documents begin in it."""
+        before, count = view.before, len(out)
+        first = int(before.searchsorted(within, "right")) - 1
+        last = int(before.searchsorted(within + count, "left"))
+        lead = self._order.added - 1
+        places = (before[first:last] - within).tolist()
+        out.fill(self._order.eos)
+        if lead:
+            out[[at for at in places if at >= 0]] = self._order.bos
+        pieces = _pieces(view, first, last, [at + lead for at in places], count)
+        if view.high - view.low < len(pieces) * _BYTES_PER_READ:
+            _gather(view, file, pieces, out)
+        else:
+            _read_each(view, file, pieces, out)
+        return places if places[0] >= 0 else places[1:]
+
+
+_Piece = tuple[int, int, int]  # byte offset in the file, first index in the row, tokens
+
+
+def _pieces(view: _View, first: int, last: int, places: list[int], count: int) -> list[_Piece]:
+    """The parts of documents [first, last) that fall into a row of `count` tokens.
+
+    places: index in the row of each document's first token; negative where it lies before the row.
+    """
+    width = np.dtype(view.shard.dtype).itemsize
+    starts, lengths = view.starts[first:last].tolist(), view.lengths[first:last].tolist()
+    pieces = list(zip(starts, places, lengths, strict=True))
+    offset, place, length = pieces[0]
+    if place < 0:
+        pieces[0] = (offset - place * width, 0, length + place)
+    offset, place, length = pieces[-1]
+    if place + length > count:
+        pieces[-1] = (offset, place, count - place)
+    # nothing is left of a document of which only the separator falls into the row, or only the token before it
+    return [piece for piece in pieces if piece[2] > 0]
+
+
+def _read_each(view: _View, file: OpenFile, pieces: list[_Piece], out: np.ndarray) -> None:
+    """One read per document, straight into the row where the ids have 4 bytes."""
+    width = np.dtype(view.shard.dtype).itemsize
+    target = out if width == 4 else np.empty(len(out), view.shard.dtype)
+    memory = memoryview(target).cast("B")
+    descriptor, read = file.descriptor, os.preadv
+    for offset, place, length in pieces:
+        wanted = length * width
+        start = place * width
+        if read(descriptor, [memory[start : start + wanted]], offset) != wanted:
+            raise UserError(f"{view.shard.path}: ends before byte {offset + wanted}; it was truncated under the run")
+    if width != 4:
+        for _, place, length in pieces:
+            out[place : place + length] = narrow(target[place : place + length], view.shard.path)
+
+
+def _gather(view: _View, file: OpenFile, pieces: list[_Piece], out: np.ndarray) -> None:
+    """One read for the whole block, then one gather: for documents much shorter than a row."""
+    raw = os.pread(file.descriptor, view.high - view.low, view.low)
+    if len(raw) != view.high - view.low:
+        raise UserError(f"{view.shard.path}: ends before byte {view.high}; it was truncated under the run")
+    tokens = np.frombuffer(raw, view.shard.dtype)
+    offsets, places, lengths = np.array(pieces, np.int64).T
+    run = np.cumsum(lengths) - lengths
+    steps = np.arange(int(lengths.sum()))
+    origin = np.repeat((offsets - view.low) // tokens.itemsize - run, lengths)
+    target = np.repeat(places - run, lengths)
+    out[target + steps] = narrow(tokens[origin + steps], view.shard.path)
+
+
+def narrow(tokens: np.ndarray, path: str) -> np.ndarray:
+    """Ids as int32. UserError if an id of 8 bytes does not fit."""
+    if tokens.itemsize == 8 and len(tokens) and (int(tokens.max()) >= 2**31 or int(tokens.min()) < 0):
+        wrong = int(tokens.max()) if int(tokens.max()) >= 2**31 else int(tokens.min())
+        raise UserError(f"{path}: token id {wrong} is outside 0..2^31-1; write the shard again")
+    return tokens.astype(np.int32) if tokens.itemsize != 4 else tokens.view(np.int32)
+
+
+# ---- Blocks
+
+
+def _blocks(
+    indexes: list[ShardIndex], span: tuple[int, int], added: int, files: OpenFiles
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(shard, first document, last document + 1, tokens) of every block that has tokens.
+
+    Blocks do not cross shards and hold a multiple of 64 documents, except at the ends of a shard or of `span`.
+    """
+    count = _block_documents(indexes)
+    parts: list[np.ndarray] = [np.zeros((0, 4), np.int64)]
+    before = 0
+    for number, index in enumerate(indexes):
+        low = min(max(span[0] - before, 0), index.documents)
+        high = min(max(span[1] - before, 0), index.documents)
+        before += index.documents
+        if low == high:
+            continue
+        edges = np.unique(np.concatenate([np.arange(low // count * count, high, count), [low, high]]))
+        edges = edges[edges >= low]
+        tokens = np.diff(_tokens_before(index, edges, added, files))
+        shard = np.full(len(tokens), number)
+        parts.append(np.stack([shard, edges[:-1], edges[1:], tokens], axis=1))
+    table = np.concatenate(parts)
+    table = table[table[:, 3] > 0]
+    return table[:, 0].astype(np.int32), table[:, 1].copy(), table[:, 2].copy(), table[:, 3].copy()
+
+
+def _block_documents(indexes: list[ShardIndex]) -> int:
+    """Documents per block: about 32 thousand tokens, a multiple of 64, and never more than 2^18 blocks."""
+    documents = sum(index.documents for index in indexes)
+    mean = max(1, sum(index.token_count for index in indexes) // max(1, documents))
+    cells = max(1, min(64, _BLOCK_TOKENS // mean // CELL), -(-documents // CELL // _MOST_BLOCKS))
+    return cells * CELL
+
+
+def _tokens_before(index: ShardIndex, edges: np.ndarray, added: int, files: OpenFiles) -> np.ndarray:
+    """Tokens of a shard before each of the documents `edges`, added ones included; int64."""
+    file = files.column(index.cells, index)
+    cells = index.cells.read(file.descriptor, 0, index.cells.count).reshape(-1, 2)
+    # a cell's sum is the document's own where it begins a cell or ends the shard
+    whole = np.where(edges == index.documents, len(cells) - 1, edges // CELL)
+    found = cells[whole] @ np.array([1, added])
+    for at in np.flatnonzero((edges % CELL != 0) & (edges != index.documents)):
+        start = int(edges[at]) // CELL * CELL
+        lengths = index.lengths.read(files.column(index.lengths, index).descriptor, start, int(edges[at]))
+        found[at] += int(lengths.sum(dtype=np.int64)) + added * int(np.count_nonzero(lengths))
+    return found
