@@ -307,6 +307,11 @@ def _log_scale_grows(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("--checkpoint_interval=1", "has no powers for checkpoint_scale=log; use 2 or more")
 
 
+def _load_path_is_named(config: TrainConfig) -> Iterator[Problem]:
+    if config.load_weights_only and not config.ckpt_load_path:
+        yield Problem("--load_weights_only=True", "does nothing without --ckpt_load_path; give one or leave it out")
+
+
 def _profile_is_reached(config: TrainConfig) -> Iterator[Problem]:
     last = config.profile_start_step + config.profile_num_steps - 1
     if config.use_profiler and last > config.num_steps:
@@ -337,4 +342,5 @@ RULES_OF_PRESENCE = (
     Rule(_custom_is_complete, _DIMENSIONS),
     Rule(_data_is_named, ("use_dummy_dataset", "data_path")),
     Rule(_validation_is_complete, ("val_interval", "val_steps")),
+    Rule(_load_path_is_named, ("load_weights_only", "ckpt_load_path")),
 )

@@ -1,0 +1,137 @@
+"""The documentation of every field, read from the source of the dataclass: `--help` and the tables of configs.md.
+
+    python -m pretraining.config.document --write
+
+puts the tables into configs.md between its two markers; without --write it prints the page. What stands outside the
+markers is written by hand and kept.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+from pretraining.config import training
+
+PAGE = Path(__file__).parents[2] / "configs.md"
+BEGIN = "<!-- tables: written by python -m pretraining.config.document --write -->"
+END = "<!-- end of tables -->"
+WIDTH = 110  # columns of --help
+
+
+class Field(NamedTuple):
+    """One field as its source says it."""
+
+    group: str
+    name: str
+    kind: str  # annotation: "int | None"
+    default: str  # as Python writes it
+    words: str  # its docstring on one line
+
+
+def documented_fields() -> list[Field]:
+    """The fields in their order. Raises ValueError naming a field without a docstring or above the first group."""
+    source = inspect.getsource(training)
+    tree = ast.parse(source)
+    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig")
+    docstrings = {before.end_lineno: after for before, after in zip(body, body[1:], strict=False)}
+    groups = _groups(source)
+    return [
+        _field(source, node, docstrings.get(node.end_lineno), groups[: node.lineno])
+        for node in body
+        if isinstance(node, ast.AnnAssign)
+    ]
+
+
+def _groups(source: str) -> list[str | None]:
+    """For each line, the group that begins on it: "Model" of "# ---- Model"."""
+    matches = (re.fullmatch(r" +# ---- (.+)", line) for line in source.splitlines())
+    return [match and match[1] for match in matches]
+
+
+def _field(source: str, node: ast.AnnAssign, following: ast.stmt | None, groups_above: list[str | None]) -> Field:
+    name = ast.unparse(node.target)
+    group = next((group for group in reversed(groups_above) if group), None)
+    match following:
+        case ast.Expr(value=ast.Constant(value=str(words))) if group and node.value:
+            default = ast.get_source_segment(source, node.value) or ""
+            return Field(group, name, ast.unparse(node.annotation), default, " ".join(words.split()))
+    raise ValueError(f"TrainConfig.{name} needs a default, a docstring below it and a '# ---- Group' above it")
+
+
+def by_group(fields: list[Field]) -> dict[str, list[Field]]:
+    """The fields under their group's name, both in the order of the source."""
+    groups: dict[str, list[Field]] = {}
+    for field in fields:
+        groups.setdefault(field.group, []).append(field)
+    return groups
+
+
+# ---- --help
+
+
+def help_text() -> str:
+    """The page of `python main_training.py --help`."""
+    lines = [
+        "python main_training.py --name=value ...",
+        "",
+        "Also: --name value, --name and --noname for True and False; of a flag given twice the last counts.",
+    ]
+    for group, fields in by_group(documented_fields()).items():
+        lines += ["", group]
+        for field in fields:
+            lines.append(f"  --{field.name}={field.default.strip(chr(34))}  ({field.kind})")
+            lines += textwrap.wrap(field.words, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+# ---- configs.md
+
+
+def tables() -> str:
+    """One Markdown table for each group."""
+    return "\n\n".join(_table(group, fields) for group, fields in by_group(documented_fields()).items())
+
+
+def _table(group: str, fields: list[Field]) -> str:
+    rows = [f"| `{field.name}` | {_code(field.kind)} | `{field.default}` | {_cell(field.words)} |" for field in fields]
+    return "\n".join([f"### {group}", "", "| flag | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _code(text: str) -> str:
+    return " or ".join(f"`{part}`" for part in text.split(" | "))
+
+
+def _cell(text: str) -> str:
+    """Text that stays inside its cell, with placeholders such as <log_dir> shown and not taken for HTML."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def page(current: str) -> str:
+    """`current` with fresh tables between the markers. Raises ValueError unless both are there once, in order."""
+    match = re.fullmatch(f"(.*{re.escape(BEGIN)}\n).*(\n{re.escape(END)}.*)", current, re.DOTALL)
+    if not match or current.count(BEGIN) + current.count(END) != 2:
+        raise ValueError(f"{PAGE.name} must hold the line {BEGIN} and, below it, the line {END}, once each")
+    return f"{match[1]}\n{tables()}\n{match[2]}"
+
+
+def main(arguments: list[str]) -> int:
+    """Print configs.md as it should be, or write it. Exit code 2 for any other argument."""
+    if arguments not in ([], ["--write"]):
+        print("usage: python -m pretraining.config.document [--write]", file=sys.stderr)
+        return 2
+    text = page(PAGE.read_text(encoding="utf-8"))
+    if arguments:
+        PAGE.write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
