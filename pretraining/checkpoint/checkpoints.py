@@ -19,13 +19,14 @@ import torch
 
 from pretraining.checkpoint.compatibility import check_resume, check_start
 from pretraining.checkpoint.files import FolderLock, UnreadableError, set_aside
-from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints, keep_newest, sweep
+from pretraining.checkpoint.folder import CHECKPOINTS, Found, find_checkpoints, keep_newest, sweep
 from pretraining.checkpoint.huggingface import open_source
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import HostBuffer, PendingSave, State, is_weight, load
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
+from pretraining.config.validate import parse_steps
 from pretraining.monitor.memory import available_memory
 from pretraining.parallel.engine import Engine
 
@@ -36,14 +37,47 @@ class SaveFailedError(RuntimeError):
     """Too many saves in a row failed, or the last one of the run did."""
 
 
+def check_source(config: TrainConfig, log_dir: Path) -> None:
+    """Refuse a start that cannot go well before any device is opened: only JSON is read, and nothing is written.
+
+    UserError where `resume` forbids what is there, ckpt_load_path names nothing, or a checkpoint is of another model.
+    """
+    found = find_checkpoints(checkpoint_folder(config, log_dir))
+    check_policy(config, found)
+    if not found.committed:
+        if config.ckpt_load_path:
+            check_start(open_source(Path(config.ckpt_load_path)).facts.config, config)
+        return
+    try:
+        newest = open_source(found.committed[0])
+    except UnreadableError:
+        if config.resume == "must":
+            raise
+        return  # `restore` looks for one that can be read
+    check_resume(newest.facts.config, config)
+
+
+def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Path:
+    """Where the run's checkpoints are."""
+    return Path(config.ckpt_save_path or log_dir / CHECKPOINTS)
+
+
+def check_policy(config: TrainConfig, found: Found) -> None:
+    """UserError where `resume` forbids what was found, or that nothing was."""
+    if found.committed and config.resume == "never":
+        raise UserError(f"--resume=never, but {found.committed[0]} is there; remove it or give another ckpt_save_path")
+    if not found.committed and config.resume == "must":
+        raise UserError("--resume=must, but there is no committed checkpoint; look at --ckpt_save_path and --log_dir")
+
+
 class Checkpoints:
     """One per run and process; every method is collective over the processes."""
 
     def __init__(self, config: TrainConfig, log_dir: Path) -> None:
         """Claim the folder if this run saves. UserError where another run holds it or it cannot be written."""
         self._config, self._peers = config, Peers()
-        self.folder = Path(config.ckpt_save_path or log_dir / CHECKPOINTS)
-        self._extra = {int(step) for step in config.extra_checkpoint_steps.split(",") if step.strip()}
+        self.folder = checkpoint_folder(config, log_dir)
+        self._extra = set(parse_steps(config.extra_checkpoint_steps))
         self._lock: FolderLock | None = None
         self._saved: int | None = None  # newest step that is committed, or being written
         self._failures = 0  # saves in a row
@@ -73,12 +107,9 @@ class Checkpoints:
         found = self._peers.lead(lambda: find_checkpoints(self.folder))
         for path in found.skipped:
             self._say(f"{path} has no marker, so its save was never finished; it is ignored")
-        if found.committed and self._config.resume == "never":
-            raise UserError(f"--resume=never, but {found.committed[0]} is there; remove it or save elsewhere")
+        check_policy(self._config, found)
         if found.committed:
             return self._continue(found.committed, engine, model, optimizer)
-        if self._config.resume == "must":
-            raise UserError(f"--resume=must, but {self.folder} holds no committed checkpoint")
         if self._config.ckpt_load_path:
             return self._start_from(Path(self._config.ckpt_load_path), engine, model, optimizer)
         return None

@@ -55,6 +55,7 @@ FREE = (
     "profile_num_steps",
     "compile_cache_dir",
     "low_cpu_fsdp",
+    "num_workers",
     "collective_timeout",
     "ckpt_load_path",
     "ckpt_save_path",

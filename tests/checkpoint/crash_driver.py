@@ -29,7 +29,7 @@ from pretraining.checkpoint.store import read_tensors
 
 DISK_CALLS = ("pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir")
 INSTANTS = 20
-WRITES_BETWEEN = 6  # writes of tensors are much alike: every sixth of them, and every other call
+WRITES_BETWEEN = 12  # writes of tensors are much alike: every twelfth of them, and every call that is no write
 
 
 def count_disk_calls(before: Callable[[int, str], None]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
 
-from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_power, shortage
+from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, check_source, is_power, shortage
 from pretraining.checkpoint.files import FolderLock
 from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
@@ -240,6 +240,29 @@ def test_strict_load_names_what_differs_and_can_be_told_to_let_it_be(
 
 
 # ---- What may change
+
+
+def test_a_start_that_cannot_go_well_is_refused_before_a_model_exists(tmp_path: Path) -> None:
+    def check(**fields: Any) -> None:
+        check_source(small_config(tmp_path, **fields), tmp_path)
+
+    check()
+    with pytest.raises(UserError, match="--resume=must"):
+        check(resume="must")
+    with pytest.raises(UserError, match="there is no such folder"):
+        check(ckpt_load_path=str(tmp_path / "typo"))
+    run(tmp_path, num_steps=4)
+    check(resume="must")
+    with pytest.raises(UserError, match="--resume=never"):
+        check(resume="never")
+    with pytest.raises(ConfigError, match="--hidden_size=32"):
+        check(hidden_size=32)
+    with pytest.raises(ConfigError, match="--hidden_size=32"):
+        check(hidden_size=32, ckpt_save_path=str(tmp_path / "other"), ckpt_load_path=str(tmp_path))
+    flip(tmp_path / "checkpoints" / "step_4" / "facts.json")
+    check()
+    with pytest.raises(UserError, match=r"facts\.json: differs"):
+        check(resume="must")
 
 
 def test_another_model_is_refused_with_the_field_and_both_values(tmp_path: Path) -> None:
