@@ -227,6 +227,8 @@ class TrainConfig:
     """Project that the tracker files the run under."""
     tracker_run_id: str = ""
     """Tracker's id of the run, to continue one that it knows. Empty: the name of log_dir."""
+    step_timeout: int = 0
+    """Seconds after which a step that has not ended prints the stack of every thread, to tell where it hangs. 0: never."""
     use_profiler: bool = False
     """Write a trace of profile_num_steps steps to <log_dir>/profile."""
     profiler_rank0_only: bool = True

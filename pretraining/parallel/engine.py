@@ -49,6 +49,8 @@ class Engine(Protocol):
     process_count: int
     data_rank: int
     data_size: int
+    host_copies: float  # whole copies of the model's state in this host's memory; 0 where devices have their own
+    optimizer_options: dict[str, Any]  # keyword arguments of optim.adamw.build_optimizer
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model with every parameter split over the mesh as the sharding table says."""
@@ -89,6 +91,14 @@ class Engine(Protocol):
 
     def memory_bytes(self) -> int | None:
         """Peak bytes in use on this process's busiest device; None where the device cannot say."""
+        ...
+
+    def start_trace(self, folder: str) -> None:
+        """Begin a profile of this process's devices, for TensorBoard, under `folder`."""
+        ...
+
+    def stop_trace(self) -> None:
+        """Write the profile."""
         ...
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
+import torch_xla.debug.profiler as xp
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
@@ -65,6 +66,8 @@ class XlaEngine:
     """See engine.Engine."""
 
     name = "xla"
+    # The step count on the device, one plain kernel per parameter: torch's foreach refuses XLA tensors.
+    optimizer_options: dict[str, Any] = {"capturable": True, "foreach": False}  # noqa: RUF012
 
     def __init__(self, config: TrainConfig) -> None:
         if config.compile_cache_dir:
@@ -78,6 +81,7 @@ class XlaEngine:
         devices = xr.global_runtime_device_count()
         self.mesh = resolve_mesh(config, devices, self.local_devices)
         resolve_batch(config, devices)
+        self.host_copies = self.local_devices / self.mesh.shard if self.device_name == "CPU" else 0.0
         self.xla_mesh = xs.Mesh(np.arange(devices), (self.mesh.replica, self.mesh.shard), BATCH_AXES)
         self.config = config
         self.dtype = compute_dtype(config)
@@ -289,6 +293,15 @@ class XlaEngine:
         if xr.device_type() == "CPU":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return None
+
+    def start_trace(self, folder: str) -> None:
+        """See engine.Engine."""
+        xp.start_trace(folder)
+
+    def stop_trace(self) -> None:
+        """See engine.Engine."""
+        torch_xla.sync(wait=True)
+        xp.stop_trace()
 
     def close(self) -> None:
         """See engine.Engine."""

@@ -1,0 +1,74 @@
+"""Pretrain a Llama variant: `python main_training.py --name=value ...`, or `bash scripts/train.sh`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from pretraining.config.flags import run
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
+
+
+def main(**flags: str) -> int:
+    """Configuration, engine, model, data, optimizer, checkpoint, loop."""
+    # Configuration: every mistake at once, before torch is imported
+    config = TrainConfig.from_flags(flags)
+    shape = model_shape(config)
+
+    from pretraining.checkpoint.checkpoints import Checkpoints
+    from pretraining.data import open_stream
+    from pretraining.loop import Run, train
+    from pretraining.models.init import build_model
+    from pretraining.monitor.facts import describe, placed_line
+    from pretraining.monitor.flops import Meter, flops_per_token, peak_of
+    from pretraining.monitor.memory import check_memory
+    from pretraining.monitor.metrics import open_metrics
+    from pretraining.optim.adamw import build_optimizer
+    from pretraining.optim.schedule import learning_rate
+    from pretraining.parallel.recompute import block_mask
+    from pretraining.parallel.select import open_engine
+
+    # Engine: one mesh; the loop cannot tell one engine from the other
+    engine = open_engine(config)
+    say = print if engine.process_index == 0 else (lambda *_: None)
+    check_memory(config, shape, state_copies=engine.host_copies)
+    say(describe(config, shape, mesh=engine.mesh._asdict(), device_name=engine.device_name,
+                 recompute=block_mask(config, shape.num_layers), rate=lambda step: learning_rate(config, step)))  # fmt: skip
+
+    # Data: the global batch of step k is a function of (data, config, k); opened first to fail before the model exists
+    open_stream(config, engine.data_rank, engine.data_size).close()
+    valid = open_stream(config, engine.data_rank, engine.data_size, "valid") if config.val_interval else None
+
+    # Model: placed by the sharding table; optimizer: its state beside its parameters
+    model = engine.place(build_model(config))
+    optimizer = build_optimizer(config, model.named_parameters(), **engine.optimizer_options)
+    engine.prepare(optimizer)
+    say(placed_line(engine.bytes_per_device(model, optimizer), shape))
+
+    # Checkpoint: the same command continues where the newest one stands
+    checkpoints = Checkpoints(config, config.run_folder)
+    facts = checkpoints.restore(engine, model, optimizer)
+    start = facts.step if facts else 0
+    stream = open_stream(config, engine.data_rank, engine.data_size, state=facts.data if facts else None)
+    for line in stream.describe():
+        say(f"{'data':<14} {line}")
+
+    # Run folder: metrics cut back to the checkpoint's step, the effective configuration
+    metrics = None
+    if engine.process_index == 0:
+        metrics = open_metrics(config, config.run_folder, start)
+        (config.run_folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+
+    # Loop
+    meter = Meter(config.global_batch_size * config.seq_length, engine.mesh.size,
+                  flops_per_token(shape, config.seq_length), peak_of(engine.device_name))  # fmt: skip
+    code = train(Run(config, engine, model, optimizer, stream, valid, checkpoints, metrics, meter, start,
+                     facts.tokens_seen if facts else 0))  # fmt: skip
+    engine.close()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

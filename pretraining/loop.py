@@ -1,0 +1,312 @@
+"""The training loop: steps, reports, validations, saves, and an orderly end whatever happens.
+
+Composes the rooms; knows no mesh and no device. Steps are counted after the update, from 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
+from pretraining.checkpoint.manifest import Facts
+from pretraining.config.training import TrainConfig
+from pretraining.data import Batch, Prefetcher, Stream
+from pretraining.monitor.flops import Meter
+from pretraining.monitor.heartbeat import heartbeat
+from pretraining.monitor.metrics import Metrics
+from pretraining.monitor.progress import progress_line, validation_line
+from pretraining.monitor.summary import summary
+from pretraining.optim.schedule import learning_rate
+from pretraining.parallel.engine import Engine, StepResult
+
+FINISHED, STOPPED_ITSELF = 0, 3  # exit codes; a signal's is 128 + its number
+
+
+@dataclass
+class Run:
+    """What one training run works with, and where it stands."""
+
+    config: TrainConfig
+    engine: Engine
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    stream: Stream
+    validation: Stream | None
+    checkpoints: Checkpoints
+    metrics: Metrics | None  # of process 0
+    meter: Meter
+    start: int  # updates done before this process began
+    tokens_before: int
+    first_step: float = 0.0  # seconds of the step that compiles
+    step_times: list[float] = field(default_factory=list)
+    refused: int = 0  # updates skipped so far, as far as it has been read
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one global batch."""
+        assert self.config.global_batch_size
+        return self.config.global_batch_size * self.config.seq_length
+
+    def tokens_seen(self, step: int) -> int:
+        """Tokens of every global batch up to and including this step's."""
+        return self.tokens_before + (step - self.start) * self.tokens_per_step
+
+    def facts(self, step: int) -> Facts:
+        """What a checkpoint after `step` updates says beside its tensors."""
+        data = self.stream.state(step - self.start)
+        mesh = self.engine.mesh._asdict()
+        return Facts(step, self.tokens_seen(step), data, asdict(self.config), self.engine.name, mesh)
+
+    def say(self, text: str) -> None:
+        """Print in process 0."""
+        if self.engine.process_index == 0:
+            print(text, flush=True)
+
+
+class Stopwatch:
+    """Seconds per step since the last lap, without what was not training."""
+
+    def __init__(self, step: int) -> None:
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Begin a lap after `step`."""
+        self._step, self._began = step, time.perf_counter()
+
+    def lap(self, step: int) -> float:
+        """Mean seconds of the steps since the lap began."""
+        return (time.perf_counter() - self._began) / (step - self._step)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the body out of the lap."""
+        began = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - began
+
+
+class Interrupt:
+    """SIGTERM or SIGINT: asks the loop to save and leave; the second one leaves at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+        print(f"{signal.Signals(number).name}: saving and leaving; again to leave at once", file=sys.stderr, flush=True)
+
+    def agreed(self, run: Run, step: int) -> int:
+        """The signal that any process received, the same answer in every process: asked at reports, for it waits."""
+        if run.engine.process_count == 1:
+            return self.signal
+        if step % run.config.report_interval:
+            return 0
+        received: list[Any] = [None] * run.engine.process_count
+        dist.all_gather_object(received, self.signal)
+        return max(received)
+
+
+def train(run: Run) -> int:
+    """Train from run.start to config.num_steps; the exit code."""
+    interrupt = Interrupt()
+    batches = Prefetcher(run.stream, run.config.num_workers)
+    try:
+        code = FINISHED if run.start >= run.config.num_steps else _steps(run, batches, interrupt)
+        run.checkpoints.close()
+    except SaveFailedError as error:
+        run.say(f"stopped: {error}")
+        code = STOPPED_ITSELF
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        batches.close()
+        if run.metrics:
+            run.metrics.close()
+    if code == FINISHED and run.config.use_dummy_dataset and run.first_step:
+        run.say(summary(run.meter, run.first_step, run.step_times, run.engine.memory_bytes()))
+    _say_where(run, code)
+    return code
+
+
+def _say_where(run: Run, code: int) -> None:
+    """What the run leaves behind, and how it goes on."""
+    config, folder = run.config, run.config.run_folder
+    if code == FINISHED:
+        run.say(f"complete: {config.num_steps} steps; to go on, the same command with a larger --num_steps")
+    elif config.checkpoint_interval:
+        run.say("the same command continues from the newest checkpoint")
+    run.say(f"  metrics      {folder / 'metrics.jsonl'}")
+    run.say(f"  curves       tensorboard --logdir {config.tensorboard_dir or folder / 'tensorboard'}")
+    if config.checkpoint_interval:
+        run.say(f"  checkpoints  {run.checkpoints.folder}")
+
+
+def _steps(run: Run, batches: Prefetcher, interrupt: Interrupt) -> int:
+    config, watch = run.config, Stopwatch(run.start)
+    _first_validation(run)
+    if run.checkpoints.due(run.start):
+        _save(run, run.start)
+    watch.restart(run.start)
+    waited = batches.wait_seconds
+    for step in range(run.start + 1, config.num_steps + 1):
+        _arm_watchdog(config)
+        with _profiled(run, step):
+            batch = batches.batch(step - run.start - 1)
+            rate = learning_rate(config, step - 1)
+            result = run.engine.train_step(run.model, run.optimizer, batch, rate)
+            if step == run.start + 1:
+                _wait_for_first(run, result, watch)
+        stop = interrupt.agreed(run, step)
+        reports = step % config.report_interval == 0
+        if (reports or run.checkpoints.due(step) or stop) and not _healthy(run, result.read(), step, batch):
+            return STOPPED_ITSELF
+        if reports:
+            record = _record(run, step, result.read(), rate, watch, batch)
+            record["data_wait_seconds"] = batches.wait_seconds - waited
+            _report(run, record)
+            watch.restart(step)
+            waited = batches.wait_seconds
+        with watch.paused():
+            if run.validation and (step % config.val_interval == 0 or step == config.num_steps):
+                _validate(run, step)
+            if run.checkpoints.due(step) or stop:
+                _save(run, step)
+        if stop:
+            return 128 + stop
+    return FINISHED
+
+
+def _wait_for_first(run: Run, result: StepResult, watch: Stopwatch) -> None:
+    """The first step compiles: say so while it lasts, and keep its time out of the others'."""
+    with heartbeat("compiling the first step") if run.engine.process_index == 0 else contextlib.nullcontext():
+        result.read()
+    run.first_step = watch.lap(run.start + 1)
+    if run.config.report_interval > 1:
+        watch.restart(run.start + 1)
+
+
+def _arm_watchdog(config: TrainConfig) -> None:
+    if config.step_timeout:
+        faulthandler.dump_traceback_later(config.step_timeout)
+
+
+def _healthy(run: Run, figures: dict[str, float], step: int, batch: Batch) -> bool:
+    """Whether training may go on: no more updates refused, for figures that are not finite, than are allowed."""
+    refused = int(figures["refused"])
+    if refused == run.refused:
+        return True
+    run.refused = refused
+    first = run.start + int(figures["first_refused"])
+    told = f"{refused} updates refused up to step {step}, the first at step {first}: loss or gradient was not finite"
+    if refused <= run.config.max_skipped_steps:
+        run.say(f"{told} (max_skipped_steps={run.config.max_skipped_steps})")
+        return True
+    begins = run.stream.state(first - run.start - 1)["sequences"]
+    run.say(f"stopped: {told}")
+    run.say(f"  batch of step {first}: sequences {begins} to {begins + run.stream.global_rows - 1} of the data's order")
+    run.say(f"  nothing after step {first - 1} reached the parameters; checkpoints are in {run.checkpoints.folder}")
+    return False
+
+
+# ---- Reports
+
+
+def _record(
+    run: Run, step: int, figures: dict[str, float], rate: float, watch: Stopwatch, batch: Batch
+) -> dict[str, Any]:
+    step_time = watch.lap(step)
+    if step > run.start + 1:
+        run.step_times.append(step_time)
+    return {
+        "step": step,
+        "loss": figures["loss"],
+        "grad_norm": figures["grad_norm"],
+        "learning_rate": rate,
+        "tokens_seen": run.tokens_seen(step),
+        "step_time": step_time,
+        **run.meter.speed(step_time),
+        "memory_bytes": run.engine.memory_bytes(),
+        "compilations": run.engine.compilations(),
+        "data_hash": data_hash(batch, run.engine.process_count),
+    }
+
+
+def _report(run: Run, record: dict[str, Any]) -> None:
+    if run.metrics:
+        run.metrics.write(record)
+    run.say(progress_line(record, run.config.num_steps))
+
+
+def data_hash(batch: Batch, processes: int) -> str:
+    """16 hex digits of the global batch's tokens, the same however its rows are dealt out to processes."""
+    rows = [hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=8).digest() for row in batch["tokens"]]
+    if processes > 1:
+        gathered: list[Any] = [None] * processes
+        dist.all_gather_object(gathered, rows)
+        rows = [row for part in gathered for row in part]
+    return hashlib.blake2b(b"".join(rows), digest_size=8).hexdigest()
+
+
+def _first_validation(run: Run) -> None:
+    """Before a new run's first step; a continued one only compiles it, so that no graph is compiled in mid-run."""
+    if run.validation is None:
+        return
+    with heartbeat("compiling the validation") if run.engine.process_index == 0 else contextlib.nullcontext():
+        if run.start == 0:
+            _validate(run, 0)
+        else:
+            run.engine.evaluate(run.model, run.validation.batch(0)).read()
+
+
+def _validate(run: Run, step: int) -> None:
+    """The loss on the same held-out batches each time; changes nothing of the training."""
+    assert run.validation
+    began, total, tokens = time.perf_counter(), 0.0, 0.0
+    for number in range(run.config.val_steps):
+        figures = run.engine.evaluate(run.model, run.validation.batch(number)).read()
+        total, tokens = total + figures["loss"] * figures["tokens"], tokens + figures["tokens"]
+    record = {"step": step, "val_loss": total / tokens, "val_seconds": time.perf_counter() - began}
+    if run.metrics:
+        run.metrics.write(record)
+    run.say(validation_line(record, run.config.num_steps))
+
+
+def _save(run: Run, step: int) -> None:
+    if run.config.checkpoint_interval:
+        run.checkpoints.save(step, run.engine.state(run.model, run.optimizer), run.facts(step))
+
+
+def _profiled(run: Run, step: int) -> contextlib.AbstractContextManager[None]:
+    """Starts the trace at profile_start_step and ends it profile_num_steps later."""
+    config, stack = run.config, contextlib.ExitStack()
+    if not config.use_profiler or (config.profiler_rank0_only and run.engine.process_index):
+        return contextlib.nullcontext()
+    if step == config.profile_start_step:
+        run.engine.start_trace(str(config.run_folder / "profile"))
+    if step == config.profile_start_step + config.profile_num_steps - 1 or step == config.num_steps:
+        stack.callback(_end_trace, run)
+    return stack
+
+
+def _end_trace(run: Run) -> None:
+    run.engine.stop_trace()
+    run.say(f"trace written to {run.config.run_folder / 'profile'}")
+
+
