@@ -65,9 +65,12 @@ def sync_folder(path: Path) -> None:
 
 
 def read_into(opened: int, target: memoryview, start: int, path: Path) -> None:
-    """Fill `target` from byte `start` on; UnreadableError names `path` where the file ends before."""
+    """Fill `target` from byte `start` on; UnreadableError names `path` if it ends before or the disk fails."""
     while target:
-        count = os.preadv(opened, [target], start)
+        try:
+            count = os.preadv(opened, [target], start)
+        except OSError as error:
+            raise UnreadableError(f"{path}: {error.strerror} at byte {start}") from error
         if count == 0:
             raise UnreadableError(f"{path}: ends at byte {start}, before what was saved in it does")
         target, start = target[count:], start + count

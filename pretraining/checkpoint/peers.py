@@ -42,6 +42,11 @@ class Peers:
         """Whether this is the process that speaks and commits."""
         return self.rank == 0
 
+    def say(self, text: str) -> None:
+        """Print a line, once."""
+        if self.leads:
+            print(text, flush=True)
+
     def agree(self, act: Callable[[], T]) -> list[T]:
         """Run `act` in every process; all results in the first one, an empty list elsewhere.
 

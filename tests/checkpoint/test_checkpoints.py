@@ -12,10 +12,11 @@ import pytest
 import torch
 from small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
 
-from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, check_source, is_power, shortage
+from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_power, shortage
 from pretraining.checkpoint.files import FolderLock
 from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.restoring import check_source
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError, UserError
 

@@ -79,6 +79,15 @@ def test_the_files_of_another_checkpoint_do_not_pass(copy: Path, tmp_path: Path)
         (copy / name).write_bytes(sound)
 
 
+def test_a_disk_that_cannot_read_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.preadv", fail)
+    with pytest.raises(UnreadableError, match=r"00000\.safetensors: Input/output error at byte 0"):
+        read_tensors(copy)
+
+
 # ---- Pickles
 
 

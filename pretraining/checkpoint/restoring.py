@@ -1,0 +1,135 @@
+"""Where a run begins: at its own newest checkpoint, at another one's weights, or at nothing.
+
+What may be loaded is decided from JSON alone; tensors are read once that is settled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from pretraining.checkpoint.compatibility import check_resume, check_start
+from pretraining.checkpoint.files import UnreadableError
+from pretraining.checkpoint.folder import CHECKPOINTS, Found, find_checkpoints
+from pretraining.checkpoint.huggingface import open_source
+from pretraining.checkpoint.manifest import Checkpoint, Facts
+from pretraining.checkpoint.peers import Peers
+from pretraining.checkpoint.store import State, is_weight, load
+from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+from pretraining.parallel.engine import Engine
+
+
+def check_source(config: TrainConfig, log_dir: Path) -> None:
+    """Refuse a start that cannot go well before any device is opened: only JSON is read, and nothing is written.
+
+    UserError where `resume` forbids what is there, ckpt_load_path names nothing, or a checkpoint is of another model.
+    """
+    found = find_checkpoints(checkpoint_folder(config, log_dir))
+    check_policy(config, found)
+    if not found.committed:
+        if config.ckpt_load_path:
+            check_start(open_source(Path(config.ckpt_load_path)).facts.config, config)
+        return
+    try:
+        newest = open_source(found.committed[0])
+    except UnreadableError:
+        if config.resume == "must":
+            raise
+        return  # `restore` looks for one that can be read
+    check_resume(newest.facts.config, config)
+
+
+def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Path:
+    """Where the run's checkpoints are."""
+    return Path(config.ckpt_save_path or log_dir / CHECKPOINTS)
+
+
+def check_policy(config: TrainConfig, found: Found) -> None:
+    """UserError where `resume` forbids what was found, or that nothing was."""
+    if found.committed and config.resume == "never":
+        raise UserError(f"--resume=never, but {found.committed[0]} is there; remove it or give another ckpt_save_path")
+    if not found.committed and config.resume == "must":
+        raise UserError("--resume=must, but there is no committed checkpoint; look at --ckpt_save_path and --log_dir")
+
+
+@dataclass(frozen=True)
+class Restoring:
+    """Fills a placed model and its optimizer; every method is collective over `peers`."""
+
+    config: TrainConfig
+    peers: Peers
+    engine: Engine
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def continue_from(self, paths: list[Path]) -> tuple[Facts, list[Path]]:
+        """Load the first of `paths` that can be read; its facts, and those before it that cannot.
+
+        With resume=must the first must be sound. UserError where none is.
+        """
+        for number, path in enumerate(paths):
+            try:
+                checkpoint = self._opened(path)
+                noted = check_resume(checkpoint.facts.config, self.config)
+                state = self._state(fresh=self._lacks_moments(checkpoint))
+                self._load(checkpoint, state)
+            except UnreadableError as error:
+                if self.config.resume == "must":
+                    raise
+                self.peers.say(f"{error}; the checkpoint is passed over")
+                continue
+            self.engine.commit(state)
+            if noted:
+                self.peers.say(f"changed since {path.name}: {', '.join(map(str, noted))}")
+            self.peers.say(f"continuing from {path}")
+            return checkpoint.facts, paths[:number]
+        raise UserError(f"{paths[0].parent}: none of its checkpoints can be read; remove them to start again")
+
+    def start_from(self, source: Path) -> Facts:
+        """From a checkpoint of another run, or Hugging Face's: its weights, its moments if it has any, step 0."""
+        checkpoint = self._opened(source)
+        noted = check_start(checkpoint.facts.config, self.config)
+        fresh = self.config.load_weights_only or self._lacks_moments(checkpoint)
+        state = self._shared(checkpoint, self._state(fresh=fresh), weights_only=fresh)
+        self._load(checkpoint, state)
+        self.engine.commit(state)
+        if noted:
+            self.peers.say(f"other than in {checkpoint.path}: {', '.join(map(str, noted))}")
+        self.peers.say(f"starting at step 0 from {'the weights of ' if fresh else ''}{checkpoint.path}")
+        return replace(checkpoint.facts, step=0, tokens_seen=0, data={})
+
+    def _shared(self, checkpoint: Checkpoint, state: State, *, weights_only: bool) -> State:
+        """The part of `state` that the checkpoint has too: all of it, and nothing else, with strict_load."""
+        there = {name for name in checkpoint.manifest.tensors if is_weight(name) or not weights_only}
+        lists = {
+            "only in the model": sorted(state.keys() - there),
+            "only in the checkpoint": sorted(there - state.keys()),
+        }
+        told = "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)
+        if told and self.config.strict_load:
+            raise UserError(f"{checkpoint.path}: {told}; --strict_load=False loads what both have")
+        if told:
+            self.peers.say(f"{checkpoint.path}: not loaded, {told}")
+        return {name: value for name, value in state.items() if name in there}
+
+    def _opened(self, path: Path) -> Checkpoint:
+        """Read in every process, so that all agree whether it can be."""
+        opened: list[Checkpoint] = []
+        self.peers.agree(lambda: opened.append(open_source(path)))
+        return opened[0]
+
+    def _lacks_moments(self, checkpoint: Checkpoint) -> bool:
+        lacking = all(is_weight(name) for name in checkpoint.manifest.tensors)
+        if lacking:
+            self.peers.say(f"{checkpoint.path} holds no optimizer state: moments start at zero")
+        return lacking
+
+    def _state(self, *, fresh: bool) -> State:
+        """What is to be loaded; with `fresh` moments the weights alone."""
+        return self.engine.state(self.model, None if fresh else self.optimizer)
+
+    def _load(self, checkpoint: Checkpoint, state: State) -> None:
+        load(checkpoint, state, self.peers, self.config.ckpt_io_workers)
