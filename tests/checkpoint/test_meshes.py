@@ -24,7 +24,6 @@ TENSORS = 3 * (3 + 3 * 9) + 1  # parameters and two moments of embedding, norm, 
 def drive(folder: Path, devices: int) -> dict[str, Any]:
     """What the driver found on this many virtual devices."""
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
-    environment["PYTHONPATH"] = str(Path.cwd())
     driver = Path(__file__).with_name("mesh_driver.py")
     done = subprocess.run([sys.executable, driver, folder], env=environment, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]

@@ -15,8 +15,7 @@ def processes(*command: str | Path, **environment: str) -> list[tuple[int, list[
     """Exit status and output lines of `python COMMAND` as rank 0 and as rank 1."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    path = os.pathsep.join([str(HERE), str(HERE.parents[1]), *sys.path])
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": path}
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     started = [
         subprocess.Popen(
             [sys.executable, *command],
