@@ -151,17 +151,55 @@ class TrainConfig:
     sep_token: int | None = None
     """Token id put after every document. None: the one that preparation recorded beside the shards, otherwise 1, as in
     fms-fsdp."""
+    eos_token: int | None = None
+    """fms-fsdp's newer name of sep_token; give one of the two."""
+    bos_token: int | None = None
+    """Token id put before every document. None: none."""
+    bol_token: int | None = None
+    """Token id at the first place of every sequence. None: none."""
+    eol_token: int | None = None
+    """Token id that is the last label of every sequence, in place of the stream's next token. None: none."""
+    strip_tokens: str = ""
+    """Token ids, comma-separated: one of them at a document's beginning and one at its end are left out, so that
+    separators that are already in the data do not stand twice."""
+    file_type: str = "auto"
+    """Shards to read: "arrow" (IPC files and streams), "parquet", "megatron" (.idx beside .bin) or "auto", all of them,
+    told by their content."""
     col_name: str = "tokens"
-    """Column of the Arrow shards that holds the token ids."""
+    """Column of Arrow and Parquet shards that holds the token ids."""
+    split: str = ""
+    """Shares of every dataset's documents for training, validation and test, on any scale, such as "949,50,1". Empty:
+    all for training."""
+    max_samples: int | None = None
+    """Documents taken of every dataset for training, from its beginning, at least 1. None: all."""
+    num_epochs: int | None = None
+    """Passes over the data, at least 1; training ends there if num_steps is not reached before. None: as many as
+    num_steps needs."""
+    shuffle: str = "shards"
+    """"shards": another order of all documents in each epoch. "none": the order in which they are stored."""
+    eod_mask_loss: bool = False
+    """Leave out of the loss the prediction of what follows a separator."""
+    reset_position_ids: bool = False
+    """Count positions from 0 in every document of a sequence."""
+    reset_attention_mask: bool = False
+    """Attend only within a document."""
+    index_dir: str = ""
+    """Folder of the shards' indexes (12 bytes a document; of Parquet shards the decoded tokens too), which are built
+    once. Empty: pretraining/token_index in $XDG_CACHE_HOME, otherwise in ~/.cache."""
+    accept_data_changes: bool = False
+    """Go on although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture begins
+    at that step, and the change is recorded. False: an error that lists what changed."""
     num_workers: int = 1
     """Threads that read batches ahead, at least 1. The order of the data does not depend on it."""
 
     # ---- Validation
     valid_data_path: str = ""
-    """Folder of held-out token shards, laid out like data_path. Needed where val_interval is set, except for
-    use_dummy_dataset."""
+    """Folder of held-out token shards, laid out like data_path. Where val_interval is set, this or split is needed,
+    except for use_dummy_dataset."""
     valid_datasets: str = ""
     """Sub-folders of valid_data_path. Empty: all of them, or valid_data_path itself where it holds shards."""
+    valid_weights: str = ""
+    """Share of each of valid_datasets, like weights. Empty: by size."""
     val_interval: int = 0
     """Optimizer steps between validations; a last one follows the final step. 0: none."""
     val_steps: int = 0
@@ -175,8 +213,9 @@ class TrainConfig:
     ckpt_save_path: str = ""
     """Folder of this run's checkpoints, step_N each. Empty: <log_dir>/checkpoints. A checkpoint found in it wins over
     ckpt_load_path: the run continues."""
-    checkpoint_interval: int = 10_000
-    """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal."""
+    checkpoint_interval: int = -1
+    """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1: 10000,
+    or 0 with use_dummy_dataset."""
     checkpoint_scale: str = "linear"
     """"linear": every checkpoint_interval steps. "log": at step 1 and at every power of checkpoint_interval, which is
     then at least 2."""
@@ -248,6 +287,8 @@ class TrainConfig:
         return Path(self.log_dir or f"runs/{self.run_name or self.model_variant}")
 
     def __post_init__(self) -> None:
+        if self.checkpoint_interval == -1:
+            self.checkpoint_interval = 0 if self.use_dummy_dataset else 10_000
         self.sharding_strategy = self.sharding_strategy.lower()  # fms-fsdp's documentation writes FSDP and HSDP
 
     @classmethod

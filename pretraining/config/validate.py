@@ -82,6 +82,9 @@ RANGES = {
     # The data's order mixes the seed as 64 bits; torch's generators take the same range.
     "seed": Range(lambda value: 0 <= value < 2**63, "must be at least 0 and below 2^63"),
     "logical_shards": POSITIVE,
+    **dict.fromkeys(("sep_token", "eos_token", "bos_token", "bol_token", "eol_token"), NOT_NEGATIVE),
+    "max_samples": POSITIVE,
+    "num_epochs": POSITIVE,
     "val_interval": NOT_NEGATIVE,
     "val_steps": NOT_NEGATIVE,
     "checkpoint_interval": NOT_NEGATIVE,
@@ -105,6 +108,8 @@ CHOICES: dict[str, Collection[str]] = {
     "resume": ("auto", "must", "never"),
     "checkpoint_dtype": ("auto", "fp32", "bf16"),
     "tracker": ("", "wandb"),
+    "file_type": ("auto", "arrow", "parquet", "megatron"),
+    "shuffle": ("shards", "none"),
 }
 
 
@@ -145,6 +150,14 @@ def parse_steps(text: str) -> list[int]:
     return steps
 
 
+def parse_split(text: str) -> list[float]:
+    """Shares of train, valid and test, missing ones 0; of an empty text, none. Raises ValueError otherwise."""
+    shares = [float(part) for part in text.replace("/", ",").split(",")] if text.strip() else []
+    if shares and (len(shares) > 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf")):
+        raise ValueError(f"expected up to three shares, got {text}")
+    return shares and shares + [0.0] * (3 - len(shares))
+
+
 def parse_selective(text: str) -> int | Fraction:
     """selective_checkpointing: k for "every k-th block", or the exact share of the blocks, between 0 and 1.
 
@@ -166,6 +179,9 @@ LISTS: dict[str, tuple[Callable[[str], object], str]] = {
         "none, --fsdp_activation_checkpointing=False",
     ),
     "weights": (parse_weights, "expected a number above 0 for each dataset, comma-separated, such as 2,1,0.5"),
+    "valid_weights": (parse_weights, "expected a number above 0 for each dataset, comma-separated, such as 2,1,0.5"),
+    "strip_tokens": (parse_steps, "expected token ids, comma-separated, such as 0,1"),
+    "split": (parse_split, "expected up to three numbers for train, valid and test, such as 949,50,1"),
     "extra_checkpoint_steps": (parse_steps, "expected step numbers from 0, comma-separated, such as 0,100,1000"),
 }
 
@@ -280,10 +296,24 @@ def _device_suits_engine(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _weights_match(config: TrainConfig) -> Iterator[Problem]:
-    weights, datasets = len(comma_separated(config.weights)), len(comma_separated(config.datasets))
-    if weights and weights != datasets:
-        have = f"datasets={config.datasets} has {datasets}" if datasets else "datasets is not given"
-        yield Problem(flag(config, "weights"), f"has {weights} shares but {have}; give one share for each dataset")
+    for prefix in ("", "valid_"):
+        text, names = getattr(config, f"{prefix}weights"), getattr(config, f"{prefix}datasets")
+        weights, datasets = len(comma_separated(text)), len(comma_separated(names))
+        if weights and weights != datasets:
+            have = f"{prefix}datasets={names} has {datasets}" if datasets else f"{prefix}datasets is not given"
+            remedy = f"has {weights} shares but {have}; give one share for each dataset"
+            yield Problem(flag(config, f"{prefix}weights"), remedy)
+
+
+def _separator_has_one_name(config: TrainConfig) -> Iterator[Problem]:
+    if config.sep_token is not None and config.eos_token is not None and config.sep_token != config.eos_token:
+        remedy = f"is another name of sep_token={config.sep_token}; give one of the two"
+        yield Problem(flag(config, "eos_token"), remedy)
+
+
+def _sequence_has_room(config: TrainConfig) -> Iterator[Problem]:
+    if config.bol_token is not None and config.seq_length < 2:
+        yield Problem(flag(config, "bol_token"), f"leaves no place for data in seq_length={config.seq_length}")
 
 
 def _data_is_named(config: TrainConfig) -> Iterator[Problem]:
@@ -300,6 +330,11 @@ def _validation_is_complete(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(flag(config, "val_interval"), "needs --val_steps=N, the global batches of one validation")
     if config.val_steps and not config.val_interval:
         yield Problem(flag(config, "val_steps"), "needs --val_interval=N, the steps between two validations")
+    if config.val_interval and not (config.use_dummy_dataset or config.valid_data_path or config.split):
+        remedy = (
+            "needs held-out data: give --valid_data_path=FOLDER, or --split=949,50,1 to hold back part of data_path"
+        )
+        yield Problem(flag(config, "val_interval"), remedy)
 
 
 def _log_scale_grows(config: TrainConfig) -> Iterator[Problem]:
@@ -332,7 +367,9 @@ RULES = (
     Rule(_recomputes_something, ("fsdp_activation_checkpointing", "selective_checkpointing", *_DIMENSIONS)),
     Rule(_precision_agrees, ("precision", "mixed_precision")),
     Rule(_device_suits_engine, ("engine", "device", "cpu_offload")),
-    Rule(_weights_match, ("weights", "datasets")),
+    Rule(_weights_match, ("weights", "datasets", "valid_weights", "valid_datasets")),
+    Rule(_separator_has_one_name, ("sep_token", "eos_token")),
+    Rule(_sequence_has_room, ("bol_token", "seq_length")),
     Rule(_log_scale_grows, ("checkpoint_scale", "checkpoint_interval")),
     Rule(_profile_is_reached, ("use_profiler", "profile_start_step", "profile_num_steps", "num_steps")),
 )
@@ -341,6 +378,6 @@ RULES = (
 RULES_OF_PRESENCE = (
     Rule(_custom_is_complete, _DIMENSIONS),
     Rule(_data_is_named, ("use_dummy_dataset", "data_path")),
-    Rule(_validation_is_complete, ("val_interval", "val_steps")),
+    Rule(_validation_is_complete, ("val_interval", "val_steps", "use_dummy_dataset", "valid_data_path", "split")),
     Rule(_load_path_is_named, ("load_weights_only", "ckpt_load_path")),
 )

@@ -1,6 +1,10 @@
-"""Token shards in, numpy batches out."""
+"""Token shards in, numpy batches out. Knows no torch, no device and no engine.
+
+>>> stream = open_stream(config, rank, world_size)
+>>> stream.batch(0)["tokens"]  # int32 [rows, seq_length]
+"""
 
 from pretraining.data.prefetch import Prefetcher
-from pretraining.data.stream import Batch, Stream, open_stream
+from pretraining.data.stream import IGNORED, Batch, Stream, open_stream
 
-__all__ = ["Batch", "Prefetcher", "Stream", "open_stream"]
+__all__ = ["IGNORED", "Batch", "Prefetcher", "Stream", "open_stream"]

@@ -100,11 +100,12 @@ class Corpus:
         indexes: list[ShardIndex],
         span: tuple[int, int],
         order: Order,
+        *,
         number: int,
         files: OpenFiles,
         views: Views,
     ) -> None:
-        """span: documents [first, last) of the dataset, counted over all shards. number: of the dataset, for `views`."""
+        """span: documents [first, last), counted over all shards. number: of the dataset, for `views`."""
         self._indexes, self._order, self._number = indexes, order, number
         self._files, self._views = files, views
         self._epochs: dict[int, _Epoch] = {}
@@ -178,7 +179,7 @@ class Corpus:
         before = np.zeros(len(filled) + 1, np.int64)
         np.cumsum(lengths + self._order.added, out=before[1:])
         if int(before[-1]) != int(self._tokens[block]):
-            raise UserError(f"{shard.path}: its index {shard.lengths.path} is damaged; remove the index and start again")
+            raise UserError(f"{shard.path}: its index {shard.lengths.path} is damaged; remove that and start again")
         ends = starts + lengths * np.dtype(shard.dtype).itemsize
         return _View(shard, starts, lengths, before, int(starts.min()), int(ends.max()))
 
@@ -225,7 +226,7 @@ def _read_each(view: _View, file: OpenFile, pieces: list[_Piece], out: np.ndarra
     """One read per document, straight into the row where the ids have 4 bytes."""
     width = np.dtype(view.shard.dtype).itemsize
     target = out if width == 4 else np.empty(len(out), view.shard.dtype)
-    memory = memoryview(target).cast("B")
+    memory = target.data.cast("B")
     descriptor, read = file.descriptor, os.preadv
     for offset, place, length in pieces:
         wanted = length * width
@@ -299,7 +300,7 @@ def _block_documents(indexes: list[ShardIndex]) -> int:
 def _tokens_before(index: ShardIndex, edges: np.ndarray, added: int, files: OpenFiles) -> np.ndarray:
     """Tokens of a shard before each of the documents `edges`, added ones included; int64."""
     file = files.column(index.cells, index)
-    cells = index.cells.read(file.descriptor, 0, index.cells.count).reshape(-1, 2)
+    cells = index.cells.read(file.descriptor, 0, index.cells.length).reshape(-1, 2)
     # a cell's sum is the document's own where it begins a cell or ends the shard
     whole = np.where(edges == index.documents, len(cells) - 1, edges // CELL)
     found = cells[whole] @ np.array([1, added])

@@ -34,6 +34,5 @@ class Prefetcher:
         return ready
 
     def close(self) -> None:
-        """Stop reading ahead and close the stream."""
+        """Stop reading ahead."""
         self._pool.shutdown(cancel_futures=True)
-        self._stream.close()

@@ -1,221 +1,343 @@
-"""The global batch of every step, and this process's rows of it.
+"""The global batch of step k, as a pure function of the data and the configuration.
 
-A batch is a function of the data, the settings of its order and the step alone: not of the number of processes,
-threads or interruptions. Knows no torch device.
+Sequence g of the run -> dataset and its m-th sequence (the mixture's table) -> position in that dataset's endless
+shuffled stream (dealing.py) -> tokens (corpus.py). Ranks, steps and reader threads only choose which g are asked for;
+the state is the number of sequences consumed.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import json
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import model_shape
-from pretraining.data.arrow import SUFFIX
-from pretraining.data.corpus import Corpus
-from pretraining.data.order import Dealer, Mixture, hash_key
+from pretraining.data import datasets as room
+from pretraining.data import state as states
+from pretraining.data.corpus import Corpus, Order, Views
+from pretraining.data.dealing import PERIOD, Table, mixture_table, sequence_start
+from pretraining.data.dummy import counter
+from pretraining.data.files import OpenFiles
+from pretraining.data.hashing import short_hash
 
-Tokens = npt.NDArray[np.int32]
-Batch = dict[str, Tokens]
-META = "meta.json"  # what preparation writes beside the shards
-FMS_SEPARATOR = 1  # fms-fsdp's sep_token, where neither the flag nor the corpus says
+IGNORED = -100  # label of a position that is not trained: torch's and Hugging Face's default ignore_index
+
+Batch = dict[str, np.ndarray]
 
 
 class Source(Protocol):
-    """Rows of the global order of sequences."""
+    """Where a stream's sequences come from."""
 
-    def row(self, sequence: int, out: Tokens) -> None:
-        """Fill `out` [length + 1] with the tokens of this sequence and the one after them."""
+    def row(self, sequence: int, out: np.ndarray, seen: set[str]) -> list[int]:
+        """Fill `out` (int32 [seq_length + 1]) with sequence `sequence`; where documents begin in it."""
         ...
 
-    def identity(self) -> dict[str, Any]:
-        """What the order depends on; a resumed run must have the same."""
+    def close(self) -> None:
+        """Let go of open files."""
         ...
 
-    def describe(self) -> list[str]:
-        """Lines for a reader."""
-        ...
 
-    def close(self) -> None: ...
+class Cut(NamedTuple):
+    """How a rank takes its part of a step."""
+
+    rows: int  # sequences of this rank in a step
+    first: int  # its first row in the global batch
+    step: int  # sequences of the global batch
+    length: int  # tokens of a sequence
+
+
+class Wants(NamedTuple):
+    """What a batch carries besides tokens."""
+
+    segments: bool
+    positions: bool
+    mask_separators: bool
 
 
 class Stream:
-    """See the module. Step 0 is the first after `state`."""
+    """Batches by step. Safe to share between threads."""
 
-    def __init__(self, source: Source, config: TrainConfig, rank: int, world_size: int, consumed: int) -> None:
-        assert config.global_batch_size
-        if config.global_batch_size % world_size:
-            raise ValueError(f"world size {world_size} does not divide global_batch_size={config.global_batch_size}")
-        self._source, self._rank = source, rank
-        self._vocabulary = model_shape(config).vocab_size
-        self.length, self.global_rows = config.seq_length, config.global_batch_size
-        self.rows = self.global_rows // world_size
-        self.consumed = consumed
+    def __init__(
+        self,
+        source: Source,
+        cut: Cut,
+        wants: Wants,
+        *,
+        state: dict[str, Any],
+        facts: dict[str, Any],
+        total: int | None = None,
+    ) -> None:
+        """state: of step 0. total: sequences that exist, counted from the beginning of the run; None: endless."""
+        self._source, self._cut, self._wants = source, cut, wants
+        self._state, self._facts, self._total = state, facts, total
+
+    @property
+    def global_rows(self) -> int:
+        """Sequences of the global batch."""
+        return self._cut.step
+
+    @property
+    def steps(self) -> int | None:
+        """Whole batches from step 0 on; None: as many as asked for."""
+        if self._total is None:
+            return None
+        return max(0, self._total - int(self._state["sequences"])) // self._cut.step
 
     def batch(self, step: int) -> Batch:
-        """This process's rows: `tokens` and `labels`, int32 [rows, seq_length]."""
-        first = self.consumed + step * self.global_rows + self._rank * self.rows
-        tokens = np.empty((self.rows, self.length + 1), np.int32)
-        for row in range(self.rows):
-            self._source.row(first + row, tokens[row])
-        highest, lowest = int(tokens.max()), int(tokens.min())
-        if highest >= self._vocabulary or lowest < 0:
-            wrong = highest if highest >= self._vocabulary else lowest
-            raise UserError(
-                f"the data holds token id {wrong}, but --vocab_size={self._vocabulary}; give the tokenizer's "
-                "vocabulary, or data that was made with this one"
-            )
-        return {"tokens": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()}
+        """This rank's rows of global batch `step`, counted from 0 at the state the stream was opened with.
 
-    def state(self, steps: int) -> dict[str, Any]:
-        """Where the data stands after `steps` steps of this stream."""
-        return {"sequences": self.consumed + steps * self.global_rows, "identity": self._source.identity()}
+        "tokens" and "labels", int32 [rows, seq_length], and when asked for "segments" and "positions" of that shape.
+        UserError names the shard if it changed, vanished or holds what the model has no row for; IndexError after
+        the last batch of num_epochs.
+        """
+        if step < 0 or (self.steps is not None and step >= self.steps):
+            raise IndexError(f"step {step} of a stream with {self.steps} steps")
+        first = int(self._state["sequences"]) + step * self._cut.step + self._cut.first
+        lines = np.empty((self._cut.rows, self._cut.length + 1), np.int32)
+        seen: set[str] = set()
+        beginnings = [self._source.row(first + row, line, seen) for row, line in enumerate(lines)]
+        return assemble(lines, beginnings, self._wants)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The state after `step` steps: what `open_stream` continues from. JSON, the same on every rank."""
+        return {**self._state, "sequences": int(self._state["sequences"]) + step * self._cut.step}
+
+    def facts(self) -> dict[str, Any]:
+        """What is worth printing before training: the datasets with their tokens, shares and epochs."""
+        return self._facts
 
     def describe(self) -> list[str]:
-        return self._source.describe()
+        """The facts as one line per dataset."""
+        return [_line(dataset) for dataset in self._facts["datasets"]]
 
     def close(self) -> None:
+        """Let go of the open files. The stream can still be read: they are opened again."""
         self._source.close()
 
 
-class DummySource:
-    """Counters: each row starts at a hash of (seed, sequence) and counts up modulo the vocabulary."""
-
-    def __init__(self, config: TrainConfig, split: str) -> None:
-        self._seed, self._vocabulary = config.seed, model_shape(config).vocab_size
-        self._split = int(split != "train")
-
-    def row(self, sequence: int, out: Tokens) -> None:
-        start = int(hash_key(self._seed, self._split, sequence)) % self._vocabulary
-        out[:] = (start + np.arange(len(out))) % self._vocabulary
-
-    def identity(self) -> dict[str, Any]:
-        return {"dummy": self._vocabulary, "seed": self._seed}
-
-    def describe(self) -> list[str]:
-        return ["a deterministic stream of counters (use_dummy_dataset)"]
-
-    def close(self) -> None: ...
+def _line(dataset: dict[str, Any]) -> str:
+    if dataset["tokens"] is None:
+        return "a deterministic stream of counters (use_dummy_dataset)"
+    epochs = "" if dataset["epochs"] is None else f", {dataset['epochs']:.3g} epochs in this run"
+    empty = f" ({dataset['empty_documents']:,} empty)" if dataset["empty_documents"] else ""
+    return (
+        f"{dataset['name']}: {dataset['tokens']:,} tokens in {dataset['documents']:,} documents{empty} and "
+        f"{dataset['shards']:,} shards, {dataset['share']:.2%} of the mixture{epochs}"
+    )
 
 
-class ShardSource:
-    """Datasets of shards, mixed by weight."""
+def assemble(lines: np.ndarray, beginnings: list[list[int]], wants: Wants) -> Batch:
+    """A batch from lines of seq_length + 1 tokens, int32 [rows, seq_length + 1].
 
-    def __init__(self, config: TrainConfig, root: Path, names: str, weights: str) -> None:
-        folders = dataset_folders(root, names)
-        self._settings = {"seed": config.seed, "seq_length": config.seq_length, "logical_shards": config.logical_shards}
-        cache = config.run_folder / "index"
-        self.corpora = [self._open(config, folder, number, cache) for number, folder in enumerate(folders)]
-        given = [float(text) for text in weights.split(",") if text.strip()]
-        self.weights = given or [float(corpus.tokens) for corpus in self.corpora]
-        self._mixture = Mixture(self.weights)
-        slots = config.logical_shards
-        self._dealers = [Dealer(corpus.tokens, config.seq_length, slots) for corpus in self.corpora]
+    beginnings: per row, where documents begin in its line. Tokens and labels share the lines' memory.
+    """
+    tokens, labels = lines[:, :-1], lines[:, 1:]
+    if wants.mask_separators:
+        labels = labels.copy()
+        for row, places in enumerate(beginnings):
+            labels[row, [place - 1 for place in places if place > 0]] = IGNORED
+    batch = {"tokens": tokens, "labels": labels}
+    if wants.segments or wants.positions:
+        starts = np.zeros(tokens.shape, bool)
+        for row, places in enumerate(beginnings):
+            starts[row, [place for place in places if 0 < place < tokens.shape[1]]] = True
+        if wants.segments:
+            batch["segments"] = np.cumsum(starts, axis=1, dtype=np.int32) + np.int32(1)
+        if wants.positions:
+            here = np.arange(tokens.shape[1], dtype=np.int32)
+            batch["positions"] = here - np.maximum.accumulate(np.where(starts, here, 0), axis=1).astype(np.int32)
+    return batch
 
-    @staticmethod
-    def _open(config: TrainConfig, folder: Path, number: int, cache: Path) -> Corpus:
-        meta = read_meta(folder)
-        vocabulary = model_shape(config).vocab_size
-        if meta.get("vocab_size", 0) > vocabulary:
-            remedy = f"give --vocab_size={meta['vocab_size']}"
-            raise UserError(f"{folder}: its tokenizer has {meta['vocab_size']} ids, the model {vocabulary}; {remedy}")
-        separator = config.sep_token if config.sep_token is not None else meta.get("separator", FMS_SEPARATOR)
-        seed = int(hash_key(config.seed, number))
-        return Corpus(folder, config.col_name, cache, seed, separator, config.logical_shards)
 
-    def row(self, sequence: int, out: Tokens) -> None:
-        dataset, turn = self._mixture.locate(sequence)
-        self.corpora[dataset].read(self._dealers[dataset].position(turn), out)
+class Counters:
+    """The dummy dataset."""
 
-    def identity(self) -> dict[str, Any]:
-        data = [corpus.identity() for corpus in self.corpora]
-        digest = hashlib.blake2b(json.dumps(data).encode(), digest_size=16).hexdigest()
-        separators = [corpus.separator for corpus in self.corpora]
-        names = [corpus.name for corpus in self.corpora]
-        return {"data": digest, "datasets": names, "weights": self.weights, "sep_token": separators, **self._settings}
+    def __init__(self, seed: int, vocabulary: int) -> None:
+        self._seed, self._vocabulary = seed, vocabulary
 
-    def describe(self) -> list[str]:
-        shares = np.array(self.weights) / sum(self.weights)
-        return [
-            f"{corpus.name}: {corpus.tokens:,} tokens, {corpus.documents:,} documents, {len(corpus.shards)} shards, "
-            f"{share:.1%} of the mixture"
-            for corpus, share in zip(self.corpora, shares, strict=True)
-        ]
+    def row(self, sequence: int, out: np.ndarray, seen: set[str]) -> list[int]:
+        """Sequence `sequence` of the counters; one document."""
+        counter(self._seed, sequence, self._vocabulary, out)
+        return []
 
     def close(self) -> None:
-        for corpus in self.corpora:
-            corpus.close()
+        """Nothing is open."""
+
+
+class Mixture:
+    """Several datasets in fixed proportions."""
+
+    def __init__(
+        self,
+        corpora: list[Corpus],
+        table: Table,
+        phase: states.Phase,
+        special: room.SpecialTokens,
+        *,
+        config: TrainConfig,
+        files: OpenFiles,
+    ) -> None:
+        self._files = files
+        self._corpora, self._table, self._phase, self._special = corpora, table, phase, special
+        self._slots = config.logical_shards if config.shuffle == "shards" else 1
+        self._payload = payload(config, special)
+        self._vocabulary = room.vocabulary(config)
+
+    def row(self, sequence: int, out: np.ndarray, seen: set[str]) -> list[int]:
+        """Sequence `sequence` of the run: [bol,] tokens of one dataset, and one more as the last label."""
+        number, ordinal = self.locate(sequence)
+        corpus = self._corpora[number]
+        start = sequence_start(ordinal, corpus.tokens, self._payload, self._slots)
+        lead = 0 if self._special.bol is None else 1
+        beginnings = corpus.fill(start, out[lead:], seen)
+        if lead:
+            out[0] = self._special.bol
+            beginnings = [place + 1 for place in beginnings if place > 0]
+        if self._special.eol is not None:
+            out[-1] = self._special.eol
+        # as unsigned numbers, negative ids are large ones too
+        if self._vocabulary is not None and int(out.view(np.uint32).max()) >= self._vocabulary:
+            self._refuse(int(out.view(np.uint32).max()), corpus, start, out)
+        return beginnings
+
+    def close(self) -> None:
+        """Let go of open files."""
+        self._files.close()
+
+    def locate(self, sequence: int) -> tuple[int, int]:
+        """(dataset, which of its sequences) of sequence `sequence` of the run."""
+        period, place = divmod(sequence - self._phase.start, PERIOD)
+        number = int(self._table.dataset[place])
+        before = period * self._table.counts[number] + int(self._table.earlier[place])
+        return number, self._phase.consumed[number] + before
+
+    def _refuse(self, wrong: int, corpus: Corpus, start: int, out: np.ndarray) -> None:
+        added = [token for token in self._special_ids() if token == wrong]
+        where = "a special token" if added else " or ".join(corpus.sources(start, len(out)))
+        raise UserError(
+            f"{where}: token id {wrong}, but the model's vocabulary is {self._vocabulary:,}; the data was made with "
+            f"another tokenizer, or --vocab_size must be at least {wrong + 1}"
+        )
+
+    def _special_ids(self) -> list[int]:
+        special = self._special
+        return [token for token in (special.eos, special.bos, special.bol, special.eol) if token is not None]
+
+
+def payload(config: TrainConfig, special: room.SpecialTokens) -> int:
+    """Tokens of the data in one sequence: the first place is bol_token's if there is one."""
+    return config.seq_length - (special.bol is not None)
 
 
 def open_stream(
-    config: TrainConfig,
-    rank: int = 0,
-    world_size: int = 1,
-    split: str = "train",
-    state: dict[str, Any] | None = None,
+    config: TrainConfig, rank: int = 0, world_size: int = 1, split: str = "train", state: dict[str, Any] | None = None
 ) -> Stream:
-    """The stream of a split ("train" or "valid") for process `rank` of `world_size`, going on after `state`.
+    """The stream of one rank. split: "train", "valid" or "test". state: of an earlier stream, to continue it.
 
-    Needs global_batch_size. Raises UserError where the data is missing or damaged, or is not what `state` came from;
-    ValueError where the world size does not divide the global batch.
+    global_batch_size None counts one device per rank: batch_size x world_size x gradient_accumulation_steps.
+    UserError (a ValueError) names the flag or path that is wrong, or what changed since `state`.
     """
-    if config.global_batch_size is None:
-        raise ValueError("open_stream needs global_batch_size; on its own it knows no device count to derive it from")
-    source: Source
+    cut = _cut(config, rank, world_size)
+    wants = Wants(config.reset_attention_mask, config.reset_position_ids, config.eod_mask_loss)
     if config.use_dummy_dataset:
-        source = DummySource(config, split)
-    elif split == "train":
-        source = ShardSource(config, Path(config.data_path), config.datasets, config.weights)
-    else:
-        source = ShardSource(config, Path(config.valid_data_path), config.valid_datasets, "")
-    if state:
-        _same_data(state["identity"], source.identity())
-    return Stream(source, config, rank, world_size, state["sequences"] if state else 0)
+        return _open_dummy(config, split, cut, wants, state)
+    found = room.open_datasets(config, split)
+    special = room.special_tokens(config, found)
+    files, views = OpenFiles(), Views()
+    corpora = [
+        Corpus(
+            dataset.indexes,
+            dataset.span,
+            _order(config, special, dataset.name),
+            number=number,
+            files=files,
+            views=views,
+        )
+        for number, dataset in enumerate(found)
+    ]
+    _check_sizes(config, found, corpora, split)
+    weights = room.dataset_weights(config, split, found, [corpus.tokens for corpus in corpora])
+    table = mixture_table(weights)
+    _check_batch(config, found, corpora, table, cut.step * payload(config, special))
+    begun, phase = states.begin(config, found, special, table.counts, split=split, state=state)
+    source = Mixture(corpora, table, phase, special, config=config, files=files)
+    total = _total(config, corpora, payload(config, special)) if split == "train" else None
+    facts = _facts(config, found, corpora, table, payload(config, special))
+    return Stream(source, cut, wants, state=begun, facts=facts, total=total)
 
 
-def _same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    now = json.loads(json.dumps(now))
-    changed = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
-    if not changed:
-        return
-    told = "; ".join(f"{key} was {saved.get(key)}, is {now.get(key)}" for key in changed)
-    raise UserError(f"the data is not what the checkpoint was trained on: {told}; restore it, or start a new run")
+def _cut(config: TrainConfig, rank: int, world_size: int) -> Cut:
+    accumulation = config.gradient_accumulation_steps or 1
+    step = config.global_batch_size or config.batch_size * world_size * accumulation
+    if not 0 <= rank < world_size:
+        raise UserError(f"rank {rank} of a world of {world_size}: want 0 to {world_size - 1}")
+    if step % world_size:
+        raise UserError(f"--global_batch_size={step} is not a multiple of the {world_size} ranks that read data")
+    rows = step // world_size
+    return Cut(rows, rank * rows, step, config.seq_length)
 
 
-def dataset_folders(root: Path, names: str) -> list[Path]:
-    """The folders of the datasets that `names` lists under `root`; all of them, or root itself, where it lists none."""
-    if not root.is_dir():
-        raise UserError(f"--data_path={root}: no such folder{_nearest(root.name, root.parent)}")
-    listed = [name.strip() for name in names.split(",") if name.strip()]
-    if listed:
-        for name in listed:
-            if not (root / name).is_dir():
-                raise UserError(f"--datasets: {root / name} is no folder{_nearest(name, root)}")
-        return [root / name for name in listed]
-    if any(path.suffix == SUFFIX for path in root.iterdir()):
-        return [root]
-    folders = sorted(path for path in root.iterdir() if path.is_dir() and any(path.rglob(f"*{SUFFIX}")))
-    if not folders:
-        raise UserError(f"{root}: holds no {SUFFIX} shard; python -m pretraining.data.prepare makes some from text")
-    return folders
+def _open_dummy(config: TrainConfig, split: str, cut: Cut, wants: Wants, state: dict[str, Any] | None) -> Stream:
+    rows = room.vocabulary(config)
+    if rows is None:
+        raise UserError("--use_dummy_dataset counts modulo the vocabulary: --model_variant=custom needs --vocab_size")
+    begun = states.begin_dummy(config, rows, state)
+    facts = {"datasets": [{"name": "dummy", "tokens": None, "share": 1.0, "epochs": None}], "vocabulary": rows}
+    seed = config.seed if split == "train" else config.seed + 1 + room.SPLITS.index(split)
+    return Stream(Counters(seed, rows), cut, wants, state=begun, facts=facts)
 
 
-def _nearest(name: str, parent: Path) -> str:
-    there = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
-    near = difflib.get_close_matches(name, there, n=1)
-    return f"; did you mean {parent / near[0]}?" if near else ""
+def _order(config: TrainConfig, special: room.SpecialTokens, name: str) -> Order:
+    """The name is part of the key: a dataset keeps its order whatever else is mixed with it."""
+    return Order((config.seed, int(short_hash(name), 16)), config.shuffle != "none", special.eos, special.bos)
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
-    """What preparation wrote beside the shards of `folder` (or of the folder above); empty where it wrote nothing."""
-    for place in (folder, folder.parent):
-        if (place / META).is_file():
-            return json.loads((place / META).read_text())
-    return {}
+def _check_sizes(config: TrainConfig, found: list[room.Dataset], corpora: list[Corpus], split: str) -> None:
+    for dataset, corpus in zip(found, corpora, strict=True):
+        if not corpus.tokens:
+            part = f" in its {split} part (--split={config.split})" if config.split else ""
+            raise UserError(f"{dataset.folder}: no tokens{part}; take it out of --datasets or fill it")
+
+
+def _check_batch(
+    config: TrainConfig, found: list[room.Dataset], corpora: list[Corpus], table: Table, tokens: int
+) -> None:
+    """tokens: of one global batch. A dataset must not repeat itself inside a batch."""
+    for dataset, corpus, count in zip(found, corpora, table.counts, strict=True):
+        share = count / PERIOD * tokens
+        if corpus.tokens < int(share):
+            raise UserError(
+                f"{dataset.folder}: {corpus.tokens:,} tokens, too small for one batch, which takes {int(share):,} from "
+                "it; lower --global_batch_size, --seq_length or its weight"
+            )
+
+
+def _total(config: TrainConfig, corpora: list[Corpus], length: int) -> int | None:
+    """Sequences in num_epochs passes over all datasets together."""
+    if config.num_epochs is None:
+        return None
+    return config.num_epochs * sum(corpus.tokens for corpus in corpora) // length
+
+
+def _facts(
+    config: TrainConfig, found: list[room.Dataset], corpora: list[Corpus], table: Table, length: int
+) -> dict[str, Any]:
+    """epochs: passes over the dataset in num_steps steps, None while the global batch size is open."""
+    planned = config.num_steps * config.global_batch_size * length if config.global_batch_size else None
+    rows = []
+    for dataset, corpus, count in zip(found, corpora, table.counts, strict=True):
+        share = count / PERIOD
+        rows.append(
+            {
+                "name": dataset.name,
+                "folder": str(dataset.folder),
+                "shards": len(dataset.indexes),
+                "documents": dataset.span[1] - dataset.span[0],
+                "empty_documents": sum(index.documents - index.filled for index in dataset.indexes),
+                "tokens": corpus.tokens,
+                "share": share,
+                "epochs": None if planned is None else share * planned / corpus.tokens,
+            }
+        )
+    return {"datasets": rows}
