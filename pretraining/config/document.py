@@ -13,6 +13,7 @@ import inspect
 import re
 import sys
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ def documented_fields() -> list[Field]:
     source = inspect.getsource(training)
     tree = ast.parse(source)
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig")
-    docstrings = {before.end_lineno: after for before, after in zip(body, body[1:], strict=False)}
+    docstrings = {before.end_lineno: after for before, after in pairwise(body)}
     groups = _groups(source)
     return [
         _field(source, node, docstrings.get(node.end_lineno), groups[: node.lineno])

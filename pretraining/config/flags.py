@@ -1,7 +1,8 @@
 """The command line, strictly: words to flags, flags to a TrainConfig, every mistake reported at once.
 
 `run(main)` is the entry of a script whose `main(**flags)` begins with `TrainConfig.from_flags(flags)`. Knows nothing
-of devices and imports nothing heavy, so a mistake costs a fraction of a second.
+of devices and imports nothing heavy, so a mistake costs a fraction of a second. `python -m pretraining.config.flags`
+checks a command line and prints the folder of its run.
 
 fire on its own would train on after a typo, read `--run_name=2026_08_01` as a number, `--flag=false` as a true string
 and `--norm_eps` as "no rm_eps", and drop all after `#`. Here the words are brought into the one form `--name=value`
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -38,10 +40,18 @@ def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None)
     if HELP & set(words):
         return _print_help()
     try:
-        return _call(main, read(words))
+        code = _call(main, read(words))
     except UserError as error:
         _tell(str(error))
-        return USER_MISTAKE
+        code = USER_MISTAKE
+    _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """torchrun turns every exit code into 1; scripts/train.sh finds each process's own in the folder EXIT_CODES."""
+    if folder := os.environ.get("EXIT_CODES"):
+        Path(folder, os.environ.get("RANK", "0")).write_text(str(code))
 
 
 def _print_help() -> int:
@@ -251,3 +261,11 @@ def _expected(name: str) -> str:
         kinds.append("none")
     example = f", such as {default}" if isinstance(default, int | float) and not isinstance(default, bool) else ""
     return f"expected {' or '.join(kinds)}{example}"
+
+
+def _show_folder(**flags: str) -> None:
+    print(TrainConfig.from_flags(flags).run_folder)
+
+
+if __name__ == "__main__":
+    sys.exit(run(_show_folder))
