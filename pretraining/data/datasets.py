@@ -149,6 +149,12 @@ def _check_description(dataset: Dataset, config: TrainConfig) -> None:
             f"{dataset.folder}: its tokenizer has {size:,} ids, but the model's vocabulary is {rows:,}: "
             f"--vocab_size={size} or more"
         )
+    there = {Path(index.path).name for index in dataset.indexes}
+    missing = sorted(set(description.get("shards", {})) - there)
+    if missing:
+        raise UserError(
+            f"{dataset.folder / missing[0]}: missing, but {DESCRIPTION} lists it; prepare the dataset again"
+        )
     counted = description.get("documents")
     if counted is not None and counted != dataset.documents:
         raise UserError(

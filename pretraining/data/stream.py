@@ -73,11 +73,6 @@ class Stream:
         self._state, self._facts, self._total = state, facts, total
 
     @property
-    def global_rows(self) -> int:
-        """Sequences of the global batch."""
-        return self._cut.step
-
-    @property
     def steps(self) -> int | None:
         """Whole batches from step 0 on; None: as many as asked for."""
         if self._total is None:
@@ -107,24 +102,9 @@ class Stream:
         """What is worth printing before training: the datasets with their tokens, shares and epochs."""
         return self._facts
 
-    def describe(self) -> list[str]:
-        """The facts as one line per dataset."""
-        return [_line(dataset) for dataset in self._facts["datasets"]]
-
     def close(self) -> None:
         """Let go of the open files. The stream can still be read: they are opened again."""
         self._source.close()
-
-
-def _line(dataset: dict[str, Any]) -> str:
-    if dataset["tokens"] is None:
-        return "a deterministic stream of counters (use_dummy_dataset)"
-    epochs = "" if dataset["epochs"] is None else f", {dataset['epochs']:.3g} epochs in this run"
-    empty = f" ({dataset['empty_documents']:,} empty)" if dataset["empty_documents"] else ""
-    return (
-        f"{dataset['name']}: {dataset['tokens']:,} tokens in {dataset['documents']:,} documents{empty} and "
-        f"{dataset['shards']:,} shards, {dataset['share']:.2%} of the mixture{epochs}"
-    )
 
 
 def assemble(lines: np.ndarray, beginnings: list[list[int]], wants: Wants) -> Batch:
@@ -263,7 +243,7 @@ def open_stream(
     begun, phase = states.begin(config, found, special, table.counts, split=split, state=state)
     source = Mixture(corpora, table, phase, special, config=config, files=files)
     total = _total(config, corpora, payload(config, special)) if split == "train" else None
-    facts = _facts(config, found, corpora, table, payload(config, special))
+    facts = _facts(config, found, corpora, table, payload(config, special) if split == "train" else 0)
     return Stream(source, cut, wants, state=begun, facts=facts, total=total)
 
 
@@ -323,8 +303,9 @@ def _total(config: TrainConfig, corpora: list[Corpus], length: int) -> int | Non
 def _facts(
     config: TrainConfig, found: list[room.Dataset], corpora: list[Corpus], table: Table, length: int
 ) -> dict[str, Any]:
-    """epochs: passes over the dataset in num_steps steps, None while the global batch size is open."""
-    planned = config.num_steps * config.global_batch_size * length if config.global_batch_size else None
+    """length: tokens of a sequence of the training, 0 for another split. epochs: passes over the dataset in num_steps
+    steps; None outside of training and while the global batch size is open."""
+    planned = config.num_steps * config.global_batch_size * length if config.global_batch_size and length else None
     rows = []
     for dataset, corpus, count in zip(found, corpora, table.counts, strict=True):
         share = count / PERIOD
