@@ -214,8 +214,8 @@ class TrainConfig:
     """Folder of this run's checkpoints, step_N each. Empty: <log_dir>/checkpoints. A checkpoint found in it wins over
     ckpt_load_path: the run continues."""
     checkpoint_interval: int = -1
-    """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1: 10000,
-    or 0 with use_dummy_dataset."""
+    """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
+    10000, or 0 with use_dummy_dataset."""
     checkpoint_scale: str = "linear"
     """"linear": every checkpoint_interval steps. "log": at step 1 and at every power of checkpoint_interval, which is
     then at least 2."""
@@ -267,7 +267,8 @@ class TrainConfig:
     tracker_run_id: str = ""
     """Tracker's id of the run, to continue one that it knows. Empty: the name of log_dir."""
     step_timeout: int = 0
-    """Seconds after which a step that has not ended prints the stack of every thread, to tell where it hangs. 0: never."""
+    """Seconds after which a step that has not ended prints the stack of every thread, to tell where it hangs.
+    0: never."""
     use_profiler: bool = False
     """Write a trace of profile_num_steps steps to <log_dir>/profile."""
     profiler_rank0_only: bool = True
@@ -280,6 +281,12 @@ class TrainConfig:
     """torch engine on CUDA: compile each block. The xla engine always compiles; CPUs run eagerly."""
     compile_cache_dir: str = ""
     """Folder of the persistent compilation cache of XLA (TPU only: the CPU backend cannot read it back). Empty: off."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one global batch; known once an engine has told the number of devices."""
+        assert self.global_batch_size is not None
+        return self.global_batch_size * self.seq_length
 
     @property
     def run_folder(self) -> Path:

@@ -84,6 +84,7 @@ RANGES = {
     "logical_shards": POSITIVE,
     **dict.fromkeys(("sep_token", "eos_token", "bos_token", "bol_token", "eol_token"), NOT_NEGATIVE),
     "max_samples": POSITIVE,
+    "num_workers": POSITIVE,
     "num_epochs": POSITIVE,
     "val_interval": NOT_NEGATIVE,
     "val_steps": NOT_NEGATIVE,
@@ -92,6 +93,7 @@ RANGES = {
     "ckpt_io_workers": POSITIVE,
     "ckpt_max_failures": POSITIVE,
     "report_interval": POSITIVE,
+    "step_timeout": NOT_NEGATIVE,
     "profile_start_step": POSITIVE,
     "profile_num_steps": POSITIVE,
 }

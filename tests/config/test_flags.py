@@ -1,0 +1,277 @@
+"""The command line: every trap of fire is a promise kept here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.flags import coerce, field_types, read, run
+from pretraining.config.training import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+DUMMY = "--use_dummy_dataset"
+
+
+def parse(*words: str) -> TrainConfig:
+    """What `main` sees of a command line, through fire itself."""
+    seen: list[TrainConfig] = []
+
+    def main(**flags: str) -> None:
+        seen.append(TrainConfig.from_flags(flags))
+
+    assert run(main, words) == 0
+    return seen[0]
+
+
+def complaints(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What stderr says to a command line that is wrong."""
+
+    def main(**flags: str) -> None:
+        TrainConfig.from_flags(flags)
+
+    assert run(main, words) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert "Traceback" not in said.err
+    return said.err
+
+
+# ---- what is accepted
+
+
+@pytest.mark.parametrize(
+    "words", [["--batch_size=4"], ["--batch_size", "4"], ["--batch-size=4"], ["--batch-size", "4"]]
+)
+def test_a_value_may_stand_apart_and_a_name_may_have_dashes(words: list[str]) -> None:
+    assert parse(DUMMY, *words).batch_size == 4
+
+
+@pytest.mark.parametrize("word", ["--low_cpu_fsdp", "--low_cpu_fsdp=True", "--low_cpu_fsdp=true", "--low_cpu_fsdp=1"])
+def test_a_boolean_is_true_in_every_usual_spelling(word: str) -> None:
+    assert parse(DUMMY, word).low_cpu_fsdp is True
+
+
+@pytest.mark.parametrize("word", ["--nouse_torch_compile", "--use_torch_compile=false", "--use_torch_compile=False"])
+def test_a_boolean_is_false_in_every_usual_spelling(word: str) -> None:
+    assert parse(DUMMY, word).use_torch_compile is False
+
+
+def test_a_bare_boolean_does_not_swallow_the_next_flag() -> None:
+    config = parse(DUMMY, "--low_cpu_fsdp", "--batch_size", "3")
+    assert (config.low_cpu_fsdp, config.batch_size) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    "text", ["2026_08_01", "1e5", "1_000", "abc#1", "a=b", "None", "True", "[1]", "a,b", " x ", "-", ""]
+)
+def test_text_is_taken_as_it_stands(text: str) -> None:
+    assert parse(DUMMY, f"--run_name={text}").run_name == text
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0")))
+def test_any_text_reaches_the_field_unchanged(text: str) -> None:
+    assert parse(DUMMY, f"--run_name={text}").run_name == text
+
+
+def test_a_field_whose_name_begins_with_no_is_not_a_negation() -> None:
+    assert parse(DUMMY, "--norm_eps=1e-6").norm_eps == 1e-6
+    assert parse(DUMMY, "--norm_weight_decay").norm_weight_decay is True
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("--num_layers=none", None), ("--num_layers=None", None), ("--num_layers=4", 4), ("--rope_theta=5e5", 500000.0)],
+)
+def test_optional_fields_take_none_or_a_value(word: str, value: float | None) -> None:
+    assert getattr(parse(DUMMY, word), word[2:].partition("=")[0]) == value
+
+
+@pytest.mark.parametrize("text", ["100000", "1e5", "100_000", "100000.0"])
+def test_a_whole_number_may_be_written_as_people_write_it(text: str) -> None:
+    steps = parse(DUMMY, f"--num_steps={text}").num_steps
+    assert (steps, type(steps)) == (100_000, int)
+
+
+@given(st.integers())
+def test_every_integer_survives(number: int) -> None:
+    assert coerce(str(number), int) == number
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_every_finite_float_survives(number: float) -> None:
+    assert coerce(repr(number), float) == number
+
+
+@given(st.text(), st.sampled_from([int, float, bool]))
+def test_reading_a_value_gives_its_type_or_a_value_error(text: str, kind: type) -> None:
+    with suppress(ValueError):
+        assert type(coerce(text, kind)) is kind
+
+
+def test_the_documented_capitals_of_a_strategy_are_accepted_and_kept_small() -> None:
+    assert parse(DUMMY, "--sharding_strategy=FSDP").sharding_strategy == "fsdp"
+    assert TrainConfig(sharding_strategy="HSDP").sharding_strategy == "hsdp"
+
+
+def test_a_value_may_be_a_negative_number() -> None:
+    assert parse(DUMMY, "--checkpoint_interval", "0", "--log_dir", "-1").log_dir == "-1"
+
+
+def test_python_values_mean_what_their_text_means() -> None:
+    config = TrainConfig.from_flags({"use_dummy_dataset": True, "datasets": ("a", "b"), "num_layers": None, "seed": 3})
+    assert (config.datasets, config.num_layers, config.seed) == ("a,b", None, 3)
+    assert TrainConfig(datasets="a,b", weights="1,2").datasets == "a,b"
+
+
+def test_the_last_of_a_repeated_flag_wins_with_a_note_naming_both(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse(DUMMY, "--batch_size=4", "--batch-size", "8", "--low_cpu_fsdp", "--nolow_cpu_fsdp")
+    assert (config.batch_size, config.low_cpu_fsdp) == (8, False)
+    notes = capsys.readouterr().err
+    assert "--batch_size=4 is overridden by the later --batch_size=8" in notes
+    assert "--low_cpu_fsdp=True is overridden by the later --low_cpu_fsdp=False" in notes
+
+
+def test_a_flag_repeated_with_the_same_value_needs_no_note(capsys: pytest.CaptureFixture[str]) -> None:
+    parse(DUMMY, "--batch_size=4", "--batch_size=4")
+    assert not capsys.readouterr().err
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--batch_sise=4"], "--batch_sise=4  no such flag; did you mean --batch_size"),
+        (["--batch_sise", "4"], "--batch_sise=4  no such flag; did you mean --batch_size"),
+        (["--Batch_Size=4"], "did you mean --batch_size"),
+        (["--zzzz"], "--zzzz  no such flag; --help lists them all"),
+        (["--=3"], "no such flag"),
+        (["--batch_size=two"], "--batch_size=two  expected a whole number, such as 2"),
+        (["--batch_size=2.5"], "expected a whole number"),
+        (["--batch_size="], "expected a whole number"),
+        (["--batch_size=True"], "expected a whole number"),
+        (["--batch_size"], "--batch_size  needs a value"),
+        (["--run_name", DUMMY], "--run_name  needs a value"),
+        (["--num_layers=few"], "expected a whole number or none"),
+        (["--learning_rate=nan"], "expected a number"),
+        (["--learning_rate=1e999"], "expected a number"),
+        (["--low_cpu_fsdp=maybe"], "expected True or False"),
+        (["--low_cpu_fsdp", "3.5"], "--low_cpu_fsdp=3.5  expected True or False"),
+        (["--nobatch_size"], "no such flag; did you mean --batch_size"),
+        (["--nolow_cpu_fsdp=True"], "no such flag"),
+        (["-b", "3"], "-b 3  has a single dash"),
+        (["-batch_size=3"], "did you mean --batch_size"),
+        (["train"], "train  belongs to no flag"),
+        (["--"], "belongs to no flag"),
+        (["--", "--trace"], "--trace"),
+        (["--batch_size=4", "5"], "5  belongs to no flag"),
+        (["--self=1"], "no such flag"),
+    ],
+)
+def test_what_is_no_flag_or_no_value_of_its_type_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert said in complaints(capsys, *words, DUMMY)
+
+
+def test_a_mistake_and_its_consequences_are_one_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaints(capsys, "--data_pth=x").startswith("1 problem ")
+    assert complaints(capsys, DUMMY, "--model_variant=tiny", "--seq_length=two").startswith("1 problem ")
+    assert complaints(capsys, DUMMY, "--num_kv_heads=0").startswith("1 problem ")
+
+
+@given(st.lists(st.sampled_from(["--batch_size", "--low_cpu_fsdp", "--nolow_cpu_fsdp", "--x", "--", "-b", "3", "a=b"])))
+def test_every_word_is_a_flag_or_a_problem(words: list[str]) -> None:
+    line = read(words)
+    assert line.flags.keys() <= field_types().keys()
+    told = " ".join([*line.flags, *line.flags.values(), *line.notes, *(problem.subject for problem in line.problems)])
+    assert all(word.replace("--no", "").strip("-") in told for word in words)
+
+
+def test_all_mistakes_are_listed_at_once_quickly_and_without_torch() -> None:
+    words = ["--batch_sise=4", "--num_heads=7", "--sharding_strategy=foo", "--seq_length=two"]
+    code = (
+        "import sys; from pretraining.config.flags import run; from pretraining.config.training import TrainConfig\n"
+        "code = run(lambda **flags: TrainConfig.from_flags(flags))\n"
+        "assert not {'torch', 'numpy', 'pyarrow'} & sys.modules.keys(), 'heavy'\n"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    first, *lines = ended.stderr.splitlines()
+    assert first == "4 problems with the configuration:"
+    assert sorted(line.split()[0] for line in lines) == sorted(words)
+    assert "--batch_size" in ended.stderr
+
+
+def test_the_script_refuses_flags_before_it_imports_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    command = [sys.executable, str(ROOT / "main_training.py"), "--batch_sise=4"]
+    place = {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=place, capture_output=True, text=True, timeout=5, check=False)
+    assert (ended.returncode, "did you mean --batch_size" in ended.stderr) == (2, True)
+
+
+# ---- how it ends
+
+
+def test_help_is_the_table_and_trains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(**_: str) -> None:
+        raise AssertionError("--help must not start anything")
+
+    for words in (["--help"], ["-h"], ["--batch_size=4", "--help"], ["--batch_sise=4", "--help"]):
+        assert run(main, words) == 0
+        page = capsys.readouterr().out
+        assert all(f"--{field.name}=" in page for field in fields(TrainConfig))
+
+
+@pytest.mark.parametrize("code", [0, 3, 143])
+def test_the_code_of_main_is_the_code_of_the_process(code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(lambda **_: code, [DUMMY]) == code
+    assert not capsys.readouterr().out  # fire would print it
+
+
+def test_a_mistake_found_later_ends_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(**_: str) -> None:
+        raise UserError("--data_path=/nowhere does not exist; give a folder of shards")
+
+    assert run(main, [DUMMY]) == 2
+    assert capsys.readouterr().err == "--data_path=/nowhere does not exist; give a folder of shards\n"
+
+
+def test_our_own_mistakes_keep_their_traceback() -> None:
+    def main(**_: str) -> None:
+        raise ValueError("ours")
+
+    with pytest.raises(ValueError, match="ours"):
+        run(main, [DUMMY])
+
+
+def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert not complaints(capsys, "--batch_sise=4")
+    monkeypatch.setenv("RANK", "0")
+    assert complaints(capsys, "--batch_sise=4")
+
+
+def test_each_rank_leaves_its_own_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXIT_CODES", str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    run(lambda **_: 3, [DUMMY])
+    assert (tmp_path / "1").read_text() == "3"
+
+
+def test_a_dictionary_of_flags_is_checked_like_a_command_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.from_flags({"batch_sise": "4", "seq_length": "two"})
+    assert [problem.subject for problem in caught.value.problems] == ["--batch_sise=4", "--seq_length=two"]

@@ -1,0 +1,172 @@
+"""What is refused whatever the machine, and what each refusal names."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.config.flags import field_types
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import CHOICES, LISTS, RANGES, parse_selective, problems
+from pretraining.config.variants import VARIANTS, model_shape
+
+CUSTOM: dict[str, Any] = {
+    "model_variant": "custom",
+    "num_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 8,
+    "vocab_size": 512,
+    "seq_length": 64,
+}
+
+
+def found(**settings: Any) -> list[str]:
+    """The problems of a dummy run with these settings, one text each."""
+    return [" ".join(problem) for problem in problems(TrainConfig(**{"use_dummy_dataset": True, **settings}))]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_valid_as_it_stands(variant: str) -> None:
+    length = min(4096, VARIANTS[variant].max_position_embeddings)
+    assert not found(model_variant=variant, seq_length=length)
+
+
+def test_a_custom_model_needs_five_dimensions_and_no_more() -> None:
+    assert not found(**CUSTOM)
+
+
+def test_every_number_has_a_range_and_every_table_names_real_fields() -> None:
+    numbers = {name for name, kind in field_types().items() if kind not in (str, bool)}
+    assert numbers == RANGES.keys()
+    assert CHOICES.keys() | LISTS.keys() <= field_types().keys()
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_a_number_out_of_range_is_one_problem_that_names_it(name: str) -> None:
+    value = -2.0 if field_types()[name] in (float, float | None) else -2
+    (problem,) = found(**{name: value})
+    assert f"--{name}={value}" in problem
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_unknown_choice_is_one_problem_that_lists_the_choices(name: str) -> None:
+    (problem,) = found(**{name: "foo"})
+    assert f"--{name}=foo" in problem
+    assert all(choice in problem for choice in CHOICES[name])
+
+
+# Settings that contradict, and the words that the message must hold: both fields, and the way out.
+CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"num_kv_heads": 5}, ["--num_kv_heads=5", "num_attention_heads=32", "16 or 32"]),
+    ({"num_attention_heads": 7, "num_kv_heads": 7}, ["--num_attention_heads=7", "hidden_size=4096", "--head_dim"]),
+    ({**CUSTOM, "hidden_size": 24}, ["--num_attention_heads=8", "hidden_size=24", "even"]),
+    ({"seq_length": 5000}, ["--seq_length=5000", "max_position_embeddings=4096"]),
+    ({"max_position_embeddings": 4000}, ["--seq_length=4096", "max_position_embeddings=4000"]),
+    ({"rope_scaling_type": "llama3", "rope_low_freq_factor": 4.0}, ["rope_low_freq_factor", "rope_high_freq_factor"]),
+    ({"global_batch_size": 7}, ["--global_batch_size=7", "batch_size=2", "6 or 8"]),
+    (
+        {"global_batch_size": 6, "gradient_accumulation_steps": 4},
+        ["--global_batch_size=6", "batch_size=2 x gradient_accumulation_steps=4 = 8", "use 8"],
+    ),
+    ({"precision": "mixed_bf16", "mixed_precision": False}, ["--precision", "mixed_precision=False"]),
+    ({"precision": "fp32", "mixed_precision": True}, ["--precision=fp32", "--mixed_precision=False"]),
+    ({"engine": "xla", "device": "cuda"}, ["--device=cuda", "--engine=torch", "PJRT_DEVICE"]),
+    ({"engine": "xla", "cpu_offload": True}, ["--cpu_offload", "engine=xla"]),
+    ({"device": "cpu", "cpu_offload": True}, ["--cpu_offload", "device=cpu"]),
+    ({"datasets": "a,b", "weights": "1"}, ["--weights=1", "datasets=a,b", "has 2"]),
+    ({"weights": "1,2"}, ["--weights=1,2", "datasets is not given"]),
+    ({"weights": "1,-2", "datasets": "a,b"}, ["--weights=1,-2", "above 0"]),
+    ({"val_interval": 10}, ["--val_interval=10", "--val_steps"]),
+    ({"val_steps": 10}, ["--val_steps=10", "--val_interval"]),
+    ({"checkpoint_scale": "log", "checkpoint_interval": 1}, ["--checkpoint_interval=1", "checkpoint_scale=log"]),
+    ({"extra_checkpoint_steps": "1,x"}, ["--extra_checkpoint_steps=1,x", "0,100,1000"]),
+    ({"use_profiler": True, "num_steps": 4}, ["--profile_start_step=5", "num_steps=4"]),
+    ({"selective_checkpointing": "0"}, ["--selective_checkpointing=0", "--fsdp_activation_checkpointing=False"]),
+    (
+        {"fsdp_activation_checkpointing": True, "selective_checkpointing": "33"},
+        ["--selective_checkpointing=33", "num_layers=32"],
+    ),
+    (
+        {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/65"},
+        ["--selective_checkpointing=1/65", "num_layers=32"],
+    ),
+    ({"model_variant": "custom"}, ["--vocab_size", "--hidden_size", "--num_layers", "--intermediate_size"]),
+    ({"use_dummy_dataset": False}, ["--data_path", "--use_dummy_dataset", "bash scripts/train.sh"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), CONTRADICTIONS)
+def test_a_contradiction_is_one_problem_that_names_both_sides(settings: dict[str, Any], words: list[str]) -> None:
+    (problem,) = found(**settings)
+    assert [word for word in words if word not in problem] == []
+
+
+def test_problems_that_do_not_depend_on_each_other_are_all_told() -> None:
+    assert len(found(batch_size=0, num_kv_heads=5, weights="1", sharding_strategy="foo")) == 4
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 512))
+def test_a_model_that_passes_can_be_built(heads: int, kv_heads: int, hidden: int) -> None:
+    settings = {**CUSTOM, "num_attention_heads": heads, "num_kv_heads": kv_heads, "hidden_size": hidden}
+    fits = heads % kv_heads == 0 and hidden % heads == 0 and hidden // heads % 2 == 0
+    assert (not found(**settings)) == fits
+    if fits:
+        shape = model_shape(TrainConfig(**settings))
+        assert shape.num_attention_heads * shape.head_dim == shape.hidden_size
+
+
+@given(st.integers(1, 8), st.integers(1, 64), st.none() | st.integers(1, 8))
+def test_the_batch_sizes_a_message_offers_are_valid(batch: int, total: int, passes: int | None) -> None:
+    settings = {"batch_size": batch, "global_batch_size": total, "gradient_accumulation_steps": passes}
+    for problem in found(**settings):
+        offered = problem.partition("; use ")[2].partition(",")[0]
+        for text in offered.split(" or "):
+            assert not found(**{**settings, "global_batch_size": int(text)})
+
+
+# ---- selective_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("3", 3),
+        ("1/3", Fraction(1, 3)),
+        ("2/6", Fraction(1, 3)),
+        ("0.5", Fraction(1, 2)),
+        (".5", Fraction(1, 2)),
+        ("0.1", Fraction(1, 10)),  # the decimal, not the float beside it
+        ("1.0", 1),
+        ("3/3", 1),
+    ],
+)
+def test_a_choice_of_blocks_is_read_exactly(text: str, value: int | Fraction) -> None:
+    choice = parse_selective(text)
+    assert choice == value
+    assert type(choice) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "0/3", "0.0", "-1", "-1/3", "5/3", "1.5", "1/0", "1/-3", "1e-1", "nan", "1//3", "1/3/2", "all", "2.0"],
+)
+def test_no_other_text_is_a_choice_of_blocks(text: str) -> None:
+    with pytest.raises(ValueError, match="fraction"):
+        parse_selective(text)
+
+
+def test_a_choice_of_blocks_is_never_evaluated() -> None:
+    with pytest.raises(ValueError, match="fraction"):
+        parse_selective("__import__('os').getpid() and 0.5")
+
+
+@given(st.integers(1, 99), st.integers(1, 99))
+def test_every_fraction_up_to_one_is_its_own_value(numerator: int, denominator: int) -> None:
+    if numerator <= denominator:
+        assert parse_selective(f"{numerator}/{denominator}") == Fraction(numerator, denominator)
