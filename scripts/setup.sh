@@ -8,12 +8,7 @@ python=$venv/bin/python
 
 set_up() {
     local stamp=$venv/installed-$1.txt wanted
-    mkdir -p "$venv"
-    # Hosts of one job may share this folder; one of them installs, the others wait for it.
-    if command -v flock > /dev/null; then
-        exec 9> "$venv/lock"
-        flock 9
-    fi
+    lock
     wanted=$(requirements_state "$1")
     if [[ ! -f $stamp || $(< "$stamp") != "$wanted" ]]; then
         if ! install_requirements "$1" >&2; then
@@ -24,6 +19,19 @@ set_up() {
         requirements_state "$1" > "$stamp.new"
         mv "$stamp.new" "$stamp"
     fi
+    unlock
+}
+
+# Hosts of one job may share this folder: one of them installs and prepares, the others wait for it.
+lock() {
+    mkdir -p "$venv"
+    exec 9> "$venv/lock"
+    if command -v flock > /dev/null; then
+        flock 9
+    fi
+}
+
+unlock() {
     exec 9>&-
 }
 

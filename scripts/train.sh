@@ -38,18 +38,28 @@ main() {
         exec "$python" main_training.py --help
     fi
     choose_devices
-    local flags=("${settings[@]}" "$@") folder code=0
+    local flags=("${settings[@]}") folder code=0
     if ! names_data "$@"; then
-        "$python" -m pretraining.data.prepare --stdlib --output="$corpus"
-        mapfile -t prepared < "$corpus/flags.txt"
-        flags=("${settings[@]}" "${corpus_settings[@]}" "${prepared[@]}" "$@")
+        prepare_corpus
     fi
+    flags+=("$@")
     folder=$(run_folder "${flags[@]}")
     launch "${flags[@]}" || code=$?
     if [[ $code == 0 && ${NODE_RANK:-0} == 0 ]] && ! names_data "$@"; then
         show_sample "$folder"
     fi
     return "$code"
+}
+
+# Ready at once where it is prepared already. Adds the flags that train on it.
+prepare_corpus() {
+    lock
+    "$python" -m pretraining.data.prepare --stdlib --output="$corpus"
+    unlock
+    flags+=("${corpus_settings[@]}")
+    while IFS= read -r flag; do
+        flags+=("$flag")
+    done < "$corpus/flags.txt"
 }
 
 asks_for_help() {
