@@ -18,10 +18,11 @@ def main(**flags: str) -> int:
     shape = model_shape(config)
 
     from pretraining.checkpoint.checkpoints import Checkpoints
+    from pretraining.checkpoint.restoring import check_source
     from pretraining.data import open_stream
     from pretraining.loop import Run, train
     from pretraining.models.init import build_model
-    from pretraining.monitor.facts import describe, placed_line
+    from pretraining.monitor.facts import data_lines, describe, placed_line
     from pretraining.monitor.flops import Meter, flops_per_token, peak_of
     from pretraining.monitor.memory import check_memory
     from pretraining.monitor.metrics import open_metrics
@@ -29,6 +30,9 @@ def main(**flags: str) -> int:
     from pretraining.optim.schedule import learning_rate
     from pretraining.parallel.recompute import block_mask
     from pretraining.parallel.select import open_engine
+
+    # What a continued run, or one that starts from weights, needs: looked at before any device
+    check_source(config, config.run_folder)
 
     # Engine: one mesh; the loop cannot tell one engine from the other
     engine = open_engine(config)
@@ -38,7 +42,7 @@ def main(**flags: str) -> int:
                  recompute=block_mask(config, shape.num_layers), rate=lambda step: learning_rate(config, step)))  # fmt: skip
 
     # Data: the global batch of step k is a function of (data, config, k); opened first to fail before the model exists
-    open_stream(config, engine.data_rank, engine.data_size).close()
+    open_stream(config, engine.data_rank, engine.data_size)
     valid = open_stream(config, engine.data_rank, engine.data_size, "valid") if config.val_interval else None
 
     # Model: placed by the sharding table; optimizer: its state beside its parameters
@@ -52,8 +56,7 @@ def main(**flags: str) -> int:
     facts = checkpoints.restore(engine, model, optimizer)
     start = facts.step if facts else 0
     stream = open_stream(config, engine.data_rank, engine.data_size, state=facts.data if facts else None)
-    for line in stream.describe():
-        say(f"{'data':<14} {line}")
+    say(data_lines(stream.facts()))
 
     # Run folder: metrics cut back to the checkpoint's step, the effective configuration
     metrics = None
@@ -62,10 +65,10 @@ def main(**flags: str) -> int:
         (config.run_folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
 
     # Loop
-    meter = Meter(config.global_batch_size * config.seq_length, engine.mesh.size,
-                  flops_per_token(shape, config.seq_length), peak_of(engine.device_name))  # fmt: skip
-    code = train(Run(config, engine, model, optimizer, stream, valid, checkpoints, metrics, meter, start,
-                     facts.tokens_seen if facts else 0))  # fmt: skip
+    flops, peak = flops_per_token(shape, config.seq_length), peak_of(engine.device_name)
+    meter = Meter(config.tokens_per_step, engine.mesh.size, flops, peak)
+    tokens = facts.tokens_seen if facts else 0
+    code = train(Run(config, engine, model, optimizer, stream, valid, checkpoints, metrics, meter, start, tokens))
     engine.close()
     return code
 

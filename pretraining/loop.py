@@ -24,7 +24,8 @@ import torch.distributed as dist
 from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
-from pretraining.data import Batch, Prefetcher, Stream
+from pretraining.data import Batch, Stream
+from pretraining.data.prefetch import Prefetcher
 from pretraining.monitor.flops import Meter
 from pretraining.monitor.heartbeat import heartbeat
 from pretraining.monitor.metrics import Metrics
@@ -55,15 +56,9 @@ class Run:
     step_times: list[float] = field(default_factory=list)
     refused: int = 0  # updates skipped so far, as far as it has been read
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one global batch."""
-        assert self.config.global_batch_size
-        return self.config.global_batch_size * self.config.seq_length
-
     def tokens_seen(self, step: int) -> int:
         """Tokens of every global batch up to and including this step's."""
-        return self.tokens_before + (step - self.start) * self.tokens_per_step
+        return self.tokens_before + (step - self.start) * self.config.tokens_per_step
 
     def facts(self, step: int) -> Facts:
         """What a checkpoint after `step` updates says beside its tensors."""
@@ -220,7 +215,8 @@ def _healthy(run: Run, figures: dict[str, float], step: int, batch: Batch) -> bo
         return True
     begins = run.stream.state(first - run.start - 1)["sequences"]
     run.say(f"stopped: {told}")
-    run.say(f"  batch of step {first}: sequences {begins} to {begins + run.stream.global_rows - 1} of the data's order")
+    ends = run.stream.state(first - run.start)["sequences"] - 1
+    run.say(f"  batch of step {first}: sequences {begins} to {ends} of the data's order")
     run.say(f"  nothing after step {first - 1} reached the parameters; checkpoints are in {run.checkpoints.folder}")
     return False
 
@@ -293,7 +289,7 @@ def _save(run: Run, step: int) -> None:
         run.checkpoints.save(step, run.engine.state(run.model, run.optimizer), run.facts(step))
 
 
-def _profiled(run: Run, step: int) -> contextlib.AbstractContextManager[None]:
+def _profiled(run: Run, step: int) -> contextlib.AbstractContextManager[object]:
     """Starts the trace at profile_start_step and ends it profile_num_steps later."""
     config, stack = run.config, contextlib.ExitStack()
     if not config.use_profiler or (config.profiler_rank0_only and run.engine.process_index):
@@ -308,5 +304,3 @@ def _profiled(run: Run, step: int) -> contextlib.AbstractContextManager[None]:
 def _end_trace(run: Run) -> None:
     run.engine.stop_trace()
     run.say(f"trace written to {run.config.run_folder / 'profile'}")
-
-

@@ -27,7 +27,13 @@ class Rope(NamedTuple):
     sin: Tensor
 
 
-class RMSNorm(nn.Module):
+class Module(nn.Module):
+    """nn.Module whose call is known to give a tensor."""
+
+    __call__: Callable[..., Tensor]
+
+
+class RMSNorm(Module):
     """x / sqrt(mean(x^2) + eps) * weight, computed in fp32 (Zhang and Sennrich 2019)."""
 
     def __init__(self, width: int, eps: float) -> None:
@@ -41,7 +47,7 @@ class RMSNorm(nn.Module):
         return (wide * scale).to(x.dtype) * self.weight.to(x.dtype)
 
 
-class Linear(nn.Linear):
+class Linear(nn.Linear, Module):
     """A projection without bias whose weight may stay fp32 while its input is bf16 (see ops.linear)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -51,7 +57,7 @@ class Linear(nn.Linear):
         return linear(x, self.weight)
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Causal self-attention; groups of H / K query heads share one key/value head (Ainslie et al. 2023)."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -71,7 +77,7 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(rows, length, self.heads * self.head_dim))
 
 
-class MLP(nn.Module):
+class MLP(Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -84,7 +90,7 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class Block(Module):
     """One pre-norm transformer block."""
 
     def __init__(self, shape: ModelShape, norm_eps: float) -> None:
@@ -109,7 +115,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, norm_eps)
 
 
-class Llama(nn.Module):
+class Llama(Module):
     """A decoder with its output head. Parameters are not initialised: see models.init, or load a checkpoint."""
 
     def __init__(self, config: TrainConfig) -> None:

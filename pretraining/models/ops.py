@@ -19,7 +19,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     if x.dtype == weight.dtype:
         return F.linear(x, weight)
-    return _MixedLinear.apply(x, weight)
+    product: Tensor = _MixedLinear.apply(x, weight)
+    return product
 
 
 class _MixedLinear(torch.autograd.Function):
@@ -29,7 +30,7 @@ class _MixedLinear(torch.autograd.Function):
         return F.linear(x, weight.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         # bf16 x bf16 products are exact in fp32; TPUs run such a product in one bf16 pass with an fp32 sum.
         grad_weight = grad.flatten(0, -2).float().t() @ x.flatten(0, -2).float()  # [O, I]

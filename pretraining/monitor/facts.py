@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape
@@ -88,6 +89,19 @@ def _peak(device_name: str) -> str:
     return (
         "n/a: the peak of this device is not known" if peak is None else f"{flop(peak.flops)}/s dense bf16, {peak.name}"
     )
+
+
+def data_lines(facts: Mapping[str, Any]) -> str:
+    """One line per dataset, from a stream's `facts()`."""
+    return "\n".join(f"{'data':<14} {_dataset(dataset)}" for dataset in facts["datasets"])
+
+
+def _dataset(dataset: Mapping[str, Any]) -> str:
+    if dataset["tokens"] is None:
+        return "counters, deterministic (use_dummy_dataset)"
+    counts = f"{dataset['tokens']:,} tokens, {dataset['documents']:,} documents, {dataset['shards']} shards"
+    passes = "" if dataset["epochs"] is None else f", {dataset['epochs']:.3g} epochs in this run"
+    return f"{dataset['name']}: {counts}, {dataset['share']:.1%} of the mixture{passes}"
 
 
 def placed_line(bytes_per_device: Mapping[str, int], shape: ModelShape) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 Batch = dict[str, np.ndarray]
 
@@ -52,23 +51,23 @@ class Engine(Protocol):
     host_copies: float  # whole copies of the model's state in this host's memory; 0 where devices have their own
     optimizer_options: dict[str, Any]  # keyword arguments of optim.adamw.build_optimizer
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+    def place(self, model: Any) -> Any:
         """The model with every parameter split over the mesh as the sharding table says."""
         ...
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, optimizer: Any) -> None:
         """Create the optimizer's state, split like the parameters, before the first step."""
         ...
 
-    def train_step(self, model: torch.nn.Module, optimizer: Any, batch: Batch, learning_rate: float) -> StepResult:
+    def train_step(self, model: Any, optimizer: Any, batch: Batch, learning_rate: float) -> StepResult:
         """One optimizer step over this process's rows of the global batch (accumulated over micro-batches)."""
         ...
 
-    def evaluate(self, model: torch.nn.Module, batch: Batch) -> StepResult:
+    def evaluate(self, model: Any, batch: Batch) -> StepResult:
         """The loss on this process's rows of a global batch, changing nothing."""
         ...
 
-    def state(self, model: torch.nn.Module, optimizer: Any | None) -> dict[str, Any]:
+    def state(self, model: Any, optimizer: Any | None) -> dict[str, Any]:
         """Logical tensors by unsharded name, as torch.distributed.checkpoint's planners take them.
 
         Parameters have Hugging Face's names, moments `optimizer.exp_avg.<name>` and `optimizer.exp_avg_sq.<name>`,
@@ -81,7 +80,7 @@ class Engine(Protocol):
         """Put a loaded `state` on the devices."""
         ...
 
-    def bytes_per_device(self, model: torch.nn.Module, optimizer: Any) -> dict[str, int]:
+    def bytes_per_device(self, model: Any, optimizer: Any) -> dict[str, int]:
         """Bytes that one device holds of "parameters" and of "moments"."""
         ...
 

@@ -182,7 +182,8 @@ class XlaEngine:
         spec = xs.ShardingSpec(self.xla_mesh, (BATCH_AXES, None), minibatch=self.process_count > 1)
         for start in range(0, len(batch["tokens"]), self.rows):
             rows = [torch.from_numpy(array[start : start + self.rows]) for array in batch.values()]
-            yield dict(zip(batch, xm.send_cpu_data_to_device(rows, self.device, spec), strict=True))
+            placed: Any = xm.send_cpu_data_to_device(rows, self.device, spec)
+            yield dict(zip(batch, placed, strict=True))
 
     def _loss(self, model: Llama, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Summed loss and number of trained tokens of one micro-batch."""

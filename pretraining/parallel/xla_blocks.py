@@ -15,6 +15,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.experimental.scan as xla_scan
 from functorch.compile import default_partition, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
 
 from pretraining.models.llama import Llama, Rope
@@ -35,7 +36,7 @@ def stack_layers(model: Llama) -> Llama:
     for module in block.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty(layers, *weight.shape, device="meta")))
-    model.model.layers = block
+    model.model.layers = block  # type: ignore[assignment]
     return model
 
 
@@ -70,7 +71,7 @@ class ScannedBlocks:
                 # The marker both keeps the rows where they are and tells _partition where a block begins.
                 x = xs.mark_sharding_with_gradients(x, self.mesh, (BATCH_AXES, None, None))
                 layer = {name: weights[name][i] for name in self.names}
-                x = torch.func.functional_call(block, layer, (x, Rope(cos, sin), *packed), strict=True)
+                x = functional_call(block, layer, (x, Rope(cos, sin), *packed), strict=True)
             return (x, *rest), None
 
         return body
@@ -79,7 +80,8 @@ class ScannedBlocks:
 def _grouped(stack: Tensor, group: ScanGroup) -> Tensor:
     """[layers, ...] -> [repeats, blocks per body, ...] of this group's layers."""
     size = len(group.mask)
-    return stack[group.start : group.start + group.repeats * size].unflatten(0, (group.repeats, size))
+    layers = stack[group.start : group.start + group.repeats * size]
+    return layers.view(group.repeats, size, *stack.shape[1:])
 
 
 def _partition(mask: tuple[bool, ...]) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:

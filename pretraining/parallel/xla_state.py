@@ -26,7 +26,7 @@ Region = tuple[slice, ...]
 
 def local_regions(shape: torch.Size, mesh: xs.Mesh, spec: Spec) -> list[Region]:
     """The region of a tensor of this shape that each of this process's devices holds, in device order."""
-    sizes = dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
+    sizes = dict(zip(_axes(mesh), mesh.mesh_shape, strict=True))
     return [
         tuple(_cut(extent, axis, sizes, position) for extent, axis in zip(shape, spec, strict=True))
         for position in _local_positions(mesh)
@@ -38,7 +38,12 @@ def _local_positions(mesh: xs.Mesh) -> list[dict[str, int]]:
     count = xr.addressable_runtime_device_count()
     first = xr.process_index() * count
     coordinates = [[int(where[0]) for where in (grid == device).nonzero()] for device in range(first, first + count)]
-    return [dict(zip(mesh.axis_names, position, strict=True)) for position in coordinates]
+    return [dict(zip(_axes(mesh), position, strict=True)) for position in coordinates]
+
+
+def _axes(mesh: xs.Mesh) -> tuple[str, ...]:
+    assert mesh.axis_names is not None
+    return tuple(mesh.axis_names)
 
 
 def _cut(extent: int, axis: str | None, sizes: dict[str, int], position: dict[str, int]) -> slice:
@@ -138,14 +143,14 @@ class LogicalTensor(Tensor):
     @staticmethod
     def __new__(cls: type[LogicalTensor], shards: XlaShards, layer: int | None = None) -> LogicalTensor:
         shape = shards.shape if layer is None else shards.shape[1:]
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device="cpu")
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device=torch.device("cpu"))
         made.shards, made.layer = shards, layer
         if layer is not None:
             shards.users = shards.shape[0]
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func}: a logical tensor is only a description")
 
     def _chunks(self, offsets: Iterable[tuple[int, ...]]) -> list[ChunkStorageMetadata]:

@@ -1,0 +1,156 @@
+"""The model against Hugging Face's, and its initial weights against themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.models.init import build_model, initial_weight
+from pretraining.models.llama import Llama
+from pretraining.models.ops import IGNORED, attention, linear, next_token_loss
+
+TINY: dict[str, Any] = {
+    "model_variant": "custom",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_layers": 3,
+    "num_attention_heads": 8,
+    "num_kv_heads": 2,
+    "seq_length": 256,
+}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({}, None),
+        ({"num_kv_heads": 8}, None),
+        ({"head_dim": 16}, None),
+        ({"rope_theta": 5e5, "rope_scaling_type": "llama3", "rope_original_max_position": 32}, LLAMA3_SCALING),
+        ({"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+    ],
+)
+def test_logits_are_those_of_hugging_faces_model(fields: dict[str, Any], scaling: dict[str, Any] | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = TrainConfig(**{**TINY, **fields})
+    shape = model_shape(config)
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_attention_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=256,
+            rope_theta=shape.rope_theta,
+            rope_scaling=scaling,
+            rms_norm_eps=config.norm_eps,
+            tie_word_embeddings=False,
+        )
+    ).eval()
+    ours = Llama(config)
+    ours.load_state_dict(theirs.state_dict())  # strict: the names are the same
+    tokens = torch.randint(0, shape.vocab_size, (2, 200))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tiny", "mini", "llama2_7b", "llama3_70b"])
+def test_the_parameter_count_of_the_table_is_that_of_the_model(name: str) -> None:
+    with torch.device("meta"):
+        model = Llama(TrainConfig(model_variant=name))
+    assert sum(weight.numel() for weight in model.parameters()) == VARIANTS[name].parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),  # the published models; fms-fsdp's sizes computed from its configuration
+    [
+        ("llama2_1.4b", 1_288_800_256),
+        ("llama2_7b", 6_738_415_616),
+        ("llama2_13b", 13_015_864_320),
+        ("llama2_34b", 33_743_970_304),
+        ("llama2_70b", 68_976_648_192),
+        ("llama3_194m_4k", 391_140_352),
+        ("llama3_1.8b", 1_884_391_424),
+        ("llama3_3.2b_4k", 3_204_074_496),
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+    ],
+)
+def test_variants_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    assert VARIANTS[name].parameters == parameters
+
+
+def test_packed_documents_lose_what_separate_ones_lose() -> None:
+    model = build_model(TrainConfig(**TINY))
+    first, second = torch.randint(0, 97, (1, 40)), torch.randint(0, 97, (1, 24))
+    packed = torch.cat((first, second), 1)
+    segments = torch.tensor([[1] * 40 + [2] * 24])
+    positions = torch.cat((torch.arange(40), torch.arange(24)))[None]
+    logits = model(packed, positions, segments)
+    torch.testing.assert_close(logits[:, :40], model(first), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits[:, 40:], model(second), atol=1e-5, rtol=0)
+
+
+def test_a_weight_starts_from_the_same_bits_alone_or_in_the_whole_model() -> None:
+    config = TrainConfig(**TINY, seed=7)
+    for name, weight in build_model(config).named_parameters():
+        assert torch.equal(weight, initial_weight(config, 3, name, weight.shape)), name
+
+
+def test_every_layer_and_every_seed_starts_from_other_weights() -> None:
+    shape = torch.Size((64, 64))
+    names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)]
+    made = [initial_weight(TrainConfig(**TINY, seed=seed), 3, name, shape) for name in names for seed in (1, 2)]
+    assert len({tuple(weight.flatten().tolist()) for weight in made}) == 6
+
+
+def test_initial_spread_is_init_std_and_less_for_outputs_of_the_residual_stream() -> None:
+    config = TrainConfig(**TINY, init_std=0.03)
+    plain = initial_weight(config, 8, "model.layers.0.mlp.up_proj.weight", torch.Size((400, 400)))
+    output = initial_weight(config, 8, "model.layers.0.mlp.down_proj.weight", torch.Size((400, 400)))
+    assert plain.std().item() == pytest.approx(0.03, rel=0.02)
+    assert output.std().item() == pytest.approx(0.03 / 4, rel=0.02)
+
+
+def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_bf16() -> None:
+    x = torch.randn(64, 32, dtype=torch.bfloat16)
+    weight = torch.randn(16, 32, requires_grad=True)
+    linear(x, weight).backward(torch.ones(64, 16, dtype=torch.bfloat16))
+    exact = x.double().sum(0).expand(16, 32)
+    torch.testing.assert_close(weight.grad, exact.float(), atol=1e-5, rtol=1e-6)
+    assert linear(x, weight).dtype == torch.bfloat16
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 3), length=st.integers(1, 9), groups=st.integers(1, 3))
+def test_a_token_never_sees_a_later_one(rows: int, length: int, groups: int) -> None:
+    q = torch.randn(rows, 2 * groups, length, 4)
+    k, v = torch.randn(rows, 2, length, 4), torch.randn(rows, 2, length, 4)
+    whole = attention(q, k, v, None)
+    cut = max(1, length // 2)
+    torch.testing.assert_close(whole[:, :, :cut], attention(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut], None))
+
+
+def test_ignored_labels_add_nothing_to_the_loss() -> None:
+    logits, labels = torch.randn(2, 5, 11), torch.randint(0, 11, (2, 5))
+    masked = labels.clone()
+    masked[:, 3:] = IGNORED
+    torch.testing.assert_close(next_token_loss(logits, masked), next_token_loss(logits[:, :3], labels[:, :3]))

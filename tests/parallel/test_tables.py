@@ -1,0 +1,116 @@
+"""The arithmetic of sharding, batches and recomputation, without any device."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.config.errors import ConfigError
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import VARIANTS
+from pretraining.models.llama import Llama
+from pretraining.parallel.engine import Mesh
+from pretraining.parallel.mesh import resolve_batch, resolve_mesh
+from pretraining.parallel.recompute import block_mask, scan_plan, show_mask
+from pretraining.parallel.sharding import LLAMA_SHARDING, spec_of
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_every_parameter_of_every_variant_matches_one_row_of_the_table(name: str) -> None:
+    from fnmatch import fnmatchcase
+
+    with torch.device("meta"):
+        model = Llama(TrainConfig(model_variant=name, num_layers=1))
+    for parameter, weight in model.named_parameters():
+        assert sum(fnmatchcase(parameter, row.pattern) for row in LLAMA_SHARDING) == 1, parameter
+        assert len(spec_of(parameter)) == weight.dim()
+
+
+def test_every_matrix_is_split_somewhere() -> None:
+    with torch.device("meta"):
+        model = Llama(TrainConfig(model_variant="tiny"))
+    split = [name for name, weight in model.named_parameters() if weight.dim() > 1 and "shard" not in spec_of(name)]
+    assert split == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "group", "mesh"),
+    [("ddp", 0, Mesh(8, 1)), ("fsdp", 0, Mesh(1, 8)), ("hsdp", 4, Mesh(2, 4)), ("hsdp", 0, Mesh(4, 2))],
+)
+def test_the_mesh_of_each_strategy(strategy: str, group: int, mesh: Mesh) -> None:
+    config = TrainConfig(sharding_strategy=strategy, sharding_group_size=group)
+    assert resolve_mesh(config, devices=8, devices_per_host=2) == mesh
+
+
+def test_a_group_that_does_not_divide_the_devices_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"--sharding_group_size=3 .*8 devices; use 1, 2, 4, 8"):
+        resolve_mesh(TrainConfig(sharding_strategy="hsdp", sharding_group_size=3), 8, 8)
+
+
+@given(rows=st.integers(1, 8), devices=st.integers(1, 64), passes=st.integers(1, 16))
+def test_the_global_batch_is_rows_x_devices_x_passes(rows: int, devices: int, passes: int) -> None:
+    total = rows * devices * passes
+    derived = TrainConfig(batch_size=rows, global_batch_size=total)
+    resolve_batch(derived, devices)
+    assert derived.gradient_accumulation_steps == passes
+    given_passes = TrainConfig(batch_size=rows, gradient_accumulation_steps=passes)
+    resolve_batch(given_passes, devices)
+    assert given_passes.global_batch_size == total
+
+
+def test_a_global_batch_that_does_not_divide_lists_the_batch_sizes_that_would() -> None:
+    with pytest.raises(ConfigError, match="batch_size can be 1, 2, 4"):
+        resolve_batch(TrainConfig(batch_size=3, global_batch_size=32), 8)
+    with pytest.raises(ConfigError, match="use a multiple of 8, such as 16 or 24"):
+        resolve_batch(TrainConfig(batch_size=1, global_batch_size=20), 8)
+
+
+def mask_of(choice: str, layers: int) -> str:
+    config = TrainConfig(fsdp_activation_checkpointing=True, selective_checkpointing=choice)
+    return show_mask(block_mask(config, layers)).replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("choice", "mask"),  # fms-fsdp's tests/test_selective_ac.py, 15 layers
+    [
+        ("1", "T" * 15),
+        ("2", "FTFTFTFTFTFTFTF"),
+        ("1/2", "TFTFTFTFTFTFTFT"),
+        ("0.5", "TFTFTFTFTFTFTFT"),
+        ("1/3", "FTFFTFFTFFTFFTF"),
+        ("2/3", "TFTTFTTFTTFTTFT"),
+        ("1/5", "FFTFFFFTFFFFTFF"),
+        ("3/5", "TFTFTTFTFTTFTFT"),
+    ],
+)
+def test_the_mask_of_recomputed_blocks(choice: str, mask: str) -> None:
+    assert mask_of(choice, 15) == mask
+
+
+def test_fractions_are_exact() -> None:
+    assert mask_of("15/22", 11).count("T") == 8  # floats give 7
+
+
+def test_without_the_switch_nothing_is_recomputed() -> None:
+    assert not any(block_mask(TrainConfig(selective_checkpointing="1"), 8))
+
+
+@given(mask=st.lists(st.booleans(), min_size=1, max_size=40).map(tuple))
+def test_a_scan_plan_covers_every_block_once_and_in_order(mask: tuple[bool, ...]) -> None:
+    plan = scan_plan(mask)
+    covered = [chosen for group in plan for chosen in group.mask * group.repeats]
+    assert tuple(covered) == mask
+    starts = [group.start for group in plan]
+    ends = [group.start + group.repeats * len(group.mask) for group in plan]
+    assert starts == [0, *ends[:-1]] and ends[-1] == len(mask)
+
+
+@given(share=st.fractions(Fraction(1, 8), Fraction(7, 8), max_denominator=8), layers=st.integers(8, 96))
+def test_compiled_bodies_do_not_grow_with_depth(share: Fraction, layers: int) -> None:
+    config = TrainConfig(fsdp_activation_checkpointing=True, selective_checkpointing=str(share))
+    bodies = sum(len(group.mask) for group in scan_plan(block_mask(config, layers)))
+    assert bodies <= 2 * share.denominator

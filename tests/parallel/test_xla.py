@@ -1,0 +1,129 @@
+"""The same loss on every mesh and with every way of recomputing, on virtual devices of the CPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch_xla")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+Fields = dict[str, Any]
+STRATEGIES: dict[str, Fields] = {
+    "ddp": {"sharding_strategy": "ddp"},
+    "fsdp": {"sharding_strategy": "fsdp"},
+    "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 4},
+}
+RECOMPUTED: dict[str, Fields] = {
+    "none": {},
+    "all": {"fsdp_activation_checkpointing": True},
+    "every second": {"fsdp_activation_checkpointing": True, "selective_checkpointing": "2"},
+    "a third": {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/3"},
+}
+MATRIX: dict[str, Fields] = {
+    f"{strategy}, {blocks}": {**STRATEGIES[strategy], **RECOMPUTED[blocks]}
+    for strategy, blocks in itertools.product(STRATEGIES, RECOMPUTED)
+}
+FEW: dict[str, Fields] = {
+    "ddp": STRATEGIES["ddp"],
+    "fsdp, a third": {**STRATEGIES["fsdp"], **RECOMPUTED["a third"]},
+    "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 1},
+}
+CASES: dict[int, dict[str, Fields]] = {
+    1: FEW,
+    2: FEW,
+    4: {**FEW, "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 2}},
+    8: {
+        **MATRIX,
+        "accumulated": {**STRATEGIES["fsdp"], "batch_size": 1, "gradient_accumulation_steps": 2},
+        "built first": {**STRATEGIES["fsdp"], "low_cpu_fsdp": False},
+        "bf16": {**STRATEGIES["fsdp"], "mixed_precision": True},
+        "poisoned": {**STRATEGIES["fsdp"], "poison_step": 3},
+        "poisoned, skipped": {**STRATEGIES["fsdp"], "poison_step": 3, "max_skipped_steps": 1},
+    },
+}
+
+
+@functools.cache
+def outcome(devices: int) -> tuple[dict[str, Any], str]:
+    """What the driver printed for this many devices, and its stderr."""
+    # Level 0 lets XLA's warnings through, so that silence means absence.
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "TF_CPP_MIN_LOG_LEVEL": "0"}
+    command = [sys.executable, str(Path(__file__).with_name("xla_driver.py")), json.dumps(CASES[devices])]
+    done = subprocess.run(
+        command, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=1500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def reference() -> dict[str, Any]:
+    plain: dict[str, Any] = outcome(8)[0]["ddp, none"]
+    return plain
+
+
+EXACT = [(devices, case) for devices in CASES for case in CASES[devices] if "bf16" not in case and "pois" not in case]
+
+
+@pytest.mark.parametrize(("devices", "case"), EXACT)
+def test_losses_and_gradient_norms_are_those_of_plain_data_parallelism(devices: int, case: str) -> None:
+    got = outcome(devices)[0][case]
+    assert got["loss"] == pytest.approx(reference()["loss"], abs=1e-5)
+    assert got["grad_norm"] == pytest.approx(reference()["grad_norm"], abs=1e-5)
+    assert got["evaluation"] == pytest.approx(reference()["evaluation"], abs=1e-5)
+
+
+def test_the_toy_learns() -> None:
+    assert reference()["loss"][-1] < reference()["loss"][0] - 0.3
+
+
+@pytest.mark.parametrize("devices", CASES)
+def test_nothing_compiles_after_the_first_step(devices: int) -> None:
+    for case, got in outcome(devices)[0].items():
+        assert set(got["compilations"]) == {0}, case
+        assert got["late_compilations"] == 0, case  # a second validation, a look at the state, another step
+
+
+@pytest.mark.parametrize("devices", CASES)
+def test_no_activation_is_replicated_against_our_will(devices: int) -> None:
+    assert "nvoluntary full rematerialization" not in outcome(devices)[1]
+
+
+@pytest.mark.parametrize(("case", "parts"), [("ddp, none", 1), ("fsdp, none", 8), ("hsdp, none", 4)])
+def test_parameters_and_moments_are_really_split(case: str, parts: int) -> None:
+    got = outcome(8)[0]
+    norms = (2 * 4 + 1) * 64 * 4  # bytes of the norms' weights, which are replicated
+    whole = got["ddp, none"]["bytes"]["parameters"]
+    assert got[case]["bytes"]["parameters"] == (whole - norms) // parts + norms
+    assert got[case]["bytes"]["moments"] == 2 * got[case]["bytes"]["parameters"]
+
+
+def test_bf16_products_stay_within_two_percent_of_fp32() -> None:
+    assert outcome(8)[0]["bf16"]["loss"] == pytest.approx(reference()["loss"], rel=0.02)
+    assert outcome(8)[0]["bf16"]["loss"] != reference()["loss"]
+
+
+def test_after_a_loss_that_is_not_finite_no_update_is_applied() -> None:
+    got = outcome(8)[0]["poisoned"]
+    assert got["loss"][:3] == pytest.approx(reference()["loss"][:3], abs=1e-5)
+    assert not math.isfinite(got["loss"][3])
+    assert got["refused"][3:] == [[1, 4]] * 5  # the fourth update, counted from 1
+    # The weights stay those of step 3: its own batch, seen again by the evaluation, has no lower loss than before it.
+    assert got["evaluation"] > reference()["evaluation"]
+
+
+def test_a_skipped_update_costs_one_step_and_training_goes_on() -> None:
+    got = outcome(8)[0]["poisoned, skipped"]
+    assert got["refused"][-1] == [1, 4]
+    assert all(math.isfinite(loss) for loss in got["loss"][4:])
+    assert got["loss"][-1] < got["loss"][4] < got["loss"][0]

@@ -1,0 +1,82 @@
+"""Trains the toy model in many ways on this many virtual devices, in one process.
+
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python xla_driver.py '{"case": {"field": value}, ...}'
+
+Prints JSON: by case, the loss and gradient norm of each of 8 steps, the compilations after each step and after an
+evaluation and a look at the state, the evaluation's loss, and the bytes that one device holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from pretraining.config.training import TrainConfig
+from pretraining.data import open_stream
+from pretraining.models.init import build_model
+from pretraining.optim.adamw import build_optimizer
+from pretraining.optim.schedule import learning_rate
+from pretraining.parallel.xla import XlaEngine
+
+TOY = {
+    "model_variant": "custom",
+    "num_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 8,
+    "num_kv_heads": 4,
+    "vocab_size": 512,
+    "seq_length": 64,
+    "use_dummy_dataset": True,
+    "global_batch_size": 16,
+    "batch_size": 2,
+    "num_steps": 8,
+    "seed": 1,
+    "learning_rate": 3e-3,
+    "mixed_precision": False,
+    "low_cpu_fsdp": True,
+}
+
+
+def run_case(fields: dict[str, Any]) -> dict[str, Any]:
+    """Eight steps of the toy with these fields."""
+    poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
+    config = TrainConfig(**{**TOY, **fields})
+    engine = XlaEngine(config)
+    model = engine.place(build_model(config))
+    optimizer = build_optimizer(config, model.named_parameters(), **engine.optimizer_options)
+    engine.prepare(optimizer)
+    stream = open_stream(config)
+    losses, norms, compiled, refused = [], [], [], []
+    for step in range(config.num_steps):
+        rate = learning_rate(config, step)
+        batch = stream.batch(step)
+        if step == poison:
+            batch = {name: array.copy() for name, array in batch.items()}
+            batch["labels"][:] = -100  # no trained token: 0 / 0
+        read = engine.train_step(model, optimizer, batch, rate).read()
+        losses.append(read["loss"])
+        norms.append(read["grad_norm"])
+        refused.append([read["refused"], read["first_refused"]])
+        compiled.append(engine.compilations())
+    evaluation = engine.evaluate(model, stream.batch(0)).read()["loss"]
+    warmed = engine.compilations()
+    engine.evaluate(model, stream.batch(1)).read()
+    state = engine.state(model, optimizer)
+    for tensor in state.values():
+        tensor.shards.host(next(iter(tensor.shards.regions)))
+    engine.train_step(model, optimizer, stream.batch(0), learning_rate(config, 0)).read()
+    return {
+        "loss": losses,
+        "grad_norm": norms,
+        "refused": refused,
+        "compilations": [count - compiled[0] for count in compiled],
+        "late_compilations": engine.compilations() - warmed,
+        "evaluation": evaluation,
+        "bytes": engine.bytes_per_device(model, optimizer),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({case: run_case(fields) for case, fields in json.loads(sys.argv[1]).items()}))
