@@ -1,4 +1,4 @@
-"""Programs that these tests start find the recipe and the helpers beside the tests."""
+"""Programs that these tests start find the recipe and these tests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """PYTHONPATH for subprocesses."""
-    paths = [str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))

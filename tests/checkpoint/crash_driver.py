@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_run import small_config, train
 
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.store import read_tensors
+from tests.checkpoint.small_run import small_config, train
 
 DISK_CALLS = ("pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir")
 INSTANTS = 20

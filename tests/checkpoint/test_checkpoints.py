@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
 
 from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_power, shortage
 from pretraining.checkpoint.files import FolderLock
@@ -19,6 +18,7 @@ from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.restoring import check_source
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError, UserError
+from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
 
 
 def run(folder: Path, **fields: Any) -> list[float]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 DRIVER = Path(__file__).with_name("crash_driver.py")
 RETENTION = ["--keep_last_n_checkpoints=2", "--checkpoint_interval=1"]
 
@@ -19,7 +21,7 @@ def drive(folder: Path, kind: str, *flags: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, DRIVER, folder, kind, *flags], stdout=subprocess.PIPE, check=True, timeout=600
     )
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def check(found: dict[str, Any]) -> None:

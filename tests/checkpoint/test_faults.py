@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoints import run, steps
-from two_processes import processes
 
 from pretraining.checkpoint.checkpoints import SaveFailedError
 from pretraining.checkpoint.files import UnreadableError
@@ -21,6 +19,8 @@ from pretraining.checkpoint.huggingface import open_source
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
+from tests.checkpoint.test_checkpoints import run, steps
+from tests.checkpoint.two_processes import processes
 
 FILES = ("weights-00000.safetensors", "optimizer-00000.safetensors", "manifest.json", "facts.json", "COMMITTED")
 
@@ -188,7 +188,7 @@ PEERS = """
 import os, signal, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from small_run import small_config, train
+from tests.checkpoint.small_run import small_config, train
 from pretraining.checkpoint import store
 
 dist.init_process_group("gloo")
@@ -205,6 +205,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_writing_and_a_death_in_mid_save_commits_nothing(tmp_path: Path) -> None:
     whole = [f"{step} {loss.hex()}" for step, loss in enumerate(run(tmp_path / "one"), start=1)]
     (code, _), (killed, _) = processes("-c", PEERS, tmp_path / "two", DYING="1")

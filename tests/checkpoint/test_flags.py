@@ -26,7 +26,7 @@ from pretraining.config.validate import problems
         ({"ckpt_io_workers": 0}, "--ckpt_io_workers=0", "at least 1"),
         ({"ckpt_max_failures": 0}, "--ckpt_max_failures=0", "at least 1"),
         ({"keep_last_n_checkpoints": -1}, "--keep_last_n_checkpoints=-1", "at least 0"),
-        ({"checkpoint_interval": -1}, "--checkpoint_interval=-1", "at least 0"),
+        ({"checkpoint_interval": -2}, "--checkpoint_interval=-2", "at least 0"),
     ],
 )
 def test_a_wrong_flag_is_one_problem_with_its_remedy(given: dict[str, Any], subject: str, remedy: str) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_run import PlainEngine, facts_of, open_run, small_config
-from test_checkpoints import run
 
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.convert import main, to_checkpoint, to_huggingface
@@ -23,6 +21,8 @@ from pretraining.checkpoint.store import is_weight, read_tensors, save
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
+from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config
+from tests.checkpoint.test_checkpoints import run
 
 LLAMA3 = {
     "rope_theta": 5e5,
@@ -48,7 +48,7 @@ def logits(config: TrainConfig, weights: dict[str, torch.Tensor], tokens: torch.
     model, _ = open_run(config)
     model.load_state_dict(weights)
     with torch.no_grad():
-        return model(tokens)  # type: ignore[no-any-return]
+        return model(tokens)
 
 
 @pytest.mark.parametrize("fields", [{}, LLAMA3, {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}])

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from dtensor_driver import reference
-from two_processes import HERE, processes
 
 from pretraining.checkpoint.store import read_tensors
+from tests.checkpoint.dtensor_driver import reference
+from tests.checkpoint.two_processes import HERE, processes
+
+pytestmark = pytest.mark.slow
 
 MESHES = ("ddp_8", "fsdp_8", "hsdp2x4_8", "hsdp4x2_8")
 TENSORS = 3 * (3 + 3 * 9) + 1  # parameters and two moments of embedding, norm, head and 3 blocks of 9; the step
@@ -26,7 +28,7 @@ def drive(folder: Path, devices: int) -> dict[str, Any]:
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
     driver = Path(__file__).with_name("mesh_driver.py")
     done = subprocess.run([sys.executable, driver, folder], env=environment, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.skipif(find_spec("torch_xla") is None, reason="the xla engine needs torch-xla")
