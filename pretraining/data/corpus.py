@@ -8,7 +8,7 @@ whatever the number of documents) and the documents of the blocks that are being
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
@@ -45,51 +45,51 @@ class Order:
 
 
 class _Epoch(NamedTuple):
-    order: np.ndarray  # int64 [blocks], blocks in the order of this epoch
-    before: np.ndarray  # int64 [blocks + 1], tokens before each of them
+    order: memoryview  # int64 [blocks], blocks in the order of this epoch
+    before: memoryview  # int64 [blocks + 1], tokens before each of them
 
 
 class _View(NamedTuple):
-    """The documents of one block in the order of one epoch, without empty ones."""
+    """The documents of one block in the order of one epoch, without empty ones.
+
+    memoryviews of int64: a binary search or a slice of a few elements takes a third of numpy's time.
+    """
 
     shard: ShardIndex
-    starts: np.ndarray  # int64 [documents], byte offset of the first token
-    lengths: np.ndarray  # int64 [documents]
-    before: np.ndarray  # int64 [documents + 1], position of each document in the block, added tokens included
+    width: int  # bytes of a token
+    starts: memoryview  # [documents], byte offset of the first token
+    lengths: memoryview  # [documents], tokens
+    before: memoryview  # [documents + 1], position of each document in the block, added tokens included
     low: int  # first byte of the block's tokens
     high: int  # the byte after the last
 
 
 class Views:
-    """The block views read most recently, for all datasets of a stream together."""
+    """The block views made last, for all datasets of a stream together. Threads may share it."""
 
     def __init__(self) -> None:
-        self._views: OrderedDict[tuple[int, int, int], _View] = OrderedDict()
+        self._views: dict[tuple[int, int, int], _View] = {}
         self._bytes = 0
         self._lock = Lock()
 
     def get(self, key: tuple[int, int, int]) -> _View | None:
         """The view of (dataset, epoch, block), if it is still there."""
-        with self._lock:
-            view = self._views.get(key)
-            if view is not None:
-                self._views.move_to_end(key)
-            return view
+        return self._views.get(key)
 
     def put(self, key: tuple[int, int, int], view: _View) -> None:
-        """Keep a view; the oldest leave when all together are too large."""
+        """Keep a view; the oldest leave when all together are too large. Slots are read in turn: oldest is idlest."""
         with self._lock:
             if key in self._views:
                 return
             self._views[key] = view
             self._bytes += _size(view)
             while self._bytes > _VIEW_BYTES and len(self._views) > 1:
-                self._bytes -= _size(self._views.popitem(last=False)[1])
+                self._bytes -= _size(self._views.pop(next(iter(self._views))))
 
 
 def _size(view: _View) -> int:
-    """Bytes of a view; 600 for the objects around the arrays."""
-    return 600 + view.starts.nbytes + view.lengths.nbytes + view.before.nbytes
+    """Bytes of a view; 1000 for the objects around the arrays."""
+    return 1000 + view.starts.nbytes + view.lengths.nbytes + view.before.nbytes
 
 
 class Corpus:
@@ -114,23 +114,26 @@ class Corpus:
         self.tokens = int(self._tokens.sum())  # of one epoch, added ones included
 
     def fill(self, position: int, out: np.ndarray, seen: set[str]) -> list[int]:
-        """Copy the stream from `position` on into `out` (int32); where documents begin in it.
+        """Copy the stream from `position` on into `out` (int32, contiguous); where documents begin in it.
 
         seen: shards that were checked for change during this batch.
         """
-        done, beginnings = 0, []
-        while done < len(out):
+        done, total = 0, len(out)
+        beginnings: list[int] = []
+        out.fill(self._order.eos)
+        while done < total:
             epoch, within = divmod(position + done, self.tokens)
-            plan = self._epoch(epoch)
-            place = int(plan.before.searchsorted(within, "right")) - 1
-            view = self._view(epoch, int(plan.order[place]))
-            within -= int(plan.before[place])
-            count = min(len(out) - done, int(view.before[-1]) - within)
+            plan = self._epochs.get(epoch) or self._plan(epoch)
+            place = bisect_right(plan.before, within) - 1
+            view = self._view(epoch, plan.order[place])
+            within -= plan.before[place]
+            count = min(total - done, view.before[-1] - within)
             file = self._files.tokens(view.shard)
             if view.shard.path not in seen:
                 file.check()
                 seen.add(view.shard.path)
-            beginnings += [done + at for at in self._copy(view, file, within, out[done : done + count])]
+            places = self._copy(view, file, within, out[done : done + count])
+            beginnings += [done + at for at in places] if done else places
             done += count
         return beginnings
 
@@ -139,22 +142,19 @@ class Corpus:
         found, done = [], 0
         while done < count:
             epoch, within = divmod(position + done, self.tokens)
-            plan = self._epoch(epoch)
-            place = int(plan.before.searchsorted(within, "right")) - 1
+            plan = self._epochs.get(epoch) or self._plan(epoch)
+            place = bisect_right(plan.before, within) - 1
             found.append(self._indexes[self._shard[plan.order[place]]].path)
-            done += int(plan.before[place + 1]) - within
+            done += plan.before[place + 1] - within
         return list(dict.fromkeys(found))
 
-    def _epoch(self, epoch: int) -> _Epoch:
-        plan = self._epochs.get(epoch)
-        if plan is not None:
-            return plan
+    def _plan(self, epoch: int) -> _Epoch:
         with self._lock:
             blocks = len(self._tokens)
             order = permutation(blocks, *self._order.key, epoch, 1) if self._order.shuffled else np.arange(blocks)
             before = np.zeros(blocks + 1, np.int64)
             np.cumsum(self._tokens[order], out=before[1:])
-            self._epochs[epoch] = plan = _Epoch(order, before)
+            self._epochs[epoch] = plan = _Epoch(order.data, before.data)
             while len(self._epochs) > 3:  # a batch touches two; readers ahead of it a third
                 self._epochs.pop(next(iter(self._epochs)), None)
         return plan
@@ -180,74 +180,69 @@ class Corpus:
         np.cumsum(lengths + self._order.added, out=before[1:])
         if int(before[-1]) != int(self._tokens[block]):
             raise UserError(f"{shard.path}: its index {shard.lengths.path} is damaged; remove that and start again")
-        ends = starts + lengths * np.dtype(shard.dtype).itemsize
-        return _View(shard, starts, lengths, before, int(starts.min()), int(ends.max()))
+        width = np.dtype(shard.dtype).itemsize
+        low, high = int(starts.min()), int((starts + lengths * width).max())
+        return _View(shard, width, starts.data, lengths.data, before.data, low, high)
 
     def _copy(self, view: _View, file: OpenFile, within: int, out: np.ndarray) -> list[int]:
-        """Copy block positions [within, within + len(out)) into `out`; where documents begin in it."""
-        before, count = view.before, len(out)
-        first = int(before.searchsorted(within, "right")) - 1
-        last = int(before.searchsorted(within + count, "left"))
-        lead = self._order.added - 1
-        places = (before[first:last] - within).tolist()
-        out.fill(self._order.eos)
-        if lead:
-            out[[at for at in places if at >= 0]] = self._order.bos
-        pieces = _pieces(view, first, last, [at + lead for at in places], count)
-        if view.high - view.low < len(pieces) * _BYTES_PER_READ:
-            _gather(view, file, pieces, out)
+        """Copy block positions [within, within + len(out)) into `out`; where documents begin in it.
+
+        `out` holds separators already.
+        """
+        before, count, lead = view.before, len(out), self._order.added - 1
+        first = bisect_right(before, within) - 1
+        last = bisect_left(before, within + count, first)
+        starts, lengths = view.starts[first:last].tolist(), view.lengths[first:last].tolist()
+        beginnings = [at - within for at in before[first:last].tolist()]
+        places = [at + lead for at in beginnings] if lead else beginnings.copy()
+        if places[0] < 0:  # the first document began before
+            starts[0] -= places[0] * view.width
+            lengths[0] += places[0]
+            places[0] = 0
+        lengths[-1] = min(lengths[-1], count - places[-1])  # the last one ends later
+        if view.high - view.low < len(starts) * _BYTES_PER_READ:
+            _gather(view, file, out, (starts, places, lengths))
         else:
-            _read_each(view, file, pieces, out)
-        return places if places[0] >= 0 else places[1:]
+            _read_each(view, file, out, (starts, places, lengths))
+        if beginnings[0] < 0:
+            del beginnings[0]
+        if self._order.bos is not None:
+            out[beginnings] = self._order.bos
+        return beginnings
 
 
-_Piece = tuple[int, int, int]  # byte offset in the file, first index in the row, tokens
+# Per document of a row: byte offset in the file, first index in the row, tokens. Of a document of which only an added
+# token falls into the row no tokens are left, or -1 in place of the separator.
+_Pieces = tuple[list[int], list[int], list[int]]
 
 
-def _pieces(view: _View, first: int, last: int, places: list[int], count: int) -> list[_Piece]:
-    """The parts of documents [first, last) that fall into a row of `count` tokens.
-
-    places: index in the row of each document's first token; negative where it lies before the row.
-    """
-    width = np.dtype(view.shard.dtype).itemsize
-    starts, lengths = view.starts[first:last].tolist(), view.lengths[first:last].tolist()
-    pieces = list(zip(starts, places, lengths, strict=True))
-    offset, place, length = pieces[0]
-    if place < 0:
-        pieces[0] = (offset - place * width, 0, length + place)
-    offset, place, length = pieces[-1]
-    if place + length > count:
-        pieces[-1] = (offset, place, count - place)
-    # nothing is left of a document of which only the separator falls into the row, or only the token before it
-    return [piece for piece in pieces if piece[2] > 0]
-
-
-def _read_each(view: _View, file: OpenFile, pieces: list[_Piece], out: np.ndarray) -> None:
+def _read_each(view: _View, file: OpenFile, out: np.ndarray, pieces: _Pieces) -> None:
     """One read per document, straight into the row where the ids have 4 bytes."""
-    width = np.dtype(view.shard.dtype).itemsize
+    width, descriptor, read = view.width, file.descriptor, os.preadv
     target = out if width == 4 else np.empty(len(out), view.shard.dtype)
     memory = target.data.cast("B")
-    descriptor, read = file.descriptor, os.preadv
-    for offset, place, length in pieces:
-        wanted = length * width
-        start = place * width
-        if read(descriptor, [memory[start : start + wanted]], offset) != wanted:
-            raise UserError(f"{view.shard.path}: ends before byte {offset + wanted}; it was truncated under the run")
+    for offset, place, length in zip(*pieces, strict=True):
+        if length > 0:
+            start, size = place * width, length * width
+            if read(descriptor, [memory[start : start + size]], offset) != size:
+                raise UserError(f"{view.shard.path}: ends before byte {offset + size}; it was truncated under the run")
     if width != 4:
-        for _, place, length in pieces:
-            out[place : place + length] = narrow(target[place : place + length], view.shard.path)
+        for _, place, length in zip(*pieces, strict=True):
+            if length > 0:
+                out[place : place + length] = narrow(target[place : place + length], view.shard.path)
 
 
-def _gather(view: _View, file: OpenFile, pieces: list[_Piece], out: np.ndarray) -> None:
+def _gather(view: _View, file: OpenFile, out: np.ndarray, pieces: _Pieces) -> None:
     """One read for the whole block, then one gather: for documents much shorter than a row."""
     raw = os.pread(file.descriptor, view.high - view.low, view.low)
     if len(raw) != view.high - view.low:
         raise UserError(f"{view.shard.path}: ends before byte {view.high}; it was truncated under the run")
     tokens = np.frombuffer(raw, view.shard.dtype)
-    offsets, places, lengths = np.array(pieces, np.int64).T
+    offsets, places, lengths = np.array(pieces, np.int64)
+    lengths = np.maximum(lengths, 0)
     run = np.cumsum(lengths) - lengths
-    steps = np.arange(int(lengths.sum()))
-    origin = np.repeat((offsets - view.low) // tokens.itemsize - run, lengths)
+    steps = np.arange(int(run[-1] + lengths[-1]))
+    origin = np.repeat((offsets - view.low) // view.width - run, lengths)
     target = np.repeat(places - run, lengths)
     out[target + steps] = narrow(tokens[origin + steps], view.shard.path)
 

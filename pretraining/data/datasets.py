@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
@@ -40,8 +40,7 @@ class Dataset:
         return sum(index.documents for index in self.indexes)
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
+class SpecialTokens(NamedTuple):
     """Ids put around documents and sequences; None: none."""
 
     eos: int

@@ -15,21 +15,45 @@ import numpy as np
 PERIOD = 1 << 16
 
 
-def sequence_start(number: int, tokens: int, payload: int, slots: int) -> int:
-    """First position, in the dataset's endless stream, of the `number`-th sequence that it delivers.
+class Deal(NamedTuple):
+    """How the sequences that begin in one epoch are dealt into slots."""
 
-    tokens: per epoch. payload: tokens of a sequence. slots: runs that an epoch's sequences are cut into, read in turn.
-    """
-    epoch = number * payload // tokens
-    first = -(-epoch * tokens // payload)  # sequences that begin before this epoch
-    count = -(-(epoch + 1) * tokens // payload) - first
-    turn, rest = divmod(count, slots)
-    dealt = number - first
-    if dealt < turn * slots:
-        visit, slot = divmod(dealt, slots)
-    else:  # the last, incomplete turn: the first `rest` slots hold one sequence more
-        visit, slot = turn, dealt - turn * slots
-    return (first + slot * turn + min(slot, rest) + visit) * payload
+    epoch: int
+    first: int  # sequences that begin before it
+    slots: int
+    turn: int  # complete turns: sequences in every slot
+    rest: int  # the first `rest` slots hold one more
+
+    def start(self, number: int) -> int:
+        """Which sequence of the stream is the `number`-th one delivered (counted from the first epoch's)."""
+        dealt = number - self.first
+        if dealt < self.turn * self.slots:
+            visit, slot = divmod(dealt, self.slots)
+        else:
+            visit, slot = self.turn, dealt - self.turn * self.slots
+        return self.first + slot * self.turn + min(slot, self.rest) + visit
+
+
+class Dealer:
+    """Where the sequences of one dataset begin. Remembers the epoch asked for last; threads may share it."""
+
+    def __init__(self, tokens: int, payload: int, slots: int) -> None:
+        """tokens: per epoch. payload: tokens of a sequence. slots: runs of an epoch's sequences, read in turn."""
+        self._tokens, self._payload, self._slots = tokens, payload, slots
+        self._deal = self._of(0)
+
+    def position(self, number: int) -> int:
+        """First position, in the dataset's endless stream, of the `number`-th sequence that it delivers."""
+        epoch = number * self._payload // self._tokens
+        deal = self._deal
+        if deal.epoch != epoch:
+            self._deal = deal = self._of(epoch)
+        return deal.start(number) * self._payload
+
+    def _of(self, epoch: int) -> Deal:
+        first = -(-epoch * self._tokens // self._payload)
+        count = -(-(epoch + 1) * self._tokens // self._payload) - first
+        return Deal(epoch, first, self._slots, *divmod(count, self._slots))
 
 
 class Table(NamedTuple):

@@ -40,7 +40,7 @@ class OpenFile:
 
 
 class OpenFiles:
-    """The files read most recently. Threads may share it: a file that leaves is closed by its last reader."""
+    """The files opened last. Threads may share it: a file that leaves is closed by its last reader."""
 
     def __init__(self) -> None:
         self._files: dict[str, OpenFile] = {}
@@ -55,14 +55,15 @@ class OpenFiles:
         return self._get(column.path, None, index.path)
 
     def _get(self, path: str, stamp: Stamp | None, shard: str) -> OpenFile:
+        file = self._files.get(path)
+        if file is not None:
+            return file
         with self._lock:
-            file = self._files.pop(path, None)
-            if file is None:
-                file = OpenFile(path, stamp, shard)
-                file.check()
-                if len(self._files) >= _OPEN_FILES:
-                    del self._files[next(iter(self._files))]
-            self._files[path] = file  # the last is the most recent
+            file = OpenFile(path, stamp, shard)
+            file.check()
+            while len(self._files) >= _OPEN_FILES:
+                del self._files[next(iter(self._files))]
+            self._files[path] = file
             return file
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data import datasets as room
 from pretraining.data import state as states
 from pretraining.data.corpus import Corpus, Order, Views
-from pretraining.data.dealing import PERIOD, Table, mixture_table, sequence_start
+from pretraining.data.dealing import PERIOD, Dealer, Table, mixture_table
 from pretraining.data.dummy import counter
 from pretraining.data.files import OpenFiles
 from pretraining.data.hashing import short_hash
@@ -31,6 +31,10 @@ class Source(Protocol):
 
     def row(self, sequence: int, out: np.ndarray, seen: set[str]) -> list[int]:
         """Fill `out` (int32 [seq_length + 1]) with sequence `sequence`; where documents begin in it."""
+        ...
+
+    def check(self, sequence: int, lines: np.ndarray) -> None:
+        """UserError if `lines`, sequences from `sequence` on, hold an id that the model has no row for."""
         ...
 
     def close(self) -> None:
@@ -73,6 +77,11 @@ class Stream:
         self._state, self._facts, self._total = state, facts, total
 
     @property
+    def batch_bytes(self) -> int:
+        """Memory that one batch keeps, about."""
+        return self._cut.rows * (self._cut.length + 1) * 4 * (1 + sum(self._wants))
+
+    @property
     def steps(self) -> int | None:
         """Whole batches from step 0 on; None: as many as asked for."""
         if self._total is None:
@@ -92,6 +101,7 @@ class Stream:
         lines = np.empty((self._cut.rows, self._cut.length + 1), np.int32)
         seen: set[str] = set()
         beginnings = [self._source.row(first + row, line, seen) for row, line in enumerate(lines)]
+        self._source.check(first, lines)
         return assemble(lines, beginnings, self._wants)
 
     def state(self, step: int) -> dict[str, Any]:
@@ -141,6 +151,9 @@ class Counters:
         counter(self._seed, sequence, self._vocabulary, out)
         return []
 
+    def check(self, sequence: int, lines: np.ndarray) -> None:
+        """Counters stay below the vocabulary."""
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -160,15 +173,16 @@ class Mixture:
     ) -> None:
         self._files = files
         self._corpora, self._table, self._phase, self._special = corpora, table, phase, special
-        self._slots = config.logical_shards if config.shuffle == "shards" else 1
-        self._payload = payload(config, special)
+        slots = config.logical_shards if config.shuffle == "shards" else 1
+        self._dealers = [Dealer(corpus.tokens, payload(config, special), slots) for corpus in corpora]
+        self._dataset, self._earlier = table.dataset.data, table.earlier.data
         self._vocabulary = room.vocabulary(config)
 
     def row(self, sequence: int, out: np.ndarray, seen: set[str]) -> list[int]:
         """Sequence `sequence` of the run: [bol,] tokens of one dataset, and one more as the last label."""
         number, ordinal = self.locate(sequence)
         corpus = self._corpora[number]
-        start = sequence_start(ordinal, corpus.tokens, self._payload, self._slots)
+        start = self._dealers[number].position(ordinal)
         lead = 0 if self._special.bol is None else 1
         beginnings = corpus.fill(start, out[lead:], seen)
         if lead:
@@ -176,10 +190,17 @@ class Mixture:
             beginnings = [place + 1 for place in beginnings if place > 0]
         if self._special.eol is not None:
             out[-1] = self._special.eol
-        # as unsigned numbers, negative ids are large ones too
-        if self._vocabulary is not None and int(out.view(np.uint32).max()) >= self._vocabulary:
-            self._refuse(int(out.view(np.uint32).max()), corpus, start, out)
         return beginnings
+
+    def check(self, sequence: int, lines: np.ndarray) -> None:
+        """UserError names the shard of an id that the model has no row for."""
+        unsigned = lines.view(np.uint32)  # a negative id is a large one
+        if self._vocabulary is None or int(unsigned.max()) < self._vocabulary:
+            return
+        row = int(unsigned.max(axis=1).argmax())
+        number, ordinal = self.locate(sequence + row)
+        start = self._dealers[number].position(ordinal)
+        self._refuse(int(unsigned[row].max()), self._corpora[number].sources(start, lines.shape[1]))
 
     def close(self) -> None:
         """Let go of open files."""
@@ -188,21 +209,16 @@ class Mixture:
     def locate(self, sequence: int) -> tuple[int, int]:
         """(dataset, which of its sequences) of sequence `sequence` of the run."""
         period, place = divmod(sequence - self._phase.start, PERIOD)
-        number = int(self._table.dataset[place])
-        before = period * self._table.counts[number] + int(self._table.earlier[place])
+        number = self._dataset[place]
+        before = period * self._table.counts[number] + self._earlier[place]
         return number, self._phase.consumed[number] + before
 
-    def _refuse(self, wrong: int, corpus: Corpus, start: int, out: np.ndarray) -> None:
-        added = [token for token in self._special_ids() if token == wrong]
-        where = "a special token" if added else " or ".join(corpus.sources(start, len(out)))
+    def _refuse(self, wrong: int, shards: list[str]) -> None:
+        where = "a special token" if wrong in self._special else " or ".join(shards)
         raise UserError(
             f"{where}: token id {wrong}, but the model's vocabulary is {self._vocabulary:,}; the data was made with "
             f"another tokenizer, or --vocab_size must be at least {wrong + 1}"
         )
-
-    def _special_ids(self) -> list[int]:
-        special = self._special
-        return [token for token in (special.eos, special.bos, special.bol, special.eol) if token is not None]
 
 
 def payload(config: TrainConfig, special: room.SpecialTokens) -> int:
