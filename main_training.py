@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 
 from pretraining.config.flags import run
 from pretraining.config.training import TrainConfig
@@ -38,8 +39,9 @@ def main(**flags: str) -> int:
     engine = open_engine(config)
     say = print if engine.process_index == 0 else (lambda *_: None)
     check_memory(config, shape, state_copies=engine.host_copies)
-    say(describe(config, shape, mesh=engine.mesh._asdict(), device_name=engine.device_name,
-                 recompute=block_mask(config, shape.num_layers), rate=lambda step: learning_rate(config, step)))  # fmt: skip
+    mask = block_mask(config, shape.num_layers)
+    rates = partial(learning_rate, config)
+    say(describe(config, shape, mesh=engine.mesh._asdict(), device_name=engine.device_name, recompute=mask, rate=rates))
 
     # Data: the global batch of step k is a function of (data, config, k); opened first to fail before the model exists
     open_stream(config, engine.data_rank, engine.data_size)

@@ -1,6 +1,6 @@
 """The XLA engine beside plain PyTorch: compile time against depth, and the time of a step.
 
-    python benchmarks/xla.py [--steps=20]
+    python -m benchmarks.xla [--steps=21]
 
 Prints two ratios: first-step time at 64 layers over that at 4 layers, and the median step of the engine on one CPU
 device over eager PyTorch and torch.compile, with the same model, batch and cores. The contenders of the second take
@@ -14,10 +14,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
-
-os.environ["PJRT_DEVICE"], os.environ["CPU_NUM_DEVICES"] = "CPU", os.environ.get("CPU_NUM_DEVICES", "1")
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
@@ -91,19 +87,20 @@ def seconds(step: Xla | Plain) -> float:
 
 def first_step(layers: int) -> float:
     """Seconds of the step that traces and compiles, in a process of its own."""
-    command = [sys.executable, __file__, f"--first-step={layers}"]
+    command = [sys.executable, "-m", "benchmarks.xla", f"--first-step={layers}"]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
 def main() -> None:
     """See the module."""
+    os.environ["PJRT_DEVICE"], os.environ["CPU_NUM_DEVICES"] = "CPU", "1"
     options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
     if "first-step" in options:
         print(seconds(Xla(int(options["first-step"]))))
         return
     shallow, deep = (statistics.median(first_step(layers) for _ in range(3)) for layers in (4, 64))
     print(f"first step: {shallow:.2f} s at 4 layers, {deep:.2f} s at 64 layers, ratio {deep / shallow:.2f}")
-    contenders = {"xla": Xla(6), "eager": Plain(compiled=False), "compiled": Plain(compiled=True)}
+    contenders: dict[str, Xla | Plain] = {"xla": Xla(6), "eager": Plain(compiled=False), "compiled": Plain(compiled=True)}
     for contender in contenders.values():
         for _ in range(2):
             contender.step()

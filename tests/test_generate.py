@@ -20,6 +20,7 @@ from pretraining.checkpoint.store import save
 from pretraining.config.training import TrainConfig
 from pretraining.generate import draw, main, sample
 from pretraining.models.init import build_model
+from pretraining.models.llama import Block
 
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from seven hungry wolves in cold winter nights"
@@ -110,6 +111,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with torch.no_grad():  # head = embedding, blocks silenced: the likeliest next token is the last one
             model.lm_head.weight.copy_(model.model.embed_tokens.weight)
             for block in model.model.layers:
+                assert isinstance(block, Block)
                 block.self_attn.o_proj.weight.zero_()
                 block.mlp.down_proj.weight.zero_()
     return folder

@@ -12,6 +12,7 @@ from pretraining.parallel.engine import Mesh
 
 
 def divisors(number: int) -> list[int]:
+    """All of them, rising."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch_xla.distributed.spmd as xs
 import torch_xla.experimental.scan as xla_scan
-from functorch.compile import default_partition, min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
@@ -85,7 +85,11 @@ def _grouped(stack: Tensor, group: ScanGroup) -> Tensor:
 
 
 def _partition(mask: tuple[bool, ...]) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
-    """A partitioner that keeps every activation of the blocks where `mask` is False and recomputes the others."""
+    """A partitioner that keeps every activation of the blocks where `mask` is False and recomputes the others.
+
+    With no block chosen the min-cut decides alone: it recomputes what is cheap beside its memory (casts, norms, masks)
+    and never a matrix product, which was faster on CPUs than keeping everything.
+    """
     if not any(mask):
         return min_cut_rematerialization_partition
 
