@@ -24,6 +24,8 @@ settings=(
     --batch_size=2
     --num_steps=160
     --learning_rate=3e-3
+    # A CPU has no bf16 units: a step takes several times as long in mixed precision. On TPUs, leave this out.
+    --mixed_precision=False
 
     --report_interval=1
     --checkpoint_interval=40
