@@ -22,7 +22,7 @@ from pretraining.config import training
 PAGE = Path(__file__).parents[2] / "configs.md"
 BEGIN = "<!-- tables: written by python -m pretraining.config.document --write -->"
 END = "<!-- end of tables -->"
-WIDTH = 110  # columns of --help
+WIDTH = 100  # columns of --help
 
 
 class Field(NamedTuple):
@@ -36,17 +36,22 @@ class Field(NamedTuple):
 
 
 def documented_fields() -> list[Field]:
-    """The fields in their order. Raises ValueError naming a field without a docstring or above the first group."""
-    source = inspect.getsource(training)
-    tree = ast.parse(source)
-    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig")
-    docstrings = {before.end_lineno: after for before, after in pairwise(body)}
+    """The fields of TrainConfig in their order."""
+    return fields_in(inspect.getsource(training))
+
+
+def fields_in(source: str) -> list[Field]:
+    """The fields of the TrainConfig that `source` defines. Raises ValueError naming all that lack documentation."""
+    (tree,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig")
+    following = dict(pairwise(tree.body))
     groups = _groups(source)
-    return [
-        _field(source, node, docstrings.get(node.end_lineno), groups[: node.lineno])
-        for node in body
-        if isinstance(node, ast.AnnAssign)
-    ]
+    nodes = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
+    found = [_field(source, node, following.get(node), groups[: node.lineno]) for node in nodes]
+    missing = [ast.unparse(node.target) for node, field in zip(nodes, found, strict=True) if field is None]
+    if missing:
+        needs = "a default, a docstring below it and a '# ---- Group' above it"
+        raise ValueError(f"TrainConfig: {', '.join(missing)}: every field needs {needs}")
+    return [field for field in found if field]
 
 
 def _groups(source: str) -> list[str | None]:
@@ -55,14 +60,16 @@ def _groups(source: str) -> list[str | None]:
     return [match and match[1] for match in matches]
 
 
-def _field(source: str, node: ast.AnnAssign, following: ast.stmt | None, groups_above: list[str | None]) -> Field:
-    name = ast.unparse(node.target)
+def _field(
+    source: str, node: ast.AnnAssign, following: ast.stmt | None, groups_above: list[str | None]
+) -> Field | None:
     group = next((group for group in reversed(groups_above) if group), None)
     match following:
         case ast.Expr(value=ast.Constant(value=str(words))) if group and node.value:
-            default = ast.get_source_segment(source, node.value) or ""
-            return Field(group, name, ast.unparse(node.annotation), default, " ".join(words.split()))
-    raise ValueError(f"TrainConfig.{name} needs a default, a docstring below it and a '# ---- Group' above it")
+            default = ast.get_source_segment(source, node.value) or ""  # as written: 3e-4, where unparse says 0.0003
+            name, kind = ast.unparse(node.target), ast.unparse(node.annotation)
+            return Field(group, name, kind, default, " ".join(words.split()))
+    return None
 
 
 def by_group(fields: list[Field]) -> dict[str, list[Field]]:

@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
 
-from pretraining.config.document import BEGIN, END, PAGE, documented_fields, help_text, main, page
+from pretraining.config.document import BEGIN, END, PAGE, documented_fields, fields_in, help_text, main, page
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
-from pretraining.parallel.recompute import block_mask, show_mask
+from pretraining.parallel.recompute import block_mask, scan_plan, show_mask
 
 
 def test_configs_md_is_what_the_generator_writes() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == page(text), "run python -m pretraining.config.document --write"
+
+
+SOURCE = '''
+class TrainConfig:
+    bare: int = 0
+    """No group is above."""
+
+    # ---- First
+    good: int | None = 1_000
+    """Tokens,
+    at least 1."""
+    silent: str = ""
+    # ---- Second
+    endless: str
+    """It has no default."""
+    last: float = 3e-4
+'''
+
+
+def test_a_field_is_read_as_it_is_written() -> None:
+    text = re.sub(r"^    (bare|silent|endless|last).*\n( *\"\"\".*\n)?", "", SOURCE, flags=re.MULTILINE)
+    assert fields_in(text) == [("First", "good", "int | None", "1_000", "Tokens, at least 1.")]
+
+
+def test_every_field_that_lacks_documentation_is_named() -> None:
+    with pytest.raises(ValueError, match="TrainConfig: bare, silent, endless, last: every field needs"):
+        fields_in(SOURCE)
+
+
+def test_the_documentation_needs_no_torch() -> None:
+    code = "import sys, pretraining.config.document as d; d.help_text(); assert not {'torch', 'numpy'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PAGE.parent)
 
 
 def test_every_field_is_documented_once_in_its_order() -> None:
@@ -39,7 +73,7 @@ def test_every_variant_is_named_in_the_documentation() -> None:
 
 
 def test_the_help_fits_a_terminal() -> None:
-    assert max(map(len, help_text().splitlines())) <= 120
+    assert max(map(len, help_text().splitlines())) <= 100
 
 
 def test_what_is_written_by_hand_is_kept() -> None:
@@ -61,14 +95,26 @@ def test_an_unknown_argument_of_the_generator_is_refused() -> None:
     assert main(["--wirte"]) == 2
 
 
+def recomputing(choice: str) -> TrainConfig:
+    return TrainConfig(fsdp_activation_checkpointing=True, selective_checkpointing=choice)
+
+
 def test_the_masks_shown_are_those_that_run() -> None:
     rows = re.findall(r"^\| `([\d/.]+)` \| ([TF ]+) \| (\d+) of 12 \| \+(\d+) % \|$", PAGE.read_text(), re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) == 8
     for choice, mask, count, cost in rows:
-        config = TrainConfig(fsdp_activation_checkpointing=True, selective_checkpointing=choice)
-        chosen = block_mask(config, 12)
+        chosen = block_mask(recomputing(choice), 12)
         assert (show_mask(chosen), str(sum(chosen))) == (mask, count)
         assert round(100 * sum(chosen) / 12 / 3) == int(cost)
+
+
+def test_the_compiled_bodies_shown_are_those_of_the_scan() -> None:
+    rows = re.findall(r"^\| (off, or )?`([\d/.]+)`(?: or `([\d/.]+)`)? \| (\d+) \| ", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    for off, first, second, bodies in rows:
+        masks = [block_mask(recomputing(choice), 12) for choice in (first, second) if choice]
+        masks += [block_mask(TrainConfig(), 12)] * bool(off)
+        assert {sum(len(group.mask) for group in scan_plan(mask)) for mask in masks} == {int(bodies)}
 
 
 def test_the_memory_shown_is_sixteen_bytes_a_parameter() -> None:
