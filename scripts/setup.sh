@@ -7,7 +7,7 @@ venv=$PWD/.venv
 python=$venv/bin/python
 
 set_up() {
-    local stamp=$venv/installed-$1.txt wanted
+    local stamp=$venv/installed-$1 wanted
     lock
     wanted=$(requirements_state "$1")
     if [[ ! -f $stamp || $(< "$stamp") != "$wanted" ]]; then

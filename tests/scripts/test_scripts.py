@@ -1,0 +1,148 @@
+"""The shell scripts: they set themselves up once, say what is missing, and return the training's own exit code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted([*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"])
+TOY = [
+    *("--use_dummy_dataset", "--model_variant=custom", "--num_layers=2", "--hidden_size=32", "--intermediate_size=64"),
+    *("--num_attention_heads=2", "--vocab_size=128", "--seq_length=16", "--global_batch_size=8", "--batch_size=1"),
+    "--num_steps=2",
+]
+
+
+def bash(folder: Path, command: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash in `folder`."""
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", **extra}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the scripts with requirements that install in no time."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "requirements.txt").write_text("# nothing\n")
+    return tmp_path
+
+
+@pytest.fixture
+def installed(checkout: Path) -> Path:
+    """The same, set up already with this interpreter and its packages, and with the recipe in it."""
+    for name in ("pretraining", "main_training.py"):
+        (checkout / name).symlink_to(ROOT / name)
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    stamp = "source scripts/setup.sh; requirements_state requirements.txt > .venv/installed-requirements.txt"
+    assert bash(checkout, stamp).returncode == 0
+    return checkout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_bash_can_read_every_script(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(script: Path) -> None:
+    subprocess.run(["shellcheck", "-x", script], cwd=ROOT, check=True)
+
+
+def test_setting_up_installs_once_and_again_when_the_requirements_change(checkout: Path) -> None:
+    first = bash(
+        checkout, "source scripts/setup.sh; set_up requirements.txt; $python -c 'import sys; print(sys.prefix)'"
+    )
+    assert (first.returncode, first.stdout.strip()) == (0, str(checkout / ".venv"))
+    assert "setting up" in first.stderr
+    again = bash(checkout, "source scripts/setup.sh; set_up requirements.txt")
+    assert (again.returncode, again.stderr) == (0, "")
+    (checkout / "requirements.txt").write_text("# something else\n")
+    changed = bash(checkout, "source scripts/setup.sh; set_up requirements.txt")
+    assert (changed.returncode, "setting up" in changed.stderr) == (0, True)
+
+
+def test_an_installation_that_failed_is_tried_again(checkout: Path) -> None:
+    (checkout / "requirements.txt").write_text("./no-such-package\n")
+    for _ in range(2):
+        failed = bash(checkout, "source scripts/setup.sh; set_up requirements.txt; echo went on")
+        assert (failed.returncode, failed.stdout) == (1, "")
+        assert "set-up failed" in failed.stderr
+    (checkout / "requirements.txt").write_text("# nothing\n")
+    assert bash(checkout, "source scripts/setup.sh; set_up requirements.txt").returncode == 0
+
+
+def test_a_machine_without_a_suitable_python_is_told_what_to_install(checkout: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "cat", "dirname", "mkdir", "find", "flock"):
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    failed = bash(checkout, "source scripts/setup.sh; set_up requirements.txt", PATH=str(tools))
+    assert failed.returncode == 1
+    assert "no Python 3.11, 3.12 or 3.13" in failed.stderr
+    assert "PYTHON=/path/to/python3.12" in failed.stderr
+
+
+def test_mistakes_in_the_flags_are_told_once_before_anything_starts(installed: Path) -> None:
+    ended = bash(
+        installed, "bash scripts/train.sh --use_dummy_dataset --batch_sise=4 --seq_length=two", NPROC_PER_NODE="2"
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.count("2 problems with the configuration:") == 1
+    assert "note:" not in ended.stderr.partition("2 problems")[2]
+
+
+def test_help_is_the_table_of_flags(installed: Path) -> None:
+    ended = bash(installed, "bash scripts/train.sh --help")
+    assert (ended.returncode, "--batch_size=2" in ended.stdout) == (0, True)
+
+
+def test_the_codes_of_processes_under_torchrun_are_told_apart(installed: Path) -> None:
+    """torchrun itself would return 1."""
+    program = "import os, sys, pathlib; rank = os.environ['RANK']\n"
+    program += "pathlib.Path(os.environ['EXIT_CODES'], rank).write_text('3'); sys.exit(3)\n"
+    (installed / "main_training.py").unlink()
+    (installed / "main_training.py").write_text(program)
+    ended = bash(
+        installed, "bash scripts/train.sh --use_dummy_dataset --engine=torch", NPROC_PER_NODE="2", PJRT_DEVICE=""
+    )
+    assert ended.returncode == 3
+
+
+@pytest.mark.slow
+def test_a_training_started_by_the_script_finishes_with_0_and_keeps_the_settings_at_its_top(installed: Path) -> None:
+    pytest.importorskip("torch_xla", reason="the settings of the script are for the xla engine")
+    ended = bash(installed, f"bash scripts/train.sh {' '.join(TOY)} --log_dir=run")
+    assert ended.returncode == 0, ended.stderr
+    assert len((installed / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert "--num_steps=160 is overridden by the later --num_steps=2" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_sigterm_to_the_script_reaches_the_training(installed: Path) -> None:
+    pytest.importorskip("torch_xla", reason="the settings of the script are for the xla engine")
+    command = ["bash", "scripts/train.sh", *TOY, "--num_steps=1000000", "--log_dir=run"]
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
+    with subprocess.Popen(command, cwd=installed, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        metrics = installed / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert time.monotonic() < deadline and script.poll() is None, "training did not start"
+            time.sleep(0.2)
+        script.send_signal(signal.SIGTERM)
+        script.communicate(timeout=60)
+    assert script.returncode == 128 + signal.SIGTERM
