@@ -330,8 +330,6 @@ def _data_is_named(config: TrainConfig) -> Iterator[Problem]:
 def _validation_is_complete(config: TrainConfig) -> Iterator[Problem]:
     if config.val_interval and not config.val_steps:
         yield Problem(flag(config, "val_interval"), "needs --val_steps=N, the global batches of one validation")
-    if config.val_steps and not config.val_interval:
-        yield Problem(flag(config, "val_steps"), "needs --val_interval=N, the steps between two validations")
     if config.val_interval and not (config.use_dummy_dataset or config.valid_data_path or config.split):
         remedy = (
             "needs held-out data: give --valid_data_path=FOLDER, or --split=949,50,1 to hold back part of data_path"
