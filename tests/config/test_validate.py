@@ -82,7 +82,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"weights": "1,2"}, ["--weights=1,2", "datasets is not given"]),
     ({"weights": "1,-2", "datasets": "a,b"}, ["--weights=1,-2", "above 0"]),
     ({"val_interval": 10}, ["--val_interval=10", "--val_steps"]),
-    ({"use_dummy_dataset": False, "data_path": "x", "val_interval": 9, "val_steps": 1}, ["--val_interval=9", "--split"]),
+    (
+        {"use_dummy_dataset": False, "data_path": "x", "val_interval": 9, "val_steps": 1},
+        ["--val_interval=9", "--split"],
+    ),
     ({"checkpoint_scale": "log", "checkpoint_interval": 1}, ["--checkpoint_interval=1", "checkpoint_scale=log"]),
     ({"extra_checkpoint_steps": "1,x"}, ["--extra_checkpoint_steps=1,x", "0,100,1000"]),
     ({"use_profiler": True, "num_steps": 4}, ["--profile_start_step=5", "num_steps=4"]),
