@@ -14,6 +14,7 @@ from pretraining.data.stream import Batch, Stream
 AHEAD = 2  # runs per thread: one being made, one ready
 # Handing a run over between threads costs about 50 us, so small batches are made several at a time.
 RUN_BYTES = 1 << 20
+LONGEST_RUN = 16
 
 Run = list[Batch | Exception]  # consecutive batches; an exception ends it
 
@@ -24,7 +25,7 @@ class Prefetcher:
     def __init__(self, stream: Stream, threads: int) -> None:
         """threads: at least 1; the batches do not depend on it."""
         self._stream, self._depth = stream, AHEAD * threads
-        self._length = max(1, RUN_BYTES // stream.batch_bytes)
+        self._length = min(max(1, RUN_BYTES // stream.batch_bytes), LONGEST_RUN)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="data")
         self._runs: dict[int, Future[Run]] = {}  # first step -> its run
         self._first, self._ready = 0, Run()

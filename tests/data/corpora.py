@@ -1,0 +1,97 @@
+"""Small corpora in every store, for the tests of the data room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pretraining.config.training import TrainConfig
+from pretraining.data import Stream
+
+SEPARATOR = 1  # documents of these tests use ids from 2 on
+Documents = Sequence[Sequence[int]]
+
+
+def numbered(lengths: Sequence[int], first: int = 2) -> list[list[int]]:
+    """Documents of these lengths in which every id occurs once."""
+    ends = np.cumsum(lengths) + first
+    return [list(range(end - length, end)) for end, length in zip(ends.tolist(), lengths, strict=True)]
+
+
+def write_flat(path: Path, documents: Documents, kind: str = "uint32") -> Path:
+    """fms-fsdp's layout: one document per record batch."""
+    column = pa.type_for_alias(kind)
+    schema = pa.schema([("tokens", column)])
+    file = path.with_suffix(".arrow")
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for document in documents:
+            writer.write(pa.record_batch([pa.array(document, column)], schema=schema))
+    return file
+
+
+def write_lists(path: Path, documents: Documents, kind: str = "int32", batch: int = 7, stream: bool = False) -> Path:
+    """A list column behind another column; as an IPC file or, as Hugging Face saves, an IPC stream."""
+    column = pa.list_(pa.type_for_alias(kind))
+    schema = pa.schema([("id", pa.string()), ("tokens", column)])
+    file = path.with_suffix(".arrow")
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with pa.OSFile(str(file), "wb") as sink, new(sink, schema) as writer:
+        for start in range(0, len(documents), batch):
+            some = list(documents[start : start + batch])
+            ids = pa.array([str(start + place) for place in range(len(some))])
+            writer.write(pa.record_batch([ids, pa.array(some, column)], schema=schema))
+    return file
+
+
+def write_parquet(path: Path, documents: Documents, kind: str = "int32") -> Path:
+    """A list column."""
+    file = path.with_suffix(".parquet")
+    column = pa.array(list(documents), pa.list_(pa.type_for_alias(kind)))
+    pq.write_table(pa.table({"tokens": column}), file, row_group_size=5)
+    return file
+
+
+def write_megatron(path: Path, documents: Documents, kind: str = "int32", sequences: int = 1) -> Path:
+    """NAME.bin and NAME.idx; sequences: into which every document is cut."""
+    pieces = [list(piece) for document in documents for piece in np.array_split(np.array(document), sequences)]
+    sizes = np.array([len(piece) for piece in pieces], np.int32)
+    tokens = np.concatenate([np.array(piece) for piece in pieces] or [np.zeros(0)]).astype(kind)
+    tokens.tofile(path.with_suffix(".bin"))
+    code = {"int32": 4, "int64": 5, "uint16": 8}[kind]
+    borders = np.arange(len(documents) + 1, dtype=np.int64) * sequences
+    head = b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + bytes([code])
+    counts = np.array([len(sizes), len(borders)], "<u8").tobytes()
+    pointers = (np.cumsum(sizes, dtype=np.int64) - sizes) * tokens.itemsize
+    file = path.with_suffix(".idx")
+    file.write_bytes(head + counts + sizes.tobytes() + pointers.tobytes() + borders.tobytes())
+    return file
+
+
+def corpus(folder: Path, *shards: Documents, name: str = "a") -> Path:
+    """Shards of fms-fsdp's layout in folder/name."""
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    for number, documents in enumerate(shards):
+        write_flat(folder / name / f"s{number}", documents)
+    return folder / name
+
+
+def settings(folder: Path, **fields: Any) -> TrainConfig:
+    """A configuration that reads `folder`, with its indexes beside it."""
+    usual = {"seq_length": 16, "global_batch_size": 1, "vocab_size": 1 << 20, "logical_shards": 8}
+    return TrainConfig(**{"data_path": str(folder), "index_dir": f"{folder}.index", **usual, **fields})
+
+
+def rows(stream: Stream, steps: int) -> list[np.ndarray]:
+    """The rows of the first steps, in order."""
+    return [row for step in range(steps) for row in stream.batch(step)["tokens"]]
+
+
+def epoch_tokens(stream: Stream) -> int:
+    """Tokens of one epoch of the only dataset, separators included."""
+    (dataset,) = stream.facts()["datasets"]
+    return int(dataset["tokens"])

@@ -1,0 +1,101 @@
+"""Special tokens and document boundaries."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings as tries
+from hypothesis import strategies as st
+
+from pretraining.config.errors import UserError
+from pretraining.data import IGNORED, open_stream
+from tests.data.corpora import corpus, numbered, rows, settings
+
+EOS, BOS, BOL, EOL = 900_001, 900_002, 900_003, 900_004
+
+
+def test_bos_and_eos_stand_around_every_document(tmp_path: Path) -> None:
+    documents = numbered([5, 30, 1, 0, 2] * 20)
+    corpus(tmp_path / "data", documents)
+    stream = open_stream(settings(tmp_path / "data", shuffle="none", eos_token=EOS, bos_token=BOS, num_epochs=1))
+    want = [token for document in documents if document for token in [BOS, *document, EOS]]
+    assert np.concatenate(rows(stream, stream.steps or 0)).tolist() == want[: len(want) // 16 * 16]
+
+
+@pytest.mark.parametrize(("bol", "eol"), [(BOL, None), (None, EOL), (BOL, EOL)])
+def test_bol_begins_every_sequence_and_eol_is_its_last_label(tmp_path: Path, bol: int | None, eol: int | None) -> None:
+    """As in fms-fsdp: a line of seq_length + 1 tokens with both at its ends, cut into inputs and shifted labels."""
+    documents = numbered([5, 30, 1, 2] * 20)
+    corpus(tmp_path / "data", documents)
+    config = settings(tmp_path / "data", shuffle="none", sep_token=EOS, bol_token=bol, eol_token=eol)
+    stream = open_stream(config)
+    text = [token for document in documents for token in [*document, EOS]]
+    payload = 15 if bol else 16
+    for step in range(40):
+        tokens, labels = (stream.batch(step)[name][0].tolist() for name in ("tokens", "labels"))
+        here = text[step * payload : (step + 1) * payload]
+        assert tokens == ([bol, *here] if bol else here)
+        assert labels == [*tokens[1:], eol or text[(step + 1) * payload]]
+
+
+def test_strip_tokens_are_removed_once_from_a_documents_two_ends(tmp_path: Path) -> None:
+    x, y = 800, 801
+    corpus(tmp_path / "data", [[x, 5, x, y], [x, x, 6], [x], [x, y], [], [7, 8], [y, x, x]] * 30)
+    stream = open_stream(settings(tmp_path / "data", shuffle="none", strip_tokens="800,801", eos_token=EOS))
+    assert stream.facts()["datasets"][0]["empty_documents"] == 3 * 30
+    stripped = [*[5, x, EOS], *[x, 6, EOS], *[7, 8, EOS], *[x, EOS]]
+    assert np.concatenate(rows(stream, 11)).tolist() == (stripped * 30)[: 11 * 16]
+
+
+def test_a_special_token_beyond_the_vocabulary_is_an_error(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([20] * 40))
+    stream = open_stream(settings(tmp_path / "data", eos_token=5000, vocab_size=2000))
+    with pytest.raises(UserError, match="a special token: token id 5000, but the model's vocabulary is 2,000"):
+        rows(stream, 30)
+
+
+@tries(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=30, max_size=60), st.integers(2, 50), st.booleans(), st.booleans())
+def test_segments_and_positions_restart_with_every_document(
+    lengths: list[int], seq_length: int, bos: bool, bol: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        documents = numbered(lengths)
+        owner = {token: number for number, document in enumerate(documents) for token in document}
+        corpus(Path(folder) / "data", documents)
+        config = settings(
+            *(Path(folder) / "data",),
+            **{"seq_length": seq_length, "eos_token": EOS, "bos_token": BOS if bos else None},
+            **{"bol_token": BOL if bol else None, "reset_attention_mask": True, "reset_position_ids": True},
+        )
+        stream = open_stream(config)
+        for step in range(10):
+            batch = stream.batch(step)
+            tokens, segments, positions = (batch[name][0] for name in ("tokens", "segments", "positions"))
+            ends = tokens == EOS
+            assert segments[0] == 1 and segments.dtype == positions.dtype == np.int32
+            assert np.array_equal(np.diff(segments), ends[:-1])
+            for segment in range(1, segments[-1] + 1):
+                inside = segments == segment
+                assert np.array_equal(positions[inside], np.arange(inside.sum()))
+                assert len({owner[token] for token in tokens[inside].tolist() if token in owner}) <= 1
+
+
+def test_a_separator_inside_a_document_is_no_boundary(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", [[5, EOS, 6, EOS, 7, 8, 9]] * 20)
+    batch = open_stream(settings(tmp_path / "data", eos_token=EOS, reset_attention_mask=True)).batch(0)
+    assert batch["segments"][0].tolist() == [1] * 8 + [2] * 8
+    assert "positions" not in batch
+
+
+def test_eod_mask_loss_leaves_out_what_follows_a_separator_and_nothing_else(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([5, 30, 1, 2] * 20))
+    plain = open_stream(settings(tmp_path / "data", eos_token=EOS))
+    masked = open_stream(settings(tmp_path / "data", eos_token=EOS, eod_mask_loss=True))
+    for step in range(60):
+        want, got = plain.batch(step), masked.batch(step)
+        assert np.array_equal(want["tokens"], got["tokens"])
+        assert np.array_equal(got["labels"], np.where(want["tokens"] == EOS, IGNORED, want["labels"]))

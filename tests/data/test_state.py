@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pretraining.config.errors import UserError
+from pretraining.data import open_stream
+from tests.data.corpora import corpus, numbered, rows, settings, write_flat
+from tests.data.test_mixture import three, whose
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"seed": 5}, "--seed: 2023 then, 5 now"),
+        ({"seq_length": 32}, "--seq_length: 16 then, 32 now"),
+        ({"logical_shards": 9}, "--logical_shards: 8 then, 9 now"),
+        ({"eos_token": 3}, "--eos_token: 1 then, 3 now"),
+        ({"shuffle": "none"}, "--shuffle: shards then, none now"),
+        ({"weights": "1,1,1"}, "--weights: dataset a had 25.00% of the mixture, now 33.33%"),
+        ({"datasets": "a,b", "weights": "1,2"}, "dataset c: gone"),
+        ({"datasets": "c,b,a"}, "--datasets: a,b,c then, c,b,a now"),
+        ({"max_samples": 300}, "--max_samples: None then, 300 now"),
+    ],
+)
+def test_a_changed_setting_is_refused_with_what_changed_and_the_flag(
+    tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    three(tmp_path / "data")
+    usual = {"datasets": "a,b,c", "weights": "1,2,1"}
+    state = open_stream(settings(tmp_path / "data", **usual)).state(7)
+    with pytest.raises(UserError) as caught:
+        open_stream(settings(tmp_path / "data", **{**usual, **change}), state=state)
+    assert told in str(caught.value) and "--accept_data_changes=True" in str(caught.value)
+
+
+def test_what_does_not_touch_the_order_may_change(tmp_path: Path) -> None:
+    three(tmp_path / "data")
+    state = open_stream(settings(tmp_path / "data")).state(7)
+    changed = {"num_workers": 3, "num_steps": 5, "learning_rate": 0.1, "eod_mask_loss": True, "file_type": "arrow"}
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    assert open_stream(settings(tmp_path / "elsewhere", **changed), state=state).state(0) == state
+
+
+def test_changed_data_is_refused_by_the_name_of_its_dataset(tmp_path: Path) -> None:
+    three(tmp_path / "data")
+    state = open_stream(settings(tmp_path / "data")).state(7)
+    write_flat(tmp_path / "data" / "b" / "s2", numbered([15] * 3, 110_000))
+    with pytest.raises(UserError, match="dataset b: other content"):
+        open_stream(settings(tmp_path / "data"), state=state)
+
+
+def test_a_mixture_changed_on_purpose_begins_there_and_repeats_nothing(tmp_path: Path) -> None:
+    three(tmp_path / "data")
+    before = settings(tmp_path / "data", datasets="a,b", weights="3,1")
+    seen = rows(open_stream(before), 200)
+    after = settings(tmp_path / "data", datasets="b,c,a", weights="6,1,1", accept_data_changes=True)
+    stream = open_stream(after, state=open_stream(before).state(200))
+    got = rows(stream, 320)
+    names = [whose(row) for row in got]
+    assert abs(names[:80].count("b") - 60) <= 1  # the new share at once, no catching up
+    assert abs(names.count("c") - 40) <= 1
+    ids = [row.tolist() for row in [*seen, *got] if whose(row) == "a"]  # 150 + 40 of its 400 sequences
+    assert len({tuple(row) for row in ids}) == len(ids)
+    state = stream.state(320)
+    assert state["start"] == 200 and state["sequences"] == 520
+    assert [entry["until"] for entry in state["earlier"]] == [200]
+    assert "dataset c: new" in state["earlier"][0]["changes"]
+    assert np.array_equal(rows(open_stream(after, state=stream.state(100)), 220), got[100:])
+
+
+def test_a_dataset_that_left_goes_on_where_it_stood_when_it_returns(tmp_path: Path) -> None:
+    three(tmp_path / "data")
+    alone = rows(open_stream(settings(tmp_path / "data", datasets="a")), 60)
+    accept = {"accept_data_changes": True}
+    first = open_stream(settings(tmp_path / "data", datasets="a", **accept))
+    second = open_stream(settings(tmp_path / "data", datasets="b", **accept), state=first.state(25))
+    third = open_stream(settings(tmp_path / "data", datasets="a", **accept), state=second.state(10))
+    assert np.array_equal(rows(third, 35), alone[25:])
+
+
+def test_the_state_is_small_and_the_same_on_every_rank(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([15] * 500))
+    config = settings(tmp_path / "data", global_batch_size=4)
+    states = [open_stream(config, rank, 4).state(10**9) for rank in range(4)]
+    assert states[1:] == states[:-1] and len(str(states[0])) < 600
+    assert open_stream(config, state=states[0]).batch(0)["tokens"].shape == (4, 16)
+
+
+def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([15] * 500))
+    state = {**open_stream(settings(tmp_path / "data")).state(1), "version": 99}
+    with pytest.raises(UserError, match="data state has version 99"):
+        open_stream(settings(tmp_path / "data"), state=state)

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pretraining.config.errors import UserError
+from pretraining.data import open_stream
+from pretraining.data.index import Source, open_index
+from tests.data import corpora
+from tests.data.corpora import Documents, numbered, rows, settings
+
+DOCUMENTS = numbered([40, 0, 700, 1, 3, 90, 5, 2] * 12)
+
+STORES: dict[str, Callable[[Path, Documents], Path]] = {
+    "flat_uint32": corpora.write_flat,
+    "flat_int32": lambda path, documents: corpora.write_flat(path, documents, "int32"),
+    "flat_uint16": lambda path, documents: corpora.write_flat(path, documents, "uint16"),
+    "flat_int64": lambda path, documents: corpora.write_flat(path, documents, "int64"),
+    "lists": corpora.write_lists,
+    "one_list_per_batch": lambda path, documents: corpora.write_lists(path, documents, batch=1),
+    "lists_int64_stream": lambda path, documents: corpora.write_lists(path, documents, "int64", stream=True),
+    "parquet": corpora.write_parquet,
+    "parquet_int64": lambda path, documents: corpora.write_parquet(path, documents, "int64"),
+    "parquet_uint16": lambda path, documents: corpora.write_parquet(path, documents, "uint16"),
+    "megatron": corpora.write_megatron,
+    "megatron_uint16": lambda path, documents: corpora.write_megatron(path, documents, "uint16"),
+    "megatron_int64": lambda path, documents: corpora.write_megatron(path, documents, "int64"),
+    "megatron_of_sequences": lambda path, documents: corpora.write_megatron(path, documents, sequences=3),
+}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_same_documents_give_the_same_batches_from_every_store(tmp_path: Path, store: str) -> None:
+    for name, write in (("plain", corpora.write_flat), ("other", STORES[store])):
+        (tmp_path / name / "a").mkdir(parents=True)
+        write(tmp_path / name / "a" / "s0", DOCUMENTS[:50])
+        write(tmp_path / name / "a" / "s1", DOCUMENTS[50:])
+    want, got = (rows(open_stream(settings(tmp_path / name)), 1200) for name in ("plain", "other"))
+    assert np.array_equal(want, got)
+    warm = rows(open_stream(settings(tmp_path / "other")), 10)
+    assert np.array_equal(want[:10], warm)
+
+
+def test_stores_may_be_mixed_in_a_folder_and_file_type_takes_one(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    corpora.write_parquet(folder / "s0", DOCUMENTS[:30])
+    corpora.write_megatron(folder / "s1", DOCUMENTS[30:60], "uint16")
+    corpora.write_lists(folder / "s2", DOCUMENTS[60:])
+    (folder / "README.md").write_text("notes")
+    facts = open_stream(settings(folder)).facts()["datasets"][0]
+    assert (facts["shards"], facts["documents"], facts["empty_documents"]) == (3, 96, 12)
+    assert open_stream(settings(folder, file_type="arrow")).facts()["datasets"][0]["documents"] == 36
+
+
+def test_a_column_of_another_name_is_chosen_by_flag(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "data").mkdir()
+    table = pa.table({"text": ["a"] * 9, "input_ids": [[5, 6, 7, 8, 9]] * 9})
+    pq.write_table(table, tmp_path / "data" / "x.parquet")
+    assert rows(open_stream(settings(tmp_path / "data", col_name="input_ids")), 1)[0].max() == 9
+    with pytest.raises(UserError, match=r"no column 'tokens', it has text, input_ids; choose with --col_name"):
+        open_stream(settings(tmp_path / "data"))
+
+
+def test_many_small_and_empty_record_batches_share_one_index(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(0, 4, 3000)
+    path = corpora.write_flat(tmp_path / "s", numbered(lengths.tolist()))
+    index = open_index(Source(str(path), "arrow", "tokens", ()), tmp_path / "index")
+    found = np.fromfile(index.lengths.path, np.int32, 3000, offset=index.lengths.offset)
+    assert np.array_equal(found, lengths)
+    assert (index.documents, index.filled, index.longest) == (3000, int((lengths > 0).sum()), 3)
+
+
+def test_the_index_is_built_once_and_never_beside_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = corpora.corpus(tmp_path / "data", DOCUMENTS)
+    before = sorted(folder.iterdir())
+    first = rows(open_stream(settings(tmp_path / "data")), 9)
+    assert sorted(folder.iterdir()) == before
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("indexed again")
+
+    monkeypatch.setattr("pretraining.data.stores.find.index_arrow", refuse)
+    assert np.array_equal(rows(open_stream(settings(tmp_path / "data")), 9), first)
+
+
+def test_data_in_a_folder_that_cannot_be_written_is_read(tmp_path: Path) -> None:
+    folder = corpora.corpus(tmp_path / "data", DOCUMENTS)
+    folder.chmod(0o555)
+    assert len(rows(open_stream(settings(tmp_path / "data")), 3)) == 3
+    folder.chmod(0o755)
+
+
+def test_an_index_folder_that_cannot_be_written_is_an_error_with_the_flag(tmp_path: Path) -> None:
+    corpora.corpus(tmp_path / "data", DOCUMENTS)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="choose another folder with --index_dir"):
+        open_stream(settings(tmp_path / "data", index_dir=str(tmp_path / "file" / "index")))
+
+
+def test_nested_dataset_names_and_a_bare_folder_of_shards_are_found(tmp_path: Path) -> None:
+    corpora.corpus(tmp_path / "data", DOCUMENTS, name="lang=en/dataset=x")
+    nested = open_stream(settings(tmp_path / "data", datasets="lang=en/dataset=x"))
+    bare = open_stream(settings(tmp_path / "data" / "lang=en" / "dataset=x", index_dir=str(tmp_path / "index")))
+    assert nested.facts()["datasets"][0]["tokens"] == bare.facts()["datasets"][0]["tokens"]
+    assert open_stream(settings(tmp_path / "data")).facts()["datasets"][0]["name"] == "lang=en"
