@@ -70,7 +70,7 @@ def open_huggingface(path: Path) -> Checkpoint:
     tensors = {name: entry for file in names for name, entry in _entries(path / file).items()}
     if config.get("tie_word_embeddings", False) and HEAD not in tensors and EMBEDDING in tensors:
         tensors[HEAD] = tensors[EMBEDDING]  # the model here keeps them apart, and starts from equal ones
-    facts = Facts(step=0, tokens_seen=0, data={}, config=to_train_config(config, path), engine="", mesh={})
+    facts = Facts(step=0, tokens_seen=0, data=None, config=to_train_config(config, path), engine="", mesh={})
     return Checkpoint(path, facts, Manifest(tensors, files))
 
 

@@ -87,7 +87,7 @@ class Facts:
 
     step: int  # optimizer updates done
     tokens_seen: int
-    data: dict[str, Any]  # the stream's own state
+    data: dict[str, Any] | None  # the stream's own state; None to begin its order afresh
     config: dict[str, Any]  # effective TrainConfig, field by field
     engine: str
     mesh: dict[str, int]

@@ -99,7 +99,7 @@ class Restoring:
         if noted:
             self.peers.say(f"other than in {checkpoint.path}: {', '.join(map(str, noted))}")
         self.peers.say(f"starting at step 0 from {'the weights of ' if fresh else ''}{checkpoint.path}")
-        return replace(checkpoint.facts, step=0, tokens_seen=0, data={})
+        return replace(checkpoint.facts, step=0, tokens_seen=0, data=None)
 
     def _shared(self, checkpoint: Checkpoint, state: State, *, weights_only: bool) -> State:
         """The part of `state` that the checkpoint has too: all of it, and nothing else, with strict_load."""

@@ -187,7 +187,7 @@ def test_another_run_s_checkpoint_gives_weights_and_moments_at_step_0(tmp_path: 
         config = small_config(tmp_path / "b", ckpt_load_path=str(path), learning_rate=1e-5)
         model, optimizer = open_run(config)
         facts = Checkpoints(config, tmp_path / "b").restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
-        assert facts and (facts.step, facts.tokens_seen, facts.data) == (0, 0, {})
+        assert facts and (facts.step, facts.tokens_seen, facts.data) == (0, 0, None)
         saved = read_tensors(tmp_path / "a" / "checkpoints" / "step_4")
         assert all(torch.equal(tensor, saved[name]) for name, tensor in PlainEngine().state(model, optimizer).items())
 
