@@ -100,7 +100,11 @@ def main() -> None:
         return
     shallow, deep = (statistics.median(first_step(layers) for _ in range(3)) for layers in (4, 64))
     print(f"first step: {shallow:.2f} s at 4 layers, {deep:.2f} s at 64 layers, ratio {deep / shallow:.2f}")
-    contenders: dict[str, Xla | Plain] = {"xla": Xla(6), "eager": Plain(compiled=False), "compiled": Plain(compiled=True)}
+    contenders: dict[str, Xla | Plain] = {
+        "xla": Xla(6),
+        "eager": Plain(compiled=False),
+        "compiled": Plain(compiled=True),
+    }
     for contender in contenders.values():
         for _ in range(2):
             contender.step()

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings as tries
+from hypothesis import given
+from hypothesis import settings as tries
 from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
@@ -50,7 +51,9 @@ def test_a_mixture_table_gives_every_dataset_its_share_and_at_least_one_sequence
 
 @tries(max_examples=60, deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 40))
-def test_dealing_delivers_every_sequence_of_an_epoch_once_before_the_next(tokens: int, payload: int, slots: int) -> None:
+def test_dealing_delivers_every_sequence_of_an_epoch_once_before_the_next(
+    tokens: int, payload: int, slots: int
+) -> None:
     dealer = Dealer(tokens, payload, slots)
     count = -(-3 * tokens // payload)  # sequences that begin in the first three epochs
     found = [dealer.position(number) for number in range(count)]

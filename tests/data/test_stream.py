@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings as tries
+from hypothesis import given
+from hypothesis import settings as tries
 from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError

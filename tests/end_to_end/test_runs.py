@@ -153,7 +153,12 @@ def test_a_model_that_cannot_fit_this_host_is_refused_with_figures(tmp_path: Pat
 
 
 def test_a_dummy_run_neither_saves_nor_resumes_and_ends_with_a_summary(tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"use_dummy_dataset": True, "checkpoint_interval": None, "num_steps": 3, "use_profiler": True}
+    fields: dict[str, Any] = {
+        "use_dummy_dataset": True,
+        "checkpoint_interval": None,
+        "num_steps": 3,
+        "use_profiler": True,
+    }
     said = finish(tmp_path, devices=2, profile_start_step=2, profile_num_steps=1, **fields)
     assert "Benchmark summary" in said and "compile time" in said
     assert not (tmp_path / "checkpoints").exists()
