@@ -159,7 +159,7 @@ def test_a_dummy_run_neither_saves_nor_resumes_and_ends_with_a_summary(tmp_path:
         "num_steps": 3,
         "use_profiler": True,
     }
-    said = finish(tmp_path, devices=2, profile_start_step=2, profile_num_steps=1, **fields)
+    said = finish(tmp_path, devices=2, use_profiler=True, profile_start_step=2, profile_num_steps=1, **fields)
     assert "Benchmark summary" in said and "compile time" in said
     assert not (tmp_path / "checkpoints").exists()
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
