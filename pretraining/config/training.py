@@ -186,6 +186,9 @@ class TrainConfig:
     index_dir: str = ""
     """Folder of the shards' indexes (12 bytes a document; of Parquet shards the decoded tokens too), which are built
     once. Empty: pretraining/token_index in $XDG_CACHE_HOME, otherwise in ~/.cache."""
+    verify_data: bool = False
+    """Compare every shard with its checksum before training, which reads every byte: those of meta.json, and of other
+    shards the sums recorded when they were verified first."""
     accept_data_changes: bool = False
     """Go on although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture begins
     at that step, and the change is recorded. False: an error that lists what changed."""

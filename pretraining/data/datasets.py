@@ -15,6 +15,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import parse_split, parse_steps, parse_weights
 from pretraining.config.variants import CUSTOM, VARIANTS
+from pretraining.data.checksums import verify
 from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardIndex, Source, index_folder, open_indexes
 from pretraining.data.stores.find import KINDS, datasets_in, find_shards
@@ -66,6 +67,9 @@ def open_datasets(config: TrainConfig, split: str) -> list[Dataset]:
     limited = [_limit(dataset, config, split, shared) for dataset in found]
     for dataset in limited:
         _check_description(dataset, config)
+        if config.verify_data:
+            described = read_description(dataset.folder).get("shards", {})
+            verify(dataset.indexes, described, index_folder(config.index_dir))
     return limited
 
 

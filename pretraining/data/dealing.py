@@ -7,6 +7,7 @@ epoch are dealt into slots: consecutive ones come from different places of the s
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -16,22 +17,28 @@ PERIOD = 1 << 16
 
 
 class Deal(NamedTuple):
-    """How the sequences that begin in one epoch are dealt into slots."""
+    """How the sequences that begin in one epoch are dealt into slots, runs of them that lie together."""
 
     epoch: int
     first: int  # sequences that begin before it
     slots: int
+    stride: int  # from one slot visited to the next, modulo slots
     turn: int  # complete turns: sequences in every slot
     rest: int  # the first `rest` slots hold one more
 
     def start(self, number: int) -> int:
-        """Which sequence of the stream is the `number`-th one delivered (counted from the first epoch's)."""
-        dealt = number - self.first
-        if dealt < self.turn * self.slots:
-            visit, slot = divmod(dealt, self.slots)
-        else:
-            visit, slot = self.turn, dealt - self.turn * self.slots
+        """Which sequence of the stream is the `number`-th one delivered."""
+        visit, place = divmod(number - self.first, self.slots)
+        slot = place * self.stride % self.slots if visit < self.turn else place
         return self.first + slot * self.turn + min(slot, self.rest) + visit
+
+
+def stride_of(slots: int) -> int:
+    """A step that visits every slot once, each far from the last few: near the golden section of their number."""
+    step = max(1, round(slots * 0.6180339887))
+    while math.gcd(step, slots) > 1:
+        step -= 1
+    return step
 
 
 class Dealer:
@@ -53,7 +60,8 @@ class Dealer:
     def _of(self, epoch: int) -> Deal:
         first = -(-epoch * self._tokens // self._payload)
         count = -(-(epoch + 1) * self._tokens // self._payload) - first
-        return Deal(epoch, first, self._slots, *divmod(count, self._slots))
+        slots = max(1, min(self._slots, count))
+        return Deal(epoch, first, slots, stride_of(slots), *divmod(count, slots))
 
 
 class Table(NamedTuple):

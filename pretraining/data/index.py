@@ -124,7 +124,7 @@ def _header(sidecar: Path) -> dict[str, Any] | None:
         with sidecar.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 return None
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), sidecar.stat().st_size)))
         return header if sidecar.stat().st_size == header["size"] else None
     except (OSError, ValueError, KeyError):
         return None

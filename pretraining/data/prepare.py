@@ -161,7 +161,7 @@ def _claim(output: Path, plan: dict[str, Any]) -> None:
 
 def _write(path: Path, text: str) -> None:
     """Write a file in one step."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text)
     temporary.replace(path)
 
@@ -283,7 +283,7 @@ class ShardWriter:
     def __init__(self, path: Path, vocabulary: int) -> None:
         import pyarrow as pa
 
-        self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+        self._path, self._temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
         # 2 bytes where they suffice: half the disk and half the reading, for a cast of 1 us a sequence
         self._type = pa.list_(pa.uint16() if vocabulary <= 1 << 16 else pa.int32())
         self._schema = pa.schema([("tokens", self._type)])
@@ -335,6 +335,8 @@ def _finish(output: Path, records: list[dict[str, Any]], tokenizer: Path, vocabu
         print(f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {len(shards)} shards")
     if empty:
         print(f"left out: {empty} empty documents")
+    for left in output.glob("*/.part-*.tmp"):  # of workers that were killed
+        left.unlink(missing_ok=True)
     _write(output / FLAGS, "\n".join(flags) + "\n")
 
 

@@ -26,6 +26,10 @@ class Tokenizer(Protocol):
         """Token ids of each text, without special ones."""
         ...
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, special ones left out."""
+        ...
+
 
 class Pieces:
     """A sentencepiece model."""
@@ -41,6 +45,11 @@ class Pieces:
         """Token ids of each text, without special ones."""
         ids: list[list[int]] = self._model.encode(texts, out_type=int, num_threads=1)
         return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, special ones left out."""
+        text: str = self._model.decode(ids)
+        return text
 
 
 class FastTokenizer:
@@ -59,6 +68,11 @@ class FastTokenizer:
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, without special ones."""
         return [found.ids for found in self._model.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, special ones left out."""
+        text: str = self._model.decode(ids)
+        return text
 
 
 def open_tokenizer(path: str) -> Tokenizer:

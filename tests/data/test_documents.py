@@ -67,11 +67,9 @@ def test_segments_and_positions_restart_with_every_document(
         documents = numbered(lengths)
         owner = {token: number for number, document in enumerate(documents) for token in document}
         corpus(Path(folder) / "data", documents)
-        config = settings(
-            *(Path(folder) / "data",),
-            **{"seq_length": seq_length, "eos_token": EOS, "bos_token": BOS if bos else None},
-            **{"bol_token": BOL if bol else None, "reset_attention_mask": True, "reset_position_ids": True},
-        )
+        special = {"eos_token": EOS, "bos_token": BOS if bos else None, "bol_token": BOL if bol else None}
+        both = {"reset_attention_mask": True, "reset_position_ids": True}
+        config = settings(Path(folder) / "data", **special, **both, seq_length=seq_length)
         stream = open_stream(config)
         for step in range(10):
             batch = stream.batch(step)

@@ -1,0 +1,256 @@
+"""Bad input is one clear error with the path, and never a hang or a silent skip."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pretraining.config.errors import UserError
+from pretraining.data import Prefetcher, open_stream
+from pretraining.data.checksums import verify
+from pretraining.data.index import Source, open_index, sidecar_path
+from tests.data import corpora
+from tests.data.corpora import corpus, numbered, rows, settings
+
+DOCUMENTS = numbered([60] * 100)
+
+
+def complaint(folder: Path, **fields: Any) -> str:
+    """What opening the stream says."""
+    with pytest.raises(UserError) as caught:
+        open_stream(settings(folder, **fields))
+    return str(caught.value)
+
+
+def truncate(path: Path, keep: float) -> None:
+    os.truncate(path, int(path.stat().st_size * keep))
+
+
+WRITERS: dict[str, Callable[..., Path]] = {
+    "arrow": corpora.write_flat,
+    "stream": lambda path, documents: corpora.write_lists(path, documents, stream=True),
+    "parquet": corpora.write_parquet,
+    "megatron": corpora.write_megatron,
+}
+
+
+@pytest.mark.parametrize("store", WRITERS)
+@pytest.mark.parametrize("keep", [0.0, 0.001, 0.5, 0.97])
+def test_a_shard_truncated_before_the_start_is_named(tmp_path: Path, store: str, keep: float) -> None:
+    (tmp_path / "data").mkdir()
+    path = WRITERS[store](tmp_path / "data" / "s", DOCUMENTS)
+    truncate(path, keep)
+    assert str(path) in complaint(tmp_path / "data")
+
+
+@pytest.mark.parametrize("store", ["arrow", "megatron"])
+def test_a_shard_truncated_while_it_is_read_is_an_error_with_its_name(tmp_path: Path, store: str) -> None:
+    (tmp_path / "data").mkdir()
+    path = WRITERS[store](tmp_path / "data" / "s", numbered([60] * 3000))
+    stream = open_stream(settings(tmp_path / "data"))
+    stream.batch(0)
+    truncate(path.with_suffix(".bin") if store == "megatron" else path, 0.1)
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        rows(stream, 500)
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced", "rewritten"])
+def test_a_shard_that_changes_in_mid_run_stops_it_through_the_reading_thread(tmp_path: Path, change: str) -> None:
+    folder = corpus(tmp_path / "data", numbered([60] * 3000))
+    shard = folder / "s0.arrow"
+    ahead = Prefetcher(open_stream(settings(tmp_path / "data")), 1)
+    ahead.batch(0)
+    if change == "removed":
+        shard.unlink()
+    elif change == "replaced":
+        (tmp_path / "new").write_bytes(shard.read_bytes())
+        (tmp_path / "new").replace(shard)
+    else:
+        os.utime(shard, ns=(0, 0))
+    with pytest.raises(
+        UserError, match=rf"{re.escape(str(shard))}: (removed or replaced|changed) while the run reads it"
+    ):
+        for step in range(1, 200):
+            ahead.batch(step)
+    ahead.close()
+
+
+def test_a_shard_that_vanishes_between_index_and_reading_is_named(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "data", numbered([60] * 3000))
+    stream = open_stream(settings(tmp_path / "data"))
+    stream.close()
+    (folder / "s0.arrow").unlink()
+    with pytest.raises(UserError, match=r"s0\.arrow: No such file"):
+        stream.batch(0)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "told"),
+    [
+        ([[1.0, 2.0]] * 5, pa.list_(pa.float32()), "column 'tokens' holds list<.*float>; tokens are int32"),
+        (["ab", "c"], pa.string(), "column 'tokens' holds string"),
+        ([[1, None], [2]], pa.list_(pa.int32()), "the token column has nulls"),
+        ([[1], None], pa.list_(pa.int32()), "the token column has nulls"),
+        ([[1, 2]] * 5, pa.list_(pa.int8()), "column 'tokens' holds list<.*int8>"),
+    ],
+)
+@pytest.mark.parametrize("store", ["arrow", "parquet"])
+def test_a_column_that_holds_no_token_ids_is_named(
+    tmp_path: Path, values: list[Any], kind: pa.DataType, told: str, store: str
+) -> None:
+    import pyarrow.parquet as pq
+
+    (tmp_path / "data").mkdir()
+    table = pa.table({"tokens": pa.array(values, kind)})
+    path = tmp_path / "data" / f"x.{store}"
+    if store == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    message = complaint(tmp_path / "data")
+    assert str(path) in message and re.search(told, message)
+
+
+def test_compressed_record_batches_are_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    table = pa.table({"tokens": pa.array([[5] * 500] * 20, pa.list_(pa.int32()))})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    path = tmp_path / "data" / "x.arrow"
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=options) as writer:
+        writer.write_table(table)
+    assert (
+        complaint(tmp_path / "data")
+        == f"{path}: compressed buffers cannot be read in place; write the shard without compression"
+    )
+
+
+def test_a_flat_parquet_column_has_no_documents(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"tokens": pa.array([1, 2, 3], pa.int32())}), tmp_path / "data" / "x.parquet")
+    assert "a column of single tokens has no documents" in complaint(tmp_path / "data")
+
+
+@pytest.mark.parametrize("kind", ["uint32", "int64"])
+def test_a_token_id_outside_the_vocabulary_is_an_error_with_the_shard(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "data").mkdir()
+    documents = [*numbered([30] * 99), [5, 70_000, 6]]
+    path = corpora.write_flat(tmp_path / "data" / "x", documents, kind)
+    stream = open_stream(settings(tmp_path / "data", vocab_size=50_000))
+    with pytest.raises(UserError) as caught:
+        rows(stream, 200)
+    assert str(caught.value).startswith(f"{path}: token id 70000, but the model's vocabulary is 50,000")
+
+
+def test_ids_that_fit_no_int32_are_an_error_with_the_shard(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    path = corpora.write_flat(tmp_path / "data" / "x", [*numbered([30] * 99), [5, 2**40]], "int64")
+    with pytest.raises(UserError, match=rf"{re.escape(str(path))}: token id {2**40} is outside"):
+        rows(open_stream(settings(tmp_path / "data")), 200)
+
+
+def test_a_missing_dataset_suggests_the_nearest_name(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", DOCUMENTS, name="wikipedia")
+    assert "did you mean wikipedia?" in complaint(tmp_path / "data", datasets="wikipeda")
+    assert "no such folder; did you mean data?" in complaint(tmp_path / "dota")
+    assert "no shards" in complaint(tmp_path / "data", file_type="megatron")
+    (tmp_path / "empty").mkdir()
+    assert "no shards" in complaint(tmp_path / "empty")
+    assert "stands more than once" in complaint(tmp_path / "data", datasets="wikipedia,wikipedia")
+
+
+def test_a_file_that_is_no_shard_is_not_skipped(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "data", DOCUMENTS)
+    (folder / "more.jsonl").write_text('{"text": "a"}\n')
+    message = complaint(tmp_path / "data")
+    assert str(folder / "more.jsonl") in message and "pretraining.data.prepare" in message
+
+
+def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    index = corpora.write_megatron(tmp_path / "data" / "s", DOCUMENTS)
+    truncate(index.with_suffix(".bin"), 0.9)
+    assert f"{index.with_suffix('.bin')}: 21,600 bytes, but its .idx speaks of 24,000" in complaint(tmp_path / "data")
+    index.with_suffix(".bin").unlink()
+    assert f"{index.with_suffix('.bin')}: No such file" in complaint(tmp_path / "data")
+
+
+def test_a_dataset_too_small_for_one_batch_is_an_error(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "data", DOCUMENTS)
+    message = complaint(tmp_path / "data", global_batch_size=1000)
+    assert message.startswith(f"{folder}: 6,100 tokens, too small for one batch, which takes 16,000")
+
+
+def test_a_dataset_without_tokens_is_an_error(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "data", [[], [], []])
+    assert complaint(tmp_path / "data").startswith(f"{folder}: no tokens")
+
+
+def test_a_stale_index_is_built_again(tmp_path: Path) -> None:
+    """Same name, same size, same time: only the content differs (Megatron's cached index is used all the same)."""
+    folder = corpus(tmp_path / "data", numbered([10, 50] * 200))
+    stamp = (folder / "s0.arrow").stat()
+    open_stream(settings(tmp_path / "data"))
+    corpora.write_flat(folder / "s0", numbered([50, 10] * 200))
+    os.utime(folder / "s0.arrow", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert (folder / "s0.arrow").stat().st_size == stamp.st_size
+    got = np.concatenate(rows(open_stream(settings(tmp_path / "data", shuffle="none")), 4))
+    assert got[:60].tolist() == [*range(2, 52), 1, *range(52, 61)]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "zeroed"])
+def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) -> None:
+    path = corpora.write_flat(tmp_path / "s", DOCUMENTS)
+    source = Source(str(path), "arrow", "tokens", ())
+    before = open_index(source, tmp_path / "index")
+    sidecar = sidecar_path(source, tmp_path / "index")
+    if damage == "truncated":
+        truncate(sidecar, 0.8)
+    elif damage == "garbage":
+        sidecar.write_bytes(b"tokidx01" + b"\xff" * 500)
+    else:
+        raw = bytearray(sidecar.read_bytes())
+        raw[before.lengths.offset :] = bytes(len(raw) - before.lengths.offset)
+        sidecar.write_bytes(raw)
+        stream = open_stream(settings(path, index_dir=str(tmp_path / "index")))
+        with pytest.raises(UserError, match=re.escape(f"its index {sidecar} is damaged; remove that")):
+            stream.batch(0)
+        return
+    assert open_index(source, tmp_path / "index") == before
+
+
+def test_flipped_bytes_are_found_by_verifying(tmp_path: Path) -> None:
+    for store in ("arrow", "megatron", "parquet"):
+        path = WRITERS[store](tmp_path / store, DOCUMENTS)
+        indexes = [open_index(Source(str(path), store, "tokens", ()), tmp_path / "index")]
+        assert verify(indexes, {}, tmp_path / "index") == (0, 1 + (store == "megatron"))
+        assert verify(indexes, {}, tmp_path / "index") == (1 + (store == "megatron"), 0)
+        flipped = path.with_suffix(".bin") if store == "megatron" else path
+        raw = bytearray(flipped.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        flipped.write_bytes(raw)
+        with pytest.raises(UserError, match=re.escape(f"{flipped}: its bytes are not those it was written with")):
+            verify(indexes, {}, tmp_path / "index")
+
+
+def test_verifying_at_the_start_is_a_flag(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "data", numbered([600] * 400))
+    config = settings(tmp_path / "data", verify_data=True)
+    open_stream(config)
+    shard = folder / "s0.arrow"
+    stamp = shard.stat()
+    raw = bytearray(shard.read_bytes())
+    raw[200_000] ^= 1
+    shard.write_bytes(raw)
+    os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    with pytest.raises(UserError, match=re.escape(str(shard))):
+        open_stream(config)

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pretraining.config.errors import UserError
+from pretraining.config.flags import config_from_flags
+from pretraining.data import inspect, open_stream, prepare
+from pretraining.data.text import Piece, cut_into_parts, documents, find_files
+from pretraining.data.tokenizer import open_tokenizer
+from tests.data.corpora import rows
+
+ROOT = Path(__file__).parents[2]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "lazy",
+    "dog",
+    "seven",
+    "wizards",
+    "box",
+    "quietly\n\tin",
+    "",
+    "rhyme",
+    "é",
+    "漢",
+]
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """Documents that are told apart by their beginnings."""
+    drawn = np.random.default_rng(seed)
+    return [f"{seed}-{number}: " + " ".join(drawn.choice(WORDS, drawn.integers(3, 60))) for number in range(count)]
+
+
+def write_inputs(folder: Path) -> list[str]:
+    """The same kind of text in every form; what was written."""
+    parts = [texts(300, seed) for seed in range(5)]
+    (folder / "deep").mkdir(parents=True)
+    lines = ["".join(json.dumps({"text": text, "id": 1}) + "\n" for text in part) for part in parts]
+    (folder / "a.jsonl").write_text(lines[0])
+    (folder / "deep" / "b.jsonl.gz").write_bytes(gzip.compress(lines[1].encode()))
+    with pa.OSFile(str(folder / "c.jsonl.zst"), "wb") as file, pa.CompressedOutputStream(file, "zstd") as packed:
+        packed.write(lines[2].encode())
+    pq.write_table(pa.table({"text": parts[3]}), folder / "d.parquet", row_group_size=70)
+    for number, text in enumerate(parts[4][:20]):
+        (folder / "deep" / f"{number:02d}.txt").write_text(text)
+    (folder / "photo.png").write_bytes(b"\x89PNG")
+    return [text for part in parts[:4] for text in part] + parts[4][:20]
+
+
+def run(folder: Path, *more: str) -> int:
+    """The command, in this process."""
+    return prepare.main([f"--input={folder / 'in'}", f"--output={folder / 'out'}", "--vocab_size=400", *more])
+
+
+def delivered(folder: Path) -> list[str]:
+    """Every document of the shards, decoded, in order."""
+    tokenizer = open_tokenizer(str(folder / "out" / "tokenizer.model"))
+    shards = sorted((folder / "out").glob("*/*.arrow"))
+    found = [pa.ipc.open_file(pa.OSFile(str(shard))).read_all()["tokens"].to_pylist() for shard in shards]
+    return [tokenizer.decode(ids) for part in found for ids in part]
+
+
+def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = write_inputs(tmp_path / "in")
+    assert run(tmp_path, "--valid_every=10") == 0
+    assert sorted(delivered(tmp_path)) == sorted(wanted)
+    assert "left aside: 1 files ending in .png" in capsys.readouterr().out
+    flags = dict(line[2:].split("=", 1) for line in (tmp_path / "out" / "flags.txt").read_text().splitlines())
+    assert set(flags) == {"data_path", "valid_data_path", "tokenizer_path", "vocab_size"}
+    config = config_from_flags({**flags, "seq_length": 32, "index_dir": str(tmp_path / "index"), "batch_size": 1})
+    counts = [open_stream(config, split=split).facts()["datasets"][0]["documents"] for split in ("train", "valid")]
+    assert sum(counts) == len(wanted) and 0.05 < counts[1] / sum(counts) < 0.2
+    assert 2 in np.concatenate(rows(open_stream(config), 20))  # the tokenizer's separator, unasked
+
+
+def test_the_same_command_again_does_nothing_and_another_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path / "in")
+    assert run(tmp_path) == 0
+    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
+    assert run(tmp_path) == 0
+    assert stamps == {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
+    assert run(tmp_path, "--valid_every=3") == 2
+    assert "prepared from something else (settings changed" in capsys.readouterr().err
+    assert prepare.main([f"--input={tmp_path / 'in'}", f"--output={tmp_path}"]) == 2
+    assert "not empty and not prepared by this command" in capsys.readouterr().err
+
+
+def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_document(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    wanted = texts(6000)
+    for number in range(0, 6000, 200):  # 30 parts: row groups are not joined beyond a part
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in wanted[number : number + 200])
+        (tmp_path / "in" / f"{number:04d}.jsonl").write_text(lines)
+    driver = (
+        "import sys, pretraining.data.prepare as p; p.PART_BYTES = 20_000\n"
+        f"if __name__ == '__main__': sys.exit(p.main(['--input={tmp_path / 'in'}', "
+        f"'--output={tmp_path / 'out'}', '--vocab_size=400', '--processes=2']))"
+    )
+    (tmp_path / "driver.py").write_text(driver)
+    kills = 0
+    for _ in range(40):
+        process = subprocess.Popen(
+            [sys.executable, tmp_path / "driver.py"],
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT)},
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        records = tmp_path / "out" / ".parts"
+        before = len(list(records.glob("*.json")))
+        while process.poll() is None and len(list(records.glob("*.json"))) < before + 10:
+            time.sleep(0.005)
+        process.kill()
+        if process.wait() == 0:
+            break
+        kills += 1
+    assert kills >= 2
+    assert (tmp_path / "out" / "flags.txt").is_file()
+    assert sorted(delivered(tmp_path)) == sorted(wanted)
+
+
+def test_lines_that_cross_the_border_of_parts_are_read_once(tmp_path: Path) -> None:
+    wanted = texts(200)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in wanted))
+    size = path.stat().st_size
+    for cut in (1, 7, 100, 1000, size - 1):
+        pieces = [Piece(str(path), "jsonl", at, min(at + cut, size)) for at in range(0, size, cut)]
+        assert list(documents(tuple(pieces), "text")) == wanted
+
+
+def test_parts_cover_every_file_once(tmp_path: Path) -> None:
+    write_inputs(tmp_path / "in")
+    files, aside = find_files([str(tmp_path / "in")], [".txt"])
+    assert [file.name for file in aside] == ["photo.png"]
+    parts = cut_into_parts(files, [".txt"], 1000)
+    assert len(parts) > 10
+    texts_of_parts = [text for part in parts for text in documents(part, "text")]
+    assert sorted(texts_of_parts) == sorted(
+        documents(tuple(p for part in cut_into_parts(files, [".txt"]) for p in part), "text")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, byte 14: not a line of JSON"),
+        ("a.jsonl", '{"body": "x"}\n', "no text in field 'text'; name the field with --text_key"),
+        ("a.parquet", "PAR1 not really", "a.parquet: not a complete Parquet file"),
+        ("a.png", "x", "no text, .jsonl or .parquet files"),
+    ],
+)
+def test_input_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, told: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_text(content)
+    assert run(tmp_path) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_shard_missing_from_what_was_prepared_is_named(tmp_path: Path) -> None:
+    write_inputs(tmp_path / "in")
+    run(tmp_path)
+    shard = next((tmp_path / "out" / "train").glob("*.arrow"))
+    shard.rename(tmp_path / "elsewhere")
+    config = config_from_flags({"data_path": str(tmp_path / "out" / "train"), "index_dir": str(tmp_path / "index")})
+    with pytest.raises(UserError, match=r"(missing, but meta\.json lists it|no shards)"):
+        open_stream(config)
+
+
+def test_a_vocabulary_larger_than_the_models_is_known_before_training(tmp_path: Path) -> None:
+    write_inputs(tmp_path / "in")
+    run(tmp_path)
+    flags = {"data_path": str(tmp_path / "out" / "train"), "index_dir": str(tmp_path / "index"), "vocab_size": 300}
+    with pytest.raises(
+        UserError, match="its tokenizer has 400 ids, but the model's vocabulary is 300: --vocab_size=400"
+    ):
+        open_stream(config_from_flags(flags))
+
+
+def test_a_given_tokenizer_and_a_tokenizer_json_are_used(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    write_inputs(tmp_path / "in")
+    run(tmp_path)
+    given = f"--tokenizer={tmp_path / 'out' / 'tokenizer.model'}"
+    assert prepare.main([f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'again'}", given]) == 0
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", "</s>"])
+    model.train_from_iterator(texts(200), trainer)
+    model.save(str(tmp_path / "t.json"))
+    given = f"--tokenizer={tmp_path / 't.json'}"
+    assert prepare.main([f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'hf'}", given]) == 0
+    assert json.loads((tmp_path / "hf" / "train" / "meta.json").read_text())["separator"] == 1
+
+
+def test_inspect_shows_the_datasets_and_the_text_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_inputs(tmp_path / "in")
+    run(tmp_path)
+    flags = [*(tmp_path / "out" / "flags.txt").read_text().splitlines(), f"--index_dir={tmp_path / 'index'}"]
+    more = ["--seq_length=64", "--global_batch_size=2", "--num_steps=100", "--step=3", "--verify"]
+    capsys.readouterr()
+    assert inspect.main([*flags, *more]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"train +1 +1,220 +0 ", shown) and "16 to 31" in shown
+    assert "1 files are what they were" in shown and "---- step 3, row 1: 64 tokens" in shown
+    assert sum(word in shown for word in ("quick", "brown", "lazy", "wizards")) == 4
+    shard = next((tmp_path / "out" / "train").glob("*.arrow"))
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    assert inspect.main([*flags, "--verify"]) == 2
+    assert f"{shard}: its bytes are not those it was written with" in capsys.readouterr().err
