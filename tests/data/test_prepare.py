@@ -21,22 +21,9 @@ from pretraining.data.tokenizer import open_tokenizer
 from tests.data.corpora import rows
 
 ROOT = Path(__file__).parents[2]
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "lazy",
-    "dog",
-    "seven",
-    "wizards",
-    "box",
-    "quietly\n\tin",
-    "",
-    "rhyme",
-    "é",
-    "漢",
-]
+TEXT = """the quick brown fox jumps over one lazy dog while seven wizards box quietly again and again around every
+	corner of rhyme é 漢 without knowing which hour has come"""
+WORDS = TEXT.split(" ")
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
