@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape, model_shape
-from pretraining.models.ops import attention, linear
+from pretraining.models.ops import LossAndGradient, attention, head_loss, linear, loss_and_gradient
 
 
 class Rope(NamedTuple):
@@ -25,6 +25,9 @@ class Rope(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+RunBlocks = Callable[[Iterable[nn.Module], Tensor, Rope, Tensor | None], Tensor]  # an engine's own loop over blocks
 
 
 class Module(nn.Module):
@@ -131,13 +134,38 @@ class Llama(Module):
         positions: Tensor | None = None,  # [B, T]; None: 0 .. T-1 in every row
         segments: Tensor | None = None,  # [B, T]; tokens attend within equal ids only
         dtype: torch.dtype = torch.float32,
-        run_blocks: Callable[[Iterable[nn.Module], Tensor, Rope, Tensor | None], Tensor] | None = None,
+        run_blocks: RunBlocks | None = None,
     ) -> Tensor:
         """Logits [B, T, V] of the next token, in `dtype` (that of the activations)."""
+        return self.lm_head(self.hidden(tokens, positions, segments, dtype, run_blocks))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        run_blocks: RunBlocks | None = None,
+    ) -> Tensor:
+        """What the output head sees, [B, T, D]; arguments as in `forward`."""
         x = F.embedding(tokens, self.model.embed_tokens.weight).to(dtype)  # [B, T, D]
         rope = rope_table(self.rope_frequencies, tokens, positions)
         x = (run_blocks or _in_order)(self.model.layers, x, rope, segments)
-        return self.lm_head(self.model.norm(x))
+        return self.model.norm(x)
+
+    def loss(
+        self,
+        tokens: Tensor,
+        labels: Tensor,  # [B, T]; ops.IGNORED is not trained on
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        run_blocks: RunBlocks | None = None,
+        inner: LossAndGradient = loss_and_gradient,
+    ) -> Tensor:
+        """Summed loss of all trained positions, fp32 scalar, without all logits at once (ops.head_loss)."""
+        x = self.hidden(tokens, positions, segments, dtype, run_blocks)
+        return head_loss(x, self.lm_head.weight, labels, inner)
 
 
 def _in_order(blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:

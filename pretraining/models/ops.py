@@ -1,12 +1,16 @@
-"""The three operations whose precision or memory is a decision: projection, attention, loss."""
+"""The operations whose precision or memory is a decision: projection, attention, and the loss in two forms."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 IGNORED = -100  # a label that is not trained on, as in torch and Hugging Face
 
@@ -37,12 +41,17 @@ class _MixedLinear(torch.autograd.Function):
         return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | BlockMask | None) -> Tensor:
     """Causal softmax(q k^T / sqrt(E)) v: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E].
 
-    `segments` [B, T]: a token sees only tokens of its own segment (packed documents).
+    `segments` [B, T]: a token sees only tokens of its own segment (packed documents); as a mask of blocks, those that
+    are empty are not computed, which pays only where the call is compiled.
     """
     groups = q.shape[1] // k.shape[1]
+    if segments is None and q.is_cuda:  # its flash kernel reads a shared head in place
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)
+    if segments is not None and not isinstance(segments, Tensor):
+        return _flex_attention(q, k, v, segments)
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, T, E]
     if segments is None:
@@ -52,6 +61,80 @@ def attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tenso
     return F.scaled_dot_product_attention(q, k, v, attn_mask=same & causal)
 
 
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    y: Any = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    return y
+
+
+def document_mask(segments: Tensor) -> BlockMask:
+    """`segments` [B, T] as blocks of 128 x 128 scores, for `attention`."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (segments[row, query] == segments[row, key])
+
+    rows, length = segments.shape
+    return create_block_mask(visible, rows, None, length, length, device=str(segments.device))
+
+
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum over trained positions of -log p(label), fp32 scalar: logits [B, T, V], labels [B, T]."""
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+# Rows of logits [rows, V] that exist at a time in head_loss: 4096 of a vocabulary of 128256 are 1 GiB in bf16, and
+# enough for a matrix product at full speed. Those of a batch of 32768 tokens would be 17 GB in fp32, three times over.
+LOSS_ROWS = 4096
+
+# Logits [R, V] and labels [R] -> summed loss, fp32 scalar, and its gradient by the logits, [R, V] in their dtype.
+LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """See LossAndGradient. Elementwise but for two sums per row, so that a compiler makes it one pass or two."""
+    wide = logits.float()
+    trained = labels != IGNORED
+    normaliser = wide.logsumexp(-1, keepdim=True)  # [R, 1]
+    chosen = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]  # [R, V]
+    loss = ((normaliser[:, 0] - torch.where(chosen, wide, 0).sum(-1)) * trained).sum()
+    probability = (wide - normaliser).exp()
+    gradient = torch.where(chosen, probability - 1, probability) * trained[:, None]
+    return loss, gradient.to(logits.dtype)
+
+
+def head_loss(x: Tensor, weight: Tensor, labels: Tensor, inner: LossAndGradient = loss_and_gradient) -> Tensor:
+    """next_token_loss(x weight^T, labels) without ever holding all logits: x [B, T, D], weight [V, D], labels [B, T].
+
+    The gradient is taken in the forward pass, while a piece of the logits is there, so nothing is computed twice and
+    what stays for the backward pass is the gradient by x and by the weight.
+    """
+    rows, targets = x.flatten(0, -2), labels.flatten()
+    if not torch.is_grad_enabled():
+        pieces = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
+        return torch.stack([next_token_loss(linear(part, weight), target) for part, target in pieces]).sum()
+    loss: Tensor = _HeadLoss.apply(rows, weight, targets, inner)
+    return loss
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, inner: LossAndGradient) -> Tensor:
+        narrow = weight.to(rows.dtype)
+        loss = torch.zeros((), device=rows.device)
+        grad_rows = torch.empty_like(rows)
+        grad_weight = torch.zeros(weight.shape, device=weight.device)  # summed over pieces in fp32
+        pieces = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), grad_rows.split(LOSS_ROWS), strict=True)
+        for part, target, grad_part in pieces:
+            partial, grad = inner(part @ narrow.t(), target)  # [R, V]
+            loss += partial
+            torch.mm(grad, narrow, out=grad_part)
+            grad_weight += grad.t() @ part
+        ctx.save_for_backward(grad_rows, grad_weight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_rows, grad_weight = ctx.saved_tensors
+        return grad_rows * grad.to(grad_rows.dtype), grad_weight * grad.to(grad_weight.dtype), None, None

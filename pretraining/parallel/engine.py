@@ -1,4 +1,4 @@
-"""What the loop and the checkpoints may know of an engine. There are two: xla.py and torch.py."""
+"""What the loop and the checkpoints may know of an engine. There are two: xla.py and torch_engine.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 Batch = dict[str, np.ndarray]
+
+
+class LostPeerError(RuntimeError):
+    """Another process of the run is gone, or has not answered in time: this one cannot go on."""
+
+    def __init__(self, process: int, timeout: int) -> None:
+        super().__init__(
+            f"process {process} lost another process of the run (it ended, or did not answer for collective_timeout="
+            f"{timeout} s); its own message says why, and the same command continues from the newest checkpoint"
+        )
 
 
 class Mesh(NamedTuple):

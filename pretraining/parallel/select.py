@@ -1,13 +1,59 @@
-"""Which engine runs a configuration."""
+"""Which engine runs a configuration. torch-xla is imported by the engine that needs it, and only then."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
+from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.engine import Engine
 
 
 def open_engine(config: TrainConfig) -> Engine:
-    """The engine that `config` asks for, its mesh open and the batch fields of `config` resolved."""
-    from pretraining.parallel.xla import XlaEngine  # torch-xla is imported by the engine that needs it, and only then
+    """The engine that `config` asks for, its mesh open and the batch fields of `config` resolved.
 
-    return XlaEngine(config)
+    Process 0 prints which one it is and why.
+    """
+    name, reason = choose(config)
+    engine = _open(config, name)
+    if engine.process_index == 0:
+        print(f"engine: {name} on {engine.device_name} ({reason})", flush=True)
+    return engine
+
+
+def choose(config: TrainConfig) -> tuple[str, str]:
+    """The engine's name and the reason, from the flags, the devices and the packages that are there."""
+    from pretraining.parallel import accelerator  # torch: not before the flags are known to be right
+
+    if config.engine == "xla":
+        if not _has_xla():
+            remedy = "it is made for Linux on x86-64; --engine=torch runs on CUDA and CPUs"
+            raise UserError(f"--engine=xla, but the package torch_xla is not installed: {remedy}")
+        return "xla", "as engine asks"
+    if config.engine == "torch":
+        return "torch", "as engine asks"
+    if config.device != "auto":
+        untested = ", which nobody has tested" if config.device == "tpu" else ""
+        return "torch", f"device={config.device} is its own{untested}"
+    if gpus := accelerator.cuda_gpus():
+        return "torch", f"{gpus} CUDA GPU{'s' * (gpus > 1)} here"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return "torch", "several processes, where xla takes one per host"
+    if _has_xla():
+        return "xla", "no CUDA GPU here, torch-xla is installed"
+    return "torch", "no CUDA GPU here, torch-xla is not installed"
+
+
+def _has_xla() -> bool:
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def _open(config: TrainConfig, name: str) -> Engine:
+    if name == "xla":
+        from pretraining.parallel.xla import XlaEngine
+
+        return XlaEngine(config)
+    from pretraining.parallel.torch_engine import TorchEngine
+
+    return TorchEngine(config)

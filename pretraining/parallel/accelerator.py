@@ -1,0 +1,80 @@
+"""The device under the torch engine, by its name. The only module that names torch.cuda."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+
+import torch
+import torch.distributed as dist
+
+from pretraining.config.errors import UserError
+
+
+def cuda_gpus() -> int:
+    """CUDA GPUs that this process can see."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def open_device(name: str) -> torch.device:
+    """The device of this process: of several GPUs the one of its local rank. UserError if there is none."""
+    if name == "auto":
+        name = "cuda" if cuda_gpus() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if name == "tpu":
+        return _open_tpu()
+    local, gpus = int(os.environ.get("LOCAL_RANK", "0")), cuda_gpus()
+    if not gpus:
+        raise UserError("--device=cuda, but PyTorch finds no CUDA GPU; leave the flag out, or use --device=cpu")
+    if local >= gpus:
+        raise UserError(
+            f"process {local} of this host has no GPU: there are {gpus}; use NPROC_PER_NODE={gpus} or fewer"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _open_tpu() -> torch.device:
+    if importlib.util.find_spec("torch_tpu") is None:
+        raise UserError("--device=tpu needs the package torch_tpu (TorchTPU); without it, TPUs run with --engine=xla")
+    importlib.import_module("torch_tpu")
+    return torch.device("tpu")
+
+
+def backend_of(device: torch.device) -> str:
+    """torch.distributed's backend for tensors on `device`; objects and barriers go through gloo, on the CPU."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def device_name(device: torch.device) -> str:
+    """As in the table of peaks: "NVIDIA H200", "CPU"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Peak bytes allocated on a GPU, the process's peak on a CPU; None where the device cannot say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return None
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure `peak_bytes` of a GPU again."""
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether torch.compile pays: eager CPUs start at once, and their matrix products take the time either way."""
+    return device.type == "cuda"

@@ -1,0 +1,359 @@
+"""The torch engine: one process per device, FSDP2 over a device mesh, collectives by torch.distributed.
+
+CUDA with NCCL, CPUs with gloo, other devices by their name. Started by torchrun, or alone as a single process. A step
+waits for the device only where its result is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.profiler import profile, supported_activities, tensorboard_trace_handler
+from torch.utils.checkpoint import checkpoint
+
+from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+from pretraining.models.init import initial_weight
+from pretraining.models.llama import Block, Llama, RMSNorm, Rope
+from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
+from pretraining.parallel import accelerator
+from pretraining.parallel.engine import Batch, LostPeerError
+from pretraining.parallel.health import HEALTH, judge
+from pretraining.parallel.mesh import resolve_batch, resolve_mesh
+from pretraining.parallel.precision import compute_dtype
+from pretraining.parallel.recompute import block_mask
+from pretraining.parallel.sharding import BATCH_AXES
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Figures:
+    """Scalars of one step, still on the device."""
+
+    def __init__(self, names: tuple[str, ...], values: Tensor) -> None:
+        self._names, self._values = names, values
+
+    def read(self) -> dict[str, float]:
+        """One transfer for all of them."""
+        return dict(zip(self._names, self._values.tolist(), strict=True))
+
+
+class TorchEngine:
+    """See engine.Engine."""
+
+    name = "torch"
+    # One kernel for all parameters, which also divides the gradients and skips a refused step on the device.
+    optimizer_options: dict[str, Any] = {"fused": True}  # noqa: RUF012
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.device = accelerator.open_device(config.device)
+        self.device_name = accelerator.device_name(self.device)
+        if config.cpu_offload and self.device.type != "cuda":
+            raise UserError(f"--cpu_offload=True works on CUDA alone, not on {self.device_name}; leave it out")
+        self.home = torch.device("cpu") if config.cpu_offload else self.device  # of shards, gradients and moments
+        self.process_index, self.process_count = _from_torchrun("RANK", 0), _from_torchrun("WORLD_SIZE", 1)
+        self.data_rank, self.data_size = self.process_index, self.process_count
+        self.local_processes = _from_torchrun("LOCAL_WORLD_SIZE", 1)
+        self.mesh = resolve_mesh(config, self.process_count, self.local_processes)
+        resolve_batch(config, self.process_count)
+        self.host_copies = self.local_processes / self.mesh.shard if self.home.type == "cpu" else 0.0
+        self.dtype = compute_dtype(config)
+        self.compiles = config.use_torch_compile and accelerator.compiles(self.device)
+        self._joined = False
+        self.device_mesh = self._open_mesh()
+
+    def _open_mesh(self) -> DeviceMesh | None:
+        """The grid of all processes. None in a process alone on the CPU, where FSDP would copy and gain nothing."""
+        launched = "WORLD_SIZE" in os.environ
+        if not launched and self.device.type == "cpu":
+            return None
+        with self._lost_peers_told():
+            if not dist.is_initialized():
+                self._join(launched)
+            grid = init_device_mesh(self.device.type, tuple(self.mesh), mesh_dim_names=BATCH_AXES)
+        return grid["shard"] if self.mesh.replica == 1 else grid
+
+    def _join(self, launched: bool) -> None:
+        """Open the process group that `close` leaves; torchrun's environment says where the others are."""
+        options: dict[str, Any] = {}
+        if not launched:
+            options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        if self.device.type == "cuda":
+            options["device_id"] = self.device
+        timeout = timedelta(seconds=self.config.collective_timeout)
+        dist.init_process_group(accelerator.backend_of(self.device), timeout=timeout, **options)
+        self._joined = True
+
+    # ---- Placing
+
+    def place(self, model: Llama) -> Llama:
+        """`model` with every parameter split along its first dimension; a meta parameter is made shard by shard.
+
+        FSDP2 gathers a block's parameters whole before it runs, so it does not matter which dimension is split; the
+        first one needs no copy beside the collective.
+        """
+        given = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
+        layers = model.shape.num_layers
+        self._recomputed = block_mask(self.config, layers)
+        model.to("meta")
+        self._loss_and_gradient = loss_and_gradient
+        if self.compiles:
+            self._compile(model)
+        if self.device_mesh is not None:
+            self._shard(model, self.device_mesh)
+        model.to_empty(device=self.home)
+        self._weights = dict(model.named_parameters())
+
+        def fill(name: str) -> None:
+            weight = self._weights[name]
+            value = given[name] if given else initial_weight(self.config, layers, name, weight.shape)
+            _local(weight).copy_(self._own_rows(value, _local(weight)))
+
+        # torch's generator leaves the interpreter free
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.local_processes)) as pool:
+            list(pool.map(fill, self._weights))
+        return model
+
+    def _shard(self, model: Llama, mesh: DeviceMesh) -> None:
+        """Each block gathers its own parameters; embedding, final norm and head gather together, for the whole step."""
+        narrow = None if self.dtype == torch.float32 else self.dtype
+        # The rotary table stays fp32: inputs are not cast.
+        precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
+        frees = self.mesh.shard > 1  # alone, a shard is the whole, and freeing its bf16 copy means casting it twice
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=frees)
+        fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+        register_fsdp_forward_method(model, "loss")
+
+    def _own_rows(self, whole: Tensor, shard: Tensor) -> Tensor:
+        height = -(-whole.shape[0] // self.mesh.shard)  # of all shards but the last, as torch.chunk cuts
+        start = self.process_index % self.mesh.shard * height
+        return whole[start : start + shard.shape[0]]
+
+    def _compile(self, model: Llama) -> None:
+        """One compiled function serves all blocks, so compile time does not grow with depth.
+
+        Only `forward` is compiled: FSDP's hooks stay outside, and parameters keep their names.
+        """
+        run_block, run_norm = torch.compile(Block.forward), torch.compile(RMSNorm.forward)
+        for block in model.model.layers:
+            block.forward = types.MethodType(run_block, block)
+        model.model.norm.forward = types.MethodType(run_norm, model.model.norm)  # type: ignore[method-assign]
+        self._loss_and_gradient = torch.compile(loss_and_gradient)
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hand this process's shards to the optimizer as plain tensors, with their moments.
+
+        A plain tensor costs no DTensor dispatch, and takes the masks of a fused step in every version of torch.
+        """
+        self._shards = {weight: nn.Parameter(_local(weight)) for weight in self._weights.values()}
+        for group in optimizer.param_groups:
+            group["params"] = [self._shards[weight] for weight in group["params"]]
+        for shard in self._shards.values():
+            optimizer.state[shard] = {
+                "step": torch.zeros((), device=self.home),
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
+            }
+        self._counters = [optimizer.state[shard]["step"] for shard in self._shards.values()]
+        self.totals = torch.zeros(2, device=self.device)  # loss and trained tokens of this step so far, of this process
+        self.health = torch.zeros(len(HEALTH), device=self.home)
+
+    # ---- Running
+
+    def train_step(self, model: Llama, optimizer: torch.optim.Optimizer, batch: Batch, learning_rate: float) -> Figures:
+        """See engine.Engine. Gradients are summed over a shard group after every micro-batch, which keeps them split,
+        and over its replicas (across hosts) after the last."""
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        with self._lost_peers_told():
+            for inputs, last in self._feed(batch):
+                if isinstance(model, FSDPModule):
+                    model.set_requires_all_reduce(last)
+                loss, count = self._loss(model, inputs)
+                loss.backward()
+                self.totals += torch.stack((loss.detach(), count))
+            return self._update(optimizer)
+
+    def _feed(self, batch: Batch) -> Iterator[tuple[dict[str, Tensor], bool]]:
+        """This process's rows as micro-batches on the device, and whether it is the last."""
+        count, rows = len(batch["tokens"]), self.config.batch_size
+        for start in range(0, count, rows):
+            part = {name: torch.from_numpy(array[start : start + rows]) for name, array in batch.items()}
+            if self.device.type == "cuda":  # from pinned memory, a copy does not wait for the device
+                part = {name: tensor.pin_memory() for name, tensor in part.items()}
+            placed = {name: tensor.to(self.device, non_blocking=True) for name, tensor in part.items()}
+            yield placed, start + rows >= count
+
+    def _loss(self, model: Llama, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Summed loss and number of trained tokens of one micro-batch."""
+        positions, segments, labels = inputs.get("positions"), inputs.get("segments"), inputs["labels"].long()
+        tokens = inputs["tokens"]
+        loss = model.loss(tokens, labels, positions, segments, self.dtype, self._run_blocks, self._loss_and_gradient)
+        return loss, (labels != IGNORED).sum().float()
+
+    def _run_blocks(self, blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:
+        seen = document_mask(segments) if segments is not None and self.compiles else segments
+        for block, recomputed in zip(blocks, self._recomputed, strict=True):
+            if recomputed:  # no dropout, so no random state to keep
+                x = checkpoint(block, x, rope, seen, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, rope, seen)
+        return x
+
+    @torch.no_grad()
+    def _update(self, optimizer: torch.optim.Optimizer) -> Figures:
+        """One collective for loss, tokens and norm; then mean, clip and step in one kernel that skips what is refused.
+
+        FSDP hands back gradients averaged over the processes; what is wanted is their sum over the trained tokens.
+        """
+        gradients = [_local(weight.grad) for weight in self._shards if weight.grad is not None]
+        square = nn.utils.get_total_norm(gradients).square() / self.mesh.replica  # replicas hold the same
+        sums = torch.cat((self.totals.to(self.home), square[None]))
+        self._sum_over_processes(sums)
+        count = sums[1]
+        loss, norm = sums[0] / count, sums[2].sqrt() * self.process_count / count
+        accepted = judge(self.health, torch.isfinite(loss) & torch.isfinite(norm), self.config.max_skipped_steps)
+        divisor = count / self.process_count
+        if limit := self.config.grad_clip_thresh:
+            divisor = divisor / (limit / (norm + 1e-6)).clamp(max=1.0)
+        self._fused_step(optimizer, divisor, refused=(~accepted).float())
+        self.totals.zero_()
+        return Figures(("loss", "grad_norm", *HEALTH), torch.cat((torch.stack((loss, norm)), self.health)))
+
+    def _fused_step(self, optimizer: Any, divisor: Tensor, refused: Tensor) -> None:
+        """AdamW on gradients / `divisor`; with `refused` at 1 nothing changes, the count of updates included.
+
+        The two are the masks that torch's fused optimizers take from its GradScaler.
+        """
+        for weight, shard in self._shards.items():
+            shard.grad = None if weight.grad is None else _local(weight.grad)
+        optimizer.grad_scale, optimizer.found_inf = divisor, refused
+        optimizer.step()
+        for weight, shard in self._shards.items():
+            weight.grad = shard.grad = None
+
+    def _sum_over_processes(self, sums: Tensor) -> None:
+        if self.process_count > 1:
+            dist.all_reduce(sums)
+
+    @torch.no_grad()
+    def evaluate(self, model: Llama, batch: Batch) -> Figures:
+        """See engine.Engine."""
+        totals = torch.zeros(2, device=self.device)
+        with self._lost_peers_told():
+            for inputs, _ in self._feed(batch):
+                totals += torch.stack(self._loss(model, inputs))
+            self._sum_over_processes(totals)
+        for module in model.modules():  # without a backward pass, what was gathered to stay would
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return Figures(("loss", "tokens"), torch.stack((totals[0] / totals[1], totals[1])))
+
+    @contextlib.contextmanager
+    def _lost_peers_told(self) -> Iterator[None]:
+        """Gloo's errors say which socket was closed; the user wants to hear that a process is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.process_count == 1 or "gloo" not in str(error).lower():
+                raise
+            raise LostPeerError(self.process_index, self.config.collective_timeout) from error
+
+    # ---- Logical state
+
+    def state(self, model: Llama, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """See engine.Engine: the live tensors, DTensors where they are split."""
+        logical: dict[str, Any] = {name: weight.detach() for name, weight in self._weights.items()}
+        if optimizer is None:
+            return logical
+        for name, weight in self._weights.items():
+            for moment in MOMENTS:
+                held = optimizer.state[self._shards[weight]][moment]
+                logical[f"optimizer.{moment}.{name}"] = _split_like(held, weight)
+        logical["optimizer.step"] = self._counters[0]
+        return logical
+
+    @torch.no_grad()
+    def commit(self, state: dict[str, Any]) -> None:
+        """See engine.Engine: loading has written into the live tensors, the count into one of many."""
+        if "optimizer.step" in state:
+            for counter in self._counters:
+                counter.copy_(state["optimizer.step"])
+
+    # ---- Figures
+
+    def bytes_per_device(self, model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """See engine.Engine: measured on this process's shards."""
+        moments = [optimizer.state[shard][moment] for shard in self._shards.values() for moment in MOMENTS]
+        groups: dict[str, list[Any]] = {"parameters": list(self._shards.values()), "moments": moments}
+        return {name: sum(held.numel() * held.element_size() for held in tensors) for name, tensors in groups.items()}
+
+    def compilations(self) -> int:
+        """Graphs that torch.compile made; 0 where it is not used."""
+        if not self.compiles:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return counters["stats"]["unique_graphs"]
+
+    def memory_bytes(self) -> int | None:
+        """See engine.Engine."""
+        return accelerator.peak_bytes(self.device)
+
+    def start_trace(self, folder: str) -> None:
+        """See engine.Engine."""
+        worker = f"process_{self.process_index}"
+        handler = tensorboard_trace_handler(folder, worker_name=worker)
+        self._trace = profile(activities=supported_activities(), on_trace_ready=handler)
+        self._trace.start()
+
+    def stop_trace(self) -> None:
+        """See engine.Engine."""
+        accelerator.synchronize(self.device)
+        self._trace.stop()
+
+    def close(self) -> None:
+        """See engine.Engine."""
+        if self._joined:
+            dist.destroy_process_group()
+
+
+def _from_torchrun(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this process holds of `tensor`; writing to it writes there."""
+    held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return held.detach()
+
+
+def _split_like(local: Tensor, weight: Tensor) -> Tensor:
+    """`local` as the part of a whole that is split as `weight` is."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )

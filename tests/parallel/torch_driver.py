@@ -1,0 +1,63 @@
+"""Trains the toy model in many ways on the CPU; started by torchrun with several processes, or alone.
+
+    torchrun --nproc-per-node=4 torch_driver.py '{"case": {"field": value}, ...}'
+
+Process 0 prints JSON: by case, the loss and gradient norm of each of 8 steps, the evaluation's loss, and the bytes
+that one process holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pretraining.config.training import TrainConfig
+from pretraining.data import open_stream
+from pretraining.models.init import build_model
+from pretraining.optim.adamw import build_optimizer
+from pretraining.optim.schedule import learning_rate
+from pretraining.parallel.torch_engine import TorchEngine
+from tests.parallel.toy import TOY
+
+
+def run_case(fields: dict[str, Any]) -> dict[str, Any]:
+    """Eight steps of the toy with these fields."""
+    poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
+    config = TrainConfig(**{**TOY, "device": "cpu", **fields})
+    engine = TorchEngine(config)
+    model = engine.place(build_model(config))
+    optimizer = build_optimizer(config, model.named_parameters(), **engine.optimizer_options)
+    engine.prepare(optimizer)
+    stream = open_stream(config, engine.data_rank, engine.data_size)
+    losses, norms, refused = [], [], []
+    for step in range(config.num_steps):
+        batch = stream.batch(step)
+        if step == poison:
+            batch = {name: array.copy() for name, array in batch.items()}
+            batch["labels"][:] = -100  # no trained token: 0 / 0
+        read = engine.train_step(model, optimizer, batch, learning_rate(config, step)).read()
+        losses.append(read["loss"])
+        norms.append(read["grad_norm"])
+        refused.append([read["refused"], read["first_refused"]])
+    evaluation = engine.evaluate(model, stream.batch(0)).read()["loss"]
+    counted = float(engine.state(model, optimizer)["optimizer.step"])
+    held = engine.bytes_per_device(model, optimizer)
+    return {
+        "loss": losses, "grad_norm": norms, "refused": refused, "evaluation": evaluation, "bytes": held,
+        "updates": counted,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    if "WORLD_SIZE" in os.environ:  # one group for all cases; a second cannot be joined under the same torchrun
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    outcomes = {case: run_case(fields) for case, fields in json.loads(sys.argv[1]).items()}
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(outcomes))
+    if dist.is_initialized():
+        dist.destroy_process_group()
