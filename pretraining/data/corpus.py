@@ -37,6 +37,7 @@ class Order:
     shuffled: bool
     eos: int
     bos: int | None
+    marked: bool  # whether anybody asks where documents begin
 
     @property
     def added(self) -> int:
@@ -113,10 +114,10 @@ class Corpus:
         self._shard, self._first, self._last, self._tokens = _blocks(indexes, span, order.added, files)
         self.tokens = int(self._tokens.sum())  # of one epoch, added ones included
 
-    def fill(self, position: int, out: np.ndarray, seen: set[str]) -> list[int]:
+    def fill(self, position: int, out: np.ndarray, seen: set[OpenFile]) -> list[int]:
         """Copy the stream from `position` on into `out` (int32, contiguous); where documents begin in it.
 
-        seen: shards that were checked for change during this batch.
+        seen: files that were checked for change during this batch.
         """
         done, total = 0, len(out)
         beginnings: list[int] = []
@@ -129,11 +130,11 @@ class Corpus:
             within -= plan.before[place]
             count = min(total - done, view.before[-1] - within)
             file = self._files.tokens(view.shard)
-            if view.shard.path not in seen:
+            if file not in seen:
                 file.check()
-                seen.add(view.shard.path)
-            places = self._copy(view, file, within, out[done : done + count])
-            beginnings += [done + at for at in places] if done else places
+                seen.add(file)
+            places = self._copy(view, file, within, out if count == total else out[done : done + count])
+            beginnings += [done + at for at in places]
             done += count
         return beginnings
 
@@ -187,26 +188,27 @@ class Corpus:
     def _copy(self, view: _View, file: OpenFile, within: int, out: np.ndarray) -> list[int]:
         """Copy block positions [within, within + len(out)) into `out`; where documents begin in it.
 
-        `out` holds separators already.
+        `out` holds separators already. The beginnings are left out where nobody asked for them.
         """
-        before, count, lead = view.before, len(out), self._order.added - 1
+        before, lead = view.before, self._order.added - 1
         first = bisect_right(before, within) - 1
-        last = bisect_left(before, within + count, first)
-        starts, lengths = view.starts[first:last].tolist(), view.lengths[first:last].tolist()
-        beginnings = [at - within for at in before[first:last].tolist()]
-        places = [at + lead for at in beginnings] if lead else beginnings.copy()
-        if places[0] < 0:  # the first document began before
-            starts[0] -= places[0] * view.width
-            lengths[0] += places[0]
-            places[0] = 0
-        lengths[-1] = min(lengths[-1], count - places[-1])  # the last one ends later
+        last = bisect_left(before, within + len(out), first)
+        places, starts, lengths = (part[first:last].tolist() for part in (before, view.starts, view.lengths))
+        beginnings = [at - within for at in places if at >= within] if self._order.marked or lead else []
+        base = within - lead  # the position of a document whose first token is the first of `out`
+        skipped = base - places[0]
+        if skipped > 0:
+            starts[0] += skipped * view.width
+            lengths[0] -= skipped
+            places[0] = base
+        lengths[-1] = min(lengths[-1], base + len(out) - places[-1])
         if view.high - view.low < len(starts) * _BYTES_PER_READ:
-            _gather(view, file, out, (starts, places, lengths))
+            _gather(view, file, out, (starts, [place - base for place in places], lengths))
+        elif view.width == 4:
+            _read_into(view, file, out, (starts, [place - base for place in places], lengths))
         else:
-            _read_each(view, file, out, (starts, places, lengths))
-        if beginnings[0] < 0:
-            del beginnings[0]
-        if self._order.bos is not None:
+            _read_each(view, file, out, (starts, [place - base for place in places], lengths))
+        if lead:
             out[beginnings] = self._order.bos
         return beginnings
 
@@ -216,27 +218,35 @@ class Corpus:
 _Pieces = tuple[list[int], list[int], list[int]]
 
 
+def _read_into(view: _View, file: OpenFile, out: np.ndarray, pieces: _Pieces) -> None:
+    """One read per document, straight into the row: for ids of 4 bytes."""
+    memory, descriptor, read = out.data.cast("B"), file.descriptor, os.preadv
+    for offset, place, length in zip(*pieces, strict=True):
+        start, size = place * 4, length * 4
+        if size > 0 and read(descriptor, [memory[start : start + size]], offset) != size:
+            raise _truncated(view, offset + size)
+
+
 def _read_each(view: _View, file: OpenFile, out: np.ndarray, pieces: _Pieces) -> None:
-    """One read per document, straight into the row where the ids have 4 bytes."""
-    width, descriptor, read = view.width, file.descriptor, os.preadv
-    target = out if width == 4 else np.empty(len(out), view.shard.dtype)
-    memory = target.data.cast("B")
+    """One read per document, and a cast: for ids of 2 or 8 bytes."""
+    width = view.width
     for offset, place, length in zip(*pieces, strict=True):
         if length > 0:
-            start, size = place * width, length * width
-            if read(descriptor, [memory[start : start + size]], offset) != size:
-                raise UserError(f"{view.shard.path}: ends before byte {offset + size}; it was truncated under the run")
-    if width != 4:
-        for _, place, length in zip(*pieces, strict=True):
-            if length > 0:
-                out[place : place + length] = narrow(target[place : place + length], view.shard.path)
+            raw = os.pread(file.descriptor, length * width, offset)
+            if len(raw) != length * width:
+                raise _truncated(view, offset + length * width)
+            out[place : place + length] = narrow(np.frombuffer(raw, view.shard.dtype), view.shard.path)
+
+
+def _truncated(view: _View, end: int) -> UserError:
+    return UserError(f"{view.shard.path}: ends before byte {end}; it was truncated under the run")
 
 
 def _gather(view: _View, file: OpenFile, out: np.ndarray, pieces: _Pieces) -> None:
     """One read for the whole block, then one gather: for documents much shorter than a row."""
     raw = os.pread(file.descriptor, view.high - view.low, view.low)
     if len(raw) != view.high - view.low:
-        raise UserError(f"{view.shard.path}: ends before byte {view.high}; it was truncated under the run")
+        raise _truncated(view, view.high)
     tokens = np.frombuffer(raw, view.shard.dtype)
     offsets, places, lengths = np.array(pieces, np.int64)
     lengths = np.maximum(lengths, 0)
@@ -248,11 +258,11 @@ def _gather(view: _View, file: OpenFile, out: np.ndarray, pieces: _Pieces) -> No
 
 
 def narrow(tokens: np.ndarray, path: str) -> np.ndarray:
-    """Ids as int32. UserError if an id of 8 bytes does not fit."""
+    """Ids that fit int32. UserError if an id of 8 bytes does not."""
     if tokens.itemsize == 8 and len(tokens) and (int(tokens.max()) >= 2**31 or int(tokens.min()) < 0):
         wrong = int(tokens.max()) if int(tokens.max()) >= 2**31 else int(tokens.min())
         raise UserError(f"{path}: token id {wrong} is outside 0..2^31-1; write the shard again")
-    return tokens.astype(np.int32) if tokens.itemsize != 4 else tokens.view(np.int32)
+    return tokens if tokens.itemsize != 8 else tokens.astype(np.int32)
 
 
 # ---- Blocks

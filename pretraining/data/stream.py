@@ -18,7 +18,7 @@ from pretraining.data import state as states
 from pretraining.data.corpus import Corpus, Order, Views
 from pretraining.data.dealing import PERIOD, Dealer, Table, mixture_table
 from pretraining.data.dummy import counter
-from pretraining.data.files import OpenFiles
+from pretraining.data.files import OpenFile, OpenFiles
 from pretraining.data.hashing import short_hash
 
 IGNORED = -100  # label of a position that is not trained: torch's and Hugging Face's default ignore_index
@@ -29,7 +29,7 @@ Batch = dict[str, np.ndarray]
 class Source(Protocol):
     """Where a stream's sequences come from."""
 
-    def row(self, sequence: int, out: np.ndarray, seen: set[str]) -> list[int]:
+    def row(self, sequence: int, out: np.ndarray, seen: set[OpenFile]) -> list[int]:
         """Fill `out` (int32 [seq_length + 1]) with sequence `sequence`; where documents begin in it."""
         ...
 
@@ -95,11 +95,12 @@ class Stream:
         UserError names the shard if it changed, vanished or holds what the model has no row for; IndexError after
         the last batch of num_epochs.
         """
-        if step < 0 or (self.steps is not None and step >= self.steps):
+        if step < 0 or (self._total is not None and step >= (self.steps or 0)):
             raise IndexError(f"step {step} of a stream with {self.steps} steps")
-        first = int(self._state["sequences"]) + step * self._cut.step + self._cut.first
-        lines = np.empty((self._cut.rows, self._cut.length + 1), np.int32)
-        seen: set[str] = set()
+        cut = self._cut
+        first = self._state["sequences"] + step * cut.step + cut.first
+        lines = np.empty((cut.rows, cut.length + 1), np.int32)
+        seen: set[OpenFile] = set()
         beginnings = [self._source.row(first + row, line, seen) for row, line in enumerate(lines)]
         self._source.check(first, lines)
         return assemble(lines, beginnings, self._wants)
@@ -146,7 +147,7 @@ class Counters:
     def __init__(self, seed: int, vocabulary: int) -> None:
         self._seed, self._vocabulary = seed, vocabulary
 
-    def row(self, sequence: int, out: np.ndarray, seen: set[str]) -> list[int]:
+    def row(self, sequence: int, out: np.ndarray, seen: set[OpenFile]) -> list[int]:
         """Sequence `sequence` of the counters; one document."""
         counter(self._seed, sequence, self._vocabulary, out)
         return []
@@ -178,7 +179,7 @@ class Mixture:
         self._dataset, self._earlier = table.dataset.data, table.earlier.data
         self._vocabulary = room.vocabulary(config)
 
-    def row(self, sequence: int, out: np.ndarray, seen: set[str]) -> list[int]:
+    def row(self, sequence: int, out: np.ndarray, seen: set[OpenFile]) -> list[int]:
         """Sequence `sequence` of the run: [bol,] tokens of one dataset, and one more as the last label."""
         number, ordinal = self.locate(sequence)
         corpus = self._corpora[number]
@@ -245,7 +246,7 @@ def open_stream(
         Corpus(
             dataset.indexes,
             dataset.span,
-            _order(config, special, dataset.name),
+            _order(config, special, dataset.name, any(wants)),
             number=number,
             files=files,
             views=views,
@@ -284,9 +285,10 @@ def _open_dummy(config: TrainConfig, split: str, cut: Cut, wants: Wants, state: 
     return Stream(Counters(seed, rows), cut, wants, state=begun, facts=facts)
 
 
-def _order(config: TrainConfig, special: room.SpecialTokens, name: str) -> Order:
+def _order(config: TrainConfig, special: room.SpecialTokens, name: str, marked: bool) -> Order:
     """The name is part of the key: a dataset keeps its order whatever else is mixed with it."""
-    return Order((config.seed, int(short_hash(name), 16)), config.shuffle != "none", special.eos, special.bos)
+    key = (config.seed, int(short_hash(name), 16))
+    return Order(key, config.shuffle != "none", special.eos, special.bos, marked)
 
 
 def _check_sizes(config: TrainConfig, found: list[room.Dataset], corpora: list[Corpus], split: str) -> None:
