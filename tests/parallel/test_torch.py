@@ -1,0 +1,182 @@
+"""The torch engine on CPUs: the same losses for any number of processes, split in any way, and as the XLA engine's."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+from pretraining.parallel.engine import LostPeerError
+from pretraining.parallel.select import choose
+from pretraining.parallel.torch_engine import TorchEngine
+
+slow = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+Fields = dict[str, Any]
+ALONE = 0  # without torchrun; 1 is a process group of one, which is how a single GPU trains
+ALL_BLOCKS: Fields = {"fsdp_activation_checkpointing": True}
+A_THIRD: Fields = {**ALL_BLOCKS, "selective_checkpointing": "1/3"}
+FSDP: Fields = {"sharding_strategy": "fsdp"}
+FEW: dict[str, Fields] = {
+    "ddp": {"sharding_strategy": "ddp", "batch_size": 4},
+    "fsdp, a third, accumulated": {**FSDP, **A_THIRD, "batch_size": 1},
+}
+HSDP: Fields = {"sharding_strategy": "hsdp", "sharding_group_size": 2}
+CASES: dict[int, dict[str, Fields]] = {
+    ALONE: {**FEW, "bf16": {"mixed_precision": True}},
+    1: FEW,
+    2: {**FEW, "uneven": {**FSDP, "vocab_size": 511}},
+    4: {
+        "ddp": {"sharding_strategy": "ddp", "batch_size": 4},
+        "ddp, all blocks, accumulated": {"sharding_strategy": "ddp", **ALL_BLOCKS, "batch_size": 1},
+        "fsdp": {**FSDP, "batch_size": 4},
+        "fsdp, a third": {**FSDP, **A_THIRD},
+        "fsdp, accumulated": {**FSDP, "batch_size": 1},
+        "hsdp": {**HSDP, "batch_size": 4},
+        "hsdp, all blocks, accumulated": {**HSDP, **ALL_BLOCKS, "batch_size": 1},
+        "built first": {**FSDP, "low_cpu_fsdp": False},
+        "bf16": {**FSDP, "mixed_precision": True},
+        "poisoned": {**FSDP, "poison_step": 3},
+        "poisoned, skipped": {**FSDP, "poison_step": 3, "max_skipped_steps": 1},
+    },
+}
+EXACT = [
+    (processes, case)
+    for processes, cases in CASES.items()
+    for case in cases
+    if not any(word in case for word in ("bf16", "poisoned", "uneven"))
+]
+
+
+def launched(processes: int, *arguments: str) -> list[str]:
+    """The command that runs a script with this many processes."""
+    if processes == ALONE:
+        return [sys.executable, *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [sys.executable, *torchrun, *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process started here: one thread each, so that four of them do not fight for two cores."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+@functools.cache
+def outcome(processes: int) -> dict[str, Any]:
+    """What the driver printed for this many processes."""
+    script = str(Path(__file__).with_name("torch_driver.py"))
+    command = launched(processes, script, json.dumps(CASES[processes]))
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+@slow
+@pytest.mark.parametrize(("processes", "case"), EXACT)
+def test_losses_and_gradient_norms_are_those_of_one_process(processes: int, case: str) -> None:
+    reference, got = outcome(ALONE)["ddp"], outcome(processes)[case]
+    assert got["loss"] == pytest.approx(reference["loss"], abs=1e-5)
+    assert got["grad_norm"] == pytest.approx(reference["grad_norm"], abs=1e-5)
+    assert got["evaluation"] == pytest.approx(reference["evaluation"], abs=1e-5)
+    assert got["loss"][-1] < got["loss"][0] - 0.3
+
+
+@slow
+def test_both_engines_give_the_same_losses_and_gradient_norms() -> None:
+    pytest.importorskip("torch_xla")
+    script = str(Path(__file__).with_name("xla_driver.py"))
+    devices = environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4")
+    command = [sys.executable, script, json.dumps({"fsdp": FSDP})]
+    done = subprocess.run(command, env=devices, capture_output=True, text=True, check=True, timeout=600)
+    xla = json.loads(done.stdout.splitlines()[-1])["fsdp"]
+    torch_ = outcome(4)["fsdp"]
+    assert torch_["loss"] == pytest.approx(xla["loss"], abs=1e-5)
+    assert torch_["grad_norm"] == pytest.approx(xla["grad_norm"], abs=1e-5)
+    assert torch_["evaluation"] == pytest.approx(xla["evaluation"], abs=1e-5)
+
+
+@slow
+@pytest.mark.parametrize(("case", "parts"), [("ddp", 1), ("hsdp", 2), ("fsdp", 4)])
+def test_parameters_and_moments_are_really_split(case: str, parts: int) -> None:
+    whole = outcome(ALONE)["ddp"]["bytes"]["parameters"]
+    assert outcome(4)[case]["bytes"] == {"parameters": whole // parts, "moments": 2 * whole // parts}
+
+
+@slow
+def test_parameters_that_do_not_divide_train_all_the_same() -> None:
+    losses = outcome(2)["uneven"]["loss"]
+    assert losses[-1] < losses[0] - 0.3
+
+
+@slow
+@pytest.mark.parametrize("processes", [ALONE, 4])
+def test_bf16_products_stay_within_two_percent_of_fp32(processes: int) -> None:
+    reference, got = outcome(ALONE)["ddp"]["loss"], outcome(processes)["bf16"]["loss"]
+    assert got == pytest.approx(reference, rel=0.02)
+    assert got != reference
+
+
+@slow
+def test_after_a_loss_that_is_not_finite_no_update_is_applied() -> None:
+    reference, got = outcome(ALONE)["ddp"], outcome(4)["poisoned"]
+    assert got["loss"][:3] == pytest.approx(reference["loss"][:3], abs=1e-5)
+    assert not math.isfinite(got["loss"][3])
+    assert got["refused"][3:] == [[1, 4]] * 5  # the fourth update, counted from 1
+    assert got["updates"] == 3
+
+
+@slow
+def test_a_skipped_update_costs_one_step_and_training_goes_on() -> None:
+    got = outcome(4)["poisoned, skipped"]
+    assert got["refused"][-1] == [1, 4]
+    assert got["updates"] == 7
+    assert got["loss"][-1] < got["loss"][4] < got["loss"][0]
+
+
+# ---- What is there decides
+
+
+def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(gpus: int, xla: bool, processes: int = 1, **fields: Any) -> str:
+        monkeypatch.setattr("pretraining.parallel.accelerator.cuda_gpus", lambda: gpus)
+        monkeypatch.setattr("pretraining.parallel.select._has_xla", lambda: xla)
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        return choose(TrainConfig(**fields))[0]
+
+    assert chosen(gpus=8, xla=True) == "torch"
+    assert chosen(gpus=0, xla=True) == "xla"
+    assert chosen(gpus=0, xla=False) == "torch"
+    assert chosen(gpus=0, xla=True, processes=4) == "torch"  # torchrun's; xla drives all devices from one process
+    assert chosen(gpus=0, xla=True, device="cpu") == "torch"
+    assert chosen(gpus=8, xla=True, engine="xla") == "xla"
+    assert chosen(gpus=0, xla=True, engine="torch") == "torch"
+    with pytest.raises(UserError, match="torch_xla is not installed"):
+        chosen(gpus=0, xla=False, engine="xla")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"device": "cuda"}, "no CUDA GPU; .* --device=cpu"),
+        ({"device": "tpu"}, "needs the package torch_tpu"),
+        ({"cpu_offload": True}, "works on CUDA alone, not on CPU"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_sentence(fields: Fields, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        TorchEngine(TrainConfig(model_variant="tiny", seq_length=64, **fields))
+
+
+def test_a_lost_process_is_told_with_the_way_on() -> None:
+    assert "continues from the newest checkpoint" in str(LostPeerError(3, 60))
