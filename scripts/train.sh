@@ -24,6 +24,7 @@ settings=(
     --batch_size=2
     --num_steps=160
     --learning_rate=3e-3
+    --init_std=0.07  # 1 / sqrt(hidden): the usual 0.02 suits widths of thousands, and learns slower here
     # A CPU has no bf16 units: a step takes several times as long in mixed precision. On TPUs, leave this out.
     --mixed_precision=False
 
@@ -86,8 +87,9 @@ choose_devices() {
     fi
 }
 
+# Not every line is a GPU: without a driver nvidia-smi writes its complaint to stdout, and MIG slices stand indented.
 gpus() {
-    nvidia-smi -L 2> /dev/null | wc -l
+    nvidia-smi -L 2> /dev/null | grep -c '^GPU ' || true
 }
 
 # Checks the flags before anything is launched. Its remarks are shown only if they are wrong; training repeats them.

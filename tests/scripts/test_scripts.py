@@ -111,6 +111,19 @@ def test_help_is_the_table_of_flags(installed: Path) -> None:
     assert (ended.returncode, "--batch_size=2" in ended.stdout) == (0, True)
 
 
+def test_a_host_whose_nvidia_driver_is_missing_counts_as_one_without_gpus(installed: Path) -> None:
+    """nvidia-smi then writes two lines to stdout, which are not two GPUs."""
+    tools = installed / "tools"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed\necho Make sure\nexit 9\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    (installed / "main_training.py").unlink()
+    (installed / "main_training.py").write_text("import os; print(os.environ['PJRT_DEVICE'], 'RANK' in os.environ)\n")
+    path = f"{tools}:{os.environ['PATH']}"
+    ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset", PATH=path, PJRT_DEVICE="")
+    assert (ended.returncode, ended.stdout) == (0, "CPU False\n"), ended.stderr
+
+
 def test_the_codes_of_processes_under_torchrun_are_told_apart(installed: Path) -> None:
     """torchrun itself would return 1."""
     program = "import os, sys, pathlib; rank = os.environ['RANK']\n"
