@@ -72,7 +72,8 @@ runs_supported_python() {
 }
 
 # Said by the variable that torch-xla reads in place of the metadata server, or TPU chips by their PCI identity: vendor
-# Google, and one of the devices v2/v3, v4, v5e, v6e, v5p, 7x (the list of torch-xla 2.9.0; Google's network cards share the vendor).
+# Google, and one of the devices v2/v3, v4, v5e, v6e, v5p, 7x (the list of torch-xla
+# 2.9.0; Google's network cards share the vendor).
 on_tpu_host() {
     local card
     [[ -z ${TPU_ACCELERATOR_TYPE:-} ]] || return 0
