@@ -290,13 +290,16 @@ def _save(run: Run, step: int) -> None:
 
 
 def _profiled(run: Run, step: int) -> contextlib.AbstractContextManager[object]:
-    """Starts the trace at profile_start_step and ends it profile_num_steps later."""
+    """Starts the trace at profile_start_step and ends it profile_num_steps later; a run continued past it has none."""
     config, stack = run.config, contextlib.ExitStack()
-    if not config.use_profiler or (config.profiler_rank0_only and run.engine.process_index):
+    first = config.profile_start_step
+    last = min(first + config.profile_num_steps - 1, config.num_steps)
+    silent = config.profiler_rank0_only and run.engine.process_index > 0
+    if not config.use_profiler or silent or run.start >= first:
         return contextlib.nullcontext()
-    if step == config.profile_start_step:
+    if step == first:
         run.engine.start_trace(str(config.run_folder / "profile"))
-    if step == config.profile_start_step + config.profile_num_steps - 1 or step == config.num_steps:
+    if step == last:
         stack.callback(_end_trace, run)
     return stack
 

@@ -157,7 +157,6 @@ def test_a_dummy_run_neither_saves_nor_resumes_and_ends_with_a_summary(tmp_path:
         "use_dummy_dataset": True,
         "checkpoint_interval": None,
         "num_steps": 3,
-        "use_profiler": True,
     }
     said = finish(tmp_path, devices=2, use_profiler=True, profile_start_step=2, profile_num_steps=1, **fields)
     assert "Benchmark summary" in said and "compile time" in said
