@@ -144,7 +144,7 @@ def rates(sources: dict[str, Callable[[int], Any]], rounds: int = 300, batches: 
     return best
 
 
-def rate_ahead(stream: Stream, batches: int = 256) -> float:
+def rate_ahead(stream: Stream, batches: int = 512) -> float:
     """The same with the reading thread in front, its start included: all of the process's CPU time counts."""
     ahead = Prefetcher(stream, 1)
     began = time.process_time()

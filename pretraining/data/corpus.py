@@ -17,7 +17,7 @@ import numpy as np
 
 from pretraining.config.errors import UserError
 from pretraining.data.files import OpenFile, OpenFiles
-from pretraining.data.hashing import permutation
+from pretraining.data.hashing import key_of, mix_one, permutation
 from pretraining.data.index import CELL, ShardIndex
 
 # Tokens a block should have: with shorter documents, whole blocks are read at once, and 128 KiB take 16 us.
@@ -25,8 +25,9 @@ _BLOCK_TOKENS = 32_768
 _MOST_BLOCKS = 1 << 18
 # A read of one document costs about 1 us, as much as copying 8 KiB out of the page cache.
 _BYTES_PER_READ = 8_192
-# Blocks whose documents are known at a time, in bytes, for the whole stream: 1024 slots of three datasets take 8 MiB.
-_VIEW_BYTES = 32 * 2**20
+# Blocks whose documents are known at a time, in bytes, for the whole stream: 1024 slots of three datasets take
+# 12 MiB, and 36 with documents of 66 tokens.
+_VIEW_BYTES = 48 * 2**20
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Order:
 
 
 class _Epoch(NamedTuple):
+    key: int  # of the permutations inside blocks
     order: memoryview  # int64 [blocks], blocks in the order of this epoch
     before: memoryview  # int64 [blocks + 1], tokens before each of them
 
@@ -90,7 +92,7 @@ class Views:
 
 def _size(view: _View) -> int:
     """Bytes of a view; 1000 for the objects around the arrays."""
-    return 1000 + view.starts.nbytes + view.lengths.nbytes + view.before.nbytes
+    return 1000 + 3 * view.before.nbytes
 
 
 class Corpus:
@@ -126,7 +128,7 @@ class Corpus:
             epoch, within = divmod(position + done, self.tokens)
             plan = self._epochs.get(epoch) or self._plan(epoch)
             place = bisect_right(plan.before, within) - 1
-            view = self._view(epoch, plan.order[place])
+            view = self._view(plan, epoch, plan.order[place])
             within -= plan.before[place]
             count = min(total - done, view.before[-1] - within)
             file = self._files.tokens(view.shard)
@@ -152,30 +154,31 @@ class Corpus:
     def _plan(self, epoch: int) -> _Epoch:
         with self._lock:
             blocks = len(self._tokens)
-            order = permutation(blocks, *self._order.key, epoch, 1) if self._order.shuffled else np.arange(blocks)
+            key = key_of(*self._order.key, epoch)
+            order = permutation(blocks, mix_one(key)) if self._order.shuffled else np.arange(blocks)
             before = np.zeros(blocks + 1, np.int64)
             np.cumsum(self._tokens[order], out=before[1:])
-            self._epochs[epoch] = plan = _Epoch(order.data, before.data)
+            self._epochs[epoch] = plan = _Epoch(key, order.data, before.data)
             while len(self._epochs) > 3:  # a batch touches two; readers ahead of it a third
                 self._epochs.pop(next(iter(self._epochs)), None)
         return plan
 
-    def _view(self, epoch: int, block: int) -> _View:
+    def _view(self, plan: _Epoch, epoch: int, block: int) -> _View:
         key = (self._number, epoch, block)
         view = self._views.get(key)
         if view is None:
-            view = self._read_view(epoch, block)
+            view = self._read_view(block, key_of(plan.key ^ block))
             self._views.put(key, view)
         return view
 
-    def _read_view(self, epoch: int, block: int) -> _View:
+    def _read_view(self, block: int, key: int) -> _View:
         shard = self._indexes[self._shard[block]]
         first, last = int(self._first[block]), int(self._last[block])
         starts = shard.starts.read(self._files.column(shard.starts, shard).descriptor, first, last)
         lengths = shard.lengths.read(self._files.column(shard.lengths, shard).descriptor, first, last)
         filled = np.flatnonzero(lengths)
         if self._order.shuffled:
-            filled = filled[permutation(len(filled), *self._order.key, epoch, 2, block)]
+            filled = filled[permutation(len(filled), key)]
         starts, lengths = starts[filled], lengths[filled].astype(np.int64)
         before = np.zeros(len(filled) + 1, np.int64)
         np.cumsum(lengths + self._order.added, out=before[1:])
@@ -193,68 +196,85 @@ class Corpus:
         before, lead = view.before, self._order.added - 1
         first = bisect_right(before, within) - 1
         last = bisect_left(before, within + len(out), first)
-        places, starts, lengths = (part[first:last].tolist() for part in (before, view.starts, view.lengths))
-        beginnings = [at - within for at in places if at >= within] if self._order.marked or lead else []
-        base = within - lead  # the position of a document whose first token is the first of `out`
-        skipped = base - places[0]
-        if skipped > 0:
-            starts[0] += skipped * view.width
-            lengths[0] -= skipped
-            places[0] = base
-        lengths[-1] = min(lengths[-1], base + len(out) - places[-1])
-        if view.high - view.low < len(starts) * _BYTES_PER_READ:
-            _gather(view, file, out, (starts, [place - base for place in places], lengths))
-        elif view.width == 4:
-            _read_into(view, file, out, (starts, [place - base for place in places], lengths))
+        if view.width != 8 and view.high - view.low < (last - first) * _BYTES_PER_READ:
+            _gather(view, file, out, (first, last), within, lead)
+            ends = np.asarray(before[first + 1 : last + 1]) - within
+            out[ends[ends <= len(out)] - 1] = self._order.eos
         else:
-            _read_each(view, file, out, (starts, [place - base for place in places], lengths))
+            pieces = _pieces(view, first, last, within - lead, len(out))
+            (_read_into if view.width == 4 else _read_each)(view, file, out, pieces)
+        if not (self._order.marked or lead):
+            return []
+        beginnings = [at - within for at in before[first:last].tolist() if at >= within]
         if lead:
             out[beginnings] = self._order.bos
         return beginnings
 
 
-# Per document of a row: byte offset in the file, first index in the row, tokens. Of a document of which only an added
-# token falls into the row no tokens are left, or -1 in place of the separator.
-_Pieces = tuple[list[int], list[int], list[int]]
+class _Pieces(NamedTuple):
+    """The documents of a row.
+
+    Of one of which only an added token falls into the row no tokens are left, or -1 in place of the separator.
+    """
+
+    starts: list[int]  # byte offset in the file
+    places: list[int]  # position in the block, counted as `base` is
+    lengths: list[int]  # tokens
+    base: int  # the place that is the row's first
+
+
+def _pieces(view: _View, first: int, last: int, base: int, count: int) -> _Pieces:
+    """Documents [first, last) of a block as far as they fall into a row of `count` tokens."""
+    starts, lengths = view.starts[first:last].tolist(), view.lengths[first:last].tolist()
+    places = view.before[first:last].tolist()
+    skipped = base - places[0]
+    if skipped > 0:
+        starts[0] += skipped * view.width
+        lengths[0] -= skipped
+        places[0] = base
+    lengths[-1] = min(lengths[-1], base + count - places[-1])
+    return _Pieces(starts, places, lengths, base)
 
 
 def _read_into(view: _View, file: OpenFile, out: np.ndarray, pieces: _Pieces) -> None:
     """One read per document, straight into the row: for ids of 4 bytes."""
-    memory, descriptor, read = out.data.cast("B"), file.descriptor, os.preadv
-    for offset, place, length in zip(*pieces, strict=True):
-        start, size = place * 4, length * 4
+    memory, descriptor, read, base = out.data.cast("B"), file.descriptor, os.preadv, pieces.base
+    for offset, place, length in zip(pieces.starts, pieces.places, pieces.lengths, strict=True):
+        start, size = (place - base) * 4, length * 4
         if size > 0 and read(descriptor, [memory[start : start + size]], offset) != size:
             raise _truncated(view, offset + size)
 
 
 def _read_each(view: _View, file: OpenFile, out: np.ndarray, pieces: _Pieces) -> None:
     """One read per document, and a cast: for ids of 2 or 8 bytes."""
-    width = view.width
-    for offset, place, length in zip(*pieces, strict=True):
+    for offset, place, length in zip(pieces.starts, pieces.places, pieces.lengths, strict=True):
         if length > 0:
-            raw = os.pread(file.descriptor, length * width, offset)
-            if len(raw) != length * width:
-                raise _truncated(view, offset + length * width)
-            out[place : place + length] = narrow(np.frombuffer(raw, view.shard.dtype), view.shard.path)
+            raw = os.pread(file.descriptor, length * view.width, offset)
+            if len(raw) != length * view.width:
+                raise _truncated(view, offset + length * view.width)
+            start = place - pieces.base
+            out[start : start + length] = narrow(np.frombuffer(raw, view.shard.dtype), view.shard.path)
 
 
 def _truncated(view: _View, end: int) -> UserError:
     return UserError(f"{view.shard.path}: ends before byte {end}; it was truncated under the run")
 
 
-def _gather(view: _View, file: OpenFile, out: np.ndarray, pieces: _Pieces) -> None:
-    """One read for the whole block, then one gather: for documents much shorter than a row."""
+def _gather(view: _View, file: OpenFile, out: np.ndarray, documents: tuple[int, int], within: int, lead: int) -> None:
+    """One read for the whole block, then one gather: for documents much shorter than a row.
+
+    Writes something in the places of added tokens too; the caller puts them there. lead: tokens added before each.
+    """
     raw = os.pread(file.descriptor, view.high - view.low, view.low)
     if len(raw) != view.high - view.low:
         raise _truncated(view, view.high)
     tokens = np.frombuffer(raw, view.shard.dtype)
-    offsets, places, lengths = np.array(pieces, np.int64)
-    lengths = np.maximum(lengths, 0)
-    run = np.cumsum(lengths) - lengths
-    steps = np.arange(int(run[-1] + lengths[-1]))
-    origin = np.repeat((offsets - view.low) // view.width - run, lengths)
-    target = np.repeat(places - run, lengths)
-    out[target + steps] = narrow(tokens[origin + steps], view.shard.path)
+    first, last = documents
+    starts, before = np.asarray(view.starts[first:last]), np.asarray(view.before[first : last + 1]) - within
+    shift = (starts - view.low) // view.width - before[:-1] - lead  # from an index in the row to one in `tokens`
+    index = np.repeat(shift, np.diff(np.clip(before, 0, len(out))))
+    index += np.arange(len(out))
+    out[:] = narrow(tokens.take(index, mode="clip"), view.shard.path)
 
 
 def narrow(tokens: np.ndarray, path: str) -> np.ndarray:
@@ -295,10 +315,10 @@ def _blocks(
 
 
 def _block_documents(indexes: list[ShardIndex]) -> int:
-    """Documents per block: about 32 thousand tokens, a multiple of 64, and never more than 2^18 blocks."""
+    """Documents per block: about 32 thousand tokens, at least 128, and never more than 2^18 blocks."""
     documents = sum(index.documents for index in indexes)
     mean = max(1, sum(index.token_count for index in indexes) // max(1, documents))
-    cells = max(1, min(64, _BLOCK_TOKENS // mean // CELL), -(-documents // CELL // _MOST_BLOCKS))
+    cells = max(2, min(64, _BLOCK_TOKENS // mean // CELL), -(-documents // CELL // _MOST_BLOCKS))
     return cells * CELL
 
 

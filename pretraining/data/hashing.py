@@ -40,12 +40,12 @@ def key_of(*parts: int) -> int:
     return key
 
 
-def permutation(count: int, *key: int) -> np.ndarray:
-    """A permutation of range(count) drawn by `key`, int64 [count].
+def permutation(count: int, key: int) -> np.ndarray:
+    """A permutation of range(count) drawn by a 64-bit `key` (see `key_of`), int64 [count].
 
     Ties of the 64-bit hashes keep their order, so the result does not depend on the sorting algorithm.
     """
-    salted = np.arange(count, dtype=np.uint64) ^ np.uint64(key_of(*key))
+    salted = np.arange(count, dtype=np.uint64) ^ np.uint64(key)
     return np.argsort(mix(salted), kind="stable")
 
 

@@ -185,7 +185,7 @@ class Mixture:
         corpus = self._corpora[number]
         start = self._dealers[number].position(ordinal)
         lead = 0 if self._special.bol is None else 1
-        beginnings = corpus.fill(start, out[lead:], seen)
+        beginnings = corpus.fill(start, out[lead:] if lead else out, seen)
         if lead:
             out[0] = self._special.bol
             beginnings = [place + 1 for place in beginnings if place > 0]
