@@ -32,7 +32,7 @@ from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import progress_line, validation_line
 from pretraining.monitor.summary import summary
 from pretraining.optim.schedule import learning_rate
-from pretraining.parallel.engine import Engine, StepResult
+from pretraining.parallel.engine import Engine, LostPeerError, StepResult, lost_peers_told
 
 FINISHED, STOPPED_ITSELF = 0, 3  # exit codes; a signal's is 128 + its number
 
@@ -124,10 +124,14 @@ def train(run: Run) -> int:
     interrupt = Interrupt()
     batches = Prefetcher(run.stream, run.config.num_workers)
     try:
-        code = FINISHED if run.start >= run.config.num_steps else _steps(run, batches, interrupt)
-        run.checkpoints.close()
+        with lost_peers_told(run.engine.process_index, run.config.collective_timeout):
+            code = FINISHED if run.start >= run.config.num_steps else _steps(run, batches, interrupt)
+            run.checkpoints.close()
     except SaveFailedError as error:
         run.say(f"stopped: {error}")
+        code = STOPPED_ITSELF
+    except LostPeerError as error:  # every survivor tells, for process 0 may be the one that is gone
+        print(f"stopped: {error}", file=sys.stderr, flush=True)
         code = STOPPED_ITSELF
     finally:
         faulthandler.cancel_dump_traceback_later()

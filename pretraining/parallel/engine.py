@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,11 +14,20 @@ Batch = dict[str, np.ndarray]
 class LostPeerError(RuntimeError):
     """Another process of the run is gone, or has not answered in time: this one cannot go on."""
 
-    def __init__(self, process: int, timeout: int) -> None:
-        super().__init__(
-            f"process {process} lost another process of the run (it ended, or did not answer for collective_timeout="
-            f"{timeout} s); its own message says why, and the same command continues from the newest checkpoint"
-        )
+
+@contextmanager
+def lost_peers_told(process: int, timeout: int) -> Iterator[None]:
+    """LostPeerError for gloo's errors, which say what happened to a socket.
+
+    NCCL's own watchdog ends a process whose peers do not answer; nothing is raised then.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower():
+            raise
+        told = f"process {process} lost another one of the run, which ended or gave no answer in {timeout} s"
+        raise LostPeerError(f"{told} (collective_timeout): {str(error).splitlines()[0]}") from error
 
 
 class Mesh(NamedTuple):

@@ -6,7 +6,6 @@ waits for the device only where its result is read.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import types
 from collections.abc import Iterable, Iterator
@@ -36,7 +35,7 @@ from pretraining.models.init import initial_weight
 from pretraining.models.llama import Block, Llama, RMSNorm, Rope
 from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
 from pretraining.parallel import accelerator
-from pretraining.parallel.engine import Batch, LostPeerError
+from pretraining.parallel.engine import Batch, lost_peers_told
 from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.precision import compute_dtype
@@ -87,7 +86,7 @@ class TorchEngine:
         launched = "WORLD_SIZE" in os.environ
         if not launched and self.device.type == "cpu":
             return None
-        with self._lost_peers_told():
+        with lost_peers_told(self.process_index, self.config.collective_timeout):
             if not dist.is_initialized():
                 self._join(launched)
             grid = init_device_mesh(self.device.type, tuple(self.mesh), mesh_dim_names=BATCH_AXES)
@@ -187,14 +186,13 @@ class TorchEngine:
         and over its replicas (across hosts) after the last."""
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        with self._lost_peers_told():
-            for inputs, last in self._feed(batch):
-                if isinstance(model, FSDPModule):
-                    model.set_requires_all_reduce(last)
-                loss, count = self._loss(model, inputs)
-                loss.backward()
-                self.totals += torch.stack((loss.detach(), count))
-            return self._update(optimizer)
+        for inputs, last in self._feed(batch):
+            if isinstance(model, FSDPModule):
+                model.set_requires_all_reduce(last)
+            loss, count = self._loss(model, inputs)
+            loss.backward()
+            self.totals += torch.stack((loss.detach(), count))
+        return self._update(optimizer)
 
     def _feed(self, batch: Batch) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """This process's rows as micro-batches on the device, and whether it is the last."""
@@ -262,24 +260,13 @@ class TorchEngine:
     def evaluate(self, model: Llama, batch: Batch) -> Figures:
         """See engine.Engine."""
         totals = torch.zeros(2, device=self.device)
-        with self._lost_peers_told():
-            for inputs, _ in self._feed(batch):
-                totals += torch.stack(self._loss(model, inputs))
-            self._sum_over_processes(totals)
+        for inputs, _ in self._feed(batch):
+            totals += torch.stack(self._loss(model, inputs))
+        self._sum_over_processes(totals)
         for module in model.modules():  # without a backward pass, what was gathered to stay would
             if isinstance(module, FSDPModule):
                 module.reshard()
         return Figures(("loss", "tokens"), torch.stack((totals[0] / totals[1], totals[1])))
-
-    @contextlib.contextmanager
-    def _lost_peers_told(self) -> Iterator[None]:
-        """Gloo's errors say which socket was closed; the user wants to hear that a process is gone."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self.process_count == 1 or "gloo" not in str(error).lower():
-                raise
-            raise LostPeerError(self.process_index, self.config.collective_timeout) from error
 
     # ---- Logical state
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +15,12 @@ import torch
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.parallel.engine import LostPeerError
 from pretraining.parallel.select import choose
 from pretraining.parallel.torch_engine import TorchEngine
+from tests.parallel.launch import ALONE, environment, launched
 
 slow = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 Fields = dict[str, Any]
-ALONE = 0  # without torchrun; 1 is a process group of one, which is how a single GPU trains
 ALL_BLOCKS: Fields = {"fsdp_activation_checkpointing": True}
 A_THIRD: Fields = {**ALL_BLOCKS, "selective_checkpointing": "1/3"}
 FSDP: Fields = {"sharding_strategy": "fsdp"}
@@ -56,19 +53,6 @@ EXACT = [
     for case in cases
     if not any(word in case for word in ("bf16", "poisoned", "uneven"))
 ]
-
-
-def launched(processes: int, *arguments: str) -> list[str]:
-    """The command that runs a script with this many processes."""
-    if processes == ALONE:
-        return [sys.executable, *arguments]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return [sys.executable, *torchrun, *arguments]
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Of a process started here: one thread each, so that four of them do not fight for two cores."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
 @functools.cache
@@ -176,7 +160,3 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_device_that_is_not_there_is_one_sentence(fields: Fields, words: str) -> None:
     with pytest.raises(UserError, match=words):
         TorchEngine(TrainConfig(model_variant="tiny", seq_length=64, **fields))
-
-
-def test_a_lost_process_is_told_with_the_way_on() -> None:
-    assert "continues from the newest checkpoint" in str(LostPeerError(3, 60))

@@ -1,0 +1,112 @@
+"""Runs that leave one engine, mesh or number of processes and go on in another."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from pretraining.checkpoint.store import read_tensors
+from tests.parallel.launch import ALONE, ROOT, environment, launched
+from tests.parallel.toy import TOY
+
+pytestmark = pytest.mark.slow
+XLA = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
+ON_XLA = {"engine": "xla", "sharding_strategy": "hsdp", "sharding_group_size": 4}  # 2 x 4
+ON_TORCH = {"engine": "torch", "device": "cpu", "sharding_strategy": "fsdp"}
+
+
+def train_command(folder: Path, processes: int, **fields: Any) -> list[str]:
+    flags = {**TOY, "report_interval": 1, "checkpoint_interval": 4, "log_dir": folder, **fields}
+    return launched(processes, "main_training.py", *(f"--{name}={value}" for name, value in flags.items()))
+
+
+def call(command: list[str], **more: str) -> None:
+    """Run to its end, in the checkout."""
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(**more), capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def figures(folder: Path) -> dict[int, dict[str, Any]]:
+    """By step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line for line in lines}
+
+
+def continued(run: Path, folder: Path) -> Path:
+    """A run folder that holds another run's checkpoint of step 4 and nothing else."""
+    shutil.copytree(run / "checkpoints/step_4", folder / "checkpoints/step_4")
+    return folder
+
+
+def assert_same_course(got: Path, reference: Path) -> None:
+    """From step 5 on: the same tokens, and losses to floating-point tolerance."""
+    for step, line in figures(got).items():
+        expected = figures(reference)[step]
+        assert line["data_hash"] == expected["data_hash"]
+        assert line["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-5)
+    assert set(figures(got)) == {5, 6, 7, 8}
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    first, second = read_tensors(one), read_tensors(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert int(first["optimizer.step"]) == 4
+
+
+def test_a_run_moves_between_the_engines_bit_for_bit_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("torch_xla")
+    driver, four = str(ROOT / "tests/parallel/resave_driver.py"), {**ON_TORCH, "batch_size": 4}
+    call(train_command(tmp_path / "xla", ALONE, **ON_XLA), **XLA)
+    saved = tmp_path / "xla/checkpoints/step_4"
+
+    call(launched(4, driver, str(saved), str(tmp_path / "by_torch"), json.dumps(four)))
+    assert_same_bits(saved, tmp_path / "by_torch/step_4")
+    call(train_command(continued(tmp_path / "xla", tmp_path / "to_torch"), 4, **four))
+    assert_same_course(tmp_path / "to_torch", tmp_path / "xla")
+
+    arguments = (str(tmp_path / "by_torch/step_4"), str(tmp_path / "by_xla"), json.dumps(ON_XLA))
+    call(launched(ALONE, driver, *arguments), **XLA)
+    assert_same_bits(saved, tmp_path / "by_xla/step_4")
+
+
+def test_after_one_process_is_killed_the_others_say_so_and_fewer_continue(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    more = {**ON_TORCH, "num_steps": 80, "collective_timeout": 30, "checkpoint_interval": 20}
+    run = subprocess.Popen(
+        train_command(broken, 4, **more),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while not (broken / "checkpoints/step_20").exists():
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.05)
+    os.kill(psutil.Process(run.pid).children()[1].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    said, _ = run.communicate(timeout=120)
+    assert time.monotonic() - killed < 30 + 15  # torchrun itself takes some seconds
+    assert "stopped: process 0 lost another one of the run" in said
+    assert run.returncode != 0
+    assert max(figures(broken)) < 80
+
+    call(train_command(broken, 2, **more))
+    call(train_command(whole, ALONE, **more))
+    for step, line in figures(whole).items():
+        assert figures(broken)[step]["loss"] == pytest.approx(line["loss"], abs=1e-5)
+        assert figures(broken)[step]["data_hash"] == line["data_hash"]
