@@ -58,6 +58,8 @@ def main(**flags: str) -> int:
     facts = checkpoints.restore(engine, model, optimizer)
     start = facts.step if facts else 0
     stream = open_stream(config, engine.data_rank, engine.data_size, state=facts.data if facts else None)
+    if stream.steps is not None:  # num_epochs may end before num_steps
+        config.num_steps = min(config.num_steps, start + stream.steps)
     say(data_lines(stream.facts()))
 
     # Run folder: metrics cut back to the checkpoint's step, the effective configuration

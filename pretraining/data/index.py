@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -264,9 +264,3 @@ def _tokens_at(descriptor: int, offsets: np.ndarray, wanted: np.ndarray, layout:
     found = np.full(len(offsets), -1, np.int64)
     found[wanted] = np.frombuffer(raw, layout.dtype)
     return found
-
-
-def summary(index: ShardIndex) -> dict[str, Any]:
-    """The facts of an index that do not depend on where it lies."""
-    facts = asdict(index)
-    return {name: facts[name] for name in ("documents", "filled", "token_count", "longest", "fingerprint")}
