@@ -46,6 +46,7 @@ def main(**flags: str) -> int:
     # Data: the global batch of step k is a function of (data, config, k); opened first to fail before the model exists
     open_stream(config, engine.data_rank, engine.data_size)
     valid = open_stream(config, engine.data_rank, engine.data_size, "valid") if config.val_interval else None
+    test = open_stream(config, engine.data_rank, engine.data_size, "test") if config.test_steps else None
 
     # Model: placed by the sharding table; optimizer: its state beside its parameters
     model = engine.place(build_model(config))
@@ -72,7 +73,7 @@ def main(**flags: str) -> int:
     flops, peak = flops_per_token(shape, config.seq_length), peak_of(engine.device_name)
     meter = Meter(config.tokens_per_step, engine.mesh.size, flops, peak)
     tokens = facts.tokens_seen if facts else 0
-    code = train(Run(config, engine, model, optimizer, stream, valid, checkpoints, metrics, meter, start, tokens))
+    code = train(Run(config, engine, model, optimizer, stream, valid, test, checkpoints, metrics, meter, start, tokens))
     engine.close()
     return code
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hashlib
-import os
-import signal
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from types import FrameType
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,12 @@ from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
 from pretraining.data import Batch, Stream
 from pretraining.data.prefetch import Prefetcher
+from pretraining.interrupt import Interrupt, NoRendezvousError
 from pretraining.monitor.flops import Meter
 from pretraining.monitor.heartbeat import heartbeat
 from pretraining.monitor.metrics import Metrics
-from pretraining.monitor.progress import progress_line, validation_line
+from pretraining.monitor.progress import evaluation_line, progress_line
+from pretraining.monitor.spikes import WINDOW, is_spike
 from pretraining.monitor.summary import summary
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Engine, LostPeerError, StepResult, lost_peers_told
@@ -47,6 +48,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     stream: Stream
     validation: Stream | None
+    test: Stream | None
     checkpoints: Checkpoints
     metrics: Metrics | None  # of process 0
     meter: Meter
@@ -54,6 +56,10 @@ class Run:
     tokens_before: int
     first_step: float = 0.0  # seconds of the step that compiles
     step_times: list[float] = field(default_factory=list)
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # losses of the last reports
+    elsewhere: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # seconds since the last report that were not training
     refused: int = 0  # updates skipped so far, as far as it has been read
 
     def tokens_seen(self, step: int) -> int:
@@ -87,42 +93,21 @@ class Stopwatch:
         return (time.perf_counter() - self._began) / (step - self._step)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the body out of the lap."""
+    def paused(self, run: Run, why: str) -> Iterator[None]:
+        """Leave the body out of the lap, and count it in `run.elsewhere`."""
         began = time.perf_counter()
         yield
-        self._began += time.perf_counter() - began
-
-
-class Interrupt:
-    """SIGTERM or SIGINT: asks the loop to save and leave; the second one leaves at once."""
-
-    def __init__(self) -> None:
-        self.signal = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        if self.signal:
-            os._exit(128 + number)
-        self.signal = number
-        print(f"{signal.Signals(number).name}: saving and leaving; again to leave at once", file=sys.stderr, flush=True)
-
-    def agreed(self, run: Run, step: int) -> int:
-        """The signal that any process received, the same answer in every process: asked at reports, for it waits."""
-        if run.engine.process_count == 1:
-            return self.signal
-        if step % run.config.report_interval:
-            return 0
-        received: list[Any] = [None] * run.engine.process_count
-        dist.all_gather_object(received, self.signal)
-        return max(received)
+        passed = time.perf_counter() - began
+        self._began += passed
+        run.elsewhere[why] += passed
 
 
 def train(run: Run) -> int:
     """Train from run.start to config.num_steps; the exit code."""
-    interrupt = Interrupt()
+    interrupt = Interrupt(run.engine.process_count)
     batches = Prefetcher(run.stream, run.config.num_workers)
+    if run.metrics:
+        run.recent.extend(run.metrics.losses())
     try:
         with lost_peers_told(run.engine.process_index, run.config.collective_timeout):
             code = FINISHED if run.start >= run.config.num_steps else _steps(run, batches, interrupt)
@@ -133,6 +118,9 @@ def train(run: Run) -> int:
     except LostPeerError as error:  # every survivor tells, for process 0 may be the one that is gone
         print(f"stopped: {error}", file=sys.stderr, flush=True)
         code = STOPPED_ITSELF
+    except NoRendezvousError as error:
+        print(f"left without saving: {error}", file=sys.stderr, flush=True)
+        code = error.code
     finally:
         faulthandler.cancel_dump_traceback_later()
         batches.close()
@@ -152,16 +140,16 @@ def _say_where(run: Run, code: int) -> None:
     elif config.checkpoint_interval:
         run.say("the same command continues from the newest checkpoint")
     run.say(f"  metrics      {folder / 'metrics.jsonl'}")
-    run.say(f"  curves       tensorboard --logdir {config.tensorboard_dir or folder / 'tensorboard'}")
+    run.say(f"  curves       python -m pretraining.monitor.report {folder}")
+    if find_spec("tensorboard"):
+        run.say(f"               tensorboard --logdir {config.tensorboard_dir or folder / 'tensorboard'}")
     if config.checkpoint_interval:
         run.say(f"  checkpoints  {run.checkpoints.folder}")
 
 
 def _steps(run: Run, batches: Prefetcher, interrupt: Interrupt) -> int:
     config, watch = run.config, Stopwatch(run.start)
-    _first_validation(run)
-    if run.checkpoints.due(run.start):
-        _save(run, run.start)
+    _before_first_step(run)
     watch.restart(run.start)
     waited = batches.wait_seconds
     for step in range(run.start + 1, config.num_steps + 1):
@@ -172,23 +160,25 @@ def _steps(run: Run, batches: Prefetcher, interrupt: Interrupt) -> int:
             result = run.engine.train_step(run.model, run.optimizer, batch, rate)
             if step == run.start + 1:
                 _wait_for_first(run, result, watch)
-        stop = interrupt.agreed(run, step)
+        stop = interrupt.agreed()
         reports = step % config.report_interval == 0
         if (reports or run.checkpoints.due(step) or stop) and not _healthy(run, result.read(), step, batch):
             return STOPPED_ITSELF
         if reports:
             record = _record(run, step, result.read(), rate, watch, batch)
-            record["data_wait_seconds"] = batches.wait_seconds - waited
-            _report(run, record)
+            _report(run, {**record, **_timing(run, record, batches.wait_seconds - waited)})
             watch.restart(step)
             waited = batches.wait_seconds
-        with watch.paused():
-            if run.validation and (step % config.val_interval == 0 or step == config.num_steps):
-                _validate(run, step)
-            if run.checkpoints.due(step) or stop:
+        if run.validation and (step % config.val_interval == 0 or step == config.num_steps):
+            with watch.paused(run, "validation_seconds"):
+                _evaluate(run, step, run.validation, config.val_steps, "val")
+        if run.checkpoints.due(step) or stop:
+            with watch.paused(run, "checkpoint_seconds"):
                 _save(run, step)
         if stop:
             return 128 + stop
+    if run.test:
+        _evaluate(run, config.num_steps, run.test, config.test_steps, "test")
     return FINISHED
 
 
@@ -234,18 +224,37 @@ def _record(
     step_time = watch.lap(step)
     if step > run.start + 1:
         run.step_times.append(step_time)
+    spike = is_spike(figures["loss"], run.recent)
+    run.recent.append(figures["loss"])
+    norm = {"param_norm": run.engine.parameter_norm(run.model)} if run.config.log_param_norm else {}
     return {
         "step": step,
         "loss": figures["loss"],
+        "loss_spike": spike,
         "grad_norm": figures["grad_norm"],
+        **norm,
         "learning_rate": rate,
         "tokens_seen": run.tokens_seen(step),
+        "samples_seen": run.tokens_seen(step) // run.config.seq_length,
+        "consumed": run.stream.consumed(step - run.start),
         "step_time": step_time,
         **run.meter.speed(step_time),
+        "samples_per_second": run.config.tokens_per_step / run.config.seq_length / step_time,
         "memory_bytes": run.engine.memory_bytes(),
         "compilations": run.engine.compilations(),
         "data_hash": data_hash(batch, run.engine.process_count),
     }
+
+
+def _timing(run: Run, record: dict[str, Any], waited: float) -> dict[str, float]:
+    """Where the seconds since the last report went."""
+    spent = {"data_wait_seconds": waited}
+    if run.config.log_step_timing:
+        steps = min(run.config.report_interval, record["step"] - run.start)
+        spent["train_seconds"] = record["step_time"] * steps - waited
+        spent |= {name: run.elsewhere[name] for name in ("validation_seconds", "checkpoint_seconds")}
+    run.elsewhere.clear()
+    return spent
 
 
 def _report(run: Run, record: dict[str, Any]) -> None:
@@ -264,28 +273,38 @@ def data_hash(batch: Batch, processes: int) -> str:
     return hashlib.blake2b(b"".join(rows), digest_size=8).hexdigest()
 
 
-def _first_validation(run: Run) -> None:
-    """Before a new run's first step; a continued one only compiles it, so that no graph is compiled in mid-run."""
-    if run.validation is None:
-        return
-    with heartbeat("compiling the validation") if run.engine.process_index == 0 else contextlib.nullcontext():
-        if run.start == 0:
-            _validate(run, 0)
-        else:
-            run.engine.evaluate(run.model, run.validation.batch(0)).read()
+def _before_first_step(run: Run) -> None:
+    """What must not be compiled in mid-run is compiled here; a new run saves and validates where that is asked for."""
+    config = run.config
+    if config.log_param_norm:
+        run.engine.parameter_norm(run.model)
+    for stream in filter(None, (run.validation, run.test)):
+        with heartbeat("compiling the validation") if run.engine.process_index == 0 else contextlib.nullcontext():
+            run.engine.evaluate(run.model, stream.batch(0)).read()
+    if run.validation and config.val_sanity_steps and run.start == 0:
+        steps = config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps
+        _evaluate(run, 0, run.validation, steps, "val")
+    if run.checkpoints.due(run.start):
+        _save(run, run.start)
 
 
-def _validate(run: Run, step: int) -> None:
-    """The loss on the same held-out batches each time; changes nothing of the training."""
-    assert run.validation
+def _evaluate(run: Run, step: int, stream: Stream, steps: int, name: str) -> None:
+    """Write the mean loss over the same first `steps` batches each time (-1: all); changes nothing of the training."""
     began, total, tokens = time.perf_counter(), 0.0, 0.0
-    for number in range(run.config.val_steps):
-        figures = run.engine.evaluate(run.model, run.validation.batch(number)).read()
+    for number in range(batches_of(stream, steps)):
+        figures = run.engine.evaluate(run.model, stream.batch(number)).read()
         total, tokens = total + figures["loss"] * figures["tokens"], tokens + figures["tokens"]
-    record = {"step": step, "val_loss": total / tokens, "val_seconds": time.perf_counter() - began}
+    record = {"step": step, f"{name}_loss": total / tokens, f"{name}_seconds": time.perf_counter() - began}
     if run.metrics:
         run.metrics.write(record)
-    run.say(validation_line(record, run.config.num_steps))
+    run.say(evaluation_line(record, run.config.num_steps))
+
+
+def batches_of(stream: Stream, steps: int) -> int:
+    """Global batches of a validation that asks for `steps` of them, -1 for all; the dummy dataset has no end."""
+    if stream.steps is None:
+        return max(steps, 1)
+    return stream.steps if steps == -1 else min(steps, stream.steps)
 
 
 def _save(run: Run, step: int) -> None:

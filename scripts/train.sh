@@ -22,18 +22,18 @@ settings=(
     --seq_length=256
     --global_batch_size=16
     --batch_size=2
-    --num_steps=160
+    --num_steps=140
     --learning_rate=3e-3
     --init_std=0.07  # 1 / sqrt(hidden): the usual 0.02 suits widths of thousands, and learns slower here
     # A CPU has no bf16 units: a step takes several times as long in mixed precision. On TPUs, leave this out.
     --mixed_precision=False
 
     --report_interval=1
-    --checkpoint_interval=40
+    --checkpoint_interval=35
 )
 # Only with the prepared corpus
 corpus=data/stdlib
-corpus_settings=(--run_name=quickstart --val_interval=40 --val_steps=4)
+corpus_settings=(--run_name=quickstart --val_interval=35 --val_steps=4 --val_sanity_steps=-1)
 
 main() {
     set_up requirements.txt

@@ -5,6 +5,7 @@ What may be loaded is decided from JSON alone; tensors are read once that is set
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,6 +71,7 @@ class Restoring:
 
         With resume=must the first must be sound. UserError where none is.
         """
+        began = time.perf_counter()
         for number, path in enumerate(paths):
             try:
                 checkpoint = self._opened(path)
@@ -84,7 +86,7 @@ class Restoring:
             self.engine.commit(state)
             if noted:
                 self.peers.say(f"changed since {path.name}: {', '.join(map(str, noted))}")
-            self.peers.say(f"continuing from {path}")
+            self.peers.say(f"continuing from {path}, read in {time.perf_counter() - began:.1f} s")
             return checkpoint.facts, paths[:number]
         raise UserError(f"{paths[0].parent}: none of its checkpoints can be read; remove them to start again")
 

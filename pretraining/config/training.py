@@ -206,7 +206,18 @@ class TrainConfig:
     val_interval: int = 0
     """Optimizer steps between validations; a last one follows the final step. 0: none."""
     val_steps: int = 0
-    """Global batches per validation, at least 1 where val_interval is set."""
+    """Global batches per validation, needed where val_interval is set; no more than the validation data hold once.
+    -1: all of them."""
+    val_sanity_steps: int = 0
+    """Global batches of a validation before the first step, written as step 0. 0: none; -1: as many as val_steps."""
+    drop_last_val: bool = True
+    """True: what is left of the validation or test data after the last whole global batch is not read. False: it is,
+    in a batch whose other rows do not count."""
+    test_data_path: str = ""
+    """Folder of token shards for the test at the end, laid out like data_path. Where test_steps is set, this or the
+    third share of split is needed, except for use_dummy_dataset."""
+    test_steps: int = 0
+    """Global batches of the test after the last step, written as test_loss. 0: no test; -1: all of the test data."""
 
     # ---- Checkpoints
     ckpt_load_path: str = ""
@@ -269,6 +280,11 @@ class TrainConfig:
     """Project that the tracker files the run under."""
     tracker_run_id: str = ""
     """Tracker's id of the run, to continue one that it knows. Empty: the name of log_dir."""
+    log_param_norm: bool = False
+    """Report param_norm too: the L2 norm of all parameters, each counted once however it is split or shared."""
+    log_step_timing: bool = False
+    """Report where the time between two reports went, in seconds: data_wait_seconds (always reported),
+    train_seconds, validation_seconds and checkpoint_seconds."""
     step_timeout: int = 0
     """Seconds after which a step that has not ended prints the stack of every thread, to tell where it hangs.
     0: never."""

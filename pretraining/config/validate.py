@@ -47,6 +47,7 @@ class Range(NamedTuple):
 POSITIVE = Range(lambda value: value >= 1, "must be at least 1")
 NOT_NEGATIVE = Range(lambda value: value >= 0, "must be at least 0")
 ABOVE_ZERO = Range(lambda value: value > 0, "must be above 0")
+OR_ALL = Range(lambda value: value >= -1, "must be at least 0, or -1 for all")
 DECAY = Range(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 
 RANGES = {
@@ -87,7 +88,7 @@ RANGES = {
     "num_workers": POSITIVE,
     "num_epochs": POSITIVE,
     "val_interval": NOT_NEGATIVE,
-    "val_steps": NOT_NEGATIVE,
+    **dict.fromkeys(("val_steps", "val_sanity_steps", "test_steps"), OR_ALL),
     "checkpoint_interval": NOT_NEGATIVE,
     "keep_last_n_checkpoints": NOT_NEGATIVE,
     "ckpt_io_workers": POSITIVE,
@@ -335,6 +336,15 @@ def _validation_is_complete(config: TrainConfig) -> Iterator[Problem]:
             "needs held-out data: give --valid_data_path=FOLDER, or --split=949,50,1 to hold back part of data_path"
         )
         yield Problem(flag(config, "val_interval"), remedy)
+    if config.val_sanity_steps and not config.val_interval:
+        yield Problem(flag(config, "val_sanity_steps"), "needs --val_interval=N and what that needs")
+
+
+def _test_is_complete(config: TrainConfig) -> Iterator[Problem]:
+    shares = parse_split(config.split)
+    if config.test_steps and not (config.use_dummy_dataset or config.test_data_path or (shares and shares[2])):
+        remedy = "needs test data: give --test_data_path=FOLDER, or a third share, as in --split=949,50,1"
+        yield Problem(flag(config, "test_steps"), remedy)
 
 
 def _log_scale_grows(config: TrainConfig) -> Iterator[Problem]:
@@ -378,6 +388,10 @@ RULES = (
 RULES_OF_PRESENCE = (
     Rule(_custom_is_complete, _DIMENSIONS),
     Rule(_data_is_named, ("use_dummy_dataset", "data_path")),
-    Rule(_validation_is_complete, ("val_interval", "val_steps", "use_dummy_dataset", "valid_data_path", "split")),
+    Rule(
+        _validation_is_complete,
+        ("val_interval", "val_steps", "val_sanity_steps", "use_dummy_dataset", "valid_data_path", "split"),
+    ),
+    Rule(_test_is_complete, ("test_steps", "use_dummy_dataset", "test_data_path", "split")),
     Rule(_load_path_is_named, ("load_weights_only", "ckpt_load_path")),
 )

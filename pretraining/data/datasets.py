@@ -63,7 +63,8 @@ def open_datasets(config: TrainConfig, split: str) -> list[Dataset]:
     names = datasets_in(root, wanted)
     strip = tuple(parse_steps(config.strip_tokens))
     found = [_open(config, root / name if name else root, name or root.name, strip) for name in names]
-    shared = bool(config.split) and not config.valid_data_path
+    elsewhere = {"train": "", "valid": config.valid_data_path, "test": config.test_data_path}[split]
+    shared = bool(config.split) and not elsewhere
     limited = [_limit(dataset, config, split, shared) for dataset in found]
     for dataset in limited:
         _check_description(dataset, config)
@@ -81,8 +82,10 @@ def _where(config: TrainConfig, split: str) -> tuple[Path, str]:
         raise UserError("--data_path is empty: name a folder of token shards, or give --use_dummy_dataset=True")
     if split == "valid" and config.valid_data_path:
         return Path(config.valid_data_path), config.valid_datasets
+    if split == "test" and config.test_data_path:
+        return Path(config.test_data_path), ""
     if split != "train" and not config.split:
-        raise UserError(f"no {split} data: give --valid_data_path=FOLDER or --split=949,50,1 (train, valid, test)")
+        raise UserError(f"no {split} data: give --{split}_data_path=FOLDER or --split=949,50,1 (train, valid, test)")
     return Path(config.data_path), config.datasets
 
 
@@ -188,6 +191,8 @@ def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialToken
 
 def dataset_weights(config: TrainConfig, split: str, datasets: list[Dataset], tokens: list[int]) -> list[float]:
     """Share of each dataset in the mixture: as given, or in proportion to its tokens. Above 0."""
+    if split == "test" and config.test_data_path:
+        return [float(count) for count in tokens]
     own = split == "valid" and config.valid_data_path
     flag, text = ("valid_weights", config.valid_weights) if own else ("weights", config.weights)
     if not text.strip():

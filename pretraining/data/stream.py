@@ -71,10 +71,13 @@ class Stream:
         state: dict[str, Any],
         facts: dict[str, Any],
         total: int | None = None,
+        counted: int | None = None,
     ) -> None:
-        """state: of step 0. total: sequences that exist, counted from the beginning of the run; None: endless."""
+        """state: of step 0. total: sequences that exist, counted from the beginning of the run; None: endless.
+        counted: those of them whose labels count, None: all; the others fill up the last batch.
+        """
         self._source, self._cut, self._wants = source, cut, wants
-        self._state, self._facts, self._total = state, facts, total
+        self._state, self._facts, self._total, self._counted = state, facts, total, counted
 
     @property
     def batch_bytes(self) -> int:
@@ -93,7 +96,7 @@ class Stream:
 
         "tokens" and "labels", int32 [rows, seq_length], and when asked for "segments" and "positions" of that shape.
         UserError names the shard if it changed, vanished or holds what the model has no row for; IndexError after
-        the last batch of num_epochs.
+        the last batch of num_epochs, or of the one pass over validation and test data.
         """
         if step < 0 or (self._total is not None and step >= (self.steps or 0)):
             raise IndexError(f"step {step} of a stream with {self.steps} steps")
@@ -103,11 +106,19 @@ class Stream:
         seen: set[OpenFile] = set()
         beginnings = [self._source.row(first + row, line, seen) for row, line in enumerate(lines)]
         self._source.check(first, lines)
-        return assemble(lines, beginnings, self._wants)
+        batch = assemble(lines, beginnings, self._wants)
+        if self._counted is not None and first + cut.rows > self._counted:
+            batch["labels"] = batch["labels"].copy()
+            batch["labels"][max(0, self._counted - first) :] = IGNORED
+        return batch
 
     def state(self, step: int) -> dict[str, Any]:
         """The state after `step` steps: what `open_stream` continues from. JSON, the same on every rank."""
         return {**self._state, "sequences": int(self._state["sequences"]) + step * self._cut.step}
+
+    def consumed(self, step: int) -> dict[str, int]:
+        """Sequences of each dataset that the run has taken before step `step`; empty for the dummy dataset."""
+        return states.consumed_at(self._state, int(self.state(step)["sequences"]))
 
     def facts(self) -> dict[str, Any]:
         """What is worth printing before training: the datasets with their tokens, shares and epochs."""
@@ -256,12 +267,13 @@ def open_stream(
     _check_sizes(config, found, corpora, split)
     weights = room.dataset_weights(config, split, found, [corpus.tokens for corpus in corpora])
     table = mixture_table(weights)
-    _check_batch(config, found, corpora, table, cut.step * payload(config, special))
+    if split == "train":
+        _check_batch(config, found, corpora, table, cut.step * payload(config, special))
     begun, phase = states.begin(config, found, special, table.counts, split=split, state=state)
     source = Mixture(corpora, table, phase, special, config=config, files=files)
-    total = _total(config, corpora, payload(config, special)) if split == "train" else None
+    total, counted = _extent(config, corpora, payload(config, special), cut, split)
     facts = _facts(config, found, corpora, table, payload(config, special) if split == "train" else 0)
-    return Stream(source, cut, wants, state=begun, facts=facts, total=total)
+    return Stream(source, cut, wants, state=begun, facts=facts, total=total, counted=counted)
 
 
 def _cut(config: TrainConfig, rank: int, world_size: int) -> Cut:
@@ -311,11 +323,24 @@ def _check_batch(
             )
 
 
-def _total(config: TrainConfig, corpora: list[Corpus], length: int) -> int | None:
-    """Sequences in num_epochs passes over all datasets together."""
-    if config.num_epochs is None:
-        return None
-    return config.num_epochs * sum(corpus.tokens for corpus in corpora) // length
+def _extent(
+    config: TrainConfig, corpora: list[Corpus], length: int, cut: Cut, split: str
+) -> tuple[int | None, int | None]:
+    """(sequences that can be read, those of them that count); None: endless, all.
+
+    Training has num_epochs passes over all datasets together, validation and test have one.
+    """
+    exist = sum(corpus.tokens for corpus in corpora)
+    if split == "train":
+        return (None if config.num_epochs is None else config.num_epochs * exist // length), None
+    exist //= length
+    if not exist or (config.drop_last_val and exist < cut.step):
+        raise UserError(
+            f"the {split} data are {exist:,} sequences of {length:,} tokens, but a global batch takes {cut.step:,}; "
+            "lower --global_batch_size or --seq_length, or give --drop_last_val=False"
+        )
+    rest = exist % cut.step
+    return (exist - rest if config.drop_last_val else exist + -exist % cut.step), exist
 
 
 def _facts(

@@ -24,6 +24,7 @@ class Metrics:
     """Appends records to metrics.jsonl and passes them on. One process of a run has one."""
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
         self._sinks = sinks
 
@@ -34,6 +35,10 @@ class Metrics:
         self._file.flush()
         for sink in self._sinks:
             sink.write(clean)
+
+    def losses(self) -> list[float]:
+        """The finite training losses in the file, oldest first."""
+        return [line["loss"] for line in read_metrics(self._path) if line.get("loss") is not None]
 
     def close(self) -> None:
         """Close the file and wait for the sinks to pass on what they hold."""

@@ -24,13 +24,15 @@ def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
             f"{record['tokens_per_second']:>9,.0f} tokens/s",
             f"MFU {percent(record['mfu'])}",
             f"ETA {duration(remaining)}",
+            *(("loss spike",) if record["loss_spike"] else ()),
         )
     )
 
 
-def validation_line(record: Mapping[str, Any], num_steps: int) -> str:
-    """Step, percent and validation loss."""
-    return f"{_position(record['step'], num_steps)}  validation loss {number(record['val_loss'], 7, 4)}"
+def evaluation_line(record: Mapping[str, Any], num_steps: int) -> str:
+    """Step, percent and the loss on held-out data: "val_loss" or "test_loss"."""
+    name, kind = ("val_loss", "validation") if "val_loss" in record else ("test_loss", "test")
+    return f"{_position(record['step'], num_steps)}  {kind} loss {number(record[name], 7, 4)}"
 
 
 def _position(step: int, num_steps: int) -> str:

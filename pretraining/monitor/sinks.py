@@ -35,15 +35,23 @@ def open_sinks(config: TrainConfig, log_dir: Path, step: int) -> list[Sink]:
     sinks: list[Sink] = []
     if find_spec("tensorboard"):
         sinks.append(TensorBoard(Path(config.tensorboard_dir or log_dir / "tensorboard"), step))
-    else:
-        print("No TensorBoard curves: the tensorboard package is not installed (pip install tensorboard).")
     if config.tracker:
         sinks.append(WandB(config, log_dir))
     return sinks
 
 
+# What NeMo calls the same figure, so that runs of both stand in one chart.
+ALIASES = {
+    "loss": "reduced_train_loss",
+    "learning_rate": "lr",
+    "param_norm": "parameter_norm",
+    "samples_seen": "consumed_samples",
+    "samples_per_second": "throughput",
+}
+
+
 class TensorBoard:
-    """Every number of a record as a scalar under its own name, at its own step."""
+    """Every number of a record as a scalar under its own name, and NeMo's where it has one, at its own step."""
 
     def __init__(self, folder: Path, step: int) -> None:
         # purge_step hides what an interrupted run wrote after `step`, as it is cut from metrics.jsonl.
@@ -54,7 +62,8 @@ class TensorBoard:
         """See Sink."""
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, record["step"])
+                for tag in filter(None, (name, ALIASES.get(name))):
+                    self._writer.add_scalar(tag, value, record["step"])
 
     def close(self) -> None:
         """See Sink."""

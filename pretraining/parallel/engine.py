@@ -88,6 +88,10 @@ class Engine(Protocol):
         """The loss on this process's rows of a global batch, changing nothing."""
         ...
 
+    def parameter_norm(self, model: Any) -> float:
+        """L2 norm of all parameters, each counted once however it is split, copied or shared. Waits for the device."""
+        ...
+
     def state(self, model: Any, optimizer: Any | None) -> dict[str, Any]:
         """Logical tensors by unsharded name, as torch.distributed.checkpoint's planners take them.
 

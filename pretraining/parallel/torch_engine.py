@@ -227,8 +227,7 @@ class TorchEngine:
         FSDP hands back gradients averaged over the processes; what is wanted is their sum over the trained tokens.
         """
         gradients = [_local(weight.grad) for weight in self._shards if weight.grad is not None]
-        square = nn.utils.get_total_norm(gradients).square() / self.mesh.replica  # replicas hold the same
-        sums = torch.cat((self.totals.to(self.home), square[None]))
+        sums = torch.cat((self.totals.to(self.home), self._square(gradients)))
         self._sum_over_processes(sums)
         count = sums[1]
         loss, norm = sums[0] / count, sums[2].sqrt() * self.process_count / count
@@ -239,6 +238,10 @@ class TorchEngine:
         self._fused_step(optimizer, divisor, refused=(~accepted).float())
         self.totals.zero_()
         return Figures(("loss", "grad_norm", *HEALTH), torch.cat((torch.stack((loss, norm)), self.health)))
+
+    def _square(self, held: list[Tensor]) -> Tensor:
+        """This process's part of the squared norm of what is split like the parameters, [1]."""
+        return nn.utils.get_total_norm(held).square()[None] / self.mesh.replica  # replicas hold the same
 
     def _fused_step(self, optimizer: Any, divisor: Tensor, refused: Tensor) -> None:
         """AdamW on gradients / `divisor`; with `refused` at 1 nothing changes, the count of updates included.
@@ -267,6 +270,13 @@ class TorchEngine:
             if isinstance(module, FSDPModule):
                 module.reshard()
         return Figures(("loss", "tokens"), torch.stack((totals[0] / totals[1], totals[1])))
+
+    @torch.no_grad()
+    def parameter_norm(self, model: Llama) -> float:
+        """See engine.Engine."""
+        square = self._square([_local(weight) for weight in self._weights.values()])
+        self._sum_over_processes(square)
+        return square.sqrt().item()
 
     # ---- Logical state
 

@@ -242,6 +242,13 @@ class XlaEngine:
             torch_xla.sync()
         return XlaEvaluation(("loss", "tokens"), total)
 
+    @torch.no_grad()
+    def parameter_norm(self, model: Llama) -> float:
+        """See engine.Engine. A graph of its own, compiled at the first call."""
+        norm = nn.utils.get_total_norm(list(model.parameters()), foreach=False)
+        torch_xla.sync()
+        return norm.item()
+
     # ---- Logical state
 
     def state(self, model: Llama, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from hypothesis import settings as tries
 from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
-from pretraining.data import open_stream
+from pretraining.data import IGNORED, open_stream
 from pretraining.data.datasets import split_edges
 from pretraining.data.dealing import PERIOD, Dealer, mixture_table
 from tests.data.corpora import SEPARATOR, corpus, numbered, rows, settings
@@ -100,9 +100,9 @@ def test_the_parts_of_a_split_share_no_document_and_lose_none(tmp_path: Path) ->
     corpus(tmp_path / "data", numbered([9] * 70), numbered([9] * 130, 1000))
     parts = []
     for split in ("train", "valid", "test"):
-        stream = open_stream(settings(tmp_path / "data", split="80,15,5"), split=split)
+        stream = open_stream(settings(tmp_path / "data", split="80,15,5", seq_length=10), split=split)
         tokens = stream.facts()["datasets"][0]["tokens"]
-        parts.append(set(np.concatenate(rows(stream, -(-tokens // 16))).tolist()) - {SEPARATOR})
+        parts.append(set(np.concatenate(rows(stream, tokens // 10)).tolist()) - {SEPARATOR})
         assert tokens == len(parts[-1]) // 9 * 10
     assert len(set.union(*parts)) == sum(map(len, parts)) == 1800
 
@@ -114,5 +114,26 @@ def test_validation_reads_its_own_folder_with_its_own_weights(tmp_path: Path) ->
     )
     names = [whose(row) for row in rows(open_stream(config, split="valid"), 400)]
     assert (names.count("b"), names.count("c")) == (300, 100)
-    with pytest.raises(UserError, match="no test data: give"):
+    with pytest.raises(UserError, match="no test data: give --test_data_path"):
         open_stream(config, split="test")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_validation_counts_every_sequence_once_and_the_last_batch_on_request(tmp_path: Path, ranks: int) -> None:
+    three(tmp_path / "data")  # 1200 sequences of 16 tokens
+    fields = {"test_data_path": str(tmp_path / "data"), "global_batch_size": 64}
+    dropped = open_stream(settings(tmp_path / "data", **fields), split="test")
+    assert dropped.steps == 1200 // 64
+    config = settings(tmp_path / "data", **fields, drop_last_val=False)
+    streams = [open_stream(config, rank, ranks, split="test") for rank in range(ranks)]
+    assert {stream.steps for stream in streams} == {19}
+    batches = [np.concatenate([stream.batch(step)["labels"] for stream in streams]) for step in range(19)]
+    counted = np.concatenate(batches) != IGNORED
+    assert counted[:1200].all() and not counted[1200:].any()
+
+
+def test_validation_data_too_small_for_a_batch_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([9] * 16))  # 10 sequences
+    config = settings(tmp_path / "data", valid_data_path=str(tmp_path / "data"), global_batch_size=64)
+    with pytest.raises(UserError, match=r"10 sequences of 16 tokens, .* batch takes 64.*--drop_last_val=False"):
+        open_stream(config, split="valid")

@@ -30,7 +30,16 @@ FLAGS = {
     "report_interval": 1,
     "checkpoint_interval": 5,
 }
-SAME = ("loss", "grad_norm", "learning_rate", "tokens_seen", "data_hash", "val_loss")  # digit for digit
+SAME = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_seen",
+    "data_hash",
+    "loss_spike",
+    "val_loss",
+    "test_loss",
+)  # digit for digit
 
 
 def command(folder: Path, **fields: Any) -> list[str]:
@@ -66,8 +75,8 @@ def finish(folder: Path, devices: int = 8, code: int = 0, **fields: Any) -> str:
 
 
 def figures(folder: Path) -> dict[tuple[int, bool], dict[str, Any]]:
-    """What must be the same of every line: by step, and whether it is a validation."""
+    """What must be the same of every line: by step, and whether it is a validation or test."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    keys = [(line["step"], "val_loss" in line) for line in lines]
+    keys = [(line["step"], "loss" not in line) for line in lines]
     assert len(set(keys)) == len(keys), "a step was written twice"
     return {key: {name: line[name] for name in SAME if name in line} for key, line in zip(keys, lines, strict=True)}

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.monitor.figures import amount, duration, flop, number, percent, size
-from pretraining.monitor.progress import progress_line, validation_line
+from pretraining.monitor.progress import evaluation_line, progress_line
 
 
 def record(step: int, **changed: Any) -> dict[str, Any]:
     figures = {"loss": 3.3123, "learning_rate": 1.2e-4, "grad_norm": 0.81, "tokens_per_second": 12345.6}
-    return {"step": step, "step_time": 2.0, "mfu": 0.3824, **figures, **changed}
+    return {"step": step, "step_time": 2.0, "loss_spike": False, "mfu": 0.3824, **figures, **changed}
 
 
 def test_the_line_says_what_a_person_wants_to_know() -> None:
@@ -44,12 +44,17 @@ def test_a_loss_that_is_not_finite_reads_nan(value: float | None) -> None:
 @given(st.integers(1, 10**7), st.data())
 def test_only_the_last_step_is_100_percent(num_steps: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(0, num_steps))
-    line = validation_line({"step": step, "val_loss": 1.0}, num_steps)
+    line = evaluation_line({"step": step, "val_loss": 1.0}, num_steps)
     assert ("100.0%" in line) == (step == num_steps)
 
 
-def test_a_validation_has_a_line_of_its_own() -> None:
-    assert validation_line({"step": 80, "val_loss": 3.41}, 160) == "step  80/160  50.0%  validation loss  3.4100"
+def test_validation_and_test_have_lines_of_their_own() -> None:
+    assert evaluation_line({"step": 80, "val_loss": 3.41}, 160) == "step  80/160  50.0%  validation loss  3.4100"
+    assert evaluation_line({"step": 160, "test_loss": 3.4}, 160) == "step 160/160 100.0%  test loss  3.4000"
+
+
+def test_a_spike_is_told_at_the_end_of_its_line() -> None:
+    assert progress_line(record(9, loss_spike=True), 10).endswith("loss spike")
 
 
 @pytest.mark.parametrize(

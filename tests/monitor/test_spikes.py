@@ -1,0 +1,35 @@
+"""A loss that stands out is flagged, and the ordinary course of a run is not."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.monitor.spikes import ENOUGH, WINDOW, is_spike
+
+
+def falling(seed: int, reports: int, noise: float) -> list[float]:
+    """A loss that falls from 8.7 to about 3 nats, with the noise of batches."""
+    draw = random.Random(seed)
+    return [3 + 5.7 * math.exp(-step / 60) + draw.gauss(0, noise) for step in range(reports)]
+
+
+@given(st.integers(0, 10**6), st.floats(0, 0.2))
+def test_the_noise_of_batches_is_no_spike(seed: int, noise: float) -> None:
+    losses = falling(seed, 300, noise)
+    assert not any(is_spike(loss, losses[max(0, i - WINDOW) : i]) for i, loss in enumerate(losses))
+
+
+@given(st.integers(0, 10**6), st.integers(200, 299), st.floats(2, 5))
+def test_a_jump_is_flagged_even_after_another_one(seed: int, place: int, height: float) -> None:
+    losses = falling(seed, 300, 0.1)
+    losses[place - 3] += height
+    assert is_spike(losses[place] + height, losses[place - WINDOW : place])
+
+
+@given(st.lists(st.floats(0, 20), max_size=ENOUGH - 1))
+def test_the_first_reports_say_nothing(recent: list[float]) -> None:
+    assert not is_spike(100.0, recent)
