@@ -55,13 +55,17 @@ requirements_state() {
 
 find_python() {
     local candidate
+    if [[ -n ${PYTHON:-} ]] && ! runs_supported_python "$PYTHON"; then
+        say "PYTHON=$PYTHON is not a Python 3.11, 3.12 or 3.13 with the venv and ensurepip modules"
+        return 1
+    fi
     for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python; do
         if runs_supported_python "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    say "no Python 3.11, 3.12 or 3.13 with the venv and ensurepip modules found (tried ${PYTHON:+$PYTHON, }python3," \
+    say "no Python 3.11, 3.12 or 3.13 with the venv and ensurepip modules found (tried python3," \
         "python3.13, python3.12, python3.11, python); install one (Debian, Ubuntu: apt install python3-venv), or name" \
         "it: PYTHON=/path/to/python3.12"
     return 1

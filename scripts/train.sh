@@ -72,7 +72,7 @@ asks_for_help() {
 names_data() {
     local word
     for word in "$@"; do
-        case ${word//-/_} in __data_path* | __use_dummy_dataset*) return 0 ;; esac
+        case ${word//-/_} in __data_path* | __use_dummy_dataset | __use_dummy_dataset=[TtYy1]*) return 0 ;; esac
     done
     return 1
 }

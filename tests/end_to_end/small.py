@@ -31,14 +31,8 @@ FLAGS = {
     "checkpoint_interval": 5,
 }
 SAME = (
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "tokens_seen",
-    "data_hash",
-    "loss_spike",
-    "val_loss",
-    "test_loss",
+    *("loss", "loss_spike", "grad_norm", "param_norm", "learning_rate", "tokens_seen", "consumed", "data_hash"),
+    *("val_loss", "test_loss"),
 )  # digit for digit
 
 
@@ -74,9 +68,10 @@ def finish(folder: Path, devices: int = 8, code: int = 0, **fields: Any) -> str:
     return said
 
 
-def figures(folder: Path) -> dict[tuple[int, bool], dict[str, Any]]:
-    """What must be the same of every line: by step, and whether it is a validation or test."""
+def figures(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:
+    """What must be the same of every line: by step, and which loss it reports."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    keys = [(line["step"], "loss" not in line) for line in lines]
+    losses = ("loss", "val_loss", "test_loss")
+    keys = [(line["step"], next(name for name in losses if name in line)) for line in lines]
     assert len(set(keys)) == len(keys), "a step was written twice"
     return {key: {name: line[name] for name in SAME if name in line} for key, line in zip(keys, lines, strict=True)}

@@ -45,6 +45,10 @@ def data(corpus: Path) -> dict[str, Any]:
         "valid_data_path": corpus / "valid",
         "val_interval": 20,
         "val_steps": 2,
+        "val_sanity_steps": -1,
+        "test_data_path": corpus / "valid",
+        "test_steps": -1,
+        "log_param_norm": True,
     }
 
 
@@ -67,9 +71,10 @@ def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
 
 def test_the_run_learns_and_validation_agrees(whole: Path) -> None:
     lines = figures(whole)
-    assert lines[40, False]["loss"] < lines[1, False]["loss"] - 1.0
-    assert lines[40, True]["val_loss"] == pytest.approx(lines[40, False]["loss"], abs=0.5)
-    assert sorted(step for step, validates in lines if validates) == [0, 20, 40]
+    assert lines[40, "loss"]["loss"] < lines[1, "loss"]["loss"] - 1.0
+    assert lines[40, "val_loss"]["val_loss"] == pytest.approx(lines[40, "loss"]["loss"], abs=0.5)
+    assert lines[40, "test_loss"]["test_loss"] == pytest.approx(lines[40, "val_loss"]["val_loss"], abs=0.1)
+    assert sorted(step for step, loss in lines if loss == "val_loss") == [0, 20, 40]
 
 
 def test_after_kill_9_the_same_command_gives_the_uninterrupted_run(whole: Path, corpus: Path, tmp_path: Path) -> None:
@@ -96,16 +101,16 @@ def test_sigterm_saves_and_leaves_with_143(whole: Path, corpus: Path, tmp_path: 
 
 
 def test_a_run_goes_on_with_other_devices_at_the_same_token(whole: Path, corpus: Path, tmp_path: Path) -> None:
-    fields = {**data(corpus), "val_interval": 0, "val_steps": 0}
+    fields = {**data(corpus), "val_interval": 0, "val_sanity_steps": 0, "test_steps": 0}
     finish(tmp_path, checkpoint_interval=20, **fields)
     shutil.rmtree(tmp_path / "checkpoints" / "step_40")
     finish(tmp_path, devices=4, sharding_strategy="hsdp", sharding_group_size=2, **fields)
     expected, got = figures(whole), figures(tmp_path)
     for step in range(1, 41):
-        assert got[step, False]["data_hash"] == expected[step, False]["data_hash"]
-        assert got[step, False]["tokens_seen"] == expected[step, False]["tokens_seen"]
+        assert got[step, "loss"]["data_hash"] == expected[step, "loss"]["data_hash"]
+        assert got[step, "loss"]["tokens_seen"] == expected[step, "loss"]["tokens_seen"]
         # 8 and 4 devices sum in another order, and twenty steps at a high rate enlarge the difference
-        assert got[step, False]["loss"] == pytest.approx(expected[step, False]["loss"], abs=1e-3)
+        assert got[step, "loss"]["loss"] == pytest.approx(expected[step, "loss"]["loss"], abs=1e-3)
 
 
 def test_the_same_command_again_says_that_the_run_is_complete(whole: Path, corpus: Path) -> None:

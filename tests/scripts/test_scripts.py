@@ -142,7 +142,7 @@ def test_a_training_started_by_the_script_finishes_with_0_and_keeps_the_settings
     ended = bash(installed, f"bash scripts/train.sh {' '.join(TOY)} --log_dir=run")
     assert ended.returncode == 0, ended.stderr
     assert len((installed / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-    assert "--num_steps=160 is overridden by the later --num_steps=2" in ended.stderr
+    assert "--num_steps=140 is overridden by the later --num_steps=2" in ended.stderr
 
 
 @pytest.mark.slow
