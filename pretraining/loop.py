@@ -57,9 +57,8 @@ class Run:
     first_step: float = 0.0  # seconds of the step that compiles
     step_times: list[float] = field(default_factory=list)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # losses of the last reports
-    elsewhere: defaultdict[str, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # seconds since the last report that were not training
+    # Seconds since the last report that were not training
+    elsewhere: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     refused: int = 0  # updates skipped so far, as far as it has been read
 
     def tokens_seen(self, step: int) -> int:
