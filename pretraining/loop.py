@@ -87,9 +87,13 @@ class Stopwatch:
         """Begin a lap after `step`."""
         self._step, self._began = step, time.perf_counter()
 
+    def total(self) -> float:
+        """Seconds since the lap began."""
+        return time.perf_counter() - self._began
+
     def lap(self, step: int) -> float:
         """Mean seconds of the steps since the lap began."""
-        return (time.perf_counter() - self._began) / (step - self._step)
+        return self.total() / (step - self._step)
 
     @contextlib.contextmanager
     def paused(self, run: Run, why: str) -> Iterator[None]:
@@ -160,12 +164,12 @@ def _steps(run: Run, batches: Prefetcher, interrupt: Interrupt) -> int:
             if step == run.start + 1:
                 _wait_for_first(run, result, watch)
         stop = interrupt.agreed()
-        reports = step % config.report_interval == 0
+        reports = _reports(config, step)
         if (reports or run.checkpoints.due(step) or stop) and not _healthy(run, result.read(), step, batch):
             return STOPPED_ITSELF
         if reports:
             record = _record(run, step, result.read(), rate, watch, batch)
-            _report(run, {**record, **_timing(run, record, batches.wait_seconds - waited)})
+            _report(run, {**record, **_timing(run, watch.total(), batches.wait_seconds - waited)})
             watch.restart(step)
             waited = batches.wait_seconds
         if run.validation and (step % config.val_interval == 0 or step == config.num_steps):
@@ -186,8 +190,12 @@ def _wait_for_first(run: Run, result: StepResult, watch: Stopwatch) -> None:
     with heartbeat("compiling the first step") if run.engine.process_index == 0 else contextlib.nullcontext():
         result.read()
     run.first_step = watch.lap(run.start + 1)
-    if run.config.report_interval > 1:
+    if not _reports(run.config, run.start + 1):
         watch.restart(run.start + 1)
+
+
+def _reports(config: TrainConfig, step: int) -> bool:
+    return step % config.report_interval == 0 or step == config.num_steps
 
 
 def _arm_watchdog(config: TrainConfig) -> None:
@@ -245,12 +253,11 @@ def _record(
     }
 
 
-def _timing(run: Run, record: dict[str, Any], waited: float) -> dict[str, float]:
-    """Where the seconds since the last report went."""
+def _timing(run: Run, seconds: float, waited: float) -> dict[str, float]:
+    """Where the time since the last report went: `seconds` of training, `waited` of them for data."""
     spent = {"data_wait_seconds": waited}
     if run.config.log_step_timing:
-        steps = min(run.config.report_interval, record["step"] - run.start)
-        spent["train_seconds"] = record["step_time"] * steps - waited
+        spent["train_seconds"] = seconds - waited
         spent |= {name: run.elsewhere[name] for name in ("validation_seconds", "checkpoint_seconds")}
     run.elsewhere.clear()
     return spent

@@ -268,7 +268,8 @@ class TrainConfig:
     log_dir: str = ""
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
     report_interval: int = 100
-    """Optimizer steps between reports (a progress line and a line of metrics.jsonl), at least 1."""
+    """Optimizer steps between reports (a progress line and a line of metrics.jsonl), at least 1. The last step is
+    always reported."""
     tensorboard_dir: str = ""
     """Folder of the TensorBoard events, written where the tensorboard package is installed. Empty:
     <log_dir>/tensorboard."""
