@@ -110,3 +110,23 @@ def test_after_one_process_is_killed_the_others_say_so_and_fewer_continue(tmp_pa
     for step, line in figures(whole).items():
         assert figures(broken)[step]["loss"] == pytest.approx(line["loss"], abs=1e-5)
         assert figures(broken)[step]["data_hash"] == line["data_hash"]
+
+
+def test_a_signal_to_one_process_saves_and_ends_all_of_them(tmp_path: Path) -> None:
+    codes = tmp_path / "codes"
+    codes.mkdir()
+    run = subprocess.Popen(
+        train_command(tmp_path, 2, **ON_TORCH, num_steps=100_000, checkpoint_interval=100_000),
+        cwd=ROOT,
+        env=environment(EXIT_CODES=str(codes)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while not ((tmp_path / "metrics.jsonl").exists() and len(figures(tmp_path)) > 3):
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.05)
+    os.kill(psutil.Process(run.pid).children()[1].pid, signal.SIGTERM)
+    said, _ = run.communicate(timeout=60)
+    assert sorted(file.read_text() for file in codes.iterdir()) == ["143", "143"], said
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_{max(figures(tmp_path))}"]
