@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretraining.models.chunked import chunked_attention
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+FUSED = ("cuda", "cpu")  # devices with a flash kernel behind scaled_dot_product_attention
 IGNORED = -100  # a label that is not trained on, as in torch and Hugging Face
 
 
@@ -45,20 +48,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | BlockMask | No
     """Causal softmax(q k^T / sqrt(E)) v: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E].
 
     `segments` [B, T]: a token sees only tokens of its own segment (packed documents); as a mask of blocks, those that
-    are empty are not computed, which pays only where the call is compiled.
+    are empty are not computed, which pays only where the call is compiled. No path holds [T, T] scores of a head.
     """
     groups = q.shape[1] // k.shape[1]
-    if segments is None and q.is_cuda:  # its flash kernel reads a shared head in place
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)
     if segments is not None and not isinstance(segments, Tensor):
         return _flex_attention(q, k, v, segments)
-    if groups > 1:
+    if segments is not None or q.device.type not in FUSED:
+        return chunked_attention(q, k, v, segments)
+    if groups > 1 and not q.is_cuda:  # CUDA's kernel reads a shared head in place
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, T, E]
-    if segments is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    same = segments[:, None, :, None] == segments[:, None, None, :]  # [B, 1, T, T]
-    causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=same & causal)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
