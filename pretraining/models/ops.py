@@ -14,7 +14,7 @@ from pretraining.models.chunked import chunked_attention
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-FUSED = ("cuda", "cpu")  # devices with a flash kernel behind scaled_dot_product_attention
+FUSED = ("cuda", "cpu", "meta")  # with a flash kernel behind scaled_dot_product_attention; meta only counts
 IGNORED = -100  # a label that is not trained on, as in torch and Hugging Face
 
 
