@@ -106,7 +106,9 @@ def test_a_run_goes_on_with_other_devices_at_the_same_token(whole: Path, corpus:
     shutil.rmtree(tmp_path / "checkpoints" / "step_40")
     finish(tmp_path, devices=4, sharding_strategy="hsdp", sharding_group_size=2, **fields)
     expected, got = figures(whole), figures(tmp_path)
-    for step in range(1, 41):
+    for step in range(1, 21):  # 8 devices still: validations in between change nothing of the training
+        assert got[step, "loss"] == expected[step, "loss"]
+    for step in range(21, 41):
         assert got[step, "loss"]["data_hash"] == expected[step, "loss"]["data_hash"]
         assert got[step, "loss"]["tokens_seen"] == expected[step, "loss"]["tokens_seen"]
         # 8 and 4 devices sum in another order, and twenty steps at a high rate enlarge the difference
