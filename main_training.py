@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from functools import partial
 
 from pretraining.config.flags import run
 from pretraining.config.training import TrainConfig
@@ -28,7 +27,7 @@ def main(**flags: str) -> int:
     from pretraining.monitor.memory import check_memory
     from pretraining.monitor.metrics import open_metrics
     from pretraining.optim.adamw import build_optimizer
-    from pretraining.optim.schedule import learning_rate
+    from pretraining.optim.schedule import learning_rate, telling_steps
     from pretraining.parallel.recompute import block_mask
     from pretraining.parallel.select import open_engine
 
@@ -40,8 +39,9 @@ def main(**flags: str) -> int:
     say = print if engine.process_index == 0 else (lambda *_: None)
     check_memory(config, shape, state_copies=engine.host_copies)
     mask = block_mask(config, shape.num_layers)
-    rates = partial(learning_rate, config)
-    say(describe(config, shape, mesh=engine.mesh._asdict(), device_name=engine.device_name, recompute=mask, rate=rates))
+    rates = {step: learning_rate(config, step) for step in telling_steps(config)}
+    mesh = engine.mesh._asdict()
+    say(describe(config, shape, mesh=mesh, device_name=engine.device_name, recompute=mask, rates=rates))
 
     # Data: the global batch of step k is a function of (data, config, k); opened first to fail before the model exists
     open_stream(config, engine.data_rank, engine.data_size)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.training import TrainConfig
+from pretraining.config.validate import CURVE
 from pretraining.config.variants import model_shape
 
 # Another value makes tensors of another shape.
@@ -35,7 +36,7 @@ FUNCTION = (
     "rope_original_max_position",
 )
 # Another value is refused unless override_lr_on_resume says that it is meant.
-RATE = ("learning_rate",)
+RATE = ("learning_rate", "training_stage", "lr_schedule", *CURVE)
 # Where things are, what is reported, what is saved and how: nothing of the training itself.
 FREE = (
     "model_variant",  # its dimensions are compared instead

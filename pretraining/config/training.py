@@ -110,9 +110,40 @@ class TrainConfig:
     grad_clip_thresh: float = 1.0
     """Global L2 norm above which gradients are scaled down. 0: never."""
     training_stage: str = "initial"
-    """"initial": quadratic warm-up over min(2000, num_steps // 20) steps, then a cosine to 10 % of the peak.
-    "annealing": linear from the peak towards 0 over num_steps."""
-
+    """fms-fsdp's name for two schedules: "initial" leaves lr_schedule as it is, "annealing" is
+    lr_schedule=fms_annealing."""
+    lr_schedule: str = "fms_cosine"
+    """Curve of the learning rate. fms-fsdp's: "fms_cosine" (quadratic warm-up over min(2000, num_steps // 20) steps,
+    then a cosine to 10 % of the peak), "fms_annealing" (linear from the peak towards 0). NeMo's: "constant", "cosine",
+    "linear_warmup_decay", "warmup_hold", "warmup_annealing", "square", "square_root", "inverse_sqrt", "noam",
+    "noam_hold", "poly", "poly_hold", "step", "exponential_lr". GPT-NeoX's: "neox_linear", "neox_cosine",
+    "neox_exponential", and as they were in 2022, "neox2022_linear", "neox2022_cosine", "neox2022_exponential". "wsd":
+    warm-up, lr_hold_steps at the peak, a straight line to min_lr."""
+    lr_warmup_steps: int | None = None
+    """Optimizer steps of the warm-up, at least 0 and fewer than the schedule has. None: lr_warmup_ratio, or none.
+    fms_cosine has its own rule."""
+    lr_warmup_ratio: float | None = None
+    """The warm-up as a share of the schedule's steps, in [0, 1); instead of lr_warmup_steps."""
+    lr_decay_steps: int | None = None
+    """Optimizer steps that the schedule is laid over; later ones keep its last rate. None: num_steps."""
+    lr_hold_steps: int = 0
+    """Optimizer steps at the peak after the warm-up: warmup_hold, noam_hold, poly_hold, wsd."""
+    lr_constant_steps: int = 0
+    """cosine: optimizer steps at min_lr before the schedule's end; the cosine ends before them."""
+    min_lr: float = 0.0
+    """Lowest learning rate of the schedule, at most learning_rate. fms_cosine ends at a tenth of the peak instead."""
+    lr_power: float = 1.0
+    """poly, poly_hold: exponent of the share of the steps that is left, above 0."""
+    lr_gamma: float | None = None
+    """step, exponential_lr: factor in (0, 1] by which the rate shrinks; these two need it."""
+    lr_step_size: int | None = None
+    """step: optimizer steps between two multiplications by lr_gamma, at least 1; needed there."""
+    lr_decay_rate: float = 0.5
+    """noam_hold: exponent of the decay, above 0."""
+    lr_cycle: bool = False
+    """poly, poly_hold: begin again after the schedule's steps, with a longer decay each time."""
+    lr_d_model: int | None = None
+    """noam: width d of the factor 1 / sqrt(d), at least 1; needed there."""
     max_skipped_steps: int = 0
     """Optimizer steps whose loss or gradient is not finite that may be skipped in the whole run, before training stops
     itself with exit code 3. Nothing of a skipped step reaches the parameters."""
@@ -316,6 +347,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.checkpoint_interval == -1:
             self.checkpoint_interval = 0 if self.use_dummy_dataset else 10_000
+        if self.training_stage.lower() == "annealing" and self.lr_schedule == "fms_cosine":
+            self.lr_schedule = "fms_annealing"
         self.sharding_strategy = self.sharding_strategy.lower()  # fms-fsdp's documentation writes FSDP and HSDP
 
     @classmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,6 +75,11 @@ RANGES = {
     "optimizer_eps": ABOVE_ZERO,
     "weight_decay": NOT_NEGATIVE,
     "grad_clip_thresh": NOT_NEGATIVE,
+    **dict.fromkeys(("lr_warmup_steps", "lr_hold_steps", "lr_constant_steps", "min_lr"), NOT_NEGATIVE),
+    "lr_warmup_ratio": DECAY,
+    **dict.fromkeys(("lr_decay_steps", "lr_step_size", "lr_d_model"), POSITIVE),
+    **dict.fromkeys(("lr_power", "lr_decay_rate"), ABOVE_ZERO),
+    "lr_gamma": Range(lambda value: 0 < value <= 1, "must be above 0 and at most 1"),
     "max_skipped_steps": NOT_NEGATIVE,
     "batch_size": POSITIVE,
     "global_batch_size": POSITIVE,
@@ -99,6 +105,31 @@ RANGES = {
     "profile_num_steps": POSITIVE,
 }
 
+# Schedule -> the fields that it reads besides learning_rate and num_steps.
+_SPAN = ("lr_warmup_steps", "lr_warmup_ratio", "lr_decay_steps", "min_lr")
+SCHEDULES = {
+    "fms_cosine": (),
+    "fms_annealing": (),
+    "constant": _SPAN,
+    "linear_warmup_decay": ("lr_warmup_steps", "lr_warmup_ratio", "lr_decay_steps"),
+    "cosine": (*_SPAN, "lr_constant_steps"),
+    "wsd": (*_SPAN, "lr_hold_steps"),
+    "warmup_hold": (*_SPAN, "lr_hold_steps"),
+    "square": _SPAN,
+    "square_root": _SPAN,
+    "noam": ("lr_warmup_steps", "lr_warmup_ratio", "lr_decay_steps", "min_lr", "lr_d_model"),
+    "noam_hold": (*_SPAN, "lr_hold_steps", "lr_decay_rate"),
+    "warmup_annealing": _SPAN,
+    "inverse_sqrt": _SPAN,
+    "poly": (*_SPAN, "lr_power", "lr_cycle"),
+    "poly_hold": (*_SPAN, "lr_power", "lr_cycle", "lr_hold_steps"),
+    "step": ("lr_step_size", "lr_gamma"),
+    "exponential_lr": ("lr_gamma",),
+    **{f"{era}_{shape}": _SPAN for era in ("neox", "neox2022") for shape in ("linear", "cosine", "exponential")},
+}
+NEEDED = {"noam": ("lr_d_model",), "step": ("lr_step_size", "lr_gamma"), "exponential_lr": ("lr_gamma",)}
+CURVE = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name in names))  # every field of some schedule
+
 CHOICES: dict[str, Collection[str]] = {
     "model_variant": (*VARIANTS, CUSTOM),
     "rope_scaling_type": ("none", "linear", "llama3"),
@@ -107,6 +138,7 @@ CHOICES: dict[str, Collection[str]] = {
     "sharding_strategy": ("ddp", "fsdp", "hsdp"),
     "precision": ("auto", "fp32", "mixed_bf16"),
     "training_stage": ("initial", "annealing"),
+    "lr_schedule": SCHEDULES,
     "checkpoint_scale": ("linear", "log"),
     "resume": ("auto", "must", "never"),
     "checkpoint_dtype": ("auto", "fp32", "bf16"),
@@ -280,6 +312,40 @@ def _recomputes_something(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(flag(config, "selective_checkpointing"), remedy)
 
 
+def _schedule_reads_what_is_given(config: TrainConfig) -> Iterator[Problem]:
+    defaults = {field.name: field.default for field in fields(config)}
+    for name in CURVE:
+        if getattr(config, name) != defaults[name] and name not in SCHEDULES[config.lr_schedule]:
+            takes = [schedule for schedule, names in SCHEDULES.items() if name in names]
+            remedy = f"is not read by lr_schedule={config.lr_schedule}; leave it out, or use {', '.join(takes)}"
+            yield Problem(flag(config, name), remedy)
+    missing = [name for name in NEEDED.get(config.lr_schedule, ()) if getattr(config, name) is None]
+    if missing:
+        yield Problem(flag(config, "lr_schedule"), f"needs {', '.join(f'--{name}' for name in missing)}")
+    if config.training_stage == "annealing" and config.lr_schedule != "fms_annealing":
+        remedy = f"contradicts --training_stage=annealing, which is {'fms_annealing'}; leave one out"
+        yield Problem(flag(config, "lr_schedule"), remedy)
+
+
+def _schedule_fits(config: TrainConfig) -> Iterator[Problem]:
+    total = config.lr_decay_steps or config.num_steps
+    if config.lr_warmup_steps is not None and config.lr_warmup_ratio is not None:
+        remedy = f"says the same as lr_warmup_steps={config.lr_warmup_steps}; give one of the two"
+        yield Problem(flag(config, "lr_warmup_ratio"), remedy)
+        return
+    if config.min_lr > config.learning_rate:
+        yield Problem(flag(config, "min_lr"), f"is above learning_rate={config.learning_rate}")
+    warmup = config.lr_warmup_steps or int((config.lr_warmup_ratio or 0) * total)
+    parts: dict[str, int] = {"lr_warmup_steps": warmup, "lr_hold_steps": config.lr_hold_steps}
+    parts["lr_constant_steps"] = config.lr_constant_steps
+    if 0 < total <= sum(parts.values()):
+        longest = max(parts, key=lambda name: parts[name])
+        said = " + ".join(f"{name}={steps}" for name, steps in parts.items() if steps)
+        span = "lr_decay_steps" if config.lr_decay_steps else "num_steps"
+        remedy = f"leaves no step to decay in: {said} of {span}={total}; the rate would fall off a cliff"
+        yield Problem(f"--{longest}={parts[longest]}", remedy)
+
+
 def _precision_agrees(config: TrainConfig) -> Iterator[Problem]:
     wanted = {"fp32": False, "mixed_bf16": True}.get(config.precision, config.mixed_precision)
     if wanted != config.mixed_precision:
@@ -375,6 +441,8 @@ RULES = (
     Rule(_rope_bands_order, ("rope_scaling_type", "rope_low_freq_factor", "rope_high_freq_factor")),
     Rule(_batch_arithmetic, ("batch_size", "global_batch_size", "gradient_accumulation_steps")),
     Rule(_recomputes_something, ("fsdp_activation_checkpointing", "selective_checkpointing", *_DIMENSIONS)),
+    Rule(_schedule_reads_what_is_given, ("lr_schedule", "training_stage", *CURVE)),
+    Rule(_schedule_fits, ("num_steps", "learning_rate", *CURVE)),
     Rule(_precision_agrees, ("precision", "mixed_precision")),
     Rule(_device_suits_engine, ("engine", "device", "cpu_offload")),
     Rule(_weights_match, ("weights", "datasets", "valid_weights", "valid_datasets")),

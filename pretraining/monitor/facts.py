@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pretraining.config.training import TrainConfig
@@ -20,12 +20,12 @@ def describe(
     mesh: Mapping[str, int],
     device_name: str,
     recompute: Sequence[bool],
-    rate: Callable[[int], float],
+    rates: Mapping[int, float],
 ) -> str:
     """The derived facts as lines of text.
 
     mesh: axis -> size, "shard" being the axis that splits parameters. recompute: True for each block whose
-    activations are computed again. rate: learning rate of the 0-based update. The batch fields of `config` must be
+    activations are computed again. rates: learning rates of some 0-based updates. The batch fields of `config` must be
     resolved (global_batch_size and gradient_accumulation_steps not None).
     """
     rows = [
@@ -35,7 +35,7 @@ def describe(
         ("batch", _batch(config, mesh)),
         ("memory/device", _memory(shape, mesh)),
         ("recomputed", _mask(recompute)),
-        ("learning rate", _rates(config, rate)),
+        ("learning rate", _rates(config, rates)),
         ("MFU against", _peak(device_name)),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in rows)
@@ -78,10 +78,9 @@ def _mask(recompute: Sequence[bool]) -> str:
     return f"{sum(recompute)} of {len(recompute)} blocks: {letters}"
 
 
-def _rates(config: TrainConfig, rate: Callable[[int], float]) -> str:
-    last = config.num_steps
-    telling = sorted({1, min(2000, last // 20) or 1, max(last // 2, 1), last})
-    return ", ".join(f"{rate(step - 1):.3g} at step {step:,}" for step in telling)
+def _rates(config: TrainConfig, rates: Mapping[int, float]) -> str:
+    listed = ", ".join(f"{rate:.3g} at step {update + 1:,}" for update, rate in rates.items())
+    return f"{config.lr_schedule}: {listed}"
 
 
 def _peak(device_name: str) -> str:

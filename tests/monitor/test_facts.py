@@ -11,7 +11,7 @@ from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.flops import Meter, flops_per_token, peak_of
 from pretraining.monitor.summary import summary
-from pretraining.optim.schedule import learning_rate
+from pretraining.optim.schedule import learning_rate, telling_steps
 
 
 def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str, str]:
@@ -23,7 +23,7 @@ def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str
         mesh={"replica": 2, "shard": 4},
         device_name=device_name,
         recompute=[False, True, False, False],
-        rate=lambda step: learning_rate(config, step),
+        rates={step: learning_rate(config, step) for step in telling_steps(config)},
     )
     return {line[:14].strip(): line[15:] for line in text.splitlines()}
 
@@ -53,7 +53,7 @@ def test_an_unknown_device_is_never_guessed() -> None:
 def test_the_learning_rate_is_shown_at_the_first_and_the_last_step(num_steps: int) -> None:
     shown = facts(num_steps=num_steps)["learning rate"]
     config = TrainConfig(num_steps=num_steps)
-    assert shown.startswith(f"{learning_rate(config, 0):.3g} at step 1")
+    assert shown.startswith(f"fms_cosine: {learning_rate(config, 0):.3g} at step 1")
     assert shown.endswith(f"{learning_rate(config, num_steps - 1):.3g} at step {num_steps:,}")
 
 
