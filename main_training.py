@@ -19,7 +19,7 @@ def main(**flags: str) -> int:
 
     from pretraining.checkpoint.checkpoints import Checkpoints
     from pretraining.checkpoint.restoring import check_source
-    from pretraining.data import open_stream
+    from pretraining.data import check_data, open_stream, parts_of
     from pretraining.loop import Run, train
     from pretraining.models.init import build_model
     from pretraining.monitor.facts import data_lines, describe, placed_line
@@ -31,8 +31,9 @@ def main(**flags: str) -> int:
     from pretraining.parallel.recompute import block_mask
     from pretraining.parallel.select import open_engine
 
-    # What a continued run, or one that starts from weights, needs: looked at before any device
+    # Checkpoints and data that would stop the run: looked at before any device
     check_source(config, config.run_folder)
+    check_data(config)
 
     # Engine: one mesh; the loop cannot tell one engine from the other
     engine = open_engine(config)
@@ -44,9 +45,7 @@ def main(**flags: str) -> int:
     say(describe(config, shape, mesh=mesh, device_name=engine.device_name, recompute=mask, rates=rates))
 
     # Data: the global batch of step k is a function of (data, config, k); opened first to fail before the model exists
-    open_stream(config, engine.data_rank, engine.data_size)
-    valid = open_stream(config, engine.data_rank, engine.data_size, "valid") if config.val_interval else None
-    test = open_stream(config, engine.data_rank, engine.data_size, "test") if config.test_steps else None
+    held = {part: open_stream(config, engine.data_rank, engine.data_size, part) for part in parts_of(config)}
 
     # Model: placed by the sharding table; optimizer: its state beside its parameters
     model = engine.place(build_model(config))
@@ -73,6 +72,7 @@ def main(**flags: str) -> int:
     flops, peak = flops_per_token(shape, config.seq_length), peak_of(engine.device_name)
     meter = Meter(config.tokens_per_step, engine.mesh.size, flops, peak)
     tokens = facts.tokens_seen if facts else 0
+    valid, test = held.get("valid"), held.get("test")
     code = train(Run(config, engine, model, optimizer, stream, valid, test, checkpoints, metrics, meter, start, tokens))
     engine.close()
     return code

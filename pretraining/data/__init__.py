@@ -5,6 +5,6 @@
 """
 
 from pretraining.data.prefetch import Prefetcher
-from pretraining.data.stream import IGNORED, Batch, Stream, open_stream
+from pretraining.data.stream import IGNORED, Batch, Stream, check_data, open_stream, parts_of
 
-__all__ = ["IGNORED", "Batch", "Prefetcher", "Stream", "open_stream"]
+__all__ = ["IGNORED", "Batch", "Prefetcher", "Stream", "check_data", "open_stream", "parts_of"]

@@ -276,6 +276,17 @@ def open_stream(
     return Stream(source, cut, wants, state=begun, facts=facts, total=total, counted=counted)
 
 
+def parts_of(config: TrainConfig) -> list[str]:
+    """The splits that a run reads, "train" first."""
+    return ["train", *(["valid"] if config.val_interval else []), *(["test"] if config.test_steps else [])]
+
+
+def check_data(config: TrainConfig) -> None:
+    """UserError for everything about the run's data that can be known without the number of devices."""
+    for part in parts_of(config):
+        open_stream(config, split=part).close()
+
+
 def _cut(config: TrainConfig, rank: int, world_size: int) -> Cut:
     accumulation = config.gradient_accumulation_steps or 1
     step = config.global_batch_size or config.batch_size * world_size * accumulation
