@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection
 
-WINDOW = 32  # reports that a loss is compared with
-ENOUGH = 8  # fewer say nothing: at the beginning of a run the loss falls in every report
+# Reports that a loss is compared with; before there are as many nothing is told. Of 8, the spread is by chance so small
+# once in some thousand times that the ordinary noise of batches looks like a spike.
+WINDOW = 32
 DEVIATIONS = 6.0  # of a normal distribution; batches differ, and one in a billion of them this much
 LEAST = 0.02  # of the median: where the loss hardly moves, its noise is no measure
 
@@ -17,7 +18,7 @@ def is_spike(loss: float, recent: Collection[float]) -> bool:
     Far is DEVIATIONS standard deviations, estimated from the median absolute deviation (x 1.4826, Hampel 1974), which
     an earlier spike does not widen, and at least LEAST of the median.
     """
-    if len(recent) < ENOUGH:
+    if len(recent) < WINDOW:
         return False
     middle = statistics.median(recent)
     spread = 1.4826 * statistics.median(abs(value - middle) for value in recent)

@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.monitor.spikes import ENOUGH, WINDOW, is_spike
+from pretraining.monitor.spikes import WINDOW, is_spike
 
 
 def falling(seed: int, reports: int, noise: float) -> list[float]:
@@ -30,6 +30,6 @@ def test_a_jump_is_flagged_even_after_another_one(seed: int, place: int, height:
     assert is_spike(losses[place] + height, losses[place - WINDOW : place])
 
 
-@given(st.lists(st.floats(0, 20), max_size=ENOUGH - 1))
+@given(st.lists(st.floats(0, 20), max_size=WINDOW - 1))
 def test_the_first_reports_say_nothing(recent: list[float]) -> None:
     assert not is_spike(100.0, recent)
