@@ -250,7 +250,7 @@ def neox2022(shape: Callable[[float], float]) -> Callable[[int, Curve], float]:
         done = min(step, c.total - c.warmup)
         if c.warmup and step <= c.warmup:
             return c.peak * done / c.warmup
-        return max(c.peak * shape((done - c.warmup) / c.total), c.floor)
+        return max(c.peak * shape(max(0.0, done - c.warmup) / c.total), c.floor)  # unclamped, above the peak
 
     return rate
 
