@@ -1,5 +1,5 @@
-# Sourced by the other scripts: `set_up FILE` makes .venv and installs the requirements in FILE, again only when they
-# change. Afterwards $python is the interpreter to use. Needs bash and Python 3.11, 3.12 or 3.13, nothing else.
+# Sourced by the other scripts: `set_up FILE` makes $venv (.venv) and installs the requirements in FILE, again only when
+# they change. Afterwards $python is the interpreter to use. Needs bash and Python 3.11, 3.12 or 3.13, nothing else.
 # shellcheck shell=bash
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -41,7 +41,7 @@ install_requirements() {
     say "setting up $venv with $("$interpreter" --version) and $1 (several GB and minutes the first time)"
     runs_supported_python "$python" || find "$venv" -mindepth 1 ! -name lock -delete
     "$interpreter" -m venv "$venv" || return
-    on_tpu_host && extra=("torch-xla[tpu]==$(sed -n 's/^torch-xla==\([0-9.]*\).*/\1/p' requirements.txt)")
+    [[ $1 != *newest* ]] && on_tpu_host && extra=("torch-xla[tpu]==$(sed -n 's/^torch-xla==\([0-9.]*\).*/\1/p' requirements.txt)")
     "$python" -m pip install --disable-pip-version-check -r "$1" ${extra[@]+"${extra[@]}"}
 }
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change goes in: lint, format, types, all tests. Further arguments go to pytest:
+# Everything that must hold before a change goes in: lint, format, types, all tests; then the tests that need no
+# torch-xla once more, with the newest torch and without it. With arguments, which go to pytest, the first part alone:
 #     bash scripts/test.sh -m "not slow" tests/config
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
@@ -12,4 +13,11 @@ unset PJRT_DEVICE CPU_NUM_DEVICES XLA_FLAGS RANK WORLD_SIZE
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-exec "$python" -m pytest "$@"
+"$python" -m pytest "$@"
+(($# == 0)) || exit 0
+
+venv=$PWD/.venv-newest
+python=$venv/bin/python
+set_up requirements-newest.txt
+"$python" -m pytest -m "not slow"
+"$python" -m pytest tests/parallel/test_torch.py tests/parallel/test_torch_runs.py

@@ -159,3 +159,14 @@ def test_a_sigterm_to_the_script_reaches_the_training(installed: Path) -> None:
         script.send_signal(signal.SIGTERM)
         script.communicate(timeout=60)
     assert script.returncode == 128 + signal.SIGTERM
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [line.partition("#")[0].partition(";")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def test_the_newest_torch_is_tested_with_the_other_packages_as_they_are_pinned() -> None:
+    usual, newest = {**pins("requirements-dev.txt"), **pins("requirements.txt")}, pins("requirements-newest.txt")
+    assert "torch-xla" not in newest
+    assert {name for name, version in newest.items() if usual[name] != version} == {"torch"}
