@@ -49,9 +49,14 @@ def config_of(model: str, batch_size: int, device: str) -> TrainConfig:
     """The run that both contenders make."""
     length = min(4096, model_shape(TrainConfig(model_variant=model)).max_position_embeddings)
     return TrainConfig(
-        model_variant=model, seq_length=length, batch_size=batch_size, use_dummy_dataset=True, device=device,
-        low_cpu_fsdp=True, sharding_strategy="fsdp",
-    )  # fmt: skip
+        model_variant=model,
+        seq_length=length,
+        batch_size=batch_size,
+        use_dummy_dataset=True,
+        device=device,
+        low_cpu_fsdp=True,
+        sharding_strategy="fsdp",
+    )
 
 
 def tokens_of(config: TrainConfig) -> np.ndarray:
@@ -94,7 +99,7 @@ def theirs(config: TrainConfig, dtype: torch.dtype) -> Step:
                 tie_word_embeddings=False,
                 attn_implementation="sdpa",
                 use_cache=False,
-            )  # fmt: skip
+            )
         ).to(dtype)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -142,8 +147,10 @@ def measure(contender: str, config: TrainConfig, steps: int) -> dict[str, float 
                 times.append(time.perf_counter() - began)
     device = torch.device(config.device)
     return {
-        "seconds": statistics.median(times), "spread": max(times) / min(times), "bytes": accelerator.peak_bytes(device)
-    }  # fmt: skip
+        "seconds": statistics.median(times),
+        "spread": max(times) / min(times),
+        "bytes": accelerator.peak_bytes(device),
+    }
 
 
 def matmul_peak(device: str, size: int, repeats: int = 30) -> float:
