@@ -1,17 +1,21 @@
-"""The torch engine on one GPU beside transformers' Llama: speed, both MFUs and peak memory.
+"""The torch engine on one GPU beside transformers' Llama: tokens/s, both MFUs and peak memory.
 
-    python -m benchmarks.gpu [--models=llama3_194m_4k,llama2_1.4b,llama3_3.2b_4k] [--steps=20] [--batch_sizes=8,8,4]
-    python -m benchmarks.gpu --profile=llama2_1.4b      where the time of three steps goes, by kernel
-    python -m benchmarks.gpu --models=tiny --steps=2 --device=cpu      the script itself, anywhere
+    python -m benchmarks.gpu --models=llama2_1.4b --contenders=all --output=FOLDER       about 6 minutes
+    python -m benchmarks.gpu --models=llama3_194m_4k,llama3_3.2b_4k --output=FOLDER      about 6 minutes
+    python -m benchmarks.gpu --profile=llama2_1.4b --output=FOLDER                       about 2 minutes
+    python -m pytest -p no:cacheprovider tests/parallel/test_cuda.py                     about 3 minutes
+    python -m benchmarks.gpu --models=tiny --steps=2 --device=cpu                        the script itself, anywhere
 
-Both train the same model on the same tokens at sequence 4096: fp32 parameters, bf16 products, gradients clipped,
-torch.compile and fused AdamW. transformers runs as its Trainer would (autocast, SDPA), and once more with parameters
-and moments in bf16, which is less memory and less precision than ours. Each contender has a process to itself, one
-after the other; the time is the median of its steps, each waited for.
+All contenders train the same model on the same tokens at sequence 4096, with gradients clipped, torch.compile and
+fused AdamW. `transformers` runs as its Trainer would: fp32 parameters, autocast to bf16, SDPA; `transformers_bf16` has
+parameters and moments in bf16, which is less memory and less precision than ours. `ours_cudnn` prefers cuDNN's
+attention to the flash kernel. Each contender has a process to itself, one after the other; the time is the median of
+its steps, each waited for. Tables go to stdout, and the figures as JSON to FOLDER.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import statistics
@@ -19,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,30 +38,20 @@ from pretraining.optim.adamw import build_optimizer
 from pretraining.parallel import accelerator
 from pretraining.parallel.torch_engine import TorchEngine
 
-DEFAULTS = {
-    "models": "llama3_194m_4k,llama2_1.4b,llama3_3.2b_4k",
-    "batch_sizes": "8,8,4",  # what transformers still fits beside its fp32 logits in 139 GiB
-    "steps": "20",
-    "device": "cuda",
-    "contenders": "ours,ours cudnn,transformers,transformers bf16",
-    "profile": "",
-}
+# What transformers still fits in 139 GiB beside its logits of the whole batch.
+BATCH_SIZES = {"llama3_194m_4k": 8, "llama2_1.4b": 8, "llama3_3.2b_4k": 4, "tiny": 2}
+LIMIT = 270  # s that one contender may take, compilation included
 WARM_UP = 5
 Step = Callable[[], None]
 
 
-def config_of(model: str, batch_size: int, device: str) -> TrainConfig:
-    """The run that both contenders make."""
+def config_of(model: str, device: str) -> TrainConfig:
+    """The run that all contenders make."""
     length = min(4096, model_shape(TrainConfig(model_variant=model)).max_position_embeddings)
     return TrainConfig(
-        model_variant=model,
-        seq_length=length,
-        batch_size=batch_size,
-        use_dummy_dataset=True,
-        device=device,
-        low_cpu_fsdp=True,
-        sharding_strategy="fsdp",
-    )
+        model_variant=model, seq_length=length, batch_size=BATCH_SIZES[model], use_dummy_dataset=True, device=device,
+        low_cpu_fsdp=True, sharding_strategy="fsdp",
+    )  # fmt: skip
 
 
 def tokens_of(config: TrainConfig) -> np.ndarray:
@@ -86,21 +81,14 @@ def theirs(config: TrainConfig, dtype: torch.dtype) -> Step:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape, device = model_shape(config), torch.device(config.device)
+    described = LlamaConfig(
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads, num_key_value_heads=shape.num_kv_heads,
+        intermediate_size=shape.intermediate_size, max_position_embeddings=shape.max_position_embeddings,
+        tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
     with device:
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=shape.vocab_size,
-                hidden_size=shape.hidden_size,
-                num_hidden_layers=shape.num_layers,
-                num_attention_heads=shape.num_attention_heads,
-                num_key_value_heads=shape.num_kv_heads,
-                intermediate_size=shape.intermediate_size,
-                max_position_embeddings=shape.max_position_embeddings,
-                tie_word_embeddings=False,
-                attn_implementation="sdpa",
-                use_cache=False,
-            )
-        ).to(dtype)
+        model = LlamaForCausalLM(described).to(dtype)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.from_numpy(tokens_of(config)[:, :-1]).long().to(device)
@@ -121,9 +109,9 @@ def theirs(config: TrainConfig, dtype: torch.dtype) -> Step:
 
 CONTENDERS: dict[str, Callable[[TrainConfig], Step]] = {
     "ours": ours,
-    "ours cudnn": ours,  # the same with cuDNN's attention before the flash kernel
+    "ours_cudnn": ours,  # the same with cuDNN's attention before the flash kernel
     "transformers": lambda config: theirs(config, torch.float32),
-    "transformers bf16": lambda config: theirs(config, torch.bfloat16),
+    "transformers_bf16": lambda config: theirs(config, torch.bfloat16),
 }
 
 
@@ -136,64 +124,93 @@ def attention_of(contender: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def measure(contender: str, config: TrainConfig, steps: int) -> dict[str, float | None]:
-    """Median seconds of a step and peak bytes, in this process."""
+    """Median seconds of a step, slowest over fastest, seconds of the first step, and peak bytes, in this process."""
     step = CONTENDERS[contender](config)
-    times = []
     with attention_of(contender):
-        for number in range(WARM_UP + steps):
-            began = time.perf_counter()
-            step()
-            if number >= WARM_UP:
-                times.append(time.perf_counter() - began)
-    device = torch.device(config.device)
+        first, *later = (seconds(step) for _ in range(WARM_UP + steps))
+    times = later[WARM_UP - 1 :]
     return {
         "seconds": statistics.median(times),
         "spread": max(times) / min(times),
-        "bytes": accelerator.peak_bytes(device),
+        "first": first,
+        "bytes": accelerator.peak_bytes(torch.device(config.device)),
     }
 
 
+def seconds(step: Step) -> float:
+    """Wall time of one step, which waits for its loss."""
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
 def matmul_peak(device: str, size: int, repeats: int = 30) -> float:
-    """FLOP/s of the fastest of many [size, size] bf16 products, random data."""
+    """FLOP/s of the fastest of many [size, size] bf16 products of random numbers (zeros run faster)."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    best = float("inf")
-    for _ in range(repeats):
-        accelerator.synchronize(a.device)
-        began = time.perf_counter()
+
+    def products() -> None:
         for _ in range(4):
             a @ b
         accelerator.synchronize(a.device)
-        best = min(best, (time.perf_counter() - began) / 4)
-    return 2 * size**3 / best
+
+    products()
+    return 4 * 2 * size**3 / min(seconds(products) for _ in range(repeats))
 
 
-def in_own_process(options: dict[str, str], **changed: str) -> dict[str, Any]:
+def in_own_process(model: str, contender: str, options: argparse.Namespace) -> dict[str, Any]:
     """`measure` with a fresh allocator; {"failed": why} where it does not get through."""
-    words = [f"--{name}={value}" for name, value in {**options, **changed}.items()]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *words], capture_output=True, text=True, check=False, timeout=600
-    )
+    words = [f"--models={model}", f"--steps={options.steps}", f"--device={options.device}", f"--only={contender}"]
+    command = [sys.executable, "-m", "benchmarks.gpu", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {LIMIT} s"}
     if done.returncode:
+        print(done.stderr[-3000:], file=sys.stderr, flush=True)
         return {"failed": done.stderr.strip().splitlines()[-1][:160]}
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured
 
 
-def row(model: str, contender: str, config: TrainConfig, measured: dict[str, Any], name: str) -> str:
-    """A line of the table."""
+def figures(config: TrainConfig, measured: dict[str, Any], device_name: str) -> dict[str, Any]:
+    """`measured` with tokens/s and both MFUs, shares of 1 or None where the peak is unknown."""
     if "failed" in measured:
-        return f"| {model} | {contender} | {measured['failed']} |"
-    shape, tokens = model_shape(config), config.batch_size * config.seq_length
-    meter = Meter(tokens, 1, flops_per_token(shape, config.seq_length), peak_of(name))
-    speed = meter.speed(measured["seconds"])
-    shares = [f"{speed[kind]:.1%}" if speed[kind] is not None else "n/a" for kind in ("mfu", "mfu_causal")]
-    memory = f"{(measured['bytes'] or 0) / 2**30:.1f} GiB"
-    cells = [model, contender, f"{tokens / measured['seconds']:,.0f}", *shares, memory, f"{measured['spread']:.2f}"]
+        return measured
+    flops = flops_per_token(model_shape(config), config.seq_length)
+    meter = Meter(config.batch_size * config.seq_length, 1, flops, peak_of(device_name))
+    return measured | meter.speed(measured["seconds"])
+
+
+def row(model: str, contender: str, found: dict[str, Any]) -> str:
+    """A line of the table."""
+    if "failed" in found:
+        return f"| {model} | {contender} | {found['failed']} |"
+    shares = [f"{found[kind]:.1%}" if found[kind] is not None else "n/a" for kind in ("mfu", "mfu_causal")]
+    speed, memory = f"{found['tokens_per_second']:,.0f}", f"{(found['bytes'] or 0) / 2**30:.1f} GiB"
+    cells = [model, contender, speed, *shares, memory, f"{found['spread']:.2f}", f"{found['first']:.0f} s"]
     return f"| {' | '.join(cells)} |"
 
 
-def profile(config: TrainConfig) -> None:
-    """Where three steps of ours spend the device's time."""
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Every contender with every model; prints the table as it grows."""
+    name = accelerator.device_name(torch.device(options.device))
+    size = 8192 if options.device == "cuda" else 256
+    peak = matmul_peak(options.device, size)
+    print(f"{name}, torch {torch.__version__}: {peak / 1e12:.1f} TFLOP/s in {size}^3 bf16 products\n")
+    print("| model | contender | tokens/s | MFU 6N + 12LdS | causal | peak memory | slowest / fastest | first step |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    results: dict[str, Any] = {"device": name, "torch": torch.__version__, "matmul_flops": peak}
+    contenders = list(CONTENDERS) if options.contenders == "all" else options.contenders.split(",")
+    for model in options.models.split(","):
+        for contender in contenders:
+            found = figures(config_of(model, options.device), in_own_process(model, contender, options), name)
+            results[f"{model} {contender}"] = found
+            print(row(model, contender, found), flush=True)
+    return results
+
+
+def profile(config: TrainConfig) -> str:
+    """Where three steps of ours spend the device's time, by kernel."""
     step = ours(config)
     for _ in range(WARM_UP):
         step()
@@ -201,35 +218,36 @@ def profile(config: TrainConfig) -> None:
         for _ in range(3):
             step()
     order = "self_cpu_time_total" if config.device == "cpu" else "self_device_time_total"
-    print(trace.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=80))
+    return trace.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; see the module."""
+    parser = argparse.ArgumentParser("benchmarks.gpu")
+    parser.add_argument("--models", default=",".join(name for name in BATCH_SIZES if name != "tiny"))
+    parser.add_argument("--contenders", default="ours,transformers")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--output", type=Path, help="folder of the JSON")
+    parser.add_argument("--profile", choices=BATCH_SIZES, help="this model's kernels instead of the comparison")
+    parser.add_argument("--only", choices=CONTENDERS, help="measure this contender in this process")
+    return parser.parse_args()
 
 
 def main() -> None:
     """See the module."""
-    options = DEFAULTS | dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:])
-    models = options["models"].split(",")
-    sizes = dict(zip(models, map(int, options["batch_sizes"].split(",")), strict=False))
-    device = options["device"]
-    if "only" in options:
-        config = config_of(models[0], sizes[models[0]], device)
-        print(json.dumps(measure(options["only"], config, int(options["steps"]))))
+    options = arguments()
+    if options.only:
+        print(json.dumps(measure(options.only, config_of(options.models, options.device), options.steps)))
         return
-    if options["profile"]:
-        profile(config_of(options["profile"], sizes[models[0]], device))
-        return
-    name = accelerator.device_name(torch.device(device))
-    size = 8192 if device == "cuda" else 256
-    print(
-        f"{name}, torch {torch.__version__}: {matmul_peak(device, size) / 1e12:.1f} TFLOP/s in {size}^3 bf16 products"
-    )
-    print("| model | contender | tokens/s | MFU 6N + 12LdS | MFU causal | peak memory | slowest / fastest step |")
-    print("|---|---|---|---|---|---|---|")
-    for model in models:
-        config = config_of(model, sizes[model], device)
-        for contender in options["contenders"].split(","):
-            chosen = {"models": model, "batch_sizes": str(sizes[model]), "only": contender}
-            measured = in_own_process(options, **chosen)
-            print(row(model, contender, config, measured, name), flush=True)
+    if options.profile:
+        name, text = f"profile-{options.profile}.txt", profile(config_of(options.profile, options.device))
+        print(text)
+    else:
+        name, text = f"{options.models.replace(',', '-')}.json", json.dumps(compare(options), indent=1)
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""The torch engine on one CUDA GPU: the losses of the CPU, also compiled, in bf16, offloaded, and with documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pretraining.config.training import TrainConfig
+from pretraining.models.init import build_model
+from pretraining.optim.adamw import build_optimizer
+from pretraining.parallel.torch_engine import TorchEngine
+from tests.parallel.toy import TOY
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_kv_heads": 2, "seq_length": 256}  # head width 32
+
+
+def batch_of(config: TrainConfig, documents: bool) -> dict[str, np.ndarray]:
+    """The same tokens for every case; as documents of 100 tokens and what is left, or undivided."""
+    rng = np.random.default_rng(0)
+    count, length = int(TOY["global_batch_size"]), config.seq_length
+    rows = rng.integers(0, 64, (count, length + 1)).astype(np.int32)
+    batch = {"tokens": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}
+    if documents:
+        places = np.arange(length, dtype=np.int32)
+        batch["segments"] = np.broadcast_to(places // 100, rows[:, 1:].shape).copy()
+        batch["positions"] = np.broadcast_to(places % 100, rows[:, 1:].shape).copy()
+    return batch
+
+
+def trained(documents: bool = False, **fields: Any) -> dict[str, Any]:
+    """Eight steps: losses, gradient norms, compilations after the first step and after the last."""
+    config = TrainConfig(**{**TOY, **SIZES, "sharding_strategy": "fsdp", **fields})
+    engine = TorchEngine(config)
+    try:
+        model = engine.place(build_model(config))
+        optimizer = build_optimizer(config, model.named_parameters(), **engine.optimizer_options)
+        engine.prepare(optimizer)
+        batch, read, graphs = batch_of(config, documents), [], []
+        for _ in range(8):
+            read.append(engine.train_step(model, optimizer, batch, 3e-3).read())
+            graphs.append(engine.compilations())
+        evaluation = engine.evaluate(model, batch).read()["loss"]
+        return {name: [step[name] for step in read] for name in ("loss", "grad_norm")} | {
+            "graphs": graphs, "evaluation": evaluation, "memory": engine.memory_bytes()
+        }  # fmt: skip
+    finally:
+        engine.close()
+
+
+def assert_same(got: dict[str, Any], reference: dict[str, Any], tolerance: float) -> None:
+    for name in ("loss", "grad_norm", "evaluation"):
+        assert got[name] == pytest.approx(reference[name], rel=tolerance), name
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_losses_in_fp32_are_those_of_the_cpu(documents: bool, compiled: bool) -> None:
+    reference = trained(documents, device="cpu")
+    got = trained(documents, device="cuda", use_torch_compile=compiled)
+    assert_same(got, reference, tolerance=1e-3 if documents and compiled else 1e-4)  # flex attention may use TF32
+    assert got["loss"][-1] < got["loss"][0] - 0.3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"use_torch_compile": False},
+        {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"},
+        {"cpu_offload": True},
+        {"batch_size": 8},
+    ],
+)
+def test_bf16_stays_within_two_percent_however_it_is_run(fields: dict[str, Any]) -> None:
+    reference = trained(device="cpu")
+    got = trained(device="cuda", mixed_precision=True, **fields)
+    assert got["loss"] == pytest.approx(reference["loss"], rel=0.02)
+    assert got["evaluation"] == pytest.approx(reference["evaluation"], rel=0.02)
+
+
+def test_nothing_is_compiled_after_the_first_step_and_depth_adds_nothing() -> None:
+    before = trained(device="cuda", mixed_precision=True, num_layers=2)["graphs"]
+    after = trained(device="cuda", mixed_precision=True, num_layers=8)["graphs"]
+    assert len(set(before)) == len(set(after)) == 1
+    assert after[-1] == before[-1]  # the eight blocks run what was compiled for the two
+
+
+def test_the_peak_of_memory_is_measured() -> None:
+    assert trained(device="cuda", mixed_precision=True)["memory"] > 2**20
