@@ -41,7 +41,9 @@ install_requirements() {
     say "setting up $venv with $("$interpreter" --version) and $1 (several GB and minutes the first time)"
     runs_supported_python "$python" || find "$venv" -mindepth 1 ! -name lock -delete
     "$interpreter" -m venv "$venv" || return
-    [[ $1 != *newest* ]] && on_tpu_host && extra=("torch-xla[tpu]==$(sed -n 's/^torch-xla==\([0-9.]*\).*/\1/p' requirements.txt)")
+    if [[ $1 != requirements-newest.txt ]] && on_tpu_host; then
+        extra=("torch-xla[tpu]==$(sed -n 's/^torch-xla==\([0-9.]*\).*/\1/p' requirements.txt)")
+    fi
     "$python" -m pip install --disable-pip-version-check -r "$1" ${extra[@]+"${extra[@]}"}
 }
 

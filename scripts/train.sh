@@ -119,7 +119,7 @@ launch() {
 }
 
 drives_all_devices() {
-    [[ -n ${PJRT_DEVICE:-} && ${NPROC_PER_NODE:-1} == 1 ]] || [[ " $* " == *" --engine=xla "* ]]
+    [[ -n ${PJRT_DEVICE:-} && ${NPROC_PER_NODE:-1} == 1 ]] || [[ " $* " == *" --engine=xla "* || " $* " == *" --engine xla "* ]]
 }
 
 # Runs a command so that a SIGTERM to this script reaches it too, and returns its exit code. bash makes what it runs in

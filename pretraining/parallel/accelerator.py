@@ -64,11 +64,6 @@ def peak_bytes(device: torch.device) -> int | None:
     return None
 
 
-def reset_peak(device: torch.device) -> None:
-    """Begin to measure `peak_bytes` of a GPU again."""
-    torch.cuda.reset_peak_memory_stats(device)
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until `device` has done all that it was given."""
     if device.type == "cuda":

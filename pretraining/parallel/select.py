@@ -31,10 +31,10 @@ def choose(config: TrainConfig) -> tuple[str, str]:
             remedy = "it is made for Linux on x86-64; --engine=torch runs on CUDA and CPUs"
             raise UserError(f"--engine=xla, but the package torch_xla is not installed: {remedy}")
         return "xla", "as engine asks"
+    untested = ", which nobody has tested" if config.device == "tpu" else ""
     if config.engine == "torch":
-        return "torch", "as engine asks"
+        return "torch", f"as engine asks{untested}"
     if config.device != "auto":
-        untested = ", which nobody has tested" if config.device == "tpu" else ""
         return "torch", f"device={config.device} is its own{untested}"
     if gpus := accelerator.cuda_gpus():
         return "torch", f"{gpus} CUDA GPU{'s' * (gpus > 1)} here"

@@ -160,6 +160,8 @@ class TorchEngine:
             block.forward = types.MethodType(run_block, block)
         model.model.norm.forward = types.MethodType(run_norm, model.model.norm)  # type: ignore[method-assign]
         self._loss_and_gradient = torch.compile(loss_and_gradient)
+        # Eagerly, all [T, T] pairs of a row exist at once: 1 GiB and several times that in between at 32768 tokens.
+        self._document_mask = torch.compile(document_mask)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Hand this process's shards to the optimizer as plain tensors, with their moments.
@@ -212,7 +214,7 @@ class TorchEngine:
         return loss, (labels != IGNORED).sum().float()
 
     def _run_blocks(self, blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:
-        seen = document_mask(segments) if segments is not None and self.compiles else segments
+        seen = self._document_mask(segments) if segments is not None and self.compiles else segments
         for block, recomputed in zip(blocks, self._recomputed, strict=True):
             if recomputed:  # no dropout, so no random state to keep
                 x = checkpoint(block, x, rope, seen, use_reentrant=False, preserve_rng_state=False)

@@ -144,6 +144,7 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
     assert chosen(gpus=0, xla=True, device="cpu") == "torch"
     assert chosen(gpus=8, xla=True, engine="xla") == "xla"
     assert chosen(gpus=0, xla=True, engine="torch") == "torch"
+    assert "nobody has tested" in choose(TrainConfig(engine="torch", device="tpu"))[1]
     with pytest.raises(UserError, match="torch_xla is not installed"):
         chosen(gpus=0, xla=False, engine="xla")
 

@@ -161,6 +161,24 @@ def test_a_sigterm_to_the_script_reaches_the_training(installed: Path) -> None:
     assert script.returncode == 128 + signal.SIGTERM
 
 
+def test_a_newest_torch_that_cannot_be_installed_is_an_error_unless_it_is_left_out_on_purpose(checkout: Path) -> None:
+    bin_ = checkout / ".venv" / "bin"
+    bin_.mkdir(parents=True)
+    (bin_ / "python").write_text("#!/bin/sh\nexit 0\n")  # whose checks and tests all pass
+    (bin_ / "python").chmod(0o755)
+    (checkout / "requirements-dev.txt").write_text("# nothing\n")
+    (checkout / "requirements-newest.txt").write_text("torch==0.0.1\n")
+    stamp = "source scripts/setup.sh; requirements_state requirements-dev.txt > .venv/installed-requirements-dev.txt"
+    assert bash(checkout, stamp).returncode == 0
+    failed = bash(checkout, "bash scripts/test.sh", PIP_NO_INDEX="1")
+    assert failed.returncode == 1
+    assert "torch==0.0.1 could not be installed" in failed.stderr
+    assert "NEWEST_TORCH=no bash scripts/test.sh leaves it out" in failed.stderr
+    without = bash(checkout, "bash scripts/test.sh", NEWEST_TORCH="no")
+    assert without.returncode == 0
+    assert "not tested with the newest torch" in without.stderr
+
+
 def pins(name: str) -> dict[str, str]:
     lines = [line.partition("#")[0].partition(";")[0].strip() for line in (ROOT / name).read_text().splitlines()]
     return dict(line.split("==") for line in lines if "==" in line)
