@@ -7,14 +7,18 @@ import sys
 from dataclasses import asdict
 
 from pretraining.config.flags import run
+from pretraining.config.importing.report import tell_import
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 
 
 def main(**flags: str) -> int:
     """Configuration, engine, model, data, optimizer, checkpoint, loop."""
-    # Configuration: every mistake at once, before torch is imported
+    # Configuration: every mistake at once, before torch is imported; of a foreign file, what its keys came to
+    tell_import(flags)
     config = TrainConfig.from_flags(flags)
+    if config.import_only:
+        return 0
     shape = model_shape(config)
 
     from pretraining.checkpoint.checkpoints import Checkpoints

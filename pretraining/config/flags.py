@@ -57,7 +57,7 @@ def _leave(code: int) -> None:
 def _print_help() -> int:
     from pretraining.config.document import help_text
 
-    if _first_rank():
+    if first_rank():
         print(help_text())
     return 0
 
@@ -65,7 +65,7 @@ def _print_help() -> int:
 def _call(main: Callable[..., int | None], line: CommandLine) -> int:
     """Hand the flags to `main` through fire; a malformed line is refused together with all that its flags say."""
     if line.problems:
-        raise ConfigError([*line.problems, *_read_values(line.flags, after_mistakes=True).problems])
+        raise ConfigError([*line.problems, *read_values(line.flags, missing_matters=False).problems])
     for note in line.notes:
         _tell(f"note: {note}")
     import fire
@@ -76,11 +76,11 @@ def _call(main: Callable[..., int | None], line: CommandLine) -> int:
 
 
 def _tell(text: str) -> None:
-    if _first_rank():
+    if first_rank():
         print(text, file=sys.stderr, flush=True)
 
 
-def _first_rank() -> bool:
+def first_rank() -> bool:
     """Under torchrun every process reads the same line; one of them speaks."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -173,24 +173,45 @@ def _nearest(word: str) -> str:
 # ---- flags to a configuration
 
 
-class _Values(NamedTuple):
+class Values(NamedTuple):
+    """What flags came to."""
+
     config: TrainConfig  # defaults stand where a value could not be read
     problems: list[Problem]
 
 
 def config_from_flags(flags: Mapping[str, object]) -> TrainConfig:
-    """The configuration of `flags`: raw text or Python values by field name. Raises ConfigError with every mistake."""
-    values = _read_values(flags)
+    """The configuration of `flags`: raw text or Python values by field name. Raises ConfigError with every mistake.
+
+    Flags win over --config_file, and both over --import_config.
+    """
+    given = with_file(flags)
+    if given.get("import_config"):
+        from pretraining.config.importing.resolve import import_flags
+
+        return import_flags(given)
+    values = read_values(given)
+    if values.config.import_only:
+        values = read_values(given, missing_matters=False)
     if values.problems:
         raise ConfigError(values.problems)
     return values.config
 
 
-def _read_values(flags: Mapping[str, object], after_mistakes: bool = False) -> _Values:
+def with_file(flags: Mapping[str, object]) -> dict[str, object]:
+    """`flags` over what --config_file says: TOML, or the config.json of a run, with our own names."""
+    if not flags.get("config_file"):
+        return dict(flags)
+    from pretraining.config.importing.reading import read_file
+
+    return {**read_file(Path(str(flags["config_file"]))), **{k: v for k, v in flags.items() if k != "config_file"}}
+
+
+def read_values(flags: Mapping[str, object], missing_matters: bool = True) -> Values:
     """Read and validate what can be read.
 
     Rules about fields that could not be read are left out. So are, after mistakes, rules about flags that are
-    missing: the unknown flag may be the missing one, misspelt.
+    missing: the unknown flag may be the missing one, misspelt. missing_matters False leaves those out at once.
     """
     values: dict[str, Any] = {}
     found: dict[str, Problem] = {}
@@ -202,9 +223,9 @@ def _read_values(flags: Mapping[str, object], after_mistakes: bool = False) -> _
             values[name] = coerce(raw, field_types()[name])
         except ValueError:
             found[name] = Problem(f"--{name}={raw}", _expected(name))
-    missing_matters = not after_mistakes and found.keys() <= field_types().keys()
+    missing_matters = missing_matters and found.keys() <= field_types().keys()
     config = TrainConfig(**values)
-    return _Values(config, [*found.values(), *problems(config, found.keys(), missing_matters)])
+    return Values(config, [*found.values(), *problems(config, found.keys(), missing_matters)])
 
 
 @cache

@@ -333,6 +333,39 @@ class TrainConfig:
     compile_cache_dir: str = ""
     """Folder of the persistent compilation cache of XLA (TPU only: the CPU backend cannot read it back). Empty: off."""
 
+    # ---- Configuration files
+    config_file: str = ""
+    """File of settings with these names, under the flags of the command line: TOML, YAML, or the config.json of a run.
+    Empty: none."""
+    import_config: str = ""
+    """Configuration file of NxD Training, NeMo Megatron or GPT-NeoX to train with, under the flags of the command line;
+    several files of GPT-NeoX are comma-separated. What each key came to is printed first. Empty: none."""
+    import_format: str = "auto"
+    """Whose file import_config is: "nxdt", "nemo", "neox", or "auto", told by its keys."""
+    import_strict: bool = True
+    """Keys of import_config that this recipe cannot follow stop the run. False: each is a warning, and training goes
+    on without it."""
+    import_only: bool = False
+    """Resolve the configuration, print it and the report of import_config, and stop: paths and devices are not looked
+    at."""
+    import_report: str = ""
+    """File to write the report of import_config to, as JSON. Empty: none."""
+    import_lr_steps: str = ""
+    """Steps, counted from 0 and comma-separated, whose learning rate the report of import_config lists. Empty: the
+    first, the end of the warm-up, the middle and the last."""
+    import_pp: str = "keep"
+    """Pipeline stages of import_config: "keep" them, or "fold" their devices into data parallelism, which changes no
+    loss."""
+    source_world_size: int | None = None
+    """Devices that import_config was made for, which the global batch of a GPT-NeoX file follows from. None: what the
+    file says."""
+    neox_era: str = "auto"
+    """Defaults and learning rates of a GPT-NeoX file: those of "2022", of "head" (today), or "auto", told by its
+    keys."""
+    neox_gated_ffn: str = "auto"
+    """Feed-forward width of a GPT-NeoX file with a gated activation: "auto" and "head" take today's two thirds,
+    "legacy" the width as written before September 2024."""
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one global batch; known once an engine has told the number of devices."""

@@ -101,6 +101,7 @@ RANGES = {
     "ckpt_max_failures": POSITIVE,
     "report_interval": POSITIVE,
     "step_timeout": NOT_NEGATIVE,
+    "source_world_size": POSITIVE,
     "profile_start_step": POSITIVE,
     "profile_num_steps": POSITIVE,
 }
@@ -145,6 +146,10 @@ CHOICES: dict[str, Collection[str]] = {
     "tracker": ("", "wandb"),
     "file_type": ("auto", "arrow", "parquet", "megatron"),
     "shuffle": ("shards", "none"),
+    "import_format": ("auto", "nxdt", "nemo", "neox"),
+    "import_pp": ("keep", "fold"),
+    "neox_era": ("auto", "2022", "head"),
+    "neox_gated_ffn": ("auto", "head", "legacy"),
 }
 
 
@@ -217,6 +222,7 @@ LISTS: dict[str, tuple[Callable[[str], object], str]] = {
     "valid_weights": (parse_weights, "expected a number above 0 for each dataset, comma-separated, such as 2,1,0.5"),
     "strip_tokens": (parse_steps, "expected token ids, comma-separated, such as 0,1"),
     "split": (parse_split, "expected up to three numbers for train, valid and test, such as 949,50,1"),
+    "import_lr_steps": (parse_steps, "expected step numbers from 0, comma-separated, such as 0,100,1000"),
     "extra_checkpoint_steps": (parse_steps, "expected step numbers from 0, comma-separated, such as 0,100,1000"),
 }
 

@@ -1,0 +1,556 @@
+"""The keys that NeMo's Megatron models and NxD Training share: `model.*`, the data section, optimizer and schedule.
+
+Formulas and defaults: NeMo 1.14 (`core/optim`, `megatron_gpt_model.py`), and NxD Training 2.20 where it differs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pretraining.config.errors import Problem
+from pretraining.config.importing.rules import (
+    Reading,
+    Rule,
+    Source,
+    choice,
+    ignored,
+    implied,
+    mapped,
+    no_op,
+    off,
+    read_with,
+    refused,
+    rests,
+    to,
+    unless,
+    whole,
+)
+
+KERNEL = "a kernel's choice"
+
+
+# ---- architecture
+
+
+def _has_bias(value: Any, source: Source) -> Reading:
+    norm = str(source.get("model.normalization", "layernorm")).lower().startswith("layernorm")
+    return mapped(attn_bias=value, mlp_bias=value, norm_bias=norm)
+
+
+def _recompute(value: Any, source: Source) -> Reading:
+    """`full` is every block; `selective` is what activations_checkpoint_recompute lists, core attention by default."""
+    match str(value).lower():
+        case "full":
+            return mapped(fsdp_activation_checkpointing=True, checkpoint_granularity="full")
+        case "selective":
+            return _selective(source)
+    return refused("known are full, selective and null")
+
+
+_MODULES = {
+    "CoreAttention": "core_attention",
+    "LlamaMLP": "mlp",
+    "LlamaRMSNorm": "norm",
+    "ActivationMultiplyMLP": "mlp_activation",
+}
+
+
+def _selective(source: Source) -> Reading:
+    wanted = source.get("model.activations_checkpoint_recompute") or ["CoreAttention"]
+    names = [_MODULES.get(str(name), "") for name in wanted] if isinstance(wanted, list) else [""]
+    if "" in names:
+        return refused(f"activations_checkpoint_recompute={wanted}: known are {', '.join(_MODULES)}")
+    if source.get("model.activations_checkpoint_recompute_mlp") and source.number("model.encoder_seq_length") >= 8192:
+        names.append("mlp")
+    modules = ",".join(dict.fromkeys(names))
+    if modules == "core_attention":
+        note = "attention's scores are never kept here: its backward pass computes them again"
+        return implied(note, fsdp_activation_checkpointing=False)
+    values = {
+        "fsdp_activation_checkpointing": True,
+        "checkpoint_granularity": "selective",
+        "checkpoint_modules": modules,
+    }
+    return implied("with activations_checkpoint_recompute", **values)
+
+
+def _chunks(value: Any, source: Source) -> Reading:
+    method = source.get("model.activations_checkpoint_method")
+    if method == "block":
+        return refused("recomputing the first blocks of each stage alone; use method uniform")
+    if source.get("model.activations_checkpoint_granularity") != "full":
+        return ignored("read with granularity full alone")
+    return mapped(checkpoint_num_layers=value)
+
+
+def _vocabulary_multiple(value: Any, source: Source) -> Reading:
+    """Megatron pads to a multiple of this times the tensor ranks; so does our field, with our tensor ranks."""
+    theirs = source.number(tensor_key(source))
+    ours = int(str(source.flags.get("tensor_parallel_size", theirs)))
+    if not whole(value) or value < 1:
+        return refused("expected a whole number, at least 1")
+    rows = f"rows are padded to a multiple of {value * theirs} = {value} x {theirs} tensor ranks, as in the source"
+    if (value * theirs) % ours:
+        return refused(
+            f"{rows}; --tensor_parallel_size={ours} does not divide that: give --make_vocab_size_divisible_by"
+        )
+    return implied(rows, make_vocab_size_divisible_by=value * theirs // ours)
+
+
+def tensor_key(source: Source) -> str:
+    """NxD Training keeps the degrees of parallelism in a section of their own."""
+    nxdt = any(key.startswith("distributed_strategy") for key in source.leaves)
+    return f"{'distributed_strategy' if nxdt else 'model'}.tensor_model_parallel_size"
+
+
+def _activation(value: Any, source: Source) -> Reading:
+    name = str(value).lower().removeprefix("fast-")
+    if name == "gelu" and (source.get("model.bias_activation_fusion") or source.get("model.openai_gelu")):
+        return implied("the fused kernel and OpenAI's GELU are the tanh approximation", activation="gelu_tanh")
+    if name in ("gelu", "swiglu", "geglu", "reglu"):
+        return mapped(activation=name)
+    return refused("known are gelu, swiglu, geglu, reglu and their fast- forms")
+
+
+def _interpolation(value: Any, _: Source) -> Reading:
+    if value == 1:
+        return rests("1: positions as they are")
+    return mapped(rope_scaling_type="linear", rope_scaling_factor=value)
+
+
+def _rope_base(_: Any, source: Source) -> Reading:
+    base, factor = source.get("model.position_freq_base", 10000), source.get("model.position_abf_factor", 1)
+    if not all(isinstance(number, int | float) for number in (base, factor)):
+        return refused("expected a number")
+    return implied("position_freq_base x position_abf_factor", rope_theta=float(base * factor))
+
+
+ARCHITECTURE = {
+    "model.encoder_seq_length": to("seq_length"),
+    "model.max_position_embeddings": to("max_position_embeddings"),
+    "model.num_layers": to("num_layers"),
+    "model.hidden_size": to("hidden_size"),
+    "model.ffn_hidden_size": to("intermediate_size"),
+    "model.num_attention_heads": to("num_attention_heads"),
+    "model.num_kv_heads": to("num_kv_heads"),
+    "model.num_query_groups": to("num_kv_heads"),
+    "model.kv_channels": to("head_dim"),
+    "model.init_method_std": to("init_std"),
+    "model.use_scaled_init_method": choice(
+        {True: mapped(output_init_method="scaled_normal"), False: mapped(output_init_method="normal")}
+    ),
+    "model.hidden_dropout": to("hidden_dropout"),
+    "model.attention_dropout": to("attention_dropout"),
+    "model.ffn_dropout": to("ffn_dropout"),
+    "model.apply_query_key_layer_scaling": no_op("the factor is taken back in the fp32 softmax: the same numbers"),
+    "model.normalization": choice(
+        {
+            "rmsnorm": mapped(norm_type="rmsnorm"),
+            "layernorm": mapped(norm_type="layernorm"),
+            "layernorm1p": refused("LayerNorm whose weight is stored minus 1"),
+        }
+    ),
+    "model.layernorm_epsilon": to("norm_eps"),
+    "model.do_layer_norm_weight_decay": to("norm_weight_decay"),
+    "model.make_vocab_size_divisible_by": Rule(
+        _vocabulary_multiple, ("make_vocab_size_divisible_by",), "times the tensor ranks, in both"
+    ),
+    "model.share_embeddings_and_output_weights": to("tie_word_embeddings"),
+    "model.position_embedding_type": choice(
+        {
+            "rope": mapped(position_embedding_type="rope"),
+            "learned_absolute": mapped(position_embedding_type="learned_absolute"),
+            "none": mapped(position_embedding_type="none"),
+        }
+    ),
+    "model.rotary_percentage": to("rotary_percentage"),
+    "model.rope_theta": to("rope_theta"),
+    "model.rotary_base": to("rope_theta"),
+    "model.position_interpolation_factor": Rule(
+        _interpolation, ("rope_scaling_type", "rope_scaling_factor"), "linear scaling of the positions"
+    ),
+    "model.positition_interpolation_factor": Rule(
+        _interpolation, ("rope_scaling_type", "rope_scaling_factor"), "as NxD Training spells it"
+    ),
+    "model.position_freq_base": Rule(_rope_base, ("rope_theta",), "times position_abf_factor"),
+    "model.position_abf_factor": Rule(_rope_base, ("rope_theta",), "times position_freq_base"),
+    "model.activation": Rule(_activation, ("activation",), "fast- forms are the same function"),
+    "model.openai_gelu": read_with("activation"),
+    "model.bias_activation_fusion": read_with("activation"),
+    "model.bias_gelu_fusion": read_with("activation"),
+    "model.has_bias": Rule(_has_bias, ("attn_bias", "mlp_bias", "norm_bias"), "norm_bias with layernorm alone"),
+    "model.bias": Rule(_has_bias, ("attn_bias", "mlp_bias", "norm_bias"), "norm_bias with layernorm alone"),
+    "model.transformer_block_type": choice(
+        {
+            "pre_ln": mapped(transformer_block_type="pre_ln"),
+            "gpt_j": implied("attention and feed-forward side by side", parallel_residual=True),
+            "post_ln": refused("norms stand before attention and feed-forward here"),
+            "normformer": refused("norms stand before attention and feed-forward here"),
+        }
+    ),
+    "model.sliding_window_size": to("sliding_window"),
+    "model.sliding_window": to("sliding_window"),
+    "model.use_cpu_initialization": Rule(
+        lambda value, _: implied("the initial weights are the same", low_cpu_fsdp=not value), ("low_cpu_fsdp",), "not"
+    ),
+    "model.weight_init_only": to("load_weights_only"),
+    "model.resume_from_checkpoint": to("ckpt_load_path"),
+    "model.seed": to("seed"),
+    "model.activations_checkpoint_granularity": Rule(
+        _recompute, ("fsdp_activation_checkpointing", "checkpoint_granularity", "checkpoint_modules"), "null: none"
+    ),
+    "model.activations_checkpoint_recompute": read_with("activations_checkpoint_granularity"),
+    "model.activations_checkpoint_recompute_mlp": read_with("activations_checkpoint_granularity"),
+    "model.activations_checkpoint_method": choice(
+        {
+            "uniform": implied("read with activations_checkpoint_num_layers"),
+            "block": refused("recomputing the first blocks of each stage alone; use method uniform"),
+        }
+    ),
+    "model.activations_checkpoint_num_layers": Rule(_chunks, ("checkpoint_num_layers",), "with method uniform"),
+    **{
+        f"model.{name}": off("recomputing some micro-batches or stages alone")
+        for name in (
+            *("num_micro_batches_with_partial_activation_checkpoints", "activations_checkpoint_layers_per_pipeline"),
+            "disable_layer_norm_checkpointing",
+        )
+    },
+    "model.moe": off("mixtures of experts"),
+    "model.moe.*": Rule(lambda _, __: refused("mixtures of experts"), (), "refused: mixtures of experts"),
+    "model.tokenizer.delimiter": no_op("for tables"),
+    **{
+        f"model.{name}": no_op(KERNEL)
+        for name in (
+            *("persist_layer_norm", "qkv_linear", "fuse_qkv", "transpose_nki_inputs", "masked_softmax_fusion"),
+            *("bias_dropout_add_fusion", "gradient_accumulation_fusion", "grad_div_ar_fusion", "onnx_safe"),
+            *("get_attention_mask_from_fusion", "mcore_gpt", "gradient_as_bucket_view", "sync_batch_comm"),
+            *("grad_allreduce_chunk_size_mb", "overlap_p2p_comm", "batch_p2p_comm", "apex_transformer_log_level"),
+            *("native_amp_init_scale", "native_amp_growth_interval", "hysteresis", "transformer_engine"),
+            *("reduce_amax", "megatron_amp_O2", "megatron_amp_o2", "fusions.softmax"),
+        )
+    },
+    **{
+        f"model.{name}": off(reason)
+        for name, reason in {
+            "fp32_residual_connection": "a residual stream in fp32",
+            "fp16_lm_cross_entropy": "a loss in fp16",
+            "headscale": "scales of the heads",
+            "use_emha": "NeMo's fused attention",
+            "fp8": "training in fp8",
+            "save_logits": "writing logits",
+        }.items()
+    },
+    "model.normalize_attention_scores": unless((True,), "scores are divided by the root of the head's width"),
+    "model.attention_type": unless(("multihead",), "attention is multihead"),
+    "model.pre_process": unless((True,), "every model has its embedding"),
+    "model.post_process": unless((True,), "every model has its head"),
+}
+
+
+# ---- data
+
+
+def _prefixes(value: Any, _: Source) -> Reading:
+    """One path, a list of paths, or weights and paths in turn: Megatron's .bin and .idx without their endings."""
+    items = value if isinstance(value, list) else str(value).split(",")
+    weighted = len(items) % 2 == 0 and all(_is_number(item) for item in items[::2])
+    paths = [f"{item}.idx" for item in (items[1::2] if weighted else items)]
+    weights = [str(item) for item in items[::2]] if weighted else []
+    return mixture(paths, weights)
+
+
+def mixture(paths: list[str], weights: list[str]) -> Reading:
+    """The corpora at `paths` (their .idx files), as a folder and names in it; `weights` one for each, or none."""
+    if not paths or any("," in path for path in paths):
+        return refused("expected a path, or weights and paths in turn")
+    if len(paths) == 1:
+        return implied("Megatron's index beside its .bin", data_path=paths[0])
+    root = os.path.commonpath([Path(path).parent for path in paths])
+    names = ",".join(os.path.relpath(path, root) for path in paths)
+    shares = {"weights": ",".join(weights)} if weights else {}
+    return implied("the folder that holds them all, and each of them", data_path=root, datasets=names, **shares)
+
+
+def _is_number(item: Any) -> bool:
+    try:
+        return math.isfinite(float(item))
+    except (TypeError, ValueError):
+        return False
+
+
+def _held_out(name: str) -> Callable[[Any, Source], Reading]:
+    """The validation or test part of a data_prefix that is a dictionary."""
+
+    def read(value: Any, source: Source) -> Reading:
+        found = _prefixes(value, source)
+        renamed = {f"{name}_{field}": setting for field, setting in found.values.items()}
+        if "valid_datasets" in renamed or name == "valid":
+            return found._replace(values=renamed)
+        if "test_datasets" in renamed:
+            return refused("a mixture to test on; name one path")
+        return found._replace(values=renamed)
+
+    return read
+
+
+def data_rules(prefix: str) -> dict[str, Rule]:
+    """The data section, which stands under `prefix`: "data." in NxD Training, "model.data." in NeMo."""
+    three = ("data_path", "datasets", "weights")
+    rules = {
+        "seq_length": to("seq_length"),
+        "data_prefix": Rule(_prefixes, three, "path, or weights and paths in turn"),
+        "data_prefix.train": Rule(_prefixes, three, "path, or weights and paths in turn"),
+        "data_prefix.validation": Rule(_held_out("valid"), tuple(f"valid_{name}" for name in three)),
+        "data_prefix.test": Rule(_held_out("test"), ("test_data_path",)),
+        "data_impl": choice({"mmap": implied(".idx and .bin", file_type="megatron")}),
+        "splits_string": to("split"),
+        "index_mapping_dir": no_op("the index is cached in index_dir"),
+        "skip_warmup": no_op("files are not read ahead"),
+        "num_workers": Rule(_workers, ("num_workers",), "0: 1"),
+        "validation_drop_last": to("drop_last_val"),
+        "pad_samples_to_global_batch_size": off("rows of padding"),
+        "dataloader_type": choice(
+            {
+                "single": implied("documents are shuffled in both; here in another order each epoch", shuffle="shards"),
+                "cyclic": implied("another order each epoch", shuffle="shards"),
+            }
+        ),
+        "shuffle_documents": choice({True: mapped(shuffle="shards"), False: mapped(shuffle="none")}),
+        "reset_position_ids": to("reset_position_ids"),
+        "reset_attention_mask": to("reset_attention_mask"),
+        "eod_mask_loss": to("eod_mask_loss"),
+        "no_seqlen_plus_one_input_tokens": off("rows without the next token"),
+        "dev_choose_samples": to("max_samples"),
+        "packing": no_op("documents are always packed"),
+        "use_sft_style_data_module": off("fine-tuning recipes"),
+        "fine_tuning": off("fine-tuning recipes"),
+    }
+    return {f"{prefix}{name}": rule for name, rule in rules.items()}
+
+
+def _workers(value: Any, _: Source) -> Reading:
+    return implied("at least one thread reads ahead", num_workers=1) if value == 0 else mapped(num_workers=value)
+
+
+def tokenizer_rules(prefix: str) -> dict[str, Rule]:
+    """The tokenizer section. Data are tokens already: it names the tokenizer, and vocab_size has to be given."""
+    read_for = "tokens are prepared before; give --vocab_size"
+    names = ("library", "vocab_file", "merge_file", "delimiter", "sentencepiece_legacy", "use_fast", "type")
+    path = to("tokenizer_path", "for prompts; --vocab_size has to be given")
+    return {**{f"{prefix}{name}": no_op(read_for) for name in names}, f"{prefix}model": path}
+
+
+# ---- optimizer
+
+FLAT = "model.optim."
+# Optimizer -> ours and, of the class that the source builds, the defaults of keys that are absent.
+_ADAM = {"betas": [0.9, 0.999], "eps": 1e-8}
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("adamw", {**_ADAM, "weight_decay": 0.01}),
+    "fused_adam": ("adamw", {**_ADAM, "weight_decay": 0.0}),
+    "distributed_fused_adam": ("adamw", {**_ADAM, "weight_decay": 0.0}),
+    "adamw_fp32optstate": ("adamw_fp32", {**_ADAM, "eps": 1e-6, "weight_decay": 0.0}),
+    "adam": ("adam", {**_ADAM, "weight_decay": 0.0}),
+    "adamax": ("adamax", {**_ADAM, "weight_decay": 0.0}),
+    "novograd": ("novograd", {"betas": [0.95, 0.98], "eps": 1e-8, "weight_decay": 0.0}),
+    **{name: (name, {"weight_decay": 0.0}) for name in ("sgd", "adadelta", "adagrad", "rmsprop", "rprop", "adafactor")},
+}
+
+
+def _optimizer(value: Any, _: Source) -> Reading:
+    name = str(value).lower()
+    if name not in OPTIMIZERS:
+        return refused(f"known are {', '.join(OPTIMIZERS)}")
+    if name == "distributed_fused_adam":
+        return implied("AdamW whose state is split", optimizer="adamw")
+    ours = OPTIMIZERS[name][0]
+    return (
+        implied("Apex's fused Adam decays weights as AdamW does", optimizer=ours)
+        if "fused" in name
+        else mapped(optimizer=ours)
+    )
+
+
+def _of_class(name: str) -> Callable[[Source], Any]:
+    """The default of the class that model.optim.name builds; None where it has none of ours."""
+    return lambda source: OPTIMIZERS.get(str(source.get(f"{FLAT}name")).lower(), ("", {}))[1].get(name)
+
+
+def _betas(value: Any, _: Source) -> Reading:
+    if not isinstance(value, list) or len(value) != 2:
+        return refused("expected two numbers")
+    return mapped(adam_beta1=value[0], adam_beta2=value[1])
+
+
+_ARGUMENTS = (
+    *("momentum", "dampening", "nesterov", "rho", "alpha", "centered", "etas", "step_sizes", "lr_decay", "amsgrad"),
+    *("initial_accumulator_value", "grad_averaging", "luc", "luc_trust", "luc_eps", "clip_threshold", "decay_rate"),
+    *("scale_parameter", "relative_step", "warmup_init", "min_step", "beta1"),
+)
+
+
+def _arguments(_: Any, source: Source) -> Reading:
+    """All of the optimizer's own arguments in one text: momentum=0.9,nesterov=True."""
+    given = {name: source.get(FLAT + name) for name in _ARGUMENTS if source.get(FLAT + name) is not None}
+    if given in ({"amsgrad": False}, {}):
+        return rests("off")
+    if any(isinstance(value, list) for value in given.values()):
+        return refused("an argument with several values; give --optimizer_args")
+    return implied("all of the optimizer's own arguments", optimizer_args=argument_text(given))
+
+
+def argument_text(given: dict[str, Any]) -> str:
+    """optimizer_args as a flag: name=value, comma-separated."""
+    return ",".join(f"{name}={value}" for name, value in given.items())
+
+
+# ---- schedule
+
+SCHED = "model.optim.sched."
+SCHEDULES = {
+    "linearannealingwithwarmup": "linear_warmup_decay",
+    "cosineannealing": "cosine",
+    "warmuppolicy": "constant",
+    "warmupholdpolicy": "warmup_hold",
+    "squareannealing": "square",
+    "squarerootannealing": "square_root",
+    "noamannealing": "noam",
+    "noamholdannealing": "noam_hold",
+    "warmupannealing": "warmup_annealing",
+    "inversesquarerootannealing": "inverse_sqrt",
+    "polynomialdecayannealing": "poly",
+    "polynomialholddecayannealing": "poly_hold",
+    "steplr": "step",
+    "exponentiallr": "exponential_lr",
+}
+
+
+def _schedule(value: Any, _: Source) -> Reading:
+    name = str(value).lower()
+    if name == "rprop":
+        return refused("rprop is an optimizer: NeMo cannot resolve it as a schedule either")
+    if name not in SCHEDULES:
+        return refused("known are the schedules of NeMo that follow the step, such as CosineAnnealing")
+    return mapped(lr_schedule=SCHEDULES[name])
+
+
+def _count(field: str) -> Rule:
+    """Steps of a phase; 0 is none."""
+
+    def read(value: Any, _: Source) -> Reading:
+        return rests("0: none") if value == 0 and not isinstance(value, bool) else mapped(**{field: value})
+
+    return Rule(read, (field,), "0: none")
+
+
+def _share(field: str) -> Rule:
+    """A phase as a share of max_steps, in whole steps, rounded down as NeMo does."""
+
+    def read(value: Any, source: Source) -> Reading:
+        total = source.number("trainer.max_steps", -1)
+        if not isinstance(value, int | float) or not 0 <= value < 1 or total < 1:
+            return refused("expected a share from 0 to 1 of a known max_steps")
+        return implied(f"of max_steps={total}", **{field: int(value * total)})
+
+    return Rule(read, (field,), "times max_steps")
+
+
+def _schedule_steps(value: Any, source: Source) -> Reading:
+    steps = source.get("trainer.max_steps", -1)
+    if steps in (-1, value):
+        return mapped(lr_decay_steps=value)
+    return implied(f"trainer.max_steps={steps} counts: it overrides this when training starts")
+
+
+OPTIM = {
+    "model.optim.name": Rule(_optimizer, ("optimizer",), ", ".join(OPTIMIZERS)),
+    "model.optim.lr": to("learning_rate"),
+    "model.optim.weight_decay": to("weight_decay"),
+    "model.optim.betas": Rule(_betas, ("adam_beta1", "adam_beta2"), "two numbers; absent: the class's"),
+    "model.optim.eps": to("optimizer_eps"),
+    "model.optim.capturable": no_op("for CUDA graphs"),
+    **{
+        FLAT + name: no_op("how the state is split and moved")
+        for name in ("bucket_cap_mb", "overlap_grad_sync", "overlap_param_sync", "contiguous_grad_buffer")
+    },
+    **{FLAT + name: Rule(_arguments, ("optimizer_args",), "one of optimizer_args") for name in _ARGUMENTS},
+    "model.optim.sched": Rule(lambda _, __: rests("no schedule: the rate is constant"), (), "its keys; null: constant"),
+    "model.optim.sched.name": Rule(_schedule, ("lr_schedule",), "absent: constant"),
+    "model.optim.sched.max_steps": Rule(_schedule_steps, ("lr_decay_steps",), "trainer.max_steps counts"),
+    "model.optim.sched.warmup_steps": _count("lr_warmup_steps"),
+    "model.optim.sched.warmup_ratio": to("lr_warmup_ratio"),
+    "model.optim.sched.hold_steps": _count("lr_hold_steps"),
+    "model.optim.sched.hold_ratio": _share("lr_hold_steps"),
+    "model.optim.sched.constant_steps": _count("lr_constant_steps"),
+    "model.optim.sched.constant_ratio": _share("lr_constant_steps"),
+    "model.optim.sched.min_lr": _count("min_lr")._replace(words="lowest rate"),
+    "model.optim.sched.d_model": to("lr_d_model"),
+    "model.optim.sched.decay_rate": to("lr_decay_rate"),
+    "model.optim.sched.power": to("lr_power"),
+    "model.optim.sched.cycle": to("lr_cycle"),
+    "model.optim.sched.step_size": to("lr_step_size"),
+    "model.optim.sched.gamma": to("lr_gamma"),
+    "model.optim.sched.last_epoch": unless((-1,), "the step is the checkpoint's"),
+    **{
+        SCHED + name: off("the schedule follows the step alone")
+        for name in ("reduce_on_plateau", "iters_per_batch", "t_max_epochs", "t_accumulate_grad_batches")
+    },
+    "model.optim.sched.monitor": no_op("the schedule follows the step alone"),
+}
+
+ABSENT = {
+    **{FLAT + name: _of_class(name) for name in ("betas", "eps", "weight_decay")},
+    "model.optim.sched.name": "WarmupPolicy",  # no schedule: the rate is constant
+    "model.optim.sched.min_lr": lambda source: (
+        1e-5 if str(source.get("model.optim.sched.name")).lower() == "squareannealing" else None
+    ),
+    "model.do_layer_norm_weight_decay": False,
+}
+
+
+# ---- across keys
+
+
+def schedule_is_indented(source: Source) -> Iterator[Problem]:
+    """A sched without keys of its own, whose keys stand beside it: NxD Training's documentation shows it so."""
+    stray = [key for key in OPTIM if key.startswith(SCHED) and key.replace(SCHED, FLAT) in source.leaves]
+    stray = [key.replace(SCHED, FLAT) for key in stray if not key.endswith(".name")]
+    if "model.optim.sched" in source.leaves and stray:
+        yield Problem("model.optim.sched=None", f"has no keys; indent {', '.join(stray)} under it, and its name")
+
+
+def batch_check(section: str, degrees: str) -> Callable[[Source], Iterator[Problem]]:
+    """The global batch is a multiple of what the source's data-parallel ranks take at once: both refuse otherwise.
+
+    section: prefix of the batch sizes. degrees: prefix of the degrees of parallelism.
+    """
+
+    def check(source: Source) -> Iterator[Problem]:
+        world = source.number("trainer.devices") * source.number("trainer.num_nodes")
+        world = int(str(source.flags.get("source_world_size", world)))
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        model_ranks = math.prod(source.number(degrees + name) for name in names)
+        if model_ranks < 1 or world % model_ranks:
+            words = f"is no multiple of tensor x pipeline x context parallel ranks = {model_ranks}"
+            yield Problem(f"trainer.devices x trainer.num_nodes = {world}", words)
+            return
+        yield from _whole_passes(source, section, world // model_ranks)
+
+    return check
+
+
+def _whole_passes(source: Source, section: str, ranks: int) -> Iterator[Problem]:
+    total, micro = (source.number(f"{section}{name}_batch_size", 0) for name in ("global", "micro"))
+    if source.knows("global_batch_size", "batch_size") or total < 1 or micro < 1 or not total % (micro * ranks):
+        return
+    part = micro * ranks
+    works = [size for size in range(1, total // ranks + 1) if total % (size * ranks) == 0]
+    down, up = total // part * part, (total // part + 1) * part
+    words = f"is no multiple of micro_batch_size={micro} x {ranks} data-parallel ranks = {part}; "
+    words += f"use {f'{down} or {up}' if down else up}"
+    words += f", or micro_batch_size {', '.join(map(str, works))}" if works else ""
+    yield Problem(f"{section}global_batch_size={total}", words)

@@ -1,0 +1,107 @@
+"""NeMo's Megatron YAML: what it adds to the keys it shares with NxD Training. Meanings: NeMo 1.14 to 1.23."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pretraining.config.importing import lightning, megatron
+from pretraining.config.importing.nxdt import SEQUENCE_PARALLEL, pipeline, virtual_pipeline
+from pretraining.config.importing.rules import (
+    Reading,
+    Rule,
+    Source,
+    Table,
+    choice,
+    ignored,
+    implied,
+    mapped,
+    no_op,
+    off,
+    refused,
+    to,
+    unless,
+)
+
+_HALF = implied("bf16 needs no loss scale", precision="mixed_bf16", mixed_precision=True)
+_BF16 = mapped(precision="mixed_bf16", mixed_precision=True)
+_FP32 = mapped(precision="fp32", mixed_precision=False)
+
+
+def _profile_end(value: Any, source: Source) -> Reading:
+    start = source.get("model.nsys_profile.start_step")
+    if not source.get("model.nsys_profile.enabled"):
+        return ignored("profiling is off")
+    if not isinstance(value, int) or not isinstance(start, int) or value < start:
+        return refused("expected a step from start_step on")
+    return implied("end_step - start_step + 1", profile_num_steps=value - start + 1)
+
+
+def _profile_start(value: Any, source: Source) -> Reading:
+    if not source.get("model.nsys_profile.enabled"):
+        return ignored("profiling is off")
+    if not isinstance(value, int):
+        return refused("expected a whole number")
+    return implied("batches are counted from 0 there, steps from 1 here", profile_start_step=value + 1)
+
+
+PROFILE = {
+    "model.nsys_profile.enabled": to("use_profiler"),
+    "model.nsys_profile.start_step": Rule(_profile_start, ("profile_start_step",), "plus 1"),
+    "model.nsys_profile.end_step": Rule(_profile_end, ("profile_num_steps",), "from start_step to this"),
+    "model.nsys_profile.ranks": no_op("profiler_rank0_only says which processes"),
+    "model.nsys_profile.gen_shape": no_op("of another profiler"),
+}
+
+TABLE = Table(
+    "NeMo Megatron",
+    {
+        "name": to("run_name"),
+        "restore_from_path": off(".nemo archives; import Hugging Face's safetensors with --ckpt_load_path"),
+        **lightning.TRAINER,
+        "trainer.precision": choice(
+            {
+                **dict.fromkeys((32, "32", "32-true"), _FP32),
+                **dict.fromkeys(("bf16", "bf16-mixed"), _BF16),
+                **dict.fromkeys((16, "16", "16-mixed"), _HALF),
+            }
+        ),
+        **lightning.EXP_MANAGER,
+        **megatron.ARCHITECTURE,
+        "model.micro_batch_size": to("batch_size"),
+        "model.global_batch_size": to("global_batch_size"),
+        "model.tensor_model_parallel_size": to("tensor_parallel_size"),
+        "model.pipeline_model_parallel_size": Rule(pipeline, ("pipeline_parallel_size",), "or import_pp"),
+        "model.virtual_pipeline_model_parallel_size": Rule(virtual_pipeline, ("virtual_pipeline_size",)),
+        "model.context_parallel_size": to("context_parallel_size"),
+        "model.pipeline_model_parallel_split_rank": unless((0,), "models with an encoder"),
+        "model.sequence_parallel": SEQUENCE_PARALLEL,
+        **{
+            f"model.{name}": no_op("fp8 is off")
+            for name in (
+                *("fp8_e4m3", "fp8_hybrid", "fp8_margin", "fp8_interval", "fp8_amax_history_len"),
+                "fp8_amax_compute_algo",
+            )
+        },
+        **PROFILE,
+        **megatron.data_rules("model.data."),
+        **megatron.tokenizer_rules("model.tokenizer."),
+        **megatron.OPTIM,
+    },
+    {
+        **lightning.ABSENT,
+        **megatron.ABSENT,
+        "trainer.precision": 32,
+        "model.normalization": "layernorm",
+        "model.activation": "gelu",
+        "model.position_embedding_type": "learned_absolute",
+        "model.bias": True,
+        "model.hidden_dropout": 0.1,
+        "model.attention_dropout": 0.1,
+        "model.share_embeddings_and_output_weights": True,
+        "model.make_vocab_size_divisible_by": 128,
+    },
+    (
+        megatron.schedule_is_indented,
+        megatron.batch_check("model.", "model."),
+    ),
+)

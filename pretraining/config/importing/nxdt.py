@@ -1,0 +1,268 @@
+"""NxD Training's YAML: what it adds to Lightning's and Megatron's keys. Meanings: its code at SDK 2.20 and later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pretraining.config.importing import lightning, megatron
+from pretraining.config.importing.rules import (
+    Reading,
+    Rule,
+    Source,
+    Table,
+    choice,
+    ignored,
+    implied,
+    mapped,
+    no_op,
+    off,
+    refused,
+    rests,
+    to,
+    unless,
+)
+
+NEURON = "for Neuron's compiler and runtime alone"
+ALIGNMENT = "alignment recipes"
+MIXED = {"precision": "mixed_bf16", "mixed_precision": True}
+
+
+def _name(value: Any, source: Source) -> Reading:
+    if "mixtral" in str(value).lower():
+        return refused("a name with mixtral makes NxD Training build a mixture of experts")
+    inner = source.get("exp_manager.name")
+    return mapped(run_name=value) if inner in (None, value) else implied(f"exp_manager.name={inner} counts")
+
+
+def _compile_cache(value: Any, _: Source) -> Reading:
+    if "://" in str(value):
+        return ignored("no folder of this machine")
+    return implied("XLA's cache in place of Neuron's", compile_cache_dir=value)
+
+
+def _zero1(value: Any, _: Source) -> Reading:
+    return mapped(sharding_strategy="zero1" if value else "ddp")
+
+
+def pipeline(value: Any, source: Source) -> Reading:
+    """Stages, or with import_pp=fold none: their devices take rows of their own, which changes no loss."""
+    if str(source.flags.get("import_pp", "keep")) == "fold" and value not in (0, 1):
+        return implied(f"{value} stages are folded into data parallelism", pipeline_parallel_size=1)
+    return mapped(pipeline_parallel_size=max(value, 1) if isinstance(value, int) else value)
+
+
+def virtual_pipeline(value: Any, source: Source) -> Reading:
+    """Interleaved pieces of a stage, which go where the stages go."""
+    if str(source.flags.get("import_pp", "keep")) == "fold" and value != 1:
+        return implied("folded with the stages", virtual_pipeline_size=1)
+    return mapped(virtual_pipeline_size=value)
+
+
+def _sequence_parallel(value: Any, source: Source) -> Reading:
+    if value and source.number(megatron.tensor_key(source)) == 1:
+        return implied("off without tensor parallelism, as in the source", sequence_parallel=False)
+    return mapped(sequence_parallel=value)
+
+
+SEQUENCE_PARALLEL = Rule(_sequence_parallel, ("sequence_parallel",), "off with one tensor rank")
+
+
+def _model_config(value: Any, source: Source) -> Reading:
+    if source.knows("model_config_path", "model_variant"):
+        return implied("given on the command line instead")
+    path = source.folder / str(value)
+    if not path.is_file():
+        return refused("no such file; give --model_config_path=FILE, or --model_variant=llama3_8b or another")
+    return mapped(model_config_path=str(path))
+
+
+def _rows(value: Any, _: Source) -> Reading:
+    note = "rows are read as documents: a separator follows each, unless strip_tokens or sep_token say otherwise"
+    return implied(note, data_path=value, col_name="input_ids")
+
+
+def _norm_decay(value: Any, source: Source) -> Reading:
+    if source.get("model_source") == "hf":
+        return implied("as documented; NxD Training's hf path does the opposite", norm_weight_decay=value)
+    return mapped(norm_weight_decay=value)
+
+
+def _weight_decay(value: Any, source: Source) -> Reading:
+    if source.get("model_source") == "hf" and value != 0.01:
+        return implied("as written; NxD Training's hf path takes 0.01 whatever is written", weight_decay=value)
+    return mapped(weight_decay=value)
+
+
+def _dimension(name: str) -> Rule:
+    """A dimension; -1 leaves it to model_config."""
+
+    def read(value: Any, _: Source) -> Reading:
+        return implied("-1: model_config's") if value == -1 else mapped(**{name: value})
+
+    return Rule(read, (name,), "-1: model_config's")
+
+
+def _of_megatron(value: Any) -> Callable[[Source], Any]:
+    """A default of the Megatron models; the Hugging Face models take what their config.json says."""
+    return lambda source: value if source.get("model_source") == "megatron" else None
+
+
+# ---- precision
+
+
+def _knob(name: str) -> Rule:
+    def read(value: Any, source: Source) -> Reading:
+        if source.get("precision.type") != "manual":
+            return ignored("read by NxD Training with type manual alone")
+        return mapped(**{name: str(value).lower() in ("1", "true")})
+
+    return Rule(read, (name,), "with type manual alone")
+
+
+def _bf16_switch(value: Any, source: Source) -> Reading:
+    if source.get("precision.type") != "manual":
+        return ignored("read by NxD Training with type manual alone")
+    both = [str(source.get(f"precision.xla_{name}_bf16", "0")) for name in ("use", "downcast")]
+    if both == ["1", "1"]:
+        return refused("xla_use_bf16 and xla_downcast_bf16 exclude each other")
+    if both == ["0", "0"]:
+        return refused("type manual without bf16; use type fp32")
+    return implied("parameters and activations in bf16")
+
+
+PRECISION = {
+    "precision.type": choice(
+        {
+            "mixed_precision": mapped(**MIXED),
+            "mixed_precisionsr": mapped(precision="mixed_bf16_sr", mixed_precision=True),
+            "mixed_precision_sr": mapped(precision="mixed_bf16_sr", mixed_precision=True),
+            "bf16sr": mapped(precision="bf16_sr", mixed_precision=True),
+            "fp32": mapped(precision="fp32", mixed_precision=False),
+            "autocast": mapped(precision="autocast", mixed_precision=True),
+            "manual": mapped(precision="manual", mixed_precision=True),
+        }
+    ),
+    "precision.master_weights": _knob("master_weights"),
+    "precision.fp32_grad_acc": _knob("fp32_grad_acc"),
+    "precision.neuron_rt_stochastic_rounding_en": _knob("stochastic_rounding"),
+    "precision.xla_use_bf16": Rule(_bf16_switch, (), "with type manual alone"),
+    "precision.xla_downcast_bf16": Rule(_bf16_switch, (), "with type manual alone"),
+    "precision.fp32_grads_cc": choice(
+        {True: mapped(reduce_dtype="fp32"), False: rests("off")}, "true: gradients are reduced in fp32"
+    ),
+    "precision.parallel_layers_reduce_dtype": no_op("partial sums are reduced as the engine computes them"),
+}
+
+# ---- LoRA
+
+_PEFT = "model_alignment_strategy.peft."
+
+
+def _targets(value: Any, _: Source) -> Reading:
+    names = value if isinstance(value, list) else str(value).split(",")
+    if "qkv_proj" not in names:
+        return mapped(lora_target_modules=",".join(map(str, names)))
+    split = [part for name in names for part in (["q_proj", "k_proj", "v_proj"] if name == "qkv_proj" else [name])]
+    return implied("qkv_proj is three layers here", lora_target_modules=",".join(dict.fromkeys(split)))
+
+
+def _lora_saving(_: Any, source: Source) -> Reading:
+    base, merge = (bool(source.get(_PEFT + name)) for name in ("save_lora_base", "merge_lora"))
+    if merge and not base:
+        return refused("merge_lora needs save_lora_base")
+    mode = {(False, False): "adapter", (True, False): "base_and_adapter", (True, True): "merged"}[base, merge]
+    return implied("save_lora_base with merge_lora", lora_save_mode=mode)
+
+
+LORA = {
+    **{_PEFT + name: to(name) for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_bias")},
+    f"{_PEFT}target_modules": Rule(_targets, ("lora_target_modules",), "qkv_proj: q_proj,k_proj,v_proj"),
+    f"{_PEFT}save_lora_base": Rule(_lora_saving, ("lora_save_mode",), "with merge_lora"),
+    f"{_PEFT}merge_lora": Rule(_lora_saving, ("lora_save_mode",), "with save_lora_base"),
+    f"{_PEFT}save_lora_config_adapter": to("lora_config_in_adapter"),
+    f"{_PEFT}load_lora_from_ckpt": off("name the adapter with --lora_load_path"),
+    f"{_PEFT}lora_verbose": no_op("what is trained is always printed"),
+    "model_alignment_strategy.*": Rule(lambda _, __: refused(ALIGNMENT), (), f"refused: {ALIGNMENT}"),
+}
+
+DISTRIBUTED = {
+    "distributed_strategy.tensor_model_parallel_size": to("tensor_parallel_size"),
+    "distributed_strategy.pipeline_model_parallel_size": Rule(pipeline, ("pipeline_parallel_size",), "or import_pp"),
+    "distributed_strategy.virtual_pipeline_model_parallel_size": Rule(virtual_pipeline, ("virtual_pipeline_size",)),
+    "distributed_strategy.context_parallel_size": to("context_parallel_size"),
+    "distributed_strategy.zero1": Rule(_zero1, ("sharding_strategy",), "true: zero1, false: ddp"),
+    "distributed_strategy.sequence_parallel": SEQUENCE_PARALLEL,
+    "distributed_strategy.kv_replicator": to("kv_replication"),
+    "distributed_strategy.expert_model_parallel_size": unless((1,), "mixtures of experts"),
+    "distributed_strategy.token_shuffle_group_size": unless((1,), "mixtures of experts"),
+    "distributed_strategy.pipeline_model_parallel_split_rank": unless((0,), "models with an encoder"),
+}
+
+TABLE = Table(
+    "NxD Training",
+    {
+        "name": Rule(_name, ("run_name",), "with mixtral in it: refused"),
+        "model_source": choice({kind: implied("says what absent keys stand for") for kind in ("hf", "megatron")}),
+        "seed": to("seed"),
+        **{
+            name: no_op(NEURON)
+            for name in (
+                *("compiler_flags", "aync_exec_max_inflight_requests", "async_exec_max_inflight_requests"),
+                *("bucket_size_collectives", "neuron_rt_exec_timeout", "neuron_experimental_compress_rg"),
+                *("trainer.lnc", "trainer.sequential_move_factor"),
+            )
+        },
+        "compiler_cache_url": Rule(_compile_cache, ("compile_cache_dir",), "where it is a local folder"),
+        **lightning.TRAINER,
+        **lightning.EXP_MANAGER,
+        **DISTRIBUTED,
+        "data.micro_batch_size": to("batch_size"),
+        "data.global_batch_size": to("global_batch_size"),
+        "data.train_dir": Rule(_rows, ("data_path", "col_name"), "a folder of datasets' save_to_disk"),
+        "data.val_dir": to("valid_data_path"),
+        "data.test_dir": to("test_data_path"),
+        **megatron.data_rules("data."),
+        **megatron.tokenizer_rules("data.tokenizer."),
+        **megatron.ARCHITECTURE,
+        "model.model_config": Rule(_model_config, ("model_config_path",), "Hugging Face's config.json"),
+        "model.num_layers": _dimension("num_layers"),
+        "model.hidden_size": _dimension("hidden_size"),
+        "model.pipeline_cuts": to("pipeline_cuts"),
+        "model.do_layer_norm_weight_decay": Rule(_norm_decay, ("norm_weight_decay",), "as documented"),
+        "model.fusions.do_layer_norm_weight_decay": Rule(_norm_decay, ("norm_weight_decay",), "as documented"),
+        "model.fusions.flash_attention": choice(
+            {
+                value: implied("the engine's own attention: the same function", attention_impl="auto")
+                for value in (True, False)
+            }
+        ),
+        "model.fusions.ring_attention": off("use --context_parallel_size"),
+        **megatron.OPTIM,
+        "model.optim.weight_decay": Rule(_weight_decay, ("weight_decay",), "as written"),
+        **PRECISION,
+        **LORA,
+    },
+    {
+        **lightning.ABSENT,
+        **megatron.ABSENT,
+        **{
+            f"model.{name}": _of_megatron(value)
+            for name, value in {
+                "hidden_dropout": 0.1,
+                "share_embeddings_and_output_weights": True,
+                "make_vocab_size_divisible_by": 128,
+                "has_bias": True,
+                "normalization": "layernorm",
+                "activation": "gelu",
+                "position_embedding_type": "learned_absolute",
+            }.items()
+        },
+        "distributed_strategy.zero1": True,
+        "precision.type": "mixed_precision",
+    },
+    (
+        megatron.schedule_is_indented,
+        megatron.batch_check("data.", "distributed_strategy."),
+    ),
+)

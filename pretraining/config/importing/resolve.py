@@ -1,0 +1,280 @@
+"""A foreign configuration and the flags beside it become the values of our fields, with a record of every key.
+
+Flags win over the file. What a table asks for that is no field of TrainConfig, or is no value that the field takes, is
+unsupported: this recipe does not do it. So a row of a table works from the day its field exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from pretraining.config.errors import ConfigError, Problem
+from pretraining.config.flags import Values, coerce, field_types, read_values
+from pretraining.config.importing.interpolation import MISSING
+from pretraining.config.importing.rules import Reading, Rule, Table, default_of, refused
+from pretraining.config.importing.source import Opened, open_source
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import CHOICES, comma_separated
+
+# How the configuration came to be: no part of the configuration itself.
+ORIGIN = (
+    *("config_file", "import_config", "import_format", "import_report", "import_strict", "import_lr_steps"),
+    *("import_pp", "import_only", "source_world_size", "neox_era", "neox_gated_ffn"),
+)
+
+# Of fields that TrainConfig does not have: the values that the recipe has anyway. Any other is unsupported.
+ALWAYS: dict[str, tuple[Any, ...]] = {
+    "activation": ("swiglu",),
+    "attention_dropout": (0,),
+    "attention_impl": ("auto",),
+    "attn_bias": (False,),
+    "checkpoint_granularity": ("full",),
+    "checkpoint_modules": (),
+    "checkpoint_num_layers": (1,),
+    "context_parallel_size": (1,),
+    "ffn_dropout": (0,),
+    "fp32_grad_acc": (True,),
+    "hidden_dropout": (0,),
+    "init_method": ("normal",),
+    "kv_replication": (0, 1),
+    "lora_alpha": (),
+    "lora_bias": (),
+    "lora_config_in_adapter": (),
+    "lora_dropout": (),
+    "lora_rank": (0,),
+    "lora_save_mode": (),
+    "lora_target_modules": (),
+    "make_vocab_size_divisible_by": (1,),
+    "master_weights": (True,),
+    "mlp_bias": (False,),
+    "model_config_path": (),
+    "norm_bias": (False,),
+    "norm_type": ("rmsnorm",),
+    "optimizer": ("adamw",),
+    "optimizer_args": (),
+    "output_init_method": ("scaled_normal",),
+    "parallel_residual": (False,),
+    "pipeline_cuts": (),
+    "pipeline_parallel_size": (1,),
+    "position_embedding_type": ("rope",),
+    "qk_norm": (False,),
+    "reduce_dtype": ("fp32", "auto"),
+    "rotary_percentage": (1,),
+    "sequence_parallel": (False,),
+    "sliding_window": (),
+    "stochastic_rounding": (False,),
+    "tensor_parallel_size": (1,),
+    "tie_word_embeddings": (False,),
+    "transformer_block_type": ("pre_ln",),
+    "virtual_pipeline_size": (1,),
+}
+
+# A flag that makes another field of the file meaningless.
+SAME_MATTER = (
+    ("precision", "mixed_precision"),
+    ("lr_warmup_steps", "lr_warmup_ratio"),
+    ("global_batch_size", "gradient_accumulation_steps"),
+)
+
+
+@dataclass
+class Record:
+    """What became of one key of the source."""
+
+    source_key: str
+    source_value: Any  # as written
+    resolved_value: Any  # references replaced
+    status: str  # mapped, implied, ignored, unsupported
+    values: dict[str, Any] = field(default_factory=dict)  # our fields
+    note: str = ""
+
+    @property
+    def problem(self) -> Problem:
+        """The record of an unsupported key as a mistake to mend."""
+        return Problem(f"{self.source_key}={self.resolved_value}", self.note)
+
+
+@dataclass
+class Import:
+    """A foreign configuration, resolved."""
+
+    opened: Opened
+    records: list[Record]  # one for each key of the source
+    absent: list[Record]  # what its trainer takes for keys that are not there
+    values: Values
+    problems: list[Problem]  # of the source and of the configuration, all that stop the run
+    warnings: list[Problem]  # unsupported keys that --import_strict=False lets pass
+
+
+def import_source(flags: Mapping[str, object]) -> Import:
+    """Resolve --import_config with the flags beside it. UserError if no configuration can be read at all."""
+    origin = read_values({name: flags[name] for name in ORIGIN if name in flags}, missing_matters=False)
+    if origin.problems:
+        raise ConfigError(origin.problems)
+    opened = open_source(comma_separated(str(flags["import_config"])), origin.config.import_format, flags)
+    records = [_record(key, value, opened) for key, value in opened.source.leaves.items()]
+    absent = [record for record in (_default(key, opened) for key in opened.table.absent) if record]
+    merged = _merge(records + absent)
+    _overridden(records + absent, flags)
+    config = _configured(merged, flags, origin.config.import_only)
+    unsupported = [record.problem for record in records + absent if record.status == "unsupported"]
+    arithmetic = [problem for check in opened.table.checks for problem in check(opened.source)]
+    stopping = unsupported if origin.config.import_strict else []
+    own = [_traced(problem, records) for problem in config.problems]
+    warnings = [] if stopping else unsupported
+    return Import(opened, records, absent, config, [*stopping, *arithmetic, *own], warnings)
+
+
+def _configured(merged: Mapping[str, Any], flags: Mapping[str, object], only: bool) -> Values:
+    """The configuration of the file's values under the flags."""
+    given = {name: value for name, value in flags.items() if name not in ORIGIN}
+    idle = {other for pair in SAME_MATTER for other in pair if set(pair) & given.keys() and other not in given}
+    values = {"model_variant": "custom", "lr_schedule": "constant", **merged, **given}
+    kept = {name: value for name, value in values.items() if name not in idle and name not in ORIGIN}
+    if "model_config_path" in kept and not {"model_variant"} & given.keys():
+        del kept["model_variant"]  # the dimensions come from that file
+    found = read_values(kept, missing_matters=not only)
+    found.config.import_only = only
+    problems = [problem for problem in found.problems if not (only and _needs_building(problem))]
+    return Values(found.config, problems)
+
+
+def _needs_building(problem: Problem) -> bool:
+    """Pipelines are mapped before they can be trained with."""
+    return problem.subject.startswith(("--pipeline_parallel_size", "--virtual_pipeline_size"))
+
+
+def _traced(problem: Problem, records: list[Record]) -> Problem:
+    """The problem with the key that the field's value came from."""
+    name = problem.subject.removeprefix("--").partition("=")[0]
+    keys = [f"{record.source_key}={record.resolved_value}" for record in records if name in record.values]
+    return Problem(problem.subject, f"{problem.remedy} [from {', '.join(keys)}]") if keys else problem
+
+
+# ---- one key
+
+
+def _record(key: str, value: Any, opened: Opened) -> Record:
+    raw = opened.raw.get(key)
+    rule = find_rule(key, opened.table)
+    if rule is None:
+        return Record(key, raw, value, "unsupported", {}, f"no such key{_nearest(key, opened.table)}")
+    if value == MISSING:
+        names = " or ".join(f"--{name}" for name in rule.fields) or "it"
+        flagged = {name: opened.source.flags[name] for name in rule.fields if name in opened.source.flags}
+        return Record(key, raw, value, "unsupported", flagged, f"??? has to be given: {names}")
+    if value is None:
+        return Record(key, raw, value, "mapped" if rule.fields else "ignored", {}, "null: not set")
+    return _read(key, raw, value, rule, opened)
+
+
+def _read(key: str, raw: Any, value: Any, rule: Rule, opened: Opened) -> Record:
+    try:
+        reading = rule.read(value, opened.source)
+    except (TypeError, ArithmeticError):  # a rule computed with what is no number
+        reading = refused("this value is of another kind than the key takes")
+    checked = _supported(reading)
+    return Record(key, raw, value, checked.status, checked.values, checked.note)
+
+
+def _default(key: str, opened: Opened) -> Record | None:
+    """What the source's trainer takes where the file says nothing."""
+    if opened.source.leaves.get(key) is not None:
+        return None
+    value = default_of(opened.table.absent[key], opened.source)
+    rule = find_rule(key, opened.table)
+    if value is None or rule is None:
+        return None
+    record = _read(key, None, value, rule, opened)
+    return None if record.status == "ignored" else record
+
+
+def find_rule(key: str, table: Table) -> Rule | None:
+    """The rule of a key: its own, or that of a family, whose name ends in ".*"."""
+    if key in table.rules:
+        return table.rules[key]
+    return next((rule for name, rule in table.rules.items() if name.endswith("*") and fnmatchcase(key, name)), None)
+
+
+def _nearest(key: str, table: Table) -> str:
+    close = get_close_matches(key, table.rules, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else f" of {table.title}'s is known here"
+
+
+def _supported(reading: Reading) -> Reading:
+    """The reading, or why this recipe cannot do what it asks for."""
+    values: dict[str, Any] = {}
+    for name, value in reading.values.items():
+        if name not in field_types():
+            if value not in ALWAYS.get(name, ()):
+                return Reading("unsupported", {name: value}, f"this recipe has no {name}={value} yet")
+        else:
+            fault = _fault(name, value)
+            if fault:
+                return Reading("unsupported", {name: value}, fault)
+        values[name] = value
+    return Reading(reading.status, values, reading.note)
+
+
+def _fault(name: str, value: Any) -> str:
+    """What is wrong with a field's value, if anything."""
+    try:
+        read = coerce(value, field_types()[name])
+    except ValueError:
+        return f"{name}={value}: expected {getattr(field_types()[name], '__name__', field_types()[name])}"
+    if name in CHOICES and read not in CHOICES[name]:
+        return f"{name}={value}: this recipe has {', '.join(choice for choice in CHOICES[name] if choice)}"
+    return ""
+
+
+# ---- all keys together
+
+
+def _merge(records: list[Record]) -> dict[str, Any]:
+    """The values of all records; a key that contradicts one before it becomes unsupported."""
+    merged: dict[str, Any] = {}
+    said: dict[str, Record] = {}
+    for record in records:
+        if record.status == "unsupported":
+            continue
+        clash = next((name for name, value in record.values.items() if merged.get(name, value) != value), None)
+        if clash:
+            other = said[clash]
+            record.status = "unsupported"
+            record.note = f"contradicts {other.source_key}={other.resolved_value}, which is {clash}={merged[clash]}"
+            continue
+        known = {name: value for name, value in record.values.items() if name in field_types()}
+        merged.update(known)
+        said.update(dict.fromkeys(known, record))
+    return merged
+
+
+def _overridden(records: list[Record], flags: Mapping[str, object]) -> None:
+    """Flags win; a key that the command line answers is no longer unsupported."""
+    for record in records:
+        given = {name: flags[name] for name in record.values if name in flags and name not in ORIGIN}
+        if not given:
+            continue
+        said = ", ".join(f"--{name}={value}" for name, value in given.items())
+        if record.status == "unsupported" and given.keys() == record.values.keys():
+            record.status = "implied"
+            record.note = ""
+        record.values |= given
+        record.note = "; ".join(part for part in (record.note, f"overridden by command line: {said}") if part)
+
+
+def import_flags(flags: Mapping[str, object]) -> TrainConfig:
+    """The configuration of `flags`, --import_config among them. ConfigError with every mistake in both."""
+    found = import_source(flags)
+    if found.problems:
+        raise ConfigError(found.problems)
+    return found.values.config
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """A configuration as data that --config_file reads back: without how it came to be."""
+    return {name: value for name, value in asdict(config).items() if name not in ORIGIN}

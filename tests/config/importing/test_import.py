@@ -1,0 +1,438 @@
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pretraining.config.document import PAGE
+from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.importing.reading import leaves, read_file
+from pretraining.config.importing.report import as_data, as_text, tell_import
+from pretraining.config.importing.resolve import ALWAYS, ORIGIN, Import, find_rule, import_source
+from pretraining.config.importing.resolve import settings as settings_of
+from pretraining.config.importing.source import TABLES
+from pretraining.config.training import TrainConfig
+from pretraining.optim.schedule import learning_rate
+from tests.config.importing.files import FILES, drop, put, tree, write
+
+KINDS = tuple(FILES)
+ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True"}  # what none of the files says
+RESOLVED = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "norm_eps": 1e-6,
+    "init_std": 0.03,
+    "batch_size": 2,
+    "global_batch_size": 32,
+    "num_steps": 12,
+    "learning_rate": 3e-3,
+    "min_lr": 3e-4,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.98,
+    "optimizer_eps": 1e-8,
+    "weight_decay": 0.05,
+    "grad_clip_thresh": 0.5,
+    "precision": "fp32",
+    "mixed_precision": False,
+    "seed": 7,
+    "num_workers": 2,
+    "report_interval": 1,
+}
+
+
+def resolved(node: dict[str, Any], folder: Path, name: str = "config.yaml", **flags: object) -> Import:
+    return import_source({"import_config": write(folder, node, name), **ENOUGH, **flags})
+
+
+def config(node: dict[str, Any], folder: Path, **flags: object) -> TrainConfig:
+    return TrainConfig.from_flags({"import_config": write(folder, node), **ENOUGH, **flags})
+
+
+def refusal(node: dict[str, Any], folder: Path, **flags: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        config(node, folder, **flags)
+    return str(error.value)
+
+
+# ---- what files come to
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_training_in_three_formats_is_one_configuration(kind: str, tmp_path: Path) -> None:
+    found = settings_of(config(tree(kind), tmp_path))
+    assert {name: found[name] for name in RESOLVED} == RESOLVED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_is_reported_once(kind: str, tmp_path: Path) -> None:
+    found = resolved(tree(kind), tmp_path)
+    keys = [record.source_key for record in found.records]
+    assert sorted(keys) == sorted(key for key, _ in leaves(tree(kind)))
+    assert {record.status for record in found.records} <= {"mapped", "implied", "ignored"}
+    assert all(record.note for record in found.records if record.status in ("implied", "ignored"))
+
+
+def test_nemo_and_the_nxdt_file_made_of_it_differ_only_where_the_report_says_so(tmp_path: Path) -> None:
+    nemo, nxdt = (settings_of(config(tree(kind), tmp_path)) for kind in ("nemo", "nxdt"))
+    assert {name for name in nemo if nemo[name] != nxdt[name]} == {"sharding_strategy"}  # NeMo's says nothing of it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_learning_rate_and_the_size_are_in_the_report(kind: str, tmp_path: Path) -> None:
+    found = resolved(tree(kind), tmp_path)
+    report = as_data(found, "0,5,11")
+    # embedding and head 2 x 100 x 32; a block: q and o 2 x 32^2, k and v 2 x 32 x 16, 3 x 32 x 64, two norms of 32
+    assert report["parameters"] == 2 * 100 * 32 + 32 + 2 * (2 * 32**2 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
+    assert report["learning_rate"] == {str(step): learning_rate(found.values.config, step) for step in (0, 5, 11)}
+    assert list(as_data(found)["learning_rate"]) == ["0", "3", "6", "11"]
+    assert report["learning_rate"]["0"] == pytest.approx(1e-3 if kind == "neox" else 3e-3 / 4)
+    assert sum(report["summary"].values()) == len(report["keys"]) == len(list(leaves(tree(kind))))
+    assert "unsupported" in as_text(found, report)
+
+
+# ---- metamorphic
+
+
+def shuffled(node: Any, seed: int) -> Any:
+    if not isinstance(node, dict):
+        return node
+    names = list(node)
+    random.Random(seed).shuffle(names)
+    return {name: shuffled(node[name], seed) for name in names}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS))
+def test_the_order_of_keys_does_not_matter(seed: int, kind: str, tmp_path: Path) -> None:
+    assert config(shuffled(tree(kind), seed), tmp_path) == config(tree(kind), tmp_path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@given(dashed=st.sets(st.sampled_from(sorted(FILES["neox"]))))
+def test_neox_keys_may_have_dashes(dashed: set[str], tmp_path: Path) -> None:
+    node = {name.replace("_", "-") if name in dashed else name: value for name, value in tree("neox").items()}
+    assert config(node, tmp_path) == config(tree("neox"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_yaml_and_json_are_the_same(kind: str, tmp_path: Path) -> None:
+    node = read_file(Path(write(tmp_path, tree(kind))))  # numbers that are numbers in JSON too
+    as_yaml, as_json = resolved(node, tmp_path), resolved(node, tmp_path, "config.json")
+    assert as_yaml.values == as_json.values
+    assert as_yaml.records == as_json.records
+
+
+@pytest.mark.parametrize("kind", ["nemo", "nxdt"])
+@given(nodes=st.sampled_from([1, 2, 4, 8]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=4)
+def test_the_node_count_changes_no_training(kind: str, nodes: int, tmp_path: Path) -> None:
+    node = put(put(tree(kind), "trainer.num_nodes", nodes), "trainer.devices", 16 // nodes)
+    assert config(node, tmp_path) == config(tree(kind), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ignored_keys_do_not_matter(kind: str, tmp_path: Path) -> None:
+    before = resolved(tree(kind), tmp_path)
+    free = [r.source_key for r in before.records if r.status == "ignored" and _always_ignored(kind, r.source_key)]
+    assert len(free) >= 2
+    node = tree(kind)
+    for key in free:
+        put(node, key, "something else")
+    assert config(node, tmp_path) == before.values.config
+
+
+def _always_ignored(kind: str, key: str) -> bool:
+    rule = find_rule(key, TABLES[kind])
+    return rule is not None and rule.words.startswith("ignored")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
+@given(data=st.data())
+def test_a_typo_is_unsupported_and_the_key_is_suggested(kind: str, data: st.DataObject, tmp_path: Path) -> None:
+    known = [key for key, _ in leaves(tree(kind)) if key not in ("num_layers", "model.micro_batch_size")]
+    key = data.draw(st.sampled_from(known))
+    node = drop(tree(kind), key)
+    report = refusal(put(node, f"{key}x", 1), tmp_path)
+    assert f"{key}x=1" in report
+    assert f"did you mean {key}?" in report
+
+
+# ---- what is refused, each with its key, value and reason
+
+
+def adding(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda node: put(node, key, value)
+
+
+REFUSED = [
+    ("nxdt", "name", "mixtral_8x7b", "mixture of experts"),
+    ("nxdt", "model_source", "other", "known are hf, megatron"),
+    ("nxdt", "trainer.accumulate_grad_batches", 2, "batch sizes"),
+    ("nxdt", "trainer.gradient_clip_algorithm", "value", "norm"),
+    ("nxdt", "trainer.max_time", "1d", "steps or epochs"),
+    ("nxdt", "trainer.max_steps", -1, "no stopping criterion"),
+    ("nxdt", "trainer.check_val_every_n_epoch", 2, "validation by epochs"),
+    ("nxdt", "exp_manager.checkpoint_callback_params.monitor", "val_acc", "by age"),
+    ("nxdt", "exp_manager.checkpoint_callback_params.always_save_nemo", True, ".nemo"),
+    ("nxdt", "exp_manager.ema.enable", True, "moving average"),
+    ("nxdt", "exp_manager.create_mlflow_logger", True, "wandb alone"),
+    ("nxdt", "distributed_strategy.expert_model_parallel_size", 2, "experts"),
+    ("nxdt", "data.data_impl", "lazy", "known are mmap"),
+    ("nxdt", "data.pad_samples_to_global_batch_size", True, "padding"),
+    ("nxdt", "data.use_sft_style_data_module", True, "fine-tuning"),
+    ("nxdt", "model_alignment_strategy.dpo.beta", 0.1, "alignment"),
+    ("nxdt", "model.moe.num_experts", 8, "experts"),
+    ("nxdt", "model.normalization", "layernorm1p", "minus 1"),
+    ("nxdt", "model.transformer_block_type", "normformer", "norms stand before"),
+    ("nxdt", "model.activations_checkpoint_granularity", "some", "known are full"),
+    ("nxdt", "model.fp16_lm_cross_entropy", True, "fp16"),
+    ("nxdt", "model.num_layers", "two", "expected"),
+    ("nxdt", "model.optim.name", "lamb", "known are adamw"),
+    ("nxdt", "model.optim.lr", "1.0e_8", "expected"),
+    ("nxdt", "model.optim.betas", [0.9], "two numbers"),
+    ("nxdt", "model.optim.sched.name", "rprop", "is an optimizer"),
+    ("nxdt", "model.optim.sched.name", "CyclicLR", "follow the step"),
+    ("nxdt", "precision.type", "int8", "known are"),
+    ("nemo", "restore_from_path", "/a/model.nemo", "safetensors"),
+    ("nemo", "trainer.precision", "fp8", "known are"),
+    ("nemo", "trainer.limit_val_batches", 0.5, "share of the data"),
+    ("nemo", "model.pre_process", False, "embedding"),
+    ("nemo", "model.fp8", True, "fp8"),
+    ("nemo", "model.activation", "squared-relu", "known are gelu"),
+    ("nemo", "model.activations_checkpoint_method", "block", "uniform"),
+    ("nemo", "model.tokenizer.model", "???", "has to be given"),
+    ("neox", "norm", "scalenorm", "known are layernorm"),
+    ("neox", "pos_emb", "alibi", "known are rotary"),
+    ("neox", "activation", "mish", "known are gelu"),
+    ("neox", "zero_optimization.stage", [0, 1], "expected one stage"),
+    ("neox", "zero_optimization.cpu_offload", True, "on the devices"),
+    ("neox", "optimizer.type", "OneBitAdam", "compressed"),
+    ("neox", "optimizer.params.weight_decay", 0.2, "stands at the top too"),
+    ("neox", "optimizer.params.freeze_step", 100, "OneBitAdam"),
+    ("neox", "lr_decay_style", "triangle", "known are constant"),
+    ("neox", "warmup", 2000, "looks like a number of steps"),
+    ("neox", "data_impl", "cached", "index"),
+    ("neox", "save", "/a/b", None),
+    ("neox", "attention_config", [[["local"], "all"]], "attends to all"),
+    ("neox", "moe_num_experts", 4, "experts"),
+    ("neox", "use_mup", True, "muP"),
+    ("neox", "train_impl", "dpo", "alignment"),
+    ("neox", "weight_by_num_documents", True, "by their size"),
+    ("neox", "gpt_j_tied", True, "one norm"),
+    ("neox", "init_method", "orthogonal", "known are"),
+]
+
+
+@pytest.mark.parametrize(("kind", "key", "value", "reason"), REFUSED)
+def test_what_cannot_be_done_is_refused_with_key_value_and_reason(
+    kind: str, key: str, value: Any, reason: str | None, tmp_path: Path
+) -> None:
+    node = put(tree(kind), key, value)
+    if reason is None:  # save without a period
+        node, reason = drop(node, "checkpoint_factor"), "without save_interval"
+    report = refusal(node, tmp_path)
+    (line,) = (line for line in report.splitlines() if line.startswith(f"  {key}={value} "))
+    assert reason in line
+
+
+@pytest.mark.parametrize(("kind", "key"), [("nemo", "model.moe.top_k"), ("nxdt", "x.y"), ("neox", "no_such_key")])
+def test_an_unknown_key_stops_the_run_unless_it_is_allowed(kind: str, key: str, tmp_path: Path) -> None:
+    node = put(tree(kind), key, 1)
+    assert f"{key}=1" in refusal(node, tmp_path)
+    found = resolved(node, tmp_path, import_strict="False")
+    assert not found.problems
+    assert [record.status for record in found.records if record.source_key == key] == ["unsupported"]
+    assert f"warning: {key}=1" in as_text(found, as_data(found))
+
+
+def test_keys_that_contradict_are_named_both(tmp_path: Path) -> None:
+    report = refusal(put(tree("nxdt"), "data.seq_length", 64), tmp_path)
+    assert "model.encoder_seq_length=32  contradicts data.seq_length=64" in report
+
+
+def test_a_schedule_that_is_not_indented_is_told(tmp_path: Path) -> None:
+    node = put(put(tree("nxdt"), "model.optim.sched", None), "model.optim.warmup_steps", 3)
+    assert "indent model.optim.warmup_steps under it" in refusal(node, tmp_path)
+
+
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
+    node = put(put(tree("nemo"), "model.fp8", True), "model.num_layer", 3)
+    report = refusal(node, tmp_path, learning_rate="fast", optimiser_eps="1e-9")
+    for subject in ("model.fp8=True", "model.num_layer=3", "--learning_rate=fast", "--optimiser_eps=1e-9"):
+        assert subject in report
+
+
+@pytest.mark.parametrize(("kind", "key"), [("nxdt", "data.global_batch_size"), ("nemo", "model.global_batch_size")])
+def test_a_batch_that_does_not_divide_is_refused_with_what_would_work(kind: str, key: str, tmp_path: Path) -> None:
+    report = refusal(put(tree(kind), key, 40), tmp_path)  # 8 ranks of 2 sequences
+    assert f"{key}=40" in report
+    assert "use 32 or 48, or micro_batch_size 1, 5" in report
+
+
+def test_a_dead_cosine_is_refused_with_its_key(tmp_path: Path) -> None:
+    report = refusal(put(tree("nemo"), "model.optim.sched.constant_steps", 10), tmp_path)
+    assert "fall off a cliff" in report
+    assert "model.optim.sched.constant_steps=10" in report
+
+
+# ---- flags
+
+
+def test_flags_win_over_the_file_and_the_report_says_so(tmp_path: Path) -> None:
+    found = resolved(tree("nemo"), tmp_path, learning_rate="1e-3")
+    assert found.values.config.learning_rate == 1e-3
+    (record,) = (record for record in found.records if record.source_key == "model.optim.lr")
+    assert "overridden by command line: --learning_rate=1e-3" in record.note
+    assert record.values == {"learning_rate": "1e-3"}
+
+
+def test_a_flag_answers_what_the_file_leaves_open(tmp_path: Path) -> None:
+    node = put(tree("nemo"), "model.tokenizer.model", "???")
+    assert config(node, tmp_path, tokenizer_path="a.model").tokenizer_path == "a.model"
+
+
+def test_a_flag_takes_its_companion_with_it(tmp_path: Path) -> None:
+    assert config(tree("nemo"), tmp_path, precision="mixed_bf16").mixed_precision is True
+    assert config(tree("neox"), tmp_path, lr_warmup_steps="2").lr_warmup_ratio is None
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_resolved_configuration_reads_back_as_itself(kind: str, suffix: str, tmp_path: Path) -> None:
+    before = config(tree(kind), tmp_path)
+    path = tmp_path / f"dump.{suffix}"
+    dump = json.dumps if suffix == "json" else yaml.safe_dump
+    path.write_text(dump(settings_of(before)))
+    assert TrainConfig.from_flags({"config_file": str(path)}) == before
+
+
+def test_pipelines_are_kept_for_reading_and_folded_for_training(tmp_path: Path) -> None:
+    node = put(put(tree("nxdt"), "distributed_strategy.pipeline_model_parallel_size", 2), "data.micro_batch_size", 1)
+    folded = config(node, tmp_path, import_pp="fold")
+    assert getattr(folded, "pipeline_parallel_size", 1) == 1
+    report = refusal(node, tmp_path)
+    assert "pipeline" in report
+
+
+def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'model_variant = "tiny"\nuse_dummy_dataset = true\nseq_length = 64\n'
+        "learning_rate = 1e-3\nextra_checkpoint_steps = [1, 2]\n"
+    )
+    found = TrainConfig.from_flags({"config_file": str(path), "learning_rate": "2e-3"})
+    assert (found.model_variant, found.use_dummy_dataset, found.learning_rate) == ("tiny", True, 2e-3)
+    assert found.extra_checkpoint_steps == "1,2"
+    path.write_text("learning_rat = 1.0\n")
+    with pytest.raises(ConfigError, match=r"--learning_rat=1.0 .*did you mean --learning_rate"):
+        TrainConfig.from_flags({"config_file": str(path)})
+
+
+# ---- formats
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_format_is_told_by_the_keys(kind: str, tmp_path: Path) -> None:
+    assert resolved(tree(kind), tmp_path).opened.kind == kind
+
+
+def test_a_file_of_nobodys_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="whose file is this"):
+        resolved({"lr": 1}, tmp_path)
+
+
+def test_neox_files_are_merged_and_a_key_in_two_of_them_is_an_error(tmp_path: Path) -> None:
+    node = tree("neox")
+    rest = {key: node.pop(key) for key in ("train_iters", "optimizer")}
+    both = f"{write(tmp_path, node, 'a.yml')},{write(tmp_path, rest, 'b.json')}"
+    assert TrainConfig.from_flags({"import_config": both, **ENOUGH}) == config(tree("neox"), tmp_path)
+    write(tmp_path, {**rest, "seq-length": 16}, "b.json")
+    with pytest.raises(UserError, match=r"seq_length: stands in .*a\.yml and in .*b\.json"):
+        import_source({"import_config": both, **ENOUGH})
+
+
+def test_a_dash_and_an_underscore_are_one_key(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="with a dash and with an underscore"):
+        resolved({**tree("neox"), "seq-length": 16}, tmp_path)
+
+
+# ---- tables
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_target_is_a_field_or_known_to_be_missing(kind: str) -> None:
+    known = {field.name for field in fields(TrainConfig)} | ALWAYS.keys()
+    assert {name for rule in TABLES[kind].rules.values() for name in rule.fields} <= known
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_default_has_a_rule(kind: str) -> None:
+    assert TABLES[kind].absent.keys() <= TABLES[kind].rules.keys()
+
+
+def test_fields_of_origin_are_fields() -> None:
+    assert set(ORIGIN) <= {field.name for field in fields(TrainConfig)}
+
+
+def test_the_importer_needs_neither_torch_nor_numpy() -> None:
+    code = "import sys, pretraining.config.importing.report, pretraining.optim.schedule; "
+    subprocess.run(
+        [sys.executable, "-c", code + "assert not {'torch', 'numpy'} & {*sys.modules}"], check=True, cwd=PAGE.parent
+    )
+
+
+# ---- the command
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, str(PAGE.parent / "main_training.py"), *words]
+    return subprocess.run(script, capture_output=True, text=True, check=False)
+
+
+def test_import_only_prints_and_writes_the_report_and_touches_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    path = write(tmp_path, put(tree("nemo"), "model.data.data_prefix", ["1.0", "/no/such/corpus"]))
+    done = command(f"--import_config={path}", "--import_only", f"--import_report={target}", "--import_lr_steps=0,3")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(target.read_text())
+    assert set(report) >= {"config", "parameters", "learning_rate", "keys", "summary"}
+    assert list(report["learning_rate"]) == ["0", "3"]
+    assert report["parameters"] is None  # no vocabulary was given
+    assert f"{len(report['keys'])} keys:" in done.stdout
+
+
+def test_import_only_still_refuses_what_is_unsupported_and_writes_the_report(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    path = write(tmp_path, put(tree("nemo"), "model.fp8", True))
+    done = command(f"--import_config={path}", "--import_only", f"--import_report={target}")
+    assert done.returncode == 2
+    assert "model.fp8=True" in done.stderr
+    assert json.loads(target.read_text())["summary"]["unsupported"] == 1
+
+
+def test_import_only_prints_our_own_settings_too(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('model_variant = "mini"\n')
+    done = command(f"--config_file={tmp_path / 'run.toml'}", "--import_only", "--seq_length=512")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"  --model_variant=mini", "  --seq_length=512"} <= set(done.stdout.splitlines())
+
+
+def test_nothing_is_told_without_a_foreign_file(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_import({"model_variant": "tiny"})
+    assert capsys.readouterr().out == ""
