@@ -82,6 +82,10 @@ def test_a_run_moves_between_the_engines_bit_for_bit_and_goes_on(tmp_path: Path)
     call(launched(ALONE, driver, *arguments), **XLA)
     assert_same_bits(saved, tmp_path / "by_xla/step_4")
 
+    call(train_command(tmp_path / "torch", 4, **four))
+    call(train_command(continued(tmp_path / "torch", tmp_path / "to_xla"), ALONE, **ON_XLA), **XLA)
+    assert_same_course(tmp_path / "to_xla", tmp_path / "torch")
+
 
 def test_after_one_process_is_killed_the_others_say_so_and_fewer_continue(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
