@@ -32,8 +32,10 @@ def main(**flags: str) -> int:
     from pretraining.monitor.metrics import open_metrics
     from pretraining.optim.adamw import build_optimizer
     from pretraining.optim.schedule import learning_rate, telling_steps
+    from pretraining.parallel.mesh import notes
     from pretraining.parallel.recompute import block_mask
     from pretraining.parallel.select import open_engine
+    from pretraining.parallel.sharding import state_parts
 
     # Checkpoints and data that would stop the run: looked at before any device
     check_source(config, config.run_folder)
@@ -45,8 +47,9 @@ def main(**flags: str) -> int:
     check_memory(config, shape, state_copies=engine.host_copies)
     mask = block_mask(config, shape.num_layers)
     rates = {step: learning_rate(config, step) for step in telling_steps(config)}
-    mesh = engine.mesh._asdict()
-    say(describe(config, shape, mesh=mesh, device_name=engine.device_name, recompute=mask, rates=rates))
+    mesh, device, parts = engine.mesh._asdict(), engine.device_name, state_parts(config, engine.mesh)
+    facts = describe(config, shape, mesh=mesh, parts=parts, device_name=device, recompute=mask, rates=rates)
+    say("\n".join([facts, *notes(config, shape, engine.mesh, engine.name)]))
 
     # Data: the global batch of step k is a function of (data, config, k); opened first to fail before the model exists
     held = {part: open_stream(config, engine.data_rank, engine.data_size, part) for part in parts_of(config)}
@@ -59,9 +62,9 @@ def main(**flags: str) -> int:
 
     # Checkpoint: the same command continues where the newest one stands
     checkpoints = Checkpoints(config, config.run_folder)
-    facts = checkpoints.restore(engine, model, optimizer)
-    start = facts.step if facts else 0
-    stream = open_stream(config, engine.data_rank, engine.data_size, state=facts.data if facts else None)
+    found = checkpoints.restore(engine, model, optimizer)
+    start = found.step if found else 0
+    stream = open_stream(config, engine.data_rank, engine.data_size, state=found.data if found else None)
     if stream.steps is not None:  # num_epochs may end before num_steps
         config.num_steps = min(config.num_steps, start + stream.steps)
     say(data_lines(stream.facts()))
@@ -75,7 +78,7 @@ def main(**flags: str) -> int:
     # Loop
     flops, peak = flops_per_token(shape, config.seq_length), peak_of(engine.device_name)
     meter = Meter(config.tokens_per_step, engine.mesh.size, flops, peak)
-    tokens = facts.tokens_seen if facts else 0
+    tokens = found.tokens_seen if found else 0
     valid, test = held.get("valid"), held.get("test")
     code = train(Run(config, engine, model, optimizer, stream, valid, test, checkpoints, metrics, meter, start, tokens))
     engine.close()

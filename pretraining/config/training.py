@@ -37,6 +37,9 @@ class TrainConfig:
     vocab_size: int | None = None
     """Rows of the embedding and of the output head; every token id must be below it. None: the variant's (no default
     for "custom")."""
+    make_vocab_size_divisible_by: int = 1
+    """The rows of the embedding and of the output head are padded to a multiple of this times tensor_parallel_size.
+    Rows of padding are zero, take no part in the loss and do not stand in checkpoints."""
     max_position_embeddings: int | None = None
     """Longest sequence the model is made for, in tokens, at least seq_length. None: the variant's, or seq_length
     for "custom"."""
@@ -66,10 +69,35 @@ class TrainConfig:
     """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, untested) or "auto". The xla engine takes what
     PJRT_DEVICE names."""
     sharding_strategy: str = "hsdp"
-    """How parameters, gradients and optimizer state are split: "ddp" (replicated), "fsdp" (split over all devices),
-    "hsdp" (split within groups of sharding_group_size devices, replicated across groups). Any case."""
+    """How parameters, gradients and optimizer state are split: "ddp" (all replicated), "zero1" (optimizer state split),
+    "zero2" (gradients too), "fsdp" (all split over all devices), "hsdp" (all split within groups of sharding_group_size
+    devices, replicated across groups). fsdp needs the least memory; hsdp keeps its gathers within a host; zero1 gathers
+    parameters once a step instead of twice a pass, where they fit whole; ddp is for models small beside the device.
+    Any case."""
     sharding_group_size: int = 0
-    """hsdp: devices per sharding group, a divisor of the device count. 0: the devices of one host."""
+    """hsdp: data-parallel ranks per sharding group, a divisor of devices / (tensor_parallel_size x
+    context_parallel_size). 0: those of one host."""
+    tensor_parallel_size: int = 1
+    """Devices that share every matrix product: heads, feed-forward channels and vocabulary are split over them, and the
+    activations are added up twice a block. Neighbouring devices, best within a host. For models whose layers, or whose
+    smallest batch, are too large for one device. A divisor of num_attention_heads and intermediate_size. 1: none."""
+    sequence_parallel: bool = False
+    """xla engine, with tensor_parallel_size: between matrix products the tokens of a row are split over the tensor
+    ranks too, so that norms and residuals are neither held nor computed more than once."""
+    context_parallel_size: int = 1
+    """xla engine: devices that share the tokens of a row, for sequences whose activations are too large for one device;
+    keys and values are gathered for attention. Parameters are split over them as over data-parallel ranks. 1: none."""
+    kv_replication: int = 0
+    """Copies of each key/value head that are used side by side where there are fewer of them than tensor ranks; they
+    are stored once. 0: as few as possible, tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 without
+    enough heads: every tensor rank computes all key/value heads."""
+    pipeline_parallel_size: int = 1
+    """Groups of devices that each hold some of the layers. Training has none yet: above 1 is refused."""
+    virtual_pipeline_size: int = 1
+    """Pieces of the layers that each pipeline group holds. Training has none yet: above 1 is refused."""
+    dump_sharding: str = ""
+    """File to write, before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype and the
+    mesh axes that split each dimension. Empty: none."""
     low_cpu_fsdp: bool = False
     """True: the model is built on the meta device and each shard is made in place, so host memory grows by one
     parameter at a time. False: the whole model is built in host memory first. The initial weights are the same."""
@@ -150,10 +178,11 @@ class TrainConfig:
 
     # ---- Batch and length
     batch_size: int = 2
-    """Sequences per device in one forward and backward pass (the micro-batch), at least 1."""
+    """Sequences per data-parallel rank in one forward and backward pass (the micro-batch), at least 1. A rank is
+    tensor_parallel_size x context_parallel_size devices, one without them."""
     global_batch_size: int | None = None
-    """Sequences per optimizer step over all devices, a multiple of batch_size x devices; the quotient is the number of
-    gradient accumulation passes. None: batch_size x devices x gradient_accumulation_steps."""
+    """Sequences per optimizer step over all devices, a multiple of batch_size x ranks; the quotient is the number of
+    gradient accumulation passes. None: batch_size x ranks x gradient_accumulation_steps."""
     gradient_accumulation_steps: int | None = None
     """Passes per optimizer step. None: derived from global_batch_size, or 1."""
     seq_length: int = 4096

@@ -6,6 +6,7 @@ Every problem is collected; none is raised here. Rules that need the device coun
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields
@@ -59,6 +60,7 @@ RANGES = {
     "num_kv_heads": POSITIVE,
     "head_dim": Range(lambda value: value >= 2 and value % 2 == 0, "must be even: rotary embeddings turn pairs"),
     "vocab_size": POSITIVE,
+    "make_vocab_size_divisible_by": POSITIVE,
     "max_position_embeddings": POSITIVE,
     "norm_eps": ABOVE_ZERO,
     "rope_theta": ABOVE_ZERO,
@@ -68,6 +70,9 @@ RANGES = {
     "rope_original_max_position": POSITIVE,
     "init_std": NOT_NEGATIVE,
     "sharding_group_size": NOT_NEGATIVE,
+    **dict.fromkeys(("tensor_parallel_size", "context_parallel_size"), POSITIVE),
+    **dict.fromkeys(("pipeline_parallel_size", "virtual_pipeline_size"), POSITIVE),
+    "kv_replication": NOT_NEGATIVE,
     "collective_timeout": POSITIVE,
     "learning_rate": ABOVE_ZERO,
     "adam_beta1": DECAY,
@@ -136,7 +141,7 @@ CHOICES: dict[str, Collection[str]] = {
     "rope_scaling_type": ("none", "linear", "llama3"),
     "engine": ("auto", "xla", "torch"),
     "device": ("auto", "cuda", "cpu", "tpu"),
-    "sharding_strategy": ("ddp", "fsdp", "hsdp"),
+    "sharding_strategy": ("ddp", "zero1", "zero2", "fsdp", "hsdp"),
     "precision": ("auto", "fp32", "mixed_bf16"),
     "training_stage": ("initial", "annealing"),
     "lr_schedule": SCHEDULES,
@@ -277,6 +282,53 @@ def divisors(number: int, limit: int = 256) -> list[int]:
 def _or(numbers: list[int]) -> str:
     *most, last = map(str, numbers)
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def _tensor_ranks_divide(config: TrainConfig) -> Iterator[Problem]:
+    """Every tensor rank takes whole heads and as many feed-forward channels; the vocabulary is padded."""
+    if not _is_complete(config):
+        return
+    shape, ranks = model_shape(config), config.tensor_parallel_size
+    for name in ("num_attention_heads", "intermediate_size"):
+        extent = getattr(shape, name)
+        if extent % ranks:
+            remedy = f"does not divide {name}={extent}; use {_or(divisors(extent))}"
+            yield Problem(flag(config, "tensor_parallel_size"), remedy)
+
+
+def _kv_heads_repeat(config: TrainConfig) -> Iterator[Problem]:
+    repeats, ranks = config.kv_replication, config.tensor_parallel_size
+    if repeats <= 1 or not _is_complete(config):
+        return
+    heads = model_shape(config).num_kv_heads
+    valid = [r for r in divisors(ranks) if heads * r % ranks == 0]
+    if repeats not in valid:
+        remedy = f"x num_kv_heads={heads} does not give each of tensor_parallel_size={ranks} ranks as many heads"
+        yield Problem(flag(config, "kv_replication"), f"{remedy}; use {_or(valid)}, or 0 for the least")
+
+
+def _tokens_divide(config: TrainConfig) -> Iterator[Problem]:
+    tensor = config.tensor_parallel_size if config.sequence_parallel else 1
+    parts = config.context_parallel_size * tensor
+    if config.seq_length % parts:
+        named = [f"context_parallel_size={config.context_parallel_size}"] * (config.context_parallel_size > 1)
+        named += [f"tensor_parallel_size={tensor} (sequence_parallel)"] * (tensor > 1)
+        down, up = config.seq_length // parts * parts, math.ceil(config.seq_length / parts) * parts
+        remedy = f"is not a multiple of {' x '.join(named)}; use {f'{down} or {up}' if down else up}"
+        yield Problem(flag(config, "seq_length"), remedy)
+
+
+def _group_has_a_use(config: TrainConfig) -> Iterator[Problem]:
+    if config.sharding_group_size and config.sharding_strategy != "hsdp":
+        remedy = f"is for sharding_strategy=hsdp, not {config.sharding_strategy}; leave one of the two out"
+        yield Problem(flag(config, "sharding_group_size"), remedy)
+
+
+def _pipeline_is_refused(config: TrainConfig) -> Iterator[Problem]:
+    for name in ("pipeline_parallel_size", "virtual_pipeline_size"):
+        if getattr(config, name) > 1:
+            remedy = "training has no pipeline yet; use 1, and split with sharding_strategy or tensor_parallel_size"
+            yield Problem(flag(config, name), remedy)
 
 
 def _positions_reach(config: TrainConfig) -> Iterator[Problem]:
@@ -443,6 +495,11 @@ _DIMENSIONS = (
 
 RULES = (
     Rule(_heads_divide, _DIMENSIONS),
+    Rule(_tensor_ranks_divide, ("tensor_parallel_size", *_DIMENSIONS)),
+    Rule(_kv_heads_repeat, ("kv_replication", "tensor_parallel_size", *_DIMENSIONS)),
+    Rule(_tokens_divide, ("seq_length", "context_parallel_size", "sequence_parallel", "tensor_parallel_size")),
+    Rule(_group_has_a_use, ("sharding_group_size", "sharding_strategy")),
+    Rule(_pipeline_is_refused, ("pipeline_parallel_size", "virtual_pipeline_size")),
     Rule(_positions_reach, _DIMENSIONS),
     Rule(_rope_bands_order, ("rope_scaling_type", "rope_low_freq_factor", "rope_high_freq_factor")),
     Rule(_batch_arithmetic, ("batch_size", "global_batch_size", "gradient_accumulation_steps")),

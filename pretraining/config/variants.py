@@ -7,6 +7,7 @@ all other mistakes before torch is imported. Sources: Hugging Face's config.json
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,14 @@ for _name in ("llama3_1.8b", "llama3_3.2b", "llama3_8b", "llama3_70b"):
     VARIANTS[f"{_name}_4k"] = replace(VARIANTS[_name], max_position_embeddings=4096)
 for _size in ("7b", "13b", "34b", "70b"):  # fms-fsdp's first names
     VARIANTS[_size] = VARIANTS[f"llama2_{_size}"]
+
+
+def padded_vocabulary(config: TrainConfig) -> int:
+    """Rows of the embedding and of the head: vocab_size up to a multiple of make_vocab_size_divisible_by x
+    tensor_parallel_size (Megatron's rule)."""
+    multiple = config.make_vocab_size_divisible_by * config.tensor_parallel_size
+    return math.ceil(model_shape(config).vocab_size / multiple) * multiple
+
 
 CUSTOM = "custom"
 REQUIRED_OF_CUSTOM = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "intermediate_size")

@@ -10,24 +10,29 @@ import hashlib
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
 from pretraining.models.llama import Llama
 
 # Last part of the module's name -> how its standard deviation follows from init_std (GPT-2; Megatron's scaled_normal).
+VOCABULARIES = ("embed_tokens", "lm_head")  # [vocabulary, hidden], whose rows may be padded
 RESIDUAL_OUTPUTS = ("o_proj", "down_proj")  # init_std / sqrt(2 layers): their sum over depth keeps its variance
 
 
 def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Size) -> Tensor:
-    """The fp32 value on the CPU of the parameter with this Hugging Face name at step 0."""
+    """The fp32 value on the CPU of the parameter with this Hugging Face name at step 0; rows of padding are zero."""
     module = name.split(".")[-2]
     if module.endswith("norm"):
         return torch.ones(shape)
     std = config.init_std / math.sqrt(2 * layers) if module in RESIDUAL_OUTPUTS else config.init_std
     digest = hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.randn(shape, generator=generator).mul_(std)
+    used = min(shape[0], model_shape(config).vocab_size) if module in VOCABULARIES else shape[0]
+    weight = torch.randn((used, *shape[1:]), generator=generator).mul_(std)
+    return weight if used == shape[0] else F.pad(weight, (0, 0, 0, shape[0] - used))
 
 
 def build_model(config: TrainConfig) -> Llama:

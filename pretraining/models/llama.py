@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import ModelShape, model_shape
+from pretraining.config.variants import ModelShape, model_shape, padded_vocabulary
 from pretraining.models.ops import LossAndGradient, attention, head_loss, linear, loss_and_gradient
 
 
@@ -73,11 +73,12 @@ class Attention(Module):
 
     def forward(self, x: Tensor, rope: Rope, segments: Tensor | None = None) -> Tensor:
         rows, length, _ = x.shape
-        q = self.q_proj(x).view(rows, length, self.heads, self.head_dim).transpose(1, 2)  # [B, H, T, E]
-        k = self.k_proj(x).view(rows, length, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, E]
-        v = self.v_proj(x).view(rows, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        # -1: an engine may run this with its rank's share of the heads
+        q = self.q_proj(x).view(rows, length, -1, self.head_dim).transpose(1, 2)  # [B, H, T, E]
+        k = self.k_proj(x).view(rows, length, -1, self.head_dim).transpose(1, 2)  # [B, K, T, E]
+        v = self.v_proj(x).view(rows, length, -1, self.head_dim).transpose(1, 2)
         y = attention(rotate(q, rope), rotate(k, rope), v, segments)  # [B, H, T, E]
-        return self.o_proj(y.transpose(1, 2).reshape(rows, length, self.heads * self.head_dim))
+        return self.o_proj(y.transpose(1, 2).reshape(rows, length, -1))
 
 
 class MLP(Module):
@@ -111,9 +112,9 @@ class Block(Module):
 class Decoder(nn.Module):
     """Embedding, blocks and final norm, under Hugging Face's names."""
 
-    def __init__(self, shape: ModelShape, norm_eps: float) -> None:
+    def __init__(self, shape: ModelShape, norm_eps: float, rows: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.embed_tokens = nn.Embedding(rows, shape.hidden_size)
         self.layers = nn.ModuleList(Block(shape, norm_eps) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, norm_eps)
 
@@ -125,8 +126,9 @@ class Llama(Module):
         super().__init__()
         self.shape = model_shape(config)
         self.rope_frequencies = rope_frequencies(config, self.shape)
-        self.model = Decoder(self.shape, config.norm_eps)
-        self.lm_head = Linear(self.shape.hidden_size, self.shape.vocab_size)
+        rows = padded_vocabulary(config)
+        self.model = Decoder(self.shape, config.norm_eps, rows)
+        self.lm_head = Linear(self.shape.hidden_size, rows)
 
     def forward(
         self,
@@ -137,6 +139,17 @@ class Llama(Module):
         run_blocks: RunBlocks | None = None,
     ) -> Tensor:
         """Logits [B, T, V] of the next token, in `dtype` (that of the activations)."""
+        return self.padded_logits(tokens, positions, segments, dtype, run_blocks)[..., : self.shape.vocab_size]
+
+    def padded_logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        run_blocks: RunBlocks | None = None,
+    ) -> Tensor:
+        """Logits with the columns of padding, which mean nothing; arguments as in `forward`."""
         return self.lm_head(self.hidden(tokens, positions, segments, dtype, run_blocks))
 
     def hidden(
@@ -165,7 +178,7 @@ class Llama(Module):
     ) -> Tensor:
         """Summed loss of all trained positions, fp32 scalar, without all logits at once (ops.head_loss)."""
         x = self.hidden(tokens, positions, segments, dtype, run_blocks)
-        return head_loss(x, self.lm_head.weight, labels, inner)
+        return head_loss(x, self.lm_head.weight, labels, self.shape.vocab_size, inner)
 
 
 def _in_order(blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:

@@ -78,22 +78,37 @@ def document_mask(segments: Tensor) -> BlockMask:
     return create_block_mask(visible, rows, None, length, length, device=str(segments.device))
 
 
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over trained positions of -log p(label), fp32 scalar: logits [B, T, V], labels [B, T]."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+def next_token_loss(logits: Tensor, labels: Tensor, vocabulary: int | None = None) -> Tensor:
+    """Sum over trained positions of -log p(label), fp32 scalar: logits [.., V], labels [..].
+
+    Columns from `vocabulary` on are padding; None: none. Elementwise but for sums over a row, so that rows, tokens and
+    vocabulary may each be split over devices and nothing but those sums is communicated.
+    """
+    wide = without_padding(logits.float(), vocabulary)
+    chosen = torch.arange(logits.shape[-1], device=logits.device) == labels[..., None]  # [.., V]
+    losses = wide.logsumexp(-1) - torch.where(chosen, wide, 0).sum(-1)
+    return torch.where(labels != IGNORED, losses, 0).sum()
+
+
+def without_padding(logits: Tensor, vocabulary: int | None) -> Tensor:
+    """`logits` [.., V] with no probability at the columns from `vocabulary` on."""
+    if vocabulary is None or vocabulary >= logits.shape[-1]:
+        return logits
+    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) >= vocabulary, -torch.inf)
 
 
 # Rows of logits [rows, V] that exist at a time in head_loss: 4096 of a vocabulary of 128256 are 1 GiB in bf16, and
 # enough for a matrix product at full speed. Those of a batch of 32768 tokens would be 17 GB in fp32, three times over.
 LOSS_ROWS = 4096
 
-# Logits [R, V] and labels [R] -> summed loss, fp32 scalar, and its gradient by the logits, [R, V] in their dtype.
-LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# Logits [R, V], labels [R] and how many columns are no padding -> summed loss, fp32 scalar, and its gradient by the
+# logits, [R, V] in their dtype.
+LossAndGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
-def loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(logits: Tensor, labels: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """See LossAndGradient. Elementwise but for two sums per row, so that a compiler makes it one pass or two."""
-    wide = logits.float()
+    wide = without_padding(logits.float(), vocabulary)
     trained = labels != IGNORED
     normaliser = wide.logsumexp(-1, keepdim=True)  # [R, 1]
     chosen = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]  # [R, V]
@@ -103,30 +118,35 @@ def loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss, gradient.to(logits.dtype)
 
 
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, inner: LossAndGradient = loss_and_gradient) -> Tensor:
-    """next_token_loss(x weight^T, labels) without ever holding all logits: x [B, T, D], weight [V, D], labels [B, T].
+def head_loss(
+    x: Tensor, weight: Tensor, labels: Tensor, vocabulary: int, inner: LossAndGradient = loss_and_gradient
+) -> Tensor:
+    """next_token_loss(x weight^T, labels, vocabulary) without ever holding all logits.
 
+    x [B, T, D], weight [V, D], labels [B, T].
     The gradient is taken in the forward pass, while a piece of the logits is there, so nothing is computed twice and
     what stays for the backward pass is the gradient by x and by the weight.
     """
     rows, targets = x.flatten(0, -2), labels.flatten()
     if not torch.is_grad_enabled():
         pieces = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
-        return torch.stack([next_token_loss(linear(part, weight), target) for part, target in pieces]).sum()
-    loss: Tensor = _HeadLoss.apply(rows, weight, targets, inner)
+        return torch.stack([next_token_loss(linear(part, weight), target, vocabulary) for part, target in pieces]).sum()
+    loss: Tensor = _HeadLoss.apply(rows, weight, targets, vocabulary, inner)
     return loss
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, inner: LossAndGradient) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: int, inner: LossAndGradient
+    ) -> Tensor:
         narrow = weight.to(rows.dtype)
         loss = torch.zeros((), device=rows.device)
         grad_rows = torch.empty_like(rows)
         grad_weight = torch.zeros(weight.shape, device=weight.device)  # summed over pieces in fp32
         pieces = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), grad_rows.split(LOSS_ROWS), strict=True)
         for part, target, grad_part in pieces:
-            partial, grad = inner(part @ narrow.t(), target)  # [R, V]
+            partial, grad = inner(part @ narrow.t(), target, vocabulary)  # [R, V]
             loss += partial
             torch.mm(grad, narrow, out=grad_part)
             grad_weight += grad.t() @ part
@@ -134,6 +154,6 @@ class _HeadLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_rows, grad_weight = ctx.saved_tensors
-        return grad_rows * grad.to(grad_rows.dtype), grad_weight * grad.to(grad_weight.dtype), None, None
+        return grad_rows * grad.to(grad_rows.dtype), grad_weight * grad.to(grad_weight.dtype), None, None, None

@@ -18,14 +18,15 @@ def describe(
     shape: ModelShape,
     *,
     mesh: Mapping[str, int],
+    parts: Mapping[str, int],
     device_name: str,
     recompute: Sequence[bool],
     rates: Mapping[int, float],
 ) -> str:
     """The derived facts as lines of text.
 
-    mesh: axis -> size, "shard" being the axis that splits parameters. recompute: True for each block whose
-    activations are computed again. rates: learning rates of some 0-based updates. The batch fields of `config` must be
+    mesh: axis -> size. parts: into how many parts "parameters", "gradients" and "moments" are split. recompute: True
+    for each block whose activations are computed again. rates: learning rates of some 0-based updates. The batch fields of `config` must be
     resolved (global_batch_size and gradient_accumulation_steps not None).
     """
     rows = [
@@ -33,7 +34,7 @@ def describe(
         ("FLOP/token", _flops(config, shape)),
         ("devices", _devices(mesh, device_name)),
         ("batch", _batch(config, mesh)),
-        ("memory/device", _memory(shape, mesh)),
+        ("memory/device", _memory(shape, parts)),
         ("recomputed", _mask(recompute)),
         ("learning rate", _rates(config, rates)),
         ("MFU against", _peak(device_name)),
@@ -53,9 +54,8 @@ def _flops(config: TrainConfig, shape: ModelShape) -> str:
 
 
 def _devices(mesh: Mapping[str, int], device_name: str) -> str:
-    return (
-        f"{math.prod(mesh.values())} x {device_name}: {' x '.join(f'{axis} {extent}' for axis, extent in mesh.items())}"
-    )
+    axes = " x ".join(f"{axis} {extent}" for axis, extent in mesh.items() if extent > 1)
+    return f"{math.prod(mesh.values())} x {device_name}{axes and ': '}{axes}"
 
 
 def _batch(config: TrainConfig, mesh: Mapping[str, int]) -> str:
@@ -67,10 +67,10 @@ def _batch(config: TrainConfig, mesh: Mapping[str, int]) -> str:
     return f"{tokens:,} tokens/step = {rows} ({passes}); {total}"
 
 
-def _memory(shape: ModelShape, mesh: Mapping[str, int]) -> str:
-    whole = state_bytes(shape)
-    parts = ", ".join(f"{name} {size(count / mesh['shard'])}" for name, count in whole._asdict().items())
-    return f"{size(whole.total / mesh['shard'])} of state ({parts}), before activations"
+def _memory(shape: ModelShape, parts: Mapping[str, int]) -> str:
+    held = {name: count / parts[name] for name, count in state_bytes(shape)._asdict().items()}
+    listed = ", ".join(f"{name} {size(count)}" for name, count in held.items())
+    return f"{size(sum(held.values()))} of state ({listed}), before activations"
 
 
 def _mask(recompute: Sequence[bool]) -> str:

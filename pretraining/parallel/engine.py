@@ -31,13 +31,21 @@ def lost_peers_told(process: int, timeout: int) -> Iterator[None]:
 
 
 class Mesh(NamedTuple):
-    """The devices as a grid. Parameters are split along `shard` and copied along `replica`."""
+    """The devices as a grid, the last axis being the fastest; what each axis splits is said in sharding.py."""
 
     replica: int
     shard: int
+    context: int = 1
+    tensor: int = 1
 
     @property
     def size(self) -> int:
+        """Devices."""
+        return self.replica * self.shard * self.context * self.tensor
+
+    @property
+    def data_ranks(self) -> int:
+        """Parts that the rows of a global batch are dealt to; context and tensor ranks work on the same rows."""
         return self.replica * self.shard
 
 

@@ -1,13 +1,16 @@
 """The arithmetic between devices, batches and the mesh. Touches no device.
 
-Devices are laid out as replica x shard: parameters are split along `shard` and copied along `replica`, and every
-device trains on rows of its own.
+Devices are laid out as replica x shard x context x tensor, neighbours differing in `tensor`, the axis that
+communicates most. Rows of the batch are dealt to replica x shard.
 """
 
 from __future__ import annotations
 
+import math
+
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.training import TrainConfig
+from pretraining.config.variants import ModelShape
 from pretraining.parallel.engine import Mesh
 
 
@@ -17,41 +20,78 @@ def divisors(number: int) -> list[int]:
 
 
 def resolve_mesh(config: TrainConfig, devices: int, devices_per_host: int) -> Mesh:
-    """The mesh of `config.sharding_strategy` on `devices` devices. Raises ConfigError if the group does not divide."""
+    """The mesh of `config` on `devices` devices. Raises ConfigError if a size does not divide."""
+    context, tensor = config.context_parallel_size, config.tensor_parallel_size
+    if devices % (context * tensor):
+        raise ConfigError([_inner_problem(context, tensor, devices)])
+    rest = devices // (context * tensor)
     if config.sharding_strategy == "ddp":
-        return Mesh(replica=devices, shard=1)
-    if config.sharding_strategy == "fsdp":
-        return Mesh(replica=1, shard=devices)
-    group = config.sharding_group_size or devices_per_host
-    if devices % group:
-        valid = ", ".join(map(str, divisors(devices)))
-        remedy = f"does not divide the {devices} devices; use {valid}, or 0 for the devices of one host"
+        return Mesh(rest, 1, context, tensor)
+    if config.sharding_strategy != "hsdp":
+        return Mesh(1, rest, context, tensor)
+    group = config.sharding_group_size or max(1, devices_per_host // (context * tensor))
+    if rest % group:
+        valid = ", ".join(map(str, divisors(rest)))
+        of = "" if context * tensor == 1 else f" / (context_parallel_size x tensor_parallel_size = {context * tensor})"
+        remedy = f"does not divide the {devices} devices{of}; use {valid}, or 0 for the devices of one host"
         raise ConfigError([Problem(f"--sharding_group_size={group}", remedy)])
-    return Mesh(replica=devices // group, shard=group)
+    return Mesh(rest // group, group, context, tensor)
 
 
-def resolve_batch(config: TrainConfig, devices: int) -> None:
-    """Fill in `global_batch_size` and `gradient_accumulation_steps` for this many data-parallel devices.
+def _inner_problem(context: int, tensor: int, devices: int) -> Problem:
+    valid = ", ".join(map(str, divisors(devices)))
+    if context == 1:
+        return Problem(f"--tensor_parallel_size={tensor}", f"does not divide the {devices} devices; use {valid}")
+    if tensor == 1:
+        return Problem(f"--context_parallel_size={context}", f"does not divide the {devices} devices; use {valid}")
+    remedy = f"x context_parallel_size={context} = {context * tensor} does not divide the {devices} devices"
+    return Problem(f"--tensor_parallel_size={tensor}", f"{remedy}; their product can be {valid}")
+
+
+def kv_repeats(config: TrainConfig, shape: ModelShape) -> int:
+    """How often each key/value head is used side by side along `tensor`: kv_replication, or the least that divides."""
+    automatic = config.tensor_parallel_size // math.gcd(shape.num_kv_heads, config.tensor_parallel_size)
+    return config.kv_replication or automatic
+
+
+def resolve_batch(config: TrainConfig, ranks: int) -> None:
+    """Fill in `global_batch_size` and `gradient_accumulation_steps` for this many data-parallel ranks.
 
     Raises ConfigError naming what would work if the global batch is not a whole number of passes.
     """
-    per_pass = config.batch_size * devices
+    per_pass = config.batch_size * ranks
     steps, total = config.gradient_accumulation_steps, config.global_batch_size
     if total is None:
         config.gradient_accumulation_steps = steps or 1
         config.global_batch_size = per_pass * config.gradient_accumulation_steps
         return
     if total % per_pass or (steps is not None and total != per_pass * steps):
-        raise ConfigError([Problem(f"--global_batch_size={total}", _batch_remedy(config, devices, total, steps))])
+        raise ConfigError([Problem(f"--global_batch_size={total}", _batch_remedy(config, ranks, total, steps))])
     config.gradient_accumulation_steps = total // per_pass
 
 
-def _batch_remedy(config: TrainConfig, devices: int, total: int, steps: int | None) -> str:
-    arithmetic = f"is not batch_size={config.batch_size} x {devices} devices"
+def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None) -> str:
+    inner = config.context_parallel_size * config.tensor_parallel_size
+    devices = f"{ranks} devices" if inner == 1 else f"{ranks} data-parallel ranks (of {inner} devices each)"
+    arithmetic = f"is not batch_size={config.batch_size} x {devices}"
     if steps is not None:
-        return f"{arithmetic} x gradient_accumulation_steps={steps} = {config.batch_size * devices * steps}"
-    if total % devices:
-        near = max(devices, total // devices * devices)
-        return f"{arithmetic} x a whole number; use a multiple of {devices}, such as {near} or {near + devices}"
-    valid = ", ".join(map(str, divisors(total // devices)))
+        return f"{arithmetic} x gradient_accumulation_steps={steps} = {config.batch_size * ranks * steps}"
+    if total % ranks:
+        near = max(ranks, total // ranks * ranks)
+        return f"{arithmetic} x a whole number; use a multiple of {ranks}, such as {near} or {near + ranks}"
+    valid = ", ".join(map(str, divisors(total // ranks)))
     return f"{arithmetic} x a whole number; with it, batch_size can be {valid}"
+
+
+def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str) -> list[str]:
+    """What the parallelism that was asked for comes to, where that is not what it says."""
+    told = []
+    if config.sequence_parallel and mesh.tensor == 1:
+        told.append("sequence_parallel: off, for tensor_parallel_size is 1")
+    if config.sharding_strategy in ("zero1", "zero2") and mesh.shard * mesh.context == 1:
+        told.append(f"sharding_strategy={config.sharding_strategy}: as ddp, for there is one data-parallel rank")
+    elif config.sharding_strategy == "zero2" and engine == "xla" and config.gradient_accumulation_steps == 1:
+        told.append("sharding_strategy=zero2: as zero1, for without accumulation gradients exist inside a step alone")
+    if (repeats := kv_repeats(config, shape)) > 1:
+        told.append(f"kv_replication: {repeats} copies of each of {shape.num_kv_heads} key/value heads are used")
+    return told

@@ -1,15 +1,23 @@
-"""How everything is sharded, as a table: parameter name -> the mesh axis that splits each of its dimensions.
+"""How everything is sharded, as two tables: of every parameter by its name, and of every activation of a block.
 
-Both engines read it. Knows no device. `shard` is the axis of fsdp and hsdp; a dimension marked None is whole on
-every device. Activations are split over `replica` and `shard` along the rows of the batch.
+Both engines read them. Knows no device. The mesh's axes: `replica` and `shard` split the rows of the batch, `context`
+the tokens of a row, `tensor` heads, feed-forward channels and vocabulary. Parameters are split along `tensor`, and
+along `shard` and `context` together as the strategy asks. A dimension marked None is whole on every device.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-Spec = tuple[str | None, ...]  # one entry per dimension
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
+from pretraining.parallel.engine import Mesh
+
+Axis = str | tuple[str, ...] | None  # a tuple: split along the first of them, each part along the next
+Spec = tuple[Axis, ...]  # one entry per dimension
 
 
 class Row(NamedTuple):
@@ -17,23 +25,139 @@ class Row(NamedTuple):
     spec: Spec
 
 
-# First match wins; every parameter of every variant matches exactly one row (tests/parallel/test_sharding.py).
+# Context ranks run the same parameters on other tokens, so they are data parallelism as far as parameters go.
+SHARD = ("shard", "context")
+
+# First match wins; every parameter of every variant matches exactly one row (tests/parallel/test_tables.py).
 LLAMA_SHARDING = (
-    Row("*.embed_tokens.weight", (None, "shard")),  # [vocabulary, hidden]: a lookup reads whole columns, no gather
-    Row("*.[qkv]_proj.weight", (None, "shard")),  # [heads, hidden]
-    Row("*.o_proj.weight", ("shard", None)),  # [hidden, heads]
-    Row("*.gate_proj.weight", (None, "shard")),  # [feed-forward, hidden]
-    Row("*.up_proj.weight", (None, "shard")),
-    Row("*.down_proj.weight", ("shard", None)),  # [hidden, feed-forward]
-    Row("lm_head.weight", (None, "shard")),  # [vocabulary, hidden]
+    Row("*.embed_tokens.weight", ("tensor", SHARD)),  # [vocabulary, hidden]: a lookup reads whole columns, no gather
+    Row("*.[qkv]_proj.weight", ("tensor", SHARD)),  # [heads, hidden]: column parallel, heads are split
+    Row("*.o_proj.weight", (SHARD, "tensor")),  # [hidden, heads]: row parallel, partial sums are added up
+    Row("*.gate_proj.weight", ("tensor", SHARD)),  # [feed-forward, hidden]
+    Row("*.up_proj.weight", ("tensor", SHARD)),
+    Row("*.down_proj.weight", (SHARD, "tensor")),  # [hidden, feed-forward]
+    Row("lm_head.weight", ("tensor", SHARD)),  # [vocabulary, hidden]
     Row("*norm.weight", (None,)),  # [hidden]: 32 KB at most, replication is cheaper than a gather
 )
-BATCH_AXES = ("replica", "shard")  # [rows, ...] of every activation
+# Keys and values with fewer heads than tensor ranks: kept once, spread over all ranks, and gathered where each rank
+# takes the heads it needs (2 x kv_heads x head_dim x hidden values a layer).
+REPEATED_HEADS = (Row("*.[kv]_proj.weight", (None, (*SHARD, "tensor"))),)
+
+BATCH_AXES = ("replica", "shard")  # the data-parallel ranks
+TOKENS: Spec = (BATCH_AXES, "context")  # [rows, tokens]
+STREAM: Spec = (*TOKENS, None)  # [rows, tokens, hidden], between blocks
+STREAM_OF_SEQUENCE: Spec = (BATCH_AXES, ("context", "tensor"), None)  # the same with sequence_parallel
+LOGITS: Spec = (*TOKENS, "tensor")  # [rows, tokens, vocabulary]
+
+# What a module of a block takes or gives, [rows, tokens, features]; None stands for the stream between blocks.
+ACTIVATIONS: tuple[tuple[str, str, Spec | None], ...] = (
+    ("self_attn", "input", STREAM),  # with sequence_parallel, here tokens are gathered
+    ("self_attn.q_proj", "output", (*TOKENS, "tensor")),
+    ("self_attn.k_proj", "output", (BATCH_AXES, None, "tensor")),  # every query sees all keys: gathered along context
+    ("self_attn.v_proj", "output", (BATCH_AXES, None, "tensor")),
+    ("self_attn.o_proj", "output", None),  # here partial sums are added up, or added up and scattered
+    ("mlp", "input", STREAM),
+    ("mlp.gate_proj", "output", (*TOKENS, "tensor")),
+    ("mlp.up_proj", "output", (*TOKENS, "tensor")),
+    ("mlp.down_proj", "output", None),
+)
+HEAD_ACTIVATIONS: tuple[tuple[str, str, Spec | None], ...] = (
+    ("model.norm", "output", STREAM),
+    ("lm_head", "output", LOGITS),
+)
 
 
-def spec_of(name: str) -> Spec:
+class Split(NamedTuple):
+    """Whether a strategy splits a kind of tensor along `shard` and `context`, or keeps it whole there."""
+
+    parameters: bool
+    gradients: bool  # while micro-batches are accumulated
+    moments: bool
+
+
+STRATEGIES = {
+    "ddp": Split(parameters=False, gradients=False, moments=False),
+    "zero1": Split(parameters=False, gradients=False, moments=True),
+    "zero2": Split(parameters=False, gradients=True, moments=True),
+    "fsdp": Split(parameters=True, gradients=True, moments=True),
+    "hsdp": Split(parameters=True, gradients=True, moments=True),
+}
+
+
+class Layout(NamedTuple):
+    """The specs of one run: the tables, its mesh and its strategy. Names as in `spec_of`."""
+
+    mesh: Mesh
+    split: Split
+    repeated_heads: bool  # fewer key/value heads than tensor ranks
+    sequence_parallel: bool
+
+    def parameter(self, name: str) -> Spec:
+        """How a parameter is held."""
+        return self._spec(name, self.split.parameters)
+
+    def gradient(self, name: str) -> Spec:
+        """How its gradient is held between micro-batches."""
+        return self._spec(name, self.split.gradients)
+
+    def moment(self, name: str) -> Spec:
+        """How the optimizer's state of it is held."""
+        return self._spec(name, self.split.moments)
+
+    def stream(self) -> Spec:
+        """How the residual stream is held between blocks, [rows, tokens, hidden]."""
+        return self.activation(STREAM_OF_SEQUENCE if self.sequence_parallel else STREAM)
+
+    def activation(self, spec: Spec | None) -> Spec:
+        """A spec of the activations' tables on this mesh."""
+        return self.stream() if spec is None else on_mesh(spec, self.mesh._asdict())
+
+    def _spec(self, name: str, split: bool) -> Spec:
+        spec = spec_of(name, repeated_heads=self.repeated_heads)
+        return on_mesh(spec if split else whole_along_shard(spec), self.mesh._asdict())
+
+
+def state_parts(config: TrainConfig, mesh: Mesh) -> dict[str, int]:
+    """Into how many parts the strategy splits "parameters", "gradients" and "moments"."""
+    along = mesh.shard * mesh.context
+    split = STRATEGIES[config.sharding_strategy]._asdict()
+    return {kind: mesh.tensor * (along if is_split else 1) for kind, is_split in split.items()}
+
+
+def layout_of(config: TrainConfig, mesh: Mesh) -> Layout:
+    """The layout that `config` asks for on `mesh`."""
+    repeated = model_shape(config).num_kv_heads % mesh.tensor != 0
+    return Layout(mesh, STRATEGIES[config.sharding_strategy], repeated, config.sequence_parallel)
+
+
+def spec_of(name: str, *, repeated_heads: bool = False) -> Spec:
     """The row of `name` (a Hugging Face parameter name, or one whose layer index is left out)."""
-    for row in LLAMA_SHARDING:
+    for row in (*REPEATED_HEADS, *LLAMA_SHARDING) if repeated_heads else LLAMA_SHARDING:
         if fnmatchcase(name, row.pattern):
             return row.spec
     raise KeyError(f"no row of the sharding table matches {name}")
+
+
+def whole_along_shard(spec: Spec) -> Spec:
+    """`spec` of a tensor that its strategy does not split along `shard` and `context`."""
+    return tuple(_without(axis, SHARD) for axis in spec)
+
+
+def on_mesh(spec: Spec, mesh: Mapping[str, int]) -> Spec:
+    """`spec` without the axes that have a single rank in `mesh` (axis -> ranks)."""
+    return tuple(_without(axis, [name for name, ranks in mesh.items() if ranks == 1]) for axis in spec)
+
+
+def _without(axis: Axis, dropped: tuple[str, ...] | list[str]) -> Axis:
+    kept = tuple(name for name in axes_of(axis) if name not in dropped)
+    return kept if len(kept) > 1 else kept[0] if kept else None
+
+
+def axes_of(axis: Axis) -> tuple[str, ...]:
+    """The mesh axes that split one dimension, the slowest first."""
+    return (axis,) if isinstance(axis, str) else axis or ()
+
+
+def parts(axis: Axis, mesh: Mapping[str, int]) -> int:
+    """Into how many parts a dimension is split in `mesh` (axis -> ranks)."""
+    return math.prod(mesh[name] for name in axes_of(axis))

@@ -69,6 +69,7 @@ class TorchEngine:
         self.device_name = accelerator.device_name(self.device)
         if config.cpu_offload and self.device.type != "cuda":
             raise UserError(f"--cpu_offload=True works on CUDA alone, not on {self.device_name}; leave it out")
+        _refuse_other_axes(config)
         self.home = torch.device("cpu") if config.cpu_offload else self.device  # of shards, gradients and moments
         self.process_index, self.process_count = _from_torchrun("RANK", 0), _from_torchrun("WORLD_SIZE", 1)
         self.data_rank, self.data_size = self.process_index, self.process_count
@@ -89,7 +90,7 @@ class TorchEngine:
         with lost_peers_told(self.process_index, self.config.collective_timeout):
             if not dist.is_initialized():
                 self._join(launched)
-            grid = init_device_mesh(self.device.type, tuple(self.mesh), mesh_dim_names=BATCH_AXES)
+            grid = init_device_mesh(self.device.type, (self.mesh.replica, self.mesh.shard), mesh_dim_names=BATCH_AXES)
         return grid["shard"] if self.mesh.replica == 1 else grid
 
     def _join(self, launched: bool) -> None:
@@ -337,6 +338,18 @@ class TorchEngine:
         """See engine.Engine."""
         if self._joined:
             dist.destroy_process_group()
+
+
+def _refuse_other_axes(config: TrainConfig) -> None:
+    """UserError where the sharding table asks for what FSDP2 alone does not split."""
+    one = ("tensor_parallel_size", "context_parallel_size", "make_vocab_size_divisible_by", "kv_replication")
+    asked = [name for name in one if getattr(config, name) > 1]
+    asked += ["sequence_parallel"] if config.sequence_parallel else []
+    asked += ["sharding_strategy"] if config.sharding_strategy in ("zero1", "zero2") else []
+    asked += ["dump_sharding"] if config.dump_sharding else []
+    if asked:
+        named = ", ".join(f"--{name}={getattr(config, name)}" for name in asked)
+        raise UserError(f"{named}: on the xla engine alone; the torch engine has ddp, fsdp and hsdp")
 
 
 def _from_torchrun(name: str, default: int) -> int:

@@ -6,11 +6,13 @@ the device except reading a result, saving and loading.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 # XLA logs a deprecation notice of GSPMD at every compilation; errors still show. An exported value wins.
@@ -19,7 +21,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import numpy as np
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
 import torch_xla.debug.profiler as xp
 import torch_xla.distributed.spmd as xs
@@ -27,19 +28,20 @@ import torch_xla.runtime as xr
 from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
-from pretraining.models.init import initial_weight
+from pretraining.models.init import VOCABULARIES, initial_weight
 from pretraining.models.llama import Llama
 from pretraining.models.ops import IGNORED, next_token_loss
 from pretraining.parallel.engine import Batch
-from pretraining.parallel.mesh import resolve_batch, resolve_mesh
+from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.precision import compute_dtype
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.sharding import BATCH_AXES, Spec, spec_of
-from pretraining.parallel.xla_blocks import ScannedBlocks, stack_layers
+from pretraining.parallel.sharding import HEAD_ACTIVATIONS, TOKENS, Spec, layout_of, state_parts
+from pretraining.parallel.xla_blocks import ScannedBlocks, place_activations, stack_layers
 from pretraining.parallel.xla_state import LogicalTensor, Region, XlaShards, tensor_from_shards
 
 STACK = "model.layers."  # parameters under it are [layers, ...]
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SpecOf = Callable[[str], Spec]  # of a parameter's name: Layout.parameter, gradient or moment
 HEALTH = ("updates", "refused", "first_refused")
 
 
@@ -76,16 +78,21 @@ class XlaEngine:
         self.device = torch_xla.device()
         self.device_name = _device_name()
         self.process_index, self.process_count = xr.process_index(), xr.process_count()
-        self.data_rank, self.data_size = self.process_index, self.process_count
         self.local_devices = xr.addressable_runtime_device_count()
         devices = xr.global_runtime_device_count()
         self.mesh = resolve_mesh(config, devices, self.local_devices)
-        resolve_batch(config, devices)
-        self.host_copies = self.local_devices / self.mesh.shard if self.device_name == "CPU" else 0.0
-        self.xla_mesh = xs.Mesh(np.arange(devices), (self.mesh.replica, self.mesh.shard), BATCH_AXES)
+        self.layout = layout_of(config, self.mesh)
+        resolve_batch(config, self.mesh.data_ranks)
+        # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
+        self.data_size = min(self.process_count, self.mesh.data_ranks)
+        self.data_rank = self.process_index * self.data_size // self.process_count
+        self.host_copies = (
+            self.local_devices / state_parts(config, self.mesh)["parameters"] if self.device_name == "CPU" else 0.0
+        )
+        self.xla_mesh = xs.Mesh(np.arange(devices), tuple(self.mesh), self.mesh._fields)
         self.config = config
         self.dtype = compute_dtype(config)
-        self.rows = config.batch_size * self.local_devices  # of one micro-batch, in this process
+        self.rows = config.batch_size * self.mesh.data_ranks // self.data_size  # of one micro-batch, in this process
         if self.process_count > 1:
             torch.distributed.init_process_group("gloo", init_method="xla://")
 
@@ -100,16 +107,18 @@ class XlaEngine:
             return given[name].detach() if given else initial_weight(self.config, layers, name, shape)
 
         stack_layers(model)
-        self._specs: dict[int, Spec] = {}  # of a placed parameter, by its identity
+        self._names: dict[int, str] = {}  # of a placed parameter, by its identity
         for prefix, module in model.named_modules():
             for short, meta in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{short}"
                 weight = nn.Parameter(self._placed(name, meta.shape, value))
-                self._specs[id(weight)] = stacked_spec(name)
+                self._names[id(weight)] = name
                 setattr(module, short, weight)
         torch_xla.sync(wait=True)
         mask = block_mask(self.config, layers)
-        self.run_blocks = ScannedBlocks(model.model.layers, mask, self.xla_mesh)
+        heads, repeats = model.shape.num_kv_heads, kv_repeats(self.config, model.shape)
+        self.run_blocks = ScannedBlocks(model.model.layers, mask, self.xla_mesh, self.layout, heads, repeats)
+        place_activations(model, HEAD_ACTIVATIONS, self.xla_mesh, self.layout)
         return model
 
     def _placed(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
@@ -128,31 +137,46 @@ class XlaEngine:
                 list(pool.map(fill, range(shape[0])))
             return buffers
 
-        return tensor_from_shards(shape, self.xla_mesh, stacked_spec(name), make, self.device)
+        return tensor_from_shards(shape, self.xla_mesh, stacked(name, self.layout.parameter), make, self.device)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Moments like their parameters, before the first step: made during it, they would compile a second graph."""
         for weight in _weights(optimizer):
             optimizer.state[weight] = {
                 "step": torch.zeros((), device=self.device),
-                "exp_avg": self._zeros_like(weight),
-                "exp_avg_sq": self._zeros_like(weight),
+                "exp_avg": self._zeros_like(weight, self.layout.moment),
+                "exp_avg_sq": self._zeros_like(weight, self.layout.moment),
             }
             if self._accumulates:
-                weight.grad = self._zeros_like(weight)
+                weight.grad = self._zeros_like(weight, self.layout.gradient)
         self._counters = [optimizer.state[weight]["step"] for weight in _weights(optimizer)]
         self.totals = torch.zeros(2, device=self.device)  # loss and trained tokens of this step so far
         self.health = torch.zeros(3, device=self.device)  # updates seen, updates refused, the first refused (from 1)
         torch_xla.sync(wait=True)
+        if self.config.dump_sharding and self.process_index == 0:
+            Path(self.config.dump_sharding).write_text(json.dumps(self._sharding(optimizer), indent=1) + "\n")
 
-    def _zeros_like(self, weight: Tensor) -> Tensor:
+    def _sharding(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The mesh and, of every tensor of the state, its shape, what one device holds of it, and the axes that split
+        each dimension. Blocks are stacked: their first dimension is the layer."""
+        kinds = {"parameters": self.layout.parameter, "moments": self.layout.moment}
+        found: dict[str, Any] = {"mesh": self.mesh._asdict(), **{kind: {} for kind in kinds}}
+        for weight in _weights(optimizer):
+            name = self._names[id(weight)]
+            for kind, held in (("parameters", weight), ("moments", optimizer.state[weight]["exp_avg"])):
+                axes = stacked(name, kinds[kind])
+                facts = {"shape": list(held.shape), "dtype": str(held.dtype).removeprefix("torch."), "axes": axes}
+                found[kind][name] = {**facts, "bytes_per_device": _device_bytes(held)}
+        return found
+
+    def _zeros_like(self, weight: Tensor, kind: SpecOf) -> Tensor:
         zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=self.device)
-        self._pin(zeros, weight)
+        self._pin(zeros, weight, kind)
         return zeros
 
-    def _pin(self, tensor: Tensor, weight: Tensor) -> None:
-        """Shard `tensor` as `weight` is; left alone, GSPMD lets the layout of one leak into the other."""
-        xs.mark_sharding(tensor, self.xla_mesh, self._specs[id(weight)])
+    def _pin(self, tensor: Tensor, weight: Tensor, kind: SpecOf) -> None:
+        """Shard `tensor`, something of `weight`, as its kind is; left alone, layouts leak from one into another."""
+        xs.mark_sharding(tensor, self.xla_mesh, stacked(self._names[id(weight)], kind))
 
     # ---- Running
 
@@ -178,18 +202,39 @@ class XlaEngine:
         return result
 
     def _feed(self, batch: Batch) -> Iterator[dict[str, Tensor]]:
-        """This process's rows as micro-batches on the devices, rows split over the whole mesh."""
-        spec = xs.ShardingSpec(self.xla_mesh, (BATCH_AXES, None), minibatch=self.process_count > 1)
+        """This process's rows as micro-batches on the devices, split as TOKENS says."""
         for start in range(0, len(batch["tokens"]), self.rows):
-            rows = [torch.from_numpy(array[start : start + self.rows]) for array in batch.values()]
-            placed: Any = xm.send_cpu_data_to_device(rows, self.device, spec)
-            yield dict(zip(batch, placed, strict=True))
+            rows = {name: torch.from_numpy(array[start : start + self.rows]) for name, array in batch.items()}
+            yield {name: self._sent(tensor) for name, tensor in rows.items()}
+
+    def _sent(self, rows: Tensor) -> Tensor:
+        """A [rows, tokens] array of the whole mesh, of which `rows` is what this process's devices need."""
+        first = self.data_rank * self.rows
+        shape = torch.Size((self.rows * self.data_size, rows.shape[1]))
+
+        def make(regions: list[Region]) -> list[Tensor]:
+            return [rows[part.start - first : part.stop - first, tokens].contiguous() for part, tokens in regions]
+
+        return tensor_from_shards(shape, self.xla_mesh, self.layout.activation(TOKENS), make, self.device)
 
     def _loss(self, model: Llama, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Summed loss and number of trained tokens of one micro-batch."""
         positions, segments, labels = inputs.get("positions"), inputs.get("segments"), inputs["labels"]
-        logits = model(inputs["tokens"], positions, segments, self.dtype, self.run_blocks)  # [B, T, V]
-        return next_token_loss(logits, labels.long()), (labels != IGNORED).sum().float()
+        tokens = self._for_lookup(inputs["tokens"])
+        logits = model.padded_logits(tokens, positions, segments, self.dtype, self.run_blocks)  # [B, T, V]
+        return next_token_loss(logits, labels, model.shape.vocab_size), (labels != IGNORED).sum().float()
+
+    def _for_lookup(self, tokens: Tensor) -> Tensor:
+        """`tokens` as the lookup in a split embedding wants them: every column needs all tokens of its replica.
+
+        With tokens split along `context` the compiler would take the split of the rows for that of the result, and
+        replicate the whole activation to come from the columns there ("involuntary full rematerialization").
+        """
+        if self.mesh.context == 1:
+            return tokens
+        gathered = tokens + 0
+        xs.mark_sharding(gathered, self.xla_mesh, self.layout.activation(("replica", None)))
+        return gathered
 
     def _update(self, optimizer: torch.optim.Optimizer) -> XlaResult:
         """Mean gradients, clip, step; refuse the update on the device if anything is not finite."""
@@ -198,7 +243,7 @@ class XlaEngine:
         for weight in weights:
             assert weight.grad is not None
             weight.grad.div_(count)
-            self._pin(weight.grad, weight)
+            self._pin(weight.grad, weight, self.layout.moment)
         norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None], foreach=False)
         if self.config.grad_clip_thresh:
             nn.utils.clip_grads_with_norm_(weights, self.config.grad_clip_thresh, norm, foreach=False)
@@ -208,7 +253,7 @@ class XlaEngine:
         for weight in weights:
             if self._accumulates:
                 weight.grad.zero_()  # type: ignore[union-attr]
-                self._pin(weight.grad, weight)  # type: ignore[arg-type]
+                self._pin(weight.grad, weight, self.layout.gradient)  # type: ignore[arg-type]
             else:
                 weight.grad = None
         return XlaResult(("loss", "grad_norm", *HEALTH), torch.cat((torch.stack((loss, norm)), self.health)))
@@ -231,7 +276,7 @@ class XlaEngine:
                 for tensor, old in zip(tensors, olds, strict=True):
                     tensor.copy_(torch.where(accepted, tensor, old))
                     if tensor.dim():
-                        self._pin(tensor, weight)
+                        self._pin(tensor, weight, self.layout.parameter if tensor is weight else self.layout.moment)
 
     @torch.no_grad()
     def evaluate(self, model: Llama, batch: Batch) -> XlaResult:
@@ -270,7 +315,8 @@ class XlaEngine:
                 layers = range(tensor.shape[0])
                 logical |= {prefix + layer_name(name, i): LogicalTensor(shards, i) for i in layers}
             else:
-                logical[prefix + name] = LogicalTensor(shards)
+                padded = name.split(".")[-2] in VOCABULARIES and len(tensor) > model.shape.vocab_size
+                logical[prefix + name] = LogicalTensor(shards, rows=model.shape.vocab_size if padded else None)
         return logical
 
     def commit(self, state: dict[str, Any]) -> None:
@@ -326,9 +372,9 @@ def layer_name(stacked: str, layer: int) -> str:
     return f"{STACK}{layer}.{stacked.removeprefix(STACK)}"
 
 
-def stacked_spec(name: str) -> Spec:
-    """The sharding of a parameter of the stacked model: layers are never split."""
-    return (None, *spec_of(name)) if name.startswith(STACK) else spec_of(name)
+def stacked(name: str, kind: SpecOf) -> Spec:
+    """The sharding of a parameter of the stacked model, or of something of it: layers are never split."""
+    return (None, *kind(name)) if name.startswith(STACK) else kind(name)
 
 
 def _device_bytes(tensor: Tensor) -> int:

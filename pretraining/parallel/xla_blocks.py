@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from pretraining.models.llama import Llama, Rope
 from pretraining.parallel.recompute import ScanGroup, scan_plan
-from pretraining.parallel.sharding import BATCH_AXES
+from pretraining.parallel.sharding import ACTIVATIONS, Layout, Spec, on_mesh
 
 # Under SPMD the scan's backward ties gradients to their inputs with shard_as, which needs jax and torchax (and
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.
@@ -43,20 +43,24 @@ def stack_layers(model: Llama) -> Llama:
 class ScannedBlocks:
     """Runs the stacked blocks of a model; Llama.forward calls it in place of its own loop."""
 
-    def __init__(self, block: nn.Module, mask: tuple[bool, ...], mesh: xs.Mesh) -> None:
+    def __init__(
+        self, block: nn.Module, mask: tuple[bool, ...], mesh: xs.Mesh, layout: Layout, kv_heads: int, repeats: int
+    ) -> None:
         self.groups = scan_plan(mask)
-        self.mesh = mesh
+        self.mesh, self.layout = mesh, layout
+        self.kv_heads, self.repeats = kv_heads, repeats
         # A meta copy names the weights; the stacked ones are passed in at each call.
         self.names = [name for name, _ in block.named_parameters()]
         # scan caches its traced graphs by the identity of these functions: made once, not per step.
         self.bodies = [self._body(block, len(group.mask)) for group in self.groups]
-        self.partitions = [_partition(group.mask) for group in self.groups]
+        marks = 1 + place_activations(block, ACTIVATIONS, mesh, layout)
+        marks += 2 * sum(self._is_repeated(name) for name in self.names)
+        self.partitions = [_partition(group.mask, marks) for group in self.groups]
 
     def __call__(self, block: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:
         weights = dict(block.named_parameters())  # type: ignore[attr-defined]
-        # The embedding's columns are split, so a lookup leaves them so; from here to rows is one all-to-all inside a
-        # shard group. Unsaid, hsdp replicates the whole activation ("involuntary full rematerialization").
-        x = xs.mark_sharding_with_gradients(x, self.mesh, ("replica", None, "shard"))
+        for spec in self._from_lookup():
+            x = xs.mark_sharding_with_gradients(x, self.mesh, spec)
         carry: Carry = (x, rope.cos, rope.sin) + (() if segments is None else (segments.float(),))
         for group, body, partition in zip(self.groups, self.bodies, self.partitions, strict=True):
             stacks = {name: _grouped(weights[name], group) for name in self.names}
@@ -69,12 +73,61 @@ class ScannedBlocks:
             cos, sin, *packed = (t.detach() for t in rest)
             for i in range(count):
                 # The marker both keeps the rows where they are and tells _partition where a block begins.
-                x = xs.mark_sharding_with_gradients(x, self.mesh, (BATCH_AXES, None, None))
-                layer = {name: weights[name][i] for name in self.names}
+                x = xs.mark_sharding_with_gradients(x, self.mesh, self.layout.stream())
+                layer = {name: self._used(name, weights[name][i]) for name in self.names}
                 x = functional_call(block, layer, (x, Rope(cos, sin), *packed), strict=True)
             return (x, *rest), None
 
         return body
+
+    def _from_lookup(self) -> list[Spec]:
+        """Where a looked-up activation goes, step by step, until the first block takes it.
+
+        Where the embedding's columns are split, a lookup leaves them so; from there to rows is one all-to-all inside a
+        shard group, and before it one to tokens inside a context group. Unsaid, or said in one step, the compiler
+        replicates the whole activation ("involuntary full rematerialization").
+        """
+        if not self.layout.split.parameters:
+            return []
+        steps: list[Spec] = [("replica", None, ("shard", "context")), ("replica", "context", "shard")]
+        mesh = self.layout.mesh._asdict()
+        return [on_mesh(spec, mesh) for spec in (steps if mesh["context"] > 1 else steps[1:])]
+
+    def _is_repeated(self, name: str) -> bool:
+        return self.repeats > 1 and name.split(".")[-2] in ("k_proj", "v_proj")
+
+    def _used(self, name: str, weight: Tensor) -> Tensor:
+        """`weight`; of keys and values, with each head as often as tensor ranks use it."""
+        if not self._is_repeated(name):
+            return weight
+        # First whole on every rank: in one step the compiler finds no way from columns to copied heads.
+        weight = xs.mark_sharding_with_gradients(weight, self.mesh, (None,) * weight.dim())
+        heads = weight.unflatten(0, (self.kv_heads, -1)).repeat_interleave(self.repeats, 0).flatten(0, 1)
+        return xs.mark_sharding_with_gradients(heads, self.mesh, ("tensor", *(None,) * (weight.dim() - 1)))
+
+
+def place_activations(
+    root: nn.Module, table: Iterable[tuple[str, str, Spec | None]], mesh: xs.Mesh, layout: Layout
+) -> int:
+    """Hold what the modules of `table` take and give where it says; the number of modules.
+
+    Where tokens, heads and channels are whole, nothing is said: the compiler finds the one way there is.
+    """
+    if layout.mesh.context * layout.mesh.tensor == 1:
+        return 0
+    placed = 0
+    for name, side, spec in table:
+        module, wanted = root.get_submodule(name), layout.activation(spec)
+        if side == "input":
+            module.register_forward_pre_hook(lambda _, given, w=wanted: (_held(given[0], mesh, w), *given[1:]))
+        else:
+            module.register_forward_hook(lambda _, __, out, w=wanted: _held(out, mesh, w))
+        placed += 1
+    return placed
+
+
+def _held(x: Tensor, mesh: xs.Mesh, spec: Spec) -> Tensor:
+    return xs.mark_sharding_with_gradients(x, mesh, spec)
 
 
 def _grouped(stack: Tensor, group: ScanGroup) -> Tensor:
@@ -84,8 +137,10 @@ def _grouped(stack: Tensor, group: ScanGroup) -> Tensor:
     return layers.view(group.repeats, size, *stack.shape[1:])
 
 
-def _partition(mask: tuple[bool, ...]) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
+def _partition(mask: tuple[bool, ...], marks: int) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
     """A partitioner that keeps every activation of the blocks where `mask` is False and recomputes the others.
+
+    A block has `marks` sharding markers, the first at its beginning.
 
     With no block chosen the min-cut decides alone: it recomputes what is cheap beside its memory (casts, norms, masks)
     and never a matrix product, which was faster on CPUs than keeping everything.
@@ -95,11 +150,12 @@ def _partition(mask: tuple[bool, ...]) -> Callable[..., tuple[fx.GraphModule, fx
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         policies = [CheckpointPolicy.MUST_RECOMPUTE if chosen else CheckpointPolicy.MUST_SAVE for chosen in mask]
-        block = -1
+        seen = 0
         for node in joint.graph.nodes:
             if node.op != "call_function":
                 continue
-            block += "mark_sharding" in str(node.target)
+            seen += "mark_sharding" in str(node.target)
+            block = (seen - 1) // marks
             if block == len(mask):
                 break  # the backward's own markers follow
             if block >= 0:

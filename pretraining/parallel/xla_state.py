@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from pretraining.parallel.sharding import Spec
+from pretraining.parallel.sharding import Axis, Spec, axes_of
 
 _C = torch_xla._XLAC
 Region = tuple[slice, ...]
@@ -46,11 +46,12 @@ def _axes(mesh: xs.Mesh) -> tuple[str, ...]:
     return tuple(mesh.axis_names)
 
 
-def _cut(extent: int, axis: str | None, sizes: dict[str, int], position: dict[str, int]) -> slice:
-    if axis is None:
-        return slice(0, extent)
-    width = -(-extent // sizes[axis])  # an uneven split pads the last shards
-    start = min(position[axis] * width, extent)
+def _cut(extent: int, axis: Axis, sizes: dict[str, int], position: dict[str, int]) -> slice:
+    parts, place = 1, 0
+    for name in axes_of(axis):
+        parts, place = parts * sizes[name], place * sizes[name] + position[name]
+    width = -(-extent // parts)  # an uneven split pads the last shards
+    start = min(place * width, extent)
     return slice(start, min(start + width, extent))
 
 
@@ -133,18 +134,22 @@ class XlaShards:
 class LogicalTensor(Tensor):
     """One tensor of the logical state, as torch.distributed.checkpoint's planners take it.
 
-    Either a whole XLA tensor or one layer of a stacked one. Only its description is a tensor; the bytes stay with
-    `shards` until a planner asks for them.
+    Either a whole XLA tensor, or its first `rows`, or one layer of a stacked one. Only its description is a tensor; the
+    bytes stay with `shards` until a planner asks for them.
     """
 
     shards: XlaShards
     layer: int | None
+    rows: int | None
 
     @staticmethod
-    def __new__(cls: type[LogicalTensor], shards: XlaShards, layer: int | None = None) -> LogicalTensor:
+    def __new__(
+        cls: type[LogicalTensor], shards: XlaShards, layer: int | None = None, rows: int | None = None
+    ) -> LogicalTensor:
         shape = shards.shape if layer is None else shards.shape[1:]
+        shape = shape if rows is None else torch.Size((rows, *shape[1:]))
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device=torch.device("cpu"))
-        made.shards, made.layer = shards, layer
+        made.shards, made.layer, made.rows = shards, layer, rows
         if layer is not None:
             shards.users = shards.shape[0]
         return made
@@ -159,6 +164,10 @@ class LogicalTensor(Tensor):
             region = self.shards.regions[start][1]
             if self.layer is not None:
                 region = region[1:]  # stacks are never split along their layers
+            if self.rows is not None:
+                if start[0] >= self.rows:
+                    continue  # nothing but padding
+                region = (slice(start[0], min(region[0].stop, self.rows)), *region[1:])
             sizes = torch.Size(cut.stop - cut.start for cut in region)
             chunks.append(ChunkStorageMetadata(torch.Size(cut.start for cut in region), sizes))
         return chunks
@@ -183,6 +192,8 @@ class LogicalTensor(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         offsets = tuple(index.offset or ())
+        if self.rows is not None:
+            return self.shards.host(offsets)[: self.rows - offsets[0]]
         if self.layer is None:
             return self.shards.host(offsets)
         return self.shards.host((0, *offsets))[self.layer]

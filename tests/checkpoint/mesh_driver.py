@@ -26,14 +26,24 @@ from pretraining.optim.adamw import build_optimizer
 from pretraining.parallel.xla import XlaEngine
 
 DEVICES = int(os.environ["CPU_NUM_DEVICES"])
-MESHES = {"ddp": ("ddp", 0), "fsdp": ("fsdp", 0), "hsdp2x4": ("hsdp", 4), "hsdp4x2": ("hsdp", 2)}
+MESHES: dict[str, dict[str, Any]] = {
+    "ddp": {"sharding_strategy": "ddp"},
+    "fsdp": {"sharding_strategy": "fsdp"},
+    "hsdp2x4": {"sharding_strategy": "hsdp", "sharding_group_size": 4},
+    "hsdp4x2": {"sharding_strategy": "hsdp", "sharding_group_size": 2},
+    "zero1": {"sharding_strategy": "zero1"},
+    # The vocabulary is padded from 50 to 64 rows, of which a checkpoint knows nothing.
+    "tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "make_vocab_size_divisible_by": 32},
+    "context": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "context_parallel_size": 2},
+}
 ROWS, LENGTH, VOCABULARY = 8, 16, 50  # 50 rows and a width of 20 over 8 devices: uneven splits
 Run = tuple[XlaEngine, Any, torch.optim.AdamW, TrainConfig]
 
 
 def open_mesh(name: str) -> Run:
     """An engine with a small model and its optimizer on this mesh."""
-    strategy, group = MESHES[name]
+    fields = MESHES[name]
+    inner = fields.get("tensor_parallel_size", 1) * fields.get("context_parallel_size", 1)
     config = TrainConfig(
         model_variant="custom",
         vocab_size=VOCABULARY,
@@ -44,9 +54,8 @@ def open_mesh(name: str) -> Run:
         seq_length=LENGTH,
         num_steps=10,
         mixed_precision=False,
-        sharding_strategy=strategy,
-        sharding_group_size=group,
-        batch_size=ROWS // DEVICES,
+        batch_size=ROWS * inner // DEVICES,
+        **fields,
     )
     engine = XlaEngine(config)
     model = engine.place(build_model(config))

@@ -20,7 +20,8 @@ def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str
     text = describe(
         config,
         model_shape(config),
-        mesh={"replica": 2, "shard": 4},
+        mesh={"replica": 2, "shard": 4, "context": 1, "tensor": 1},
+        parts={"parameters": 4, "gradients": 4, "moments": 4},
         device_name=device_name,
         recompute=[False, True, False, False],
         rates={step: learning_rate(config, step) for step in telling_steps(config)},

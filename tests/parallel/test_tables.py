@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,12 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import VARIANTS
+from pretraining.config.variants import VARIANTS, padded_vocabulary
 from pretraining.models.llama import Llama
 from pretraining.parallel.engine import Mesh
-from pretraining.parallel.mesh import resolve_batch, resolve_mesh
+from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, scan_plan, show_mask
-from pretraining.parallel.sharding import LLAMA_SHARDING, spec_of
+from pretraining.parallel.sharding import LLAMA_SHARDING, STRATEGIES, axes_of, spec_of, state_parts
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
@@ -33,8 +35,74 @@ def test_every_parameter_of_every_variant_matches_one_row_of_the_table(name: str
 def test_every_matrix_is_split_somewhere() -> None:
     with torch.device("meta"):
         model = Llama(TrainConfig(model_variant="tiny"))
-    split = [name for name, weight in model.named_parameters() if weight.dim() > 1 and "shard" not in spec_of(name)]
-    assert split == []
+    unsplit = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.dim() > 1 and not any("shard" in axes_of(axis) for axis in spec_of(name))
+    ]
+    assert unsplit == []
+
+
+def test_the_strategies_split_what_their_names_say() -> None:
+    mesh = Mesh(1, 4, context=2, tensor=3)
+    parts = {name: tuple(state_parts(TrainConfig(sharding_strategy=name), mesh).values()) for name in STRATEGIES}
+    assert parts == {"ddp": (3, 3, 3), "zero1": (3, 3, 24), "zero2": (3, 24, 24), "fsdp": (24,) * 3, "hsdp": (24,) * 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "mesh"),
+    [
+        ({"sharding_strategy": "fsdp", "tensor_parallel_size": 2}, Mesh(1, 4, 1, 2)),
+        ({"sharding_strategy": "ddp", "tensor_parallel_size": 4}, Mesh(2, 1, 1, 4)),
+        ({"sharding_strategy": "zero1", "context_parallel_size": 2}, Mesh(1, 4, 2, 1)),
+        ({"sharding_strategy": "hsdp", "tensor_parallel_size": 2}, Mesh(2, 2, 1, 2)),  # a group is a host of 4
+        ({"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "context_parallel_size": 2}, Mesh(1, 2, 2, 2)),
+    ],
+)
+def test_what_tensor_and_context_leave_is_data_parallel(fields: dict[str, Any], mesh: Mesh) -> None:
+    resolved = resolve_mesh(TrainConfig(**fields), devices=8, devices_per_host=4)
+    assert (resolved, resolved.size) == (mesh, 8)
+    assert resolved.data_ranks == mesh.replica * mesh.shard
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "--tensor_parallel_size=3 +does not divide the 8 devices; use 1, 2, 4, 8"),
+        ({"context_parallel_size": 3}, "--context_parallel_size=3 +does not divide the 8 devices"),
+        ({"tensor_parallel_size": 4, "context_parallel_size": 4}, "x context_parallel_size=4 = 16 does not divide"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_devices_are_refused_with_those_that_do(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_mesh(TrainConfig(**fields), 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tensor", "asked", "repeats"), [(8, 4, 0, 1), (2, 8, 0, 4), (6, 4, 0, 2), (2, 8, 4, 4), (2, 4, 4, 4)]
+)
+def test_key_value_heads_are_copied_as_often_as_tensor_ranks_need(
+    kv_heads: int, tensor: int, asked: int, repeats: int
+) -> None:
+    shape = replace(VARIANTS["llama2_7b"], num_kv_heads=kv_heads)
+    assert kv_repeats(TrainConfig(tensor_parallel_size=tensor, kv_replication=asked), shape) == repeats
+
+
+@given(st.integers(1, 10**6), st.integers(1, 512), st.integers(1, 64))
+def test_a_padded_vocabulary_is_the_least_that_divides(vocabulary: int, multiple: int, tensor: int) -> None:
+    config = TrainConfig(vocab_size=vocabulary, make_vocab_size_divisible_by=multiple, tensor_parallel_size=tensor)
+    padded = padded_vocabulary(config)
+    assert padded % (multiple * tensor) == 0
+    assert vocabulary <= padded < vocabulary + multiple * tensor
+
+
+def test_published_padded_sizes_are_met() -> None:  # Pythia: 50277 tokens, multiples of 128 times model parallelism
+    sizes = {2: 50432, 4: 50688, 1: 50304}
+    for tensor, padded in sizes.items():
+        config = TrainConfig(vocab_size=50277, make_vocab_size_divisible_by=128, tensor_parallel_size=tensor)
+        assert padded_vocabulary(config) == padded
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ STRATEGIES: dict[str, Fields] = {
     "fsdp": {"sharding_strategy": "fsdp"},
     "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 4},
 }
+TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
+SEQUENCE: Fields = {"tensor_parallel_size": 4, "sequence_parallel": True}
 RECOMPUTED: dict[str, Fields] = {
     "none": {},
     "all": {"fsdp_activation_checkpointing": True},
@@ -45,6 +47,23 @@ CASES: dict[int, dict[str, Fields]] = {
     4: {**FEW, "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 2}},
     8: {
         **MATRIX,
+        "zero1": {"sharding_strategy": "zero1"},
+        "zero2": {"sharding_strategy": "zero2", "batch_size": 1},  # accumulated, so that split gradients are kept
+        "tensor 2": {"sharding_strategy": "ddp", "tensor_parallel_size": 2, "batch_size": 4},
+        "tensor 4": {"sharding_strategy": "ddp", "tensor_parallel_size": 4, "batch_size": 8},
+        "tensor 8, fewer key/value heads": {"sharding_strategy": "ddp", "tensor_parallel_size": 8, "batch_size": 16},
+        "tensor and sequence": {**STRATEGIES["fsdp"], **SEQUENCE, **RECOMPUTED["a third"], "batch_size": 8},
+        "fsdp x tensor, padded": {**STRATEGIES["fsdp"], **TENSOR, "make_vocab_size_divisible_by": 384},
+        "hsdp x tensor": {"sharding_strategy": "hsdp", "sharding_group_size": 2, **TENSOR},
+        "context 2": {**STRATEGIES["fsdp"], "context_parallel_size": 2, "batch_size": 4},
+        "context 4": {"sharding_strategy": "ddp", "context_parallel_size": 4, "batch_size": 8},
+        "fsdp x context x tensor": {
+            **STRATEGIES["fsdp"],
+            **RECOMPUTED["all"],
+            **TENSOR,
+            "context_parallel_size": 2,
+            "batch_size": 8,
+        },
         "accumulated": {**STRATEGIES["fsdp"], "batch_size": 1, "gradient_accumulation_steps": 2},
         "built first": {**STRATEGIES["fsdp"], "low_cpu_fsdp": False},
         "bf16": {**STRATEGIES["fsdp"], "mixed_precision": True},
@@ -106,6 +125,19 @@ def test_parameters_and_moments_are_really_split(case: str, parts: int) -> None:
     whole = got["ddp, none"]["bytes"]["parameters"]
     assert got[case]["bytes"]["parameters"] == (whole - norms) // parts + norms
     assert got[case]["bytes"]["moments"] == 2 * got[case]["bytes"]["parameters"]
+
+
+def test_zero1_keeps_parameters_whole_and_moments_split_after_every_step() -> None:
+    got = outcome(8)[0]
+    assert got["zero1"]["bytes"]["parameters"] == got["ddp, none"]["bytes"]["parameters"]
+    assert got["zero1"]["bytes"]["moments"] == got["fsdp, none"]["bytes"]["moments"]
+    assert got["zero2"]["bytes"] == got["zero1"]["bytes"]
+
+
+def test_tensor_ranks_hold_their_part_of_every_matrix() -> None:
+    got = outcome(8)[0]
+    assert got["fsdp x context x tensor"]["bytes"] == got["fsdp, none"]["bytes"]
+    assert got["tensor 4"]["bytes"]["parameters"] == got["hsdp, none"]["bytes"]["parameters"]
 
 
 def test_bf16_products_stay_within_two_percent_of_fp32() -> None:
