@@ -43,7 +43,7 @@ class _Chunked(torch.autograd.Function):
         for first, last in pieces(q.shape[3]):
             scores = _scores(q[..., first:last, :], k[:, :, :last], segments, first)  # [B, K, G, C, S]
             total = scores.logsumexp(-1, keepdim=True)
-            outputs.append(_per_head((scores - total).exp().to(v.dtype), v[:, :, :last]))
+            outputs.append(_grouped(WEIGHTED, (scores - total).exp().to(v.dtype), v[:, :, :last]))
             totals.append(total)
         y, total = torch.cat(outputs, 3), torch.cat(totals, 3)  # [B, K, G, T, E], [B, K, G, T, 1]
         ctx.save_for_backward(q, k, v, y, total, segments)
@@ -60,9 +60,9 @@ class _Chunked(torch.autograd.Function):
             part = grad[..., first:last, :]
             scores = _scores(here, seen, segments, first)
             weights = (scores - total[..., first:last, :]).exp()  # [B, K, G, C, S]
-            by_weights = _per_head(part, values.transpose(-1, -2)).float()
+            by_weights = _grouped(PRODUCTS, part, values).float()
             by_scores = (weights * (by_weights - shift[..., first:last, :]) * scale).to(q.dtype)
-            grad_q.append(_per_head(by_scores, seen))
+            grad_q.append(_grouped(WEIGHTED, by_scores, seen))
             unseen = (0, 0, 0, k.shape[2] - last)
             grad_k = grad_k + torch.nn.functional.pad(_over_queries(by_scores, here), unseen)
             grad_v = grad_v + torch.nn.functional.pad(_over_queries(weights.to(q.dtype), part), unseen)
@@ -72,7 +72,7 @@ class _Chunked(torch.autograd.Function):
 def _scores(q: Tensor, k: Tensor, segments: Tensor | None, first: int) -> Tensor:
     """Scaled products of a piece, fp32 [B, K, G, C, S], -inf where a query may not look."""
     count, seen = q.shape[3], k.shape[2]
-    scores = _per_head(q, k.transpose(-1, -2)).float() / math.sqrt(q.shape[-1])
+    scores = _grouped(PRODUCTS, q, k).float() / math.sqrt(q.shape[-1])
     keys = torch.arange(seen, device=q.device)
     hidden = keys > torch.arange(first, first + count, device=q.device)[:, None]  # [C, S]
     if segments is not None:
@@ -81,11 +81,33 @@ def _scores(q: Tensor, k: Tensor, segments: Tensor | None, first: int) -> Tensor
     return scores.masked_fill(hidden, -math.inf)
 
 
-def _per_head(x: Tensor, y: Tensor) -> Tensor:
-    """x [B, K, G, C, I] times y [B, K, I, O], whose heads the G groups share: [B, K, G, C, O]."""
-    return (x.flatten(2, 3) @ y).view(*x.shape[:-1], y.shape[-1])
+def _grouped(equation: str, x: Tensor, y: Tensor) -> Tensor:
+    """`equation` for x [B, K, G, C, ..] and y [B, K, S, E], whose heads the G groups share: [B, K, G, C, ..]."""
+    made = contract(equation, x.flatten(2, 3), y)
+    return made.view(*x.shape[:-1], made.shape[-1])
 
 
 def _over_queries(x: Tensor, y: Tensor) -> Tensor:
     """x [B, K, G, C, S] and y [B, K, G, C, E] multiplied and summed over G and C: [B, K, S, E], fp32."""
-    return (x.flatten(2, 3).transpose(-1, -2) @ y.flatten(2, 3)).float()
+    return contract(OVER_QUERIES, x.flatten(2, 3), y.flatten(2, 3)).float()
+
+
+# Rows b, heads k, queries q, keys s, channels e
+PRODUCTS, WEIGHTED, OVER_QUERIES = "bkqe,bkse->bkqs", "bkqs,bkse->bkqe", "bkqs,bkqe->bkse"
+
+
+@torch.library.custom_op("pretraining::contract", mutates_args=())
+def contract(equation: str, x: Tensor, y: Tensor) -> Tensor:
+    """torch.einsum, kept whole while a graph is traced.
+
+    Traced through, it becomes a product of three dimensions, rows and heads in one. No device holds a run of that one
+    where rows and heads are both split, so the compiler would gather all heads on every tensor rank.
+    """
+    return torch.einsum(equation, x, y)
+
+
+@contract.register_fake
+def _(equation: str, x: Tensor, y: Tensor) -> Tensor:
+    inputs, output = equation.split("->")
+    sizes = dict(zip(inputs.replace(",", ""), (*x.shape, *y.shape), strict=True))
+    return x.new_empty([sizes[letter] for letter in output])

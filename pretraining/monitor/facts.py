@@ -26,8 +26,8 @@ def describe(
     """The derived facts as lines of text.
 
     mesh: axis -> size. parts: into how many parts "parameters", "gradients" and "moments" are split. recompute: True
-    for each block whose activations are computed again. rates: learning rates of some 0-based updates. The batch fields of `config` must be
-    resolved (global_batch_size and gradient_accumulation_steps not None).
+    for each block whose activations are computed again. rates: learning rates of some 0-based updates. The batch fields
+    of `config` must be resolved (global_batch_size and gradient_accumulation_steps not None).
     """
     rows = [
         ("model", _model(config, shape)),
