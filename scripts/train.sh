@@ -3,6 +3,7 @@
 #
 # The settings below, then your flags: of a flag given twice the last counts. Without data of your own it prepares a
 # small corpus first, the source files of Python's standard library, and ends with a sample from the trained model.
+# With --config_file or --import_config that file takes the place of the settings below.
 # Returns the training's exit code: 0 finished, 2 a mistake in the flags, 3 training stopped itself, 143 and 130 after
 # a signal. The same command again continues.
 #
@@ -42,13 +43,15 @@ main() {
     fi
     choose_devices
     local flags=("${settings[@]}") folder code=0
-    if ! names_data "$@"; then
+    if brings_config "$@"; then
+        flags=()
+    elif ! names_data "$@"; then
         prepare_corpus
     fi
     flags+=("$@")
     folder=$(run_folder "${flags[@]}")
     launch "${flags[@]}" || code=$?
-    if [[ $code == 0 && ${NODE_RANK:-0} == 0 ]] && ! names_data "$@"; then
+    if [[ $code == 0 && ${NODE_RANK:-0} == 0 ]] && ! names_data "$@" && ! brings_config "$@"; then
         show_sample "$folder"
     fi
     return "$code"
@@ -73,6 +76,15 @@ names_data() {
     local word
     for word in "$@"; do
         case ${word//-/_} in __data_path* | __use_dummy_dataset | __use_dummy_dataset=[TtYy1]*) return 0 ;; esac
+    done
+    return 1
+}
+
+# A configuration file says what the settings above say, and names its data.
+brings_config() {
+    local word
+    for word in "$@"; do
+        case ${word//-/_} in __import_config* | __config_file*) return 0 ;; esac
     done
     return 1
 }

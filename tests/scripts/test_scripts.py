@@ -106,6 +106,13 @@ def test_mistakes_in_the_flags_are_told_once_before_anything_starts(installed: P
     assert "note:" not in ended.stderr.partition("2 problems")[2]
 
 
+def test_a_configuration_file_takes_the_place_of_the_settings(installed: Path) -> None:
+    (installed / "run.toml").write_text('model_variant = "mini"\nuse_dummy_dataset = true\nseq_length = 512\n')
+    ended = bash(installed, "bash scripts/train.sh --config_file=run.toml --import_only")
+    said = {"--model_variant=mini", "--seq_length=512", "--use_dummy_dataset=True", "--checkpoint_interval=0"}
+    assert (ended.returncode, {line.strip() for line in ended.stdout.splitlines()}) == (0, said), ended.stderr
+
+
 def test_help_is_the_table_of_flags(installed: Path) -> None:
     ended = bash(installed, "bash scripts/train.sh --help")
     assert (ended.returncode, "--batch_size=2" in ended.stdout) == (0, True)

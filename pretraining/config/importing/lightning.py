@@ -295,5 +295,8 @@ EXP_MANAGER = {
 ABSENT = {
     "trainer.max_steps": -1,
     "trainer.gradient_clip_val": 0.0,
+    "trainer.limit_val_batches": lambda source: (
+        None if source.leaves.get("trainer.val_check_interval") is None else 1.0
+    ),
     f"{CALLBACK}.every_n_train_steps": _save_interval_default,
 }

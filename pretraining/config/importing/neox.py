@@ -480,7 +480,16 @@ def _eval_iters(value: Any, source: Source) -> Reading:
     values = _validation("val_steps")(value, source).values
     shares = str(source.get("split", "")).replace("/", ",").split(",")
     tested = (len(shares) > 2 and shares[2].strip() not in ("", "0")) or source.get("test_data_paths")
-    return implied("batches of a validation, and of the test at the end", **values, test_steps=value if tested else 0)
+    note = "batches of a validation, and of the test at the end" + _budget(value, source)
+    return implied(note, **values, test_steps=value if tested else 0)
+
+
+def _budget(batches: Any, source: Source) -> str:
+    """Sequences that NeoX sets aside: (train_iters // eval_interval + 1) x eval_iters x batch; for the test one of it."""
+    total, every, steps = _batch(source)[0], source.number("eval_interval", 0), source.number("train_iters", 0)
+    if total is None or every < 1 or not whole(batches):
+        return ""
+    return f": {(steps // every + 1) * batches * total} and {batches * total} sequences in NeoX"
 
 
 def _profile_stop(value: Any, source: Source) -> Reading:
@@ -657,17 +666,24 @@ _IDLE = {
 
 _OFF = {
     "the state stays on the devices": ("zero_optimization.cpu_offload", "checkpoint_in_cpu"),
-    "muP": ("use_mup", "save_base_shapes", "load_base_shapes"),
+    "muP": ("use_mup", "mup_*", "save_base_shapes", "load_base_shapes", "coord_check"),
     "mixtures of corpora by their size": ("weight_by_num_documents",),
     "trackers: wandb alone": ("use_comet",),
     "optimizers in 8 bits": ("use_bnb_optimizer",),
-    "another kind of model": ("soft_prompt_tuning", "num_unique_layers", "sparsity_config", "mamba_use_bias_in_conv"),
-    "Transformer Engine": ("te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "te_fp8_margin"),
+    "another kind of model": (
+        "soft_prompt_tuning",
+        "soft_prompt_tuning.*",
+        "num_unique_layers",
+        "sparsity_config",
+        "mamba_*",
+        "rwkv_*",
+    ),
+    "Transformer Engine": ("te_*",),
     "DeepSpeed's own trials": (
         *("curriculum_learning", "autotuning", "elasticity", "compression_training", "data_efficiency", "amp"),
-        "autotuning_run",
+        *("autotuning_run", "autotuning.*", "curriculum_learning.*", "elasticity.*", "data_efficiency.*"),
     ),
-    "alignment recipes": ("dpo_beta", "kto_beta", "label_data_paths", "train_label_data_paths"),
+    "alignment recipes": ("dpo_*", "kto_*", "reinforce_*", "label_data_paths", "*_label_data_paths"),
     "another place for checkpoints": ("s3_path", "serve_model_weights"),
     "stopping before train_iters": ("exit_interval",),
     "traces of memory": ("memory_profiling",),
@@ -723,6 +739,7 @@ TABLE = Table(
         "warmup": 0.01,
         "min_lr": 0.0,
         "seed": 1234,
+        "split": lambda source: "969, 30, 1" if _one_corpus(source) else None,
         "eval_interval": 1000,
         "eval_iters": 100,
         "fp16.enabled": lambda source: (
@@ -731,6 +748,12 @@ TABLE = Table(
     },
     (_batch_agrees,),
 )
+
+
+def _one_corpus(source: Source) -> bool:
+    """Whether NeoX would divide one corpus by `split`; --data_path stands for its data_path."""
+    apart = source.leaves.get("valid_data_paths") or source.leaves.get("valid_data_path")
+    return not apart and (source.leaves.get("data_path") is not None or source.knows("data_path"))
 
 
 def _clips(source: Source) -> bool:

@@ -194,10 +194,10 @@ def _default(key: str, opened: Opened) -> Record | None:
 
 
 def find_rule(key: str, table: Table) -> Rule | None:
-    """The rule of a key: its own, or that of a family, whose name ends in ".*"."""
+    """The rule of a key: its own, or that of a family, such as "model.moe.*"."""
     if key in table.rules:
         return table.rules[key]
-    return next((rule for name, rule in table.rules.items() if name.endswith("*") and fnmatchcase(key, name)), None)
+    return next((rule for name, rule in table.rules.items() if "*" in name and fnmatchcase(key, name)), None)
 
 
 def _nearest(key: str, table: Table) -> str:

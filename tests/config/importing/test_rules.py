@@ -1,0 +1,244 @@
+"""Single rules against numbers that were worked out by hand or published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.config.importing.megatron import SCHEDULES
+from pretraining.config.importing.neox import era_of, feed_forward
+from pretraining.config.importing.resolve import Import, import_source
+from pretraining.config.importing.rules import Source
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import SCHEDULES as OURS
+from tests.config.importing.files import put, tree, write
+
+ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True", "import_only": "True"}
+
+
+def found(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> Import:
+    node = tree(kind)
+    for key, value in changes.items():
+        put(node, key, value)
+    return import_source({"import_config": write(folder, node), **ENOUGH, **flags})
+
+
+def config(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> TrainConfig:
+    imported = found(kind, folder, changes, **flags)
+    assert not imported.problems
+    return imported.values.config
+
+
+# ---- GPT-NeoX
+
+
+@pytest.mark.parametrize(
+    ("hidden", "leaves", "flags", "width"),
+    [
+        (4096, {"activation": "swiglu", "intermediate_size": 33024}, {}, 11008),  # Llama 2 7B: 3 x 11008
+        (4096, {"activation": "swiglu", "intermediate_size": 11008}, {"neox_gated_ffn": "legacy"}, 11008),
+        (4096, {"activation": "silu", "mlp_type": "llama"}, {}, 11008),  # 256 ceil(8 x 4096 / 3 / 256)
+        (768, {}, {}, 3072),
+        (768, {"expansion_factor": 3}, {}, 2304),
+        (768, {"intermediate_size": 1001}, {}, 1002),  # even
+        (5120, {"activation": "swiglu", "intermediate_size": 41472}, {}, 13824),  # Llama 2 13B
+    ],
+)
+def test_the_width_of_the_feed_forward_layer(
+    hidden: int, leaves: dict[str, Any], flags: dict[str, object], width: int
+) -> None:
+    assert feed_forward(Source({"hidden_size": hidden, **leaves}, flags=flags)).values == {"intermediate_size": width}
+
+
+def test_a_width_that_neox_itself_cannot_build_is_refused() -> None:
+    """Mistral 7B's file: 2/3 of 14336 is 9557; both projections round to 9558, one to 4778."""
+    reading = feed_forward(Source({"hidden_size": 4096, "activation": "swiglu", "intermediate_size": 14336}))
+    assert reading.status == "unsupported"
+    assert "9558 and 2 x 4778" in reading.note
+
+
+@given(st.integers(1, 10**6), st.sampled_from([1, 2, 64, 256]))
+def test_a_gated_width_is_about_a_third_of_the_written_one(written: int, multiple: int) -> None:
+    leaves = {"hidden_size": 64, "activation": "geglu", "intermediate_size": written, "mlp_multiple_of": multiple}
+    reading = feed_forward(Source(leaves))
+    if reading.status != "unsupported":
+        width = reading.values["intermediate_size"]
+        assert width % multiple == 0
+        assert abs(width - written / 3) <= 2 * multiple + 1
+
+
+@pytest.mark.parametrize(
+    ("leaves", "era"),
+    [({"save_interval": 1}, "2022"), ({"mlp_type": "llama"}, "2022"), ({"checkpoint_factor": 1}, "head"), ({}, "head")],
+)
+def test_the_era_is_told_by_the_keys(leaves: dict[str, Any], era: str) -> None:
+    assert era_of(leaves, "auto")[0] == era
+    assert era_of(leaves, "2022")[0] == "2022"
+
+
+def test_absent_keys_take_the_eras_defaults(tmp_path: Path) -> None:
+    node = {key: value for key, value in tree("neox").items() if key not in ("gradient_clipping", "weight_decay")}
+    path = write(tmp_path, node)
+    now, then = (
+        import_source({"import_config": path, "neox_era": era, **ENOUGH}).values.config for era in ("head", "2022")
+    )
+    assert (now.grad_clip_thresh, now.weight_decay, now.lr_schedule) == (1.0, 0.1, "neox_cosine")
+    assert (then.grad_clip_thresh, then.weight_decay, then.lr_schedule) == (0.0, 0.01, "neox2022_cosine")
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "passes", "batch"),
+    [
+        (64, 4, None, (64, 4)),  # 8 ranks: two passes
+        (64, None, 2, (64, 4)),
+        (None, 4, 2, (64, 4)),
+        (64, None, None, (64, 8)),
+        (None, 4, None, (32, 4)),
+        (64, 4, 2, (64, 4)),
+    ],
+)
+def test_two_sizes_of_a_batch_give_the_third(
+    train: int | None, micro: int | None, passes: int | None, batch: tuple[int, int], tmp_path: Path
+) -> None:
+    sizes = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": passes,
+    }
+    imported = config("neox", tmp_path, sizes)
+    assert (imported.global_batch_size, imported.batch_size) == batch
+
+
+def test_three_sizes_that_disagree_are_refused_with_what_divides(tmp_path: Path) -> None:
+    sizes = {"train_batch_size": 80, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    (problem,) = found("neox", tmp_path, sizes).problems
+    assert problem.subject == "train_batch_size=80"
+    assert problem.remedy.endswith("micro batches that divide: 1, 2, 5, 10")
+
+
+def test_without_the_number_of_devices_the_global_batch_is_the_runs(tmp_path: Path) -> None:
+    imported = config("neox", tmp_path, {"num_gpus": None})
+    assert (imported.global_batch_size, imported.batch_size, imported.gradient_accumulation_steps) == (None, 2, 2)
+    assert config("neox", tmp_path, {"num_gpus": None}, source_world_size="16").global_batch_size == 64
+
+
+def test_neox_sets_sequences_aside_for_validation(tmp_path: Path) -> None:
+    """(320000 // 1000 + 1) x 10 x 32 to validate on and 10 x 32 to test on."""
+    changes = {"train_iters": 320000, "eval_interval": 1000, "eval_iters": 10, "data_path": "/c/text"}
+    imported = found("neox", tmp_path, changes)
+    (record,) = (record for record in imported.records if record.source_key == "eval_iters")
+    assert "102720 and 320 sequences" in record.note
+    assert imported.values.config.split == "969, 30, 1"
+    assert imported.values.config.data_path == "/c/text.idx"
+
+
+def test_neox_mixtures_keep_their_weights(tmp_path: Path) -> None:
+    changes = {"train_data_paths": ["/c/a", "/c/d/b"], "train_data_weights": [1.0, 3.0]}
+    changes |= {"valid_data_paths": ["/c/v"], "test_data_paths": ["/c/t"]}
+    imported = config("neox", tmp_path, changes)
+    assert (imported.data_path, imported.datasets, imported.weights) == ("/c", "a.idx,d/b.idx", "1.0,3.0")
+    assert (imported.valid_data_path, imported.test_data_path) == ("/c/v.idx", "/c/t.idx")
+
+
+# ---- NeMo and NxD Training
+
+
+def test_every_schedule_of_nemo_is_one_of_ours() -> None:
+    assert set(SCHEDULES.values()) <= set(OURS)
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(1, 1), (1.0, -1), (50, 50), (0, 0), (0.0, 0)])
+def test_one_batch_is_not_all_of_them(limit: float, steps: int, tmp_path: Path) -> None:
+    changes = {"trainer.limit_val_batches": limit, "model.data.splits_string": "900,50,50"}
+    imported = config("nemo", tmp_path, changes)
+    assert imported.val_steps == steps
+    assert bool(imported.val_interval) == bool(steps)
+
+
+def test_validation_that_is_never_reached_is_none(tmp_path: Path) -> None:
+    changes = {"trainer.val_check_interval": 13, "trainer.limit_val_batches": 2, "model.data.splits_string": "9,1,0"}
+    assert config("nemo", tmp_path, changes).val_interval == 0
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("/c/a", ("/c/a.idx", "", "")),
+        ([1.0, "/c/a"], ("/c/a.idx", "", "")),
+        ([0.5, "/c/a", 0.5, "/c/d/b"], ("/c", "a.idx,d/b.idx", "0.5,0.5")),
+        (["/c/a", "/c/b"], ("/c", "a.idx,b.idx", "")),
+        ({"train": [0.3, "/c/a", 0.7, "/c/b"]}, ("/c", "a.idx,b.idx", "0.3,0.7")),
+    ],
+)
+def test_every_way_to_name_a_corpus_is_read(prefix: Any, expected: tuple[str, str, str], tmp_path: Path) -> None:
+    imported = config("nemo", tmp_path, {"model.data.data_prefix": prefix})
+    assert (imported.data_path, imported.datasets, imported.weights) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "eps", "decay"),
+    [("adamw", 1e-8, 0.01), ("adamw_fp32OptState", 1e-6, 0.0), ("fused_adam", 1e-8, 0.0)],
+)
+def test_absent_hyperparameters_are_the_optimizers_own(name: str, eps: float, decay: float, tmp_path: Path) -> None:
+    changes = {"model.optim.name": name, "model.optim.betas": None, "model.optim.weight_decay": None}
+    imported = found("nxdt", tmp_path, changes, import_strict="False").values.config
+    assert (imported.adam_beta1, imported.adam_beta2) == (0.9, 0.999)
+    assert (imported.optimizer_eps, imported.weight_decay) == (eps, decay)
+
+
+def test_phases_may_be_shares_of_the_steps(tmp_path: Path) -> None:
+    changes = {"model.optim.sched.warmup_steps": None, "model.optim.sched.warmup_ratio": 0.25}
+    changes |= {"model.optim.sched.constant_steps": None, "model.optim.sched.constant_ratio": 0.26}
+    imported = config("nemo", tmp_path, changes)
+    assert (imported.lr_warmup_ratio, imported.lr_constant_steps) == (0.25, 3)
+
+
+def test_without_a_schedule_the_rate_is_constant(tmp_path: Path) -> None:
+    assert config("nemo", tmp_path, {"model.optim.sched": None}).lr_schedule == "constant"
+
+
+def test_the_trainers_steps_count_and_not_the_schedules(tmp_path: Path) -> None:
+    imported = found("nemo", tmp_path, {"model.optim.sched.max_steps": 99})
+    assert imported.values.config.lr_decay_steps is None
+    (record,) = (record for record in imported.records if record.source_key == "model.optim.sched.max_steps")
+    assert (record.status, "trainer.max_steps=12 counts" in record.note) == ("implied", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "resume"),
+    [
+        ({}, "auto"),
+        ({"exp_manager.resume_ignore_no_checkpoint": False}, "must"),
+        ({"exp_manager.resume_if_exists": False}, "never"),
+    ],
+)
+def test_resuming_is_one_word_here(changes: dict[str, Any], resume: str, tmp_path: Path) -> None:
+    assert config("nemo", tmp_path, changes).resume == resume
+
+
+def test_saving_none_and_keeping_all(tmp_path: Path) -> None:
+    callback = "exp_manager.checkpoint_callback_params"
+    changes = {"exp_manager.create_checkpoint_callback": True, f"{callback}.every_n_train_steps": 5}
+    kept = config("nemo", tmp_path, {**changes, f"{callback}.save_top_k": -1})
+    assert (kept.checkpoint_interval, kept.keep_last_n_checkpoints) == (5, 0)
+    assert config("nemo", tmp_path, {**changes, f"{callback}.save_top_k": 0}).checkpoint_interval == 0
+    absent = config("nemo", tmp_path, {"exp_manager.create_checkpoint_callback": True})
+    assert absent.checkpoint_interval == 4  # after each validation
+
+
+def test_the_folder_of_the_run(tmp_path: Path) -> None:
+    assert config("nemo", tmp_path, {"exp_manager.exp_dir": "/exp"}).log_dir == "/exp/small"
+    changes = {"exp_manager.exp_dir": "/exp", "exp_manager.explicit_log_dir": "/there"}
+    assert config("nemo", tmp_path, changes).log_dir == "/there"
+
+
+def test_a_report_is_json_whatever_the_source_holds(tmp_path: Path) -> None:
+    from pretraining.config.importing.report import as_data
+
+    report = as_data(found("nemo", tmp_path, {"model.data.data_prefix": "/c/a"}))
+    assert json.loads(json.dumps(report)) == report
