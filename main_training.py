@@ -63,7 +63,7 @@ def main(**flags: str) -> int:
     # Checkpoint: the same command continues where the newest one stands
     checkpoints = Checkpoints(config, config.run_folder)
     found = checkpoints.restore(engine, model, optimizer)
-    start = found.step if found else 0
+    start, tokens = (found.step, found.tokens_seen) if found else (0, 0)
     stream = open_stream(config, engine.data_rank, engine.data_size, state=found.data if found else None)
     if stream.steps is not None:  # num_epochs may end before num_steps
         config.num_steps = min(config.num_steps, start + stream.steps)
@@ -76,9 +76,9 @@ def main(**flags: str) -> int:
         (config.run_folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
 
     # Loop
-    flops, peak = flops_per_token(shape, config.seq_length), peak_of(engine.device_name)
-    meter = Meter(config.tokens_per_step, engine.mesh.size, flops, peak)
-    tokens = found.tokens_seen if found else 0
+    meter = Meter(
+        config.tokens_per_step, engine.mesh.size, flops_per_token(shape, config.seq_length), peak_of(engine.device_name)
+    )
     valid, test = held.get("valid"), held.get("test")
     code = train(Run(config, engine, model, optimizer, stream, valid, test, checkpoints, metrics, meter, start, tokens))
     engine.close()

@@ -485,7 +485,7 @@ def _eval_iters(value: Any, source: Source) -> Reading:
 
 
 def _budget(batches: Any, source: Source) -> str:
-    """Sequences that NeoX sets aside: (train_iters // eval_interval + 1) x eval_iters x batch; for the test one of it."""
+    """Sequences that NeoX sets aside: (train_iters // eval_interval + 1) x eval_iters x batch, and for the test."""
     total, every, steps = _batch(source)[0], source.number("eval_interval", 0), source.number("train_iters", 0)
     if total is None or every < 1 or not whole(batches):
         return ""
