@@ -190,6 +190,10 @@ def config_from_flags(flags: Mapping[str, object]) -> TrainConfig:
         from pretraining.config.importing.resolve import import_flags
 
         return import_flags(given)
+    if given.get("model_config_path"):
+        from pretraining.config.importing.huggingface import model_config
+
+        given = {**model_config(given), **given}
     values = read_values(given)
     if values.config.import_only:
         values = read_values(given, missing_matters=False)

@@ -21,6 +21,9 @@ class TrainConfig:
     """Row of the variant table that gives the dimensions below: llama2_1.4b, llama2_7b, llama2_13b, llama2_34b,
     llama2_70b, llama3_194m_4k, llama3_1.8b, llama3_3.2b, llama3_8b, llama3_70b (and their _4k forms), 7b, 13b, 34b, 70b
     as short names of llama2_*, tiny and mini for CPUs, or "custom" (every dimension is given by its own flag)."""
+    model_config_path: str = ""
+    """Hugging Face's config.json of a Llama, whose dimensions, rotary settings and norm_eps are taken; flags and the
+    keys of import_config win over it. Empty: none."""
     num_layers: int | None = None
     """Transformer blocks, at least 1. None: the variant's."""
     hidden_size: int | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pretraining.config.flags import field_types
+from pretraining.config.importing import huggingface
 from pretraining.config.importing.rules import Rule, Table, no_op, off, to
 from pretraining.config.importing.source import TABLES
 
@@ -84,7 +85,7 @@ NXD_CORE = Table(
 
 def migration_tables(cell: Callable[[str], str]) -> str:
     """One Markdown table for each trainer; keys of one meaning share a row. cell: makes text safe inside a cell."""
-    tables = [*TABLES.values(), FMS, NXD_CORE]
+    tables = [*TABLES.values(), FMS, NXD_CORE, huggingface.TABLE]
     return "\n\n".join(["## Coming from other trainers", *(_table(table, cell) for table in tables)])
 
 

@@ -8,70 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 from pretraining.config.errors import ConfigError, Problem
-from pretraining.config.flags import Values, coerce, field_types, read_values
+from pretraining.config.flags import Values, field_types, read_values
+from pretraining.config.importing.huggingface import model_config
 from pretraining.config.importing.interpolation import MISSING
-from pretraining.config.importing.rules import Reading, Rule, Table, default_of, refused
+from pretraining.config.importing.rules import Rule, default_of, refused
 from pretraining.config.importing.source import Opened, open_source
+from pretraining.config.importing.support import find_rule, nearest, supported
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import CHOICES, comma_separated
+from pretraining.config.validate import comma_separated
 
 # How the configuration came to be: no part of the configuration itself.
 ORIGIN = (
     *("config_file", "import_config", "import_format", "import_report", "import_strict", "import_lr_steps"),
-    *("import_pp", "import_only", "source_world_size", "neox_era", "neox_gated_ffn"),
+    *("model_config_path", "import_pp", "import_only", "source_world_size", "neox_era", "neox_gated_ffn"),
 )
-
-# Of fields that TrainConfig does not have: the values that the recipe has anyway. Any other is unsupported.
-ALWAYS: dict[str, tuple[Any, ...]] = {
-    "activation": ("swiglu",),
-    "attention_dropout": (0,),
-    "attention_impl": ("auto",),
-    "attn_bias": (False,),
-    "checkpoint_granularity": ("full",),
-    "checkpoint_modules": (),
-    "checkpoint_num_layers": (1,),
-    "context_parallel_size": (1,),
-    "ffn_dropout": (0,),
-    "fp32_grad_acc": (True,),
-    "hidden_dropout": (0,),
-    "init_method": ("normal",),
-    "kv_replication": (0, 1),
-    "lora_alpha": (),
-    "lora_bias": (),
-    "lora_config_in_adapter": (),
-    "lora_dropout": (),
-    "lora_rank": (0,),
-    "lora_save_mode": (),
-    "lora_target_modules": (),
-    "make_vocab_size_divisible_by": (1,),
-    "master_weights": (True,),
-    "mlp_bias": (False,),
-    "model_config_path": (),
-    "norm_bias": (False,),
-    "norm_type": ("rmsnorm",),
-    "optimizer": ("adamw",),
-    "optimizer_args": (),
-    "output_init_method": ("scaled_normal",),
-    "parallel_residual": (False,),
-    "pipeline_cuts": (),
-    "pipeline_parallel_size": (1,),
-    "position_embedding_type": ("rope",),
-    "qk_norm": (False,),
-    "reduce_dtype": ("fp32", "auto"),
-    "rotary_percentage": (1,),
-    "sequence_parallel": (False,),
-    "sliding_window": (),
-    "stochastic_rounding": (False,),
-    "tensor_parallel_size": (1,),
-    "tie_word_embeddings": (False,),
-    "transformer_block_type": ("pre_ln",),
-    "virtual_pipeline_size": (1,),
-}
 
 # A flag that makes another field of the file meaningless.
 SAME_MATTER = (
@@ -133,10 +86,9 @@ def _configured(merged: Mapping[str, Any], flags: Mapping[str, object], only: bo
     """The configuration of the file's values under the flags."""
     given = {name: value for name, value in flags.items() if name not in ORIGIN}
     idle = {other for pair in SAME_MATTER for other in pair if set(pair) & given.keys() and other not in given}
-    values = {"model_variant": "custom", "lr_schedule": "constant", **merged, **given}
+    below = model_config({"model_config_path": merged.get("model_config_path"), **flags})
+    values = {"model_variant": "custom", "lr_schedule": "constant", **below, **merged, **given}
     kept = {name: value for name, value in values.items() if name not in idle and name not in ORIGIN}
-    if "model_config_path" in kept and not {"model_variant"} & given.keys():
-        del kept["model_variant"]  # the dimensions come from that file
     found = read_values(kept, missing_matters=not only)
     found.config.import_only = only
     problems = [problem for problem in found.problems if not (only and _needs_building(problem))]
@@ -162,7 +114,7 @@ def _record(key: str, value: Any, opened: Opened) -> Record:
     raw = opened.raw.get(key)
     rule = find_rule(key, opened.table)
     if rule is None:
-        return Record(key, raw, value, "unsupported", {}, f"no such key{_nearest(key, opened.table)}")
+        return Record(key, raw, value, "unsupported", {}, f"no such key{nearest(key, opened.table)}")
     if value == MISSING:
         names = " or ".join(f"--{name}" for name in rule.fields) or "it"
         flagged = {name: opened.source.flags[name] for name in rule.fields if name in opened.source.flags}
@@ -177,7 +129,7 @@ def _read(key: str, raw: Any, value: Any, rule: Rule, opened: Opened) -> Record:
         reading = rule.read(value, opened.source)
     except (TypeError, ArithmeticError):  # a rule computed with what is no number
         reading = refused("this value is of another kind than the key takes")
-    checked = _supported(reading)
+    checked = supported(reading)
     return Record(key, raw, value, checked.status, checked.values, checked.note)
 
 
@@ -191,44 +143,6 @@ def _default(key: str, opened: Opened) -> Record | None:
         return None
     record = _read(key, None, value, rule, opened)
     return None if record.status == "ignored" else record
-
-
-def find_rule(key: str, table: Table) -> Rule | None:
-    """The rule of a key: its own, or that of a family, such as "model.moe.*"."""
-    if key in table.rules:
-        return table.rules[key]
-    return next((rule for name, rule in table.rules.items() if "*" in name and fnmatchcase(key, name)), None)
-
-
-def _nearest(key: str, table: Table) -> str:
-    close = get_close_matches(key, table.rules, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else f" of {table.title}'s is known here"
-
-
-def _supported(reading: Reading) -> Reading:
-    """The reading, or why this recipe cannot do what it asks for."""
-    values: dict[str, Any] = {}
-    for name, value in reading.values.items():
-        if name not in field_types():
-            if value not in ALWAYS.get(name, ()):
-                return Reading("unsupported", {name: value}, f"this recipe has no {name}={value} yet")
-        else:
-            fault = _fault(name, value)
-            if fault:
-                return Reading("unsupported", {name: value}, fault)
-        values[name] = value
-    return Reading(reading.status, values, reading.note)
-
-
-def _fault(name: str, value: Any) -> str:
-    """What is wrong with a field's value, if anything."""
-    try:
-        read = coerce(value, field_types()[name])
-    except ValueError:
-        return f"{name}={value}: expected {getattr(field_types()[name], '__name__', field_types()[name])}"
-    if name in CHOICES and read not in CHOICES[name]:
-        return f"{name}={value}: this recipe has {', '.join(choice for choice in CHOICES[name] if choice)}"
-    return ""
 
 
 # ---- all keys together

@@ -18,9 +18,10 @@ from pretraining.config.document import PAGE
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.importing.reading import leaves, read_file
 from pretraining.config.importing.report import as_data, as_text, tell_import
-from pretraining.config.importing.resolve import ALWAYS, ORIGIN, Import, find_rule, import_source
+from pretraining.config.importing.resolve import ORIGIN, Import, import_source
 from pretraining.config.importing.resolve import settings as settings_of
 from pretraining.config.importing.source import TABLES
+from pretraining.config.importing.support import ALWAYS, find_rule
 from pretraining.config.training import TrainConfig
 from pretraining.optim.schedule import learning_rate
 from tests.config.importing.files import FILES, drop, put, tree, write
@@ -343,6 +344,54 @@ def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) ->
     path.write_text("learning_rat = 1.0\n")
     with pytest.raises(ConfigError, match=r"--learning_rat=1.0 .*did you mean --learning_rate"):
         TrainConfig.from_flags({"config_file": str(path)})
+
+
+# ---- Hugging Face's config.json
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 90,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
+    "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16},
+    "tie_word_embeddings": False,
+}
+
+
+def test_dimensions_come_from_a_config_json_under_the_flags(tmp_path: Path) -> None:
+    path = write(tmp_path, LLAMA, "model.json")
+    flags = {"model_config_path": path, "use_dummy_dataset": "True", "seq_length": "16", "num_layers": "5"}
+    found = TrainConfig.from_flags(flags)
+    assert (found.model_variant, found.num_layers, found.intermediate_size, found.vocab_size) == ("custom", 5, 48, 90)
+    assert (found.norm_eps, found.rope_theta, found.rope_scaling_type) == (1e-6, 5e5, "llama3")
+    assert (found.rope_scaling_factor, found.rope_original_max_position) == (4.0, 16)
+
+
+@pytest.mark.parametrize(("key", "value"), [("model_type", "gpt2"), ("hidden_act", "gelu"), ("hidden_sise", 32)])
+def test_a_config_json_that_we_cannot_follow_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, {**LLAMA, key: value}, "model.json")
+    with pytest.raises(ConfigError, match=f"{key}={value}"):
+        TrainConfig.from_flags({"model_config_path": path})
+
+
+def test_an_nxdt_file_takes_the_dimensions_it_leaves_out_from_its_model_config(tmp_path: Path) -> None:
+    node = drop(drop(put(tree("nxdt"), "model_source", "hf"), "model.ffn_hidden_size"), "model.num_kv_heads")
+    put(node, "model.model_config", "model.json")
+    assert "model.model_config=model.json" in refusal(node, tmp_path)
+    path = write(tmp_path, LLAMA, "model.json")
+    beside = config(node, tmp_path)
+    assert (beside.num_layers, beside.intermediate_size, beside.num_kv_heads) == (2, 48, 2)  # 2: the file's own
+    put(node, "model.model_config", "/elsewhere/model.json")
+    assert config(node, tmp_path, model_config_path=path) == beside
+    assert config(node, tmp_path, model_variant="llama3_8b", num_kv_heads="2").intermediate_size == 14336
 
 
 # ---- formats
