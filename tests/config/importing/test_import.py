@@ -23,6 +23,7 @@ from pretraining.config.importing.resolve import settings as settings_of
 from pretraining.config.importing.source import TABLES
 from pretraining.config.importing.support import ALWAYS, find_rule
 from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
 from pretraining.optim.schedule import learning_rate
 from tests.config.importing.files import FILES, drop, put, tree, write
 
@@ -391,7 +392,8 @@ def test_an_nxdt_file_takes_the_dimensions_it_leaves_out_from_its_model_config(t
     assert (beside.num_layers, beside.intermediate_size, beside.num_kv_heads) == (2, 48, 2)  # 2: the file's own
     put(node, "model.model_config", "/elsewhere/model.json")
     assert config(node, tmp_path, model_config_path=path) == beside
-    assert config(node, tmp_path, model_variant="llama3_8b", num_kv_heads="2").intermediate_size == 14336
+    llama3 = model_shape(config(node, tmp_path, model_variant="llama3_8b", num_kv_heads="2"))
+    assert (llama3.num_layers, llama3.intermediate_size) == (2, 14336)
 
 
 # ---- formats
