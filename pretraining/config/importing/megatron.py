@@ -534,7 +534,7 @@ def batch_check(section: str, degrees: str) -> Callable[[Source], Iterator[Probl
         world = int(str(source.flags.get("source_world_size", world)))
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         model_ranks = math.prod(source.number(degrees + name) for name in names)
-        if model_ranks < 1 or world % model_ranks:
+        if model_ranks < 1 or world < 1 or world % model_ranks:
             words = f"is no multiple of tensor x pipeline x context parallel ranks = {model_ranks}"
             yield Problem(f"trainer.devices x trainer.num_nodes = {world}", words)
             return

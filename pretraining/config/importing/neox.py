@@ -246,8 +246,8 @@ def _batch(source: Source) -> tuple[int | None, int | None, int | None]:
 
     NeoX takes 1 for absent passes even where total and micro-batch are given and then fails; here they follow.
     """
-    total, micro = source.get("train_batch_size"), source.get("train_micro_batch_size_per_gpu")
-    passes = source.get("gradient_accumulation_steps", source.get("gas"))
+    total, micro = _size("train_batch_size", source), _size("train_micro_batch_size_per_gpu", source)
+    passes = _size("gradient_accumulation_steps", source) or _size("gas", source)
     ranks = data_ranks(source)
     if ranks is None:
         return total, micro, passes if total is None else None
@@ -262,14 +262,21 @@ def _batch(source: Source) -> tuple[int | None, int | None, int | None]:
 
 def data_ranks(source: Source) -> int | None:
     """Data-parallel ranks of the source: --source_world_size, or what the file says, by the model's ranks."""
-    devices = source.flags.get("source_world_size") or source.get("global_num_gpus")
-    nodes, each = source.get("num_nodes"), source.get("num_gpus")
-    if devices is None and whole(nodes) and whole(each):
+    given = source.flags.get("source_world_size")
+    devices = int(str(given)) if given else _size("global_num_gpus", source)
+    nodes, each = _size("num_nodes", source), _size("num_gpus", source)
+    if devices is None and nodes and each:
         devices = nodes * each
     if devices is None:
         return None
     model = max(source.number("pipe_parallel_size"), 1) * max(source.number("model_parallel_size"), 1)
-    return max(int(str(devices)) // model, 1)
+    return max(devices // model, 1)
+
+
+def _size(key: str, source: Source) -> int | None:
+    """A whole number from 1; None where the key is absent or holds none, which its own record says."""
+    value = source.number(key, 0)
+    return value if value >= 1 else None
 
 
 def _batch_key(value: Any, source: Source) -> Reading:
@@ -288,9 +295,8 @@ def _batch_key(value: Any, source: Source) -> Reading:
 def _batch_agrees(source: Source) -> Iterator[Problem]:
     total, micro, passes = _batch(source)
     ranks = data_ranks(source)
-    if not all(whole(size) for size in (total, micro, passes)) or ranks is None:
+    if total is None or micro is None or passes is None or ranks is None:
         return
-    assert total is not None and micro is not None and passes is not None
     if total != micro * passes * ranks:
         words = f"is not micro batch {micro} x accumulation {passes} x {ranks} data-parallel ranks"
         down, up = total // ranks * ranks, (total // ranks + 1) * ranks

@@ -73,10 +73,10 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def _parameters(config: TrainConfig) -> int | None:
-    """None where a dimension, such as the vocabulary, is not known."""
+    """None where a dimension, such as the vocabulary, is not known or makes no sense."""
     try:
         return model_shape(config).parameters
-    except ValueError:
+    except (ValueError, ArithmeticError):
         return None
 
 

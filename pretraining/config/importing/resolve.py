@@ -127,7 +127,7 @@ def _record(key: str, value: Any, opened: Opened) -> Record:
 def _read(key: str, raw: Any, value: Any, rule: Rule, opened: Opened) -> Record:
     try:
         reading = rule.read(value, opened.source)
-    except (TypeError, ArithmeticError):  # a rule computed with what is no number
+    except (TypeError, ValueError, ArithmeticError):  # a rule computed with what is no number
         reading = refused("this value is of another kind than the key takes")
     checked = supported(reading)
     return Record(key, raw, value, checked.status, checked.values, checked.note)

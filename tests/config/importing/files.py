@@ -162,7 +162,9 @@ def put(node: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     *above, name = key.split(".")
     inner = node
     for part in above:
-        inner = inner.setdefault(part, {})
+        if not isinstance(inner.get(part), dict):
+            inner[part] = {}
+        inner = inner[part]
     inner[name] = value
     return node
 

@@ -176,6 +176,29 @@ def test_a_typo_is_unsupported_and_the_key_is_suggested(kind: str, data: st.Data
     assert f"did you mean {key}?" in report
 
 
+JUNK = (None, True, False, "x", "", "1.0e_8", "???", -1, 0, 1, 3, 0.5, 1e30, float("inf"), [], [1, "a"], {"z": 1})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(data=st.data())
+def test_no_value_of_any_key_leads_to_anything_but_a_report_or_an_error_for_the_user(
+    kind: str, data: st.DataObject, tmp_path: Path
+) -> None:
+    keys = [key for key in TABLES[kind].rules if "*" not in key]
+    chosen = data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3, unique=True))
+    node = tree(kind)
+    for key in chosen:
+        put(node, key, data.draw(st.sampled_from(JUNK)))
+    try:
+        found = resolved(node, tmp_path)
+    except UserError:
+        return
+    assert len(found.records) == len(list(leaves(node)))
+    json.dumps(as_data(found), default=str)
+    as_text(found, as_data(found))
+
+
 # ---- what is refused, each with its key, value and reason
 
 
