@@ -11,6 +11,7 @@ from typing import Any
 
 from pretraining.config.errors import Problem
 from pretraining.config.importing.megatron import argument_text, mixture
+from pretraining.config.importing.nxdt import pipeline
 from pretraining.config.importing.rules import (
     Reading,
     Rule,
@@ -60,9 +61,7 @@ def _old(source: Source) -> bool:
 def _stages(value: Any, source: Source) -> Reading:
     if not whole(value) or value < 0:
         return refused("expected a whole number")
-    if value > 1 and str(source.flags.get("import_pp", "keep")) == "fold":
-        return implied(f"{value} stages are folded into data parallelism", pipeline_parallel_size=1)
-    return mapped(pipeline_parallel_size=value) if value else implied("0 is one stage", pipeline_parallel_size=1)
+    return pipeline(value, source) if value else implied("0 is one stage", pipeline_parallel_size=1)
 
 
 def _tensor(value: Any, _: Source) -> Reading:

@@ -21,11 +21,15 @@ from pretraining.config.importing.rules import (
     rests,
     to,
     unless,
+    whole,
 )
 
 NEURON = "for Neuron's compiler and runtime alone"
 ALIGNMENT = "alignment recipes"
 MIXED = {"precision": "mixed_bf16", "mixed_precision": True}
+
+
+UNBUILT = "training has no pipelines yet: fold them with --import_pp=fold"
 
 
 def _name(value: Any, source: Source) -> Reading:
@@ -49,7 +53,8 @@ def pipeline(value: Any, source: Source) -> Reading:
     """Stages, or with import_pp=fold none: their devices take rows of their own, which changes no loss."""
     if str(source.flags.get("import_pp", "keep")) == "fold" and value not in (0, 1):
         return implied(f"{value} stages are folded into data parallelism", pipeline_parallel_size=1)
-    return mapped(pipeline_parallel_size=max(value, 1) if isinstance(value, int) else value)
+    count = max(value, 1) if whole(value) else value
+    return Reading("mapped", {"pipeline_parallel_size": count}, UNBUILT if count != 1 else "")
 
 
 def virtual_pipeline(value: Any, source: Source) -> Reading:

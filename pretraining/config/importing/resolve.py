@@ -104,7 +104,8 @@ def _traced(problem: Problem, records: list[Record]) -> Problem:
     """The problem with the key that the field's value came from."""
     name = problem.subject.removeprefix("--").partition("=")[0]
     keys = [f"{record.source_key}={record.resolved_value}" for record in records if name in record.values]
-    return Problem(problem.subject, f"{problem.remedy} [from {', '.join(keys)}]") if keys else problem
+    way_out = ", or --import_pp=fold" if _needs_building(problem) else ""
+    return Problem(problem.subject, f"{problem.remedy}{way_out} [from {', '.join(keys)}]") if keys else problem
 
 
 # ---- one key

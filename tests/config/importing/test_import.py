@@ -176,7 +176,25 @@ def test_a_typo_is_unsupported_and_the_key_is_suggested(kind: str, data: st.Data
     assert f"did you mean {key}?" in report
 
 
-JUNK = (None, True, False, "x", "", "1.0e_8", "???", -1, 0, 1, 3, 0.5, 1e30, float("inf"), [], [1, "a"], {"z": 1})
+JUNK: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    "x",
+    "",
+    "1.0e_8",
+    "???",
+    -1,
+    0,
+    1,
+    3,
+    0.5,
+    1e30,
+    float("inf"),
+    [],
+    [1, "a"],
+    {"z": 1},
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -351,9 +369,13 @@ def test_the_resolved_configuration_reads_back_as_itself(kind: str, suffix: str,
 def test_pipelines_are_kept_for_reading_and_folded_for_training(tmp_path: Path) -> None:
     node = put(put(tree("nxdt"), "distributed_strategy.pipeline_model_parallel_size", 2), "data.micro_batch_size", 1)
     folded = config(node, tmp_path, import_pp="fold")
-    assert getattr(folded, "pipeline_parallel_size", 1) == 1
-    report = refusal(node, tmp_path)
-    assert "pipeline" in report
+    assert folded.pipeline_parallel_size == 1
+    assert "or --import_pp=fold" in refusal(node, tmp_path)
+    kept = resolved(node, tmp_path, import_only="True")
+    assert not kept.problems
+    assert kept.values.config.pipeline_parallel_size == 2
+    (record,) = (record for record in kept.records if record.source_key.endswith(".pipeline_model_parallel_size"))
+    assert "no pipelines yet" in record.note
 
 
 def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) -> None:
