@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,10 @@ def test_wandb_gets_the_records_offline(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "tracker").mkdir()
     run(config, tmp_path / "run", 0, range(1, 4))
     (stored,) = (tmp_path / "tracker").glob("wandb/offline-run-*-chosen/run-chosen.wandb")
-    assert b"val_loss" in stored.read_bytes()
+    deadline = time.monotonic() + 30  # wandb writes from a process of its own
+    while b"val_loss" not in stored.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_wandb_without_an_account_is_an_error_with_the_remedy(tmp_path: Path) -> None:
