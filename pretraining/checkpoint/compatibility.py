@@ -27,7 +27,16 @@ DIMENSIONS = (
 )
 # Another value makes another function of the same weights.
 FUNCTION = (
+    "norm_type",
     "norm_eps",
+    "norm_bias",
+    "qk_norm",
+    "activation",
+    "attn_bias",
+    "mlp_bias",
+    "parallel_residual",
+    "position_embedding_type",
+    "rotary_percentage",
     "rope_theta",
     "rope_scaling_type",
     "rope_scaling_factor",
@@ -35,6 +44,8 @@ FUNCTION = (
     "rope_high_freq_factor",
     "rope_original_max_position",
 )
+# Another value has other tensors; a new run may tie or untie the head of the weights it starts from.
+TENSORS = ("tie_word_embeddings",)
 # Another value is refused unless override_lr_on_resume says that it is meant.
 RATE = ("learning_rate", "training_stage", "lr_schedule", *CURVE)
 # Where things are, what is reported, what is saved and how: nothing of the training itself.
@@ -110,7 +121,7 @@ def _resolved(config: TrainConfig) -> dict[str, Any]:
 def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     """The changes to note when a run continues; ConfigError that lists those which are refused."""
     found = changes(saved, config)
-    bound = {*DIMENSIONS, *FUNCTION}
+    bound = {*DIMENSIONS, *FUNCTION, *TENSORS}
     problems = [
         Problem(f"--{name}={new}", f"the checkpoint was trained with {old}; give that, or another --ckpt_save_path")
         for name, old, new in found

@@ -43,7 +43,17 @@ DIMENSIONS = {
     "head_dim": "head_dim",
 }
 # What the model here cannot do: key -> the only value that is understood.
-FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+FIXED = {"model_type": "llama", "hidden_act": "silu"}
+# What Hugging Face's Llama cannot do: field -> the only value that can be exported.
+EXPORTED = {
+    "norm_type": "rmsnorm",
+    "activation": "swiglu",
+    "qk_norm": False,
+    "parallel_residual": False,
+    "position_embedding_type": "rope",
+    "rotary_percentage": 1.0,
+}
+BIASES = {"attn_bias": "attention_bias", "mlp_bias": "mlp_bias"}  # ours -> theirs
 
 
 def is_huggingface(path: Path) -> bool:
@@ -69,7 +79,7 @@ def open_huggingface(path: Path) -> Checkpoint:
     files = {name: _shard_file(path / name) for name in names}
     tensors = {name: entry for file in names for name, entry in _entries(path / file).items()}
     if config.get("tie_word_embeddings", False) and HEAD not in tensors and EMBEDDING in tensors:
-        tensors[HEAD] = tensors[EMBEDDING]  # the model here keeps them apart, and starts from equal ones
+        tensors[HEAD] = tensors[EMBEDDING]  # a model that keeps them apart starts from equal ones
     facts = Facts(step=0, tokens_seen=0, data=None, config=to_train_config(config, path), engine="", mesh={})
     return Checkpoint(path, facts, Manifest(tensors, files))
 
@@ -153,7 +163,8 @@ def to_train_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     eps = config.get("rms_norm_eps", 1e-6)
     scaling = _rope_scaling(rope or config.get("rope_scaling") or {}, path)
-    return {"model_variant": "custom", "norm_eps": eps, "rope_theta": float(theta), **given, **scaling}
+    biases = {ours: bool(config.get(theirs, False)) for ours, theirs in BIASES.items()}
+    return {"model_variant": "custom", "norm_eps": eps, "rope_theta": float(theta), **given, **biases, **scaling}
 
 
 _OPTIONAL = ("num_kv_heads", "head_dim", "max_position_embeddings")
@@ -181,6 +192,9 @@ def from_train_config(config: TrainConfig, dtype: str) -> dict[str, Any]:
 
     In the words of transformers 4, which version 5 reads as well.
     """
+    foreign = [f"{name}={getattr(config, name)}" for name, value in EXPORTED.items() if getattr(config, name) != value]
+    if foreign:
+        raise UserError(f"Hugging Face's Llama has no {', '.join(foreign)}: this model has no such form")
     shape = model_shape(config)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -189,7 +203,8 @@ def from_train_config(config: TrainConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_theta": shape.rope_theta,
         "rope_scaling": _exported_scaling(config),
-        "tie_word_embeddings": False,
+        **{theirs: getattr(config, ours) for ours, theirs in BIASES.items()},
+        "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": dtype,
         "use_cache": True,
     }

@@ -14,7 +14,7 @@ import torch
 from pretraining.checkpoint.compatibility import check_resume, check_start
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.folder import CHECKPOINTS, Found, find_checkpoints
-from pretraining.checkpoint.huggingface import open_source
+from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, open_source
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import State, is_weight, load
@@ -106,6 +106,9 @@ class Restoring:
     def _shared(self, checkpoint: Checkpoint, state: State, *, weights_only: bool) -> State:
         """The part of `state` that the checkpoint has too: all of it, and nothing else, with strict_load."""
         there = {name for name in checkpoint.manifest.tensors if is_weight(name) or not weights_only}
+        tensors = checkpoint.manifest.tensors
+        if HEAD not in state and tensors.get(HEAD) is tensors.get(EMBEDDING):
+            there.discard(HEAD)  # one matrix there, and one here
         lists = {
             "only in the model": sorted(state.keys() - there),
             "only in the checkpoint": sorted(there - state.keys()),

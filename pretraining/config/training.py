@@ -46,8 +46,30 @@ class TrainConfig:
     max_position_embeddings: int | None = None
     """Longest sequence the model is made for, in tokens, at least seq_length. None: the variant's, or seq_length
     for "custom"."""
+    norm_type: str = "rmsnorm"
+    """"rmsnorm" or "layernorm" (mean and variance; with norm_bias, a bias too)."""
     norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm, above 0."""
+    """Added to the mean square, or to the variance, in a norm; above 0."""
+    norm_bias: bool = False
+    """layernorm: with a bias."""
+    qk_norm: bool = False
+    """Norm each head's queries and keys before their rotation (Qwen 3's q_norm and k_norm)."""
+    activation: str = "swiglu"
+    """Of the feed-forward layer. Gated, with a second matrix beside the first: "swiglu", "geglu", "reglu". Plain:
+    "gelu", "gelu_tanh" (its approximation), "relu", "silu"."""
+    attn_bias: bool = False
+    """Biases in the four projections of attention."""
+    mlp_bias: bool = False
+    """Biases in the projections of the feed-forward layer."""
+    parallel_residual: bool = False
+    """x + attention(norm(x)) + feed-forward(norm(x)), each with a norm of its own, in place of one after the other
+    (GPT-J, GPT-NeoX)."""
+    tie_word_embeddings: bool = False
+    """The output head is the embedding: one matrix, whose gradient is the sum of both uses."""
+    position_embedding_type: str = "rope"
+    """"rope" or "none" (no positions at all but the causal mask)."""
+    rotary_percentage: float = 1.0
+    """Share of a head's channels that is rotated, the first ones, in (0, 1]; the rest carries no position."""
     rope_theta: float | None = None
     """Base of the rotary frequencies. None: the variant's (10000 for "custom")."""
     rope_scaling_type: str = "none"
@@ -61,8 +83,13 @@ class TrainConfig:
     rope_original_max_position: int = 8192
     """llama3 scaling: context length of the original model, in tokens."""
     init_std: float = 0.02
-    """Standard deviation of the initial weights; attention and feed-forward output projections take
-    init_std / sqrt(2 num_layers) (GPT-2, Megatron's scaled_normal)."""
+    """Standard deviation s of the initial weights, as init_method uses it. Biases start at 0."""
+    init_method: str = "normal"
+    """Standard deviation of the initial weights: "normal" s, "scaled_normal" s / sqrt(2 num_layers), "small_init"
+    sqrt(2 / (5 hidden_size)) (Nguyen and Salazar 2019), "wang_init" 2 / (num_layers sqrt(hidden_size)) (Wang and
+    Komatsuzaki 2021), "xavier_normal" sqrt(2 / (inputs + outputs)) (Glorot and Bengio 2010)."""
+    output_init_method: str = "scaled_normal"
+    """The same for the output projections of attention and feed-forward, which the residual stream sums over depth."""
 
     # ---- Engine and sharding
     engine: str = "auto"

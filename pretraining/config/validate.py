@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.config.errors import Problem
-from pretraining.config.variants import CUSTOM, REQUIRED_OF_CUSTOM, VARIANTS, model_shape
+from pretraining.config.variants import CUSTOM, GATED, REQUIRED_OF_CUSTOM, VARIANTS, model_shape
 
 if TYPE_CHECKING:
     from pretraining.config.training import TrainConfig
@@ -69,6 +69,7 @@ RANGES = {
     "rope_high_freq_factor": ABOVE_ZERO,
     "rope_original_max_position": POSITIVE,
     "init_std": NOT_NEGATIVE,
+    "rotary_percentage": Range(lambda value: 0 < value <= 1, "must be above 0 and at most 1"),
     "sharding_group_size": NOT_NEGATIVE,
     **dict.fromkeys(("tensor_parallel_size", "context_parallel_size"), POSITIVE),
     **dict.fromkeys(("pipeline_parallel_size", "virtual_pipeline_size"), POSITIVE),
@@ -138,6 +139,12 @@ CURVE = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name in nam
 
 CHOICES: dict[str, Collection[str]] = {
     "model_variant": (*VARIANTS, CUSTOM),
+    "norm_type": ("rmsnorm", "layernorm"),
+    "activation": (*GATED, "gelu", "gelu_tanh", "relu", "silu"),
+    "position_embedding_type": ("rope", "none"),
+    **dict.fromkeys(
+        ("init_method", "output_init_method"), ("normal", "scaled_normal", "small_init", "wang_init", "xavier_normal")
+    ),
     "rope_scaling_type": ("none", "linear", "llama3"),
     "engine": ("auto", "xla", "torch"),
     "device": ("auto", "cuda", "cpu", "tpu"),
@@ -340,6 +347,22 @@ def _positions_reach(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(flag(config, "seq_length"), remedy)
 
 
+def _norm_has_a_bias(config: TrainConfig) -> Iterator[Problem]:
+    if config.norm_bias and config.norm_type != "layernorm":
+        yield Problem("--norm_bias=True", f"is for norm_type=layernorm, not {config.norm_type}; leave one of them out")
+
+
+def _rotation_has_pairs(config: TrainConfig) -> Iterator[Problem]:
+    if config.position_embedding_type == "none" and (
+        config.rotary_percentage < 1 or config.rope_scaling_type != "none"
+    ):
+        name = "rotary_percentage" if config.rotary_percentage < 1 else "rope_scaling_type"
+        yield Problem(flag(config, name), "turns nothing with position_embedding_type=none; leave one of them out")
+    if _is_complete(config) and int(model_shape(config).head_dim * config.rotary_percentage) < 2:
+        remedy = f"of head_dim={model_shape(config).head_dim} is less than one pair of channels"
+        yield Problem(flag(config, "rotary_percentage"), remedy)
+
+
 def _rope_bands_order(config: TrainConfig) -> Iterator[Problem]:
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     if config.rope_scaling_type == "llama3" and high <= low:
@@ -501,6 +524,8 @@ RULES = (
     Rule(_group_has_a_use, ("sharding_group_size", "sharding_strategy")),
     Rule(_pipeline_is_refused, ("pipeline_parallel_size", "virtual_pipeline_size")),
     Rule(_positions_reach, _DIMENSIONS),
+    Rule(_norm_has_a_bias, ("norm_bias", "norm_type")),
+    Rule(_rotation_has_pairs, ("position_embedding_type", "rotary_percentage", "rope_scaling_type", *_DIMENSIONS)),
     Rule(_rope_bands_order, ("rope_scaling_type", "rope_low_freq_factor", "rope_high_freq_factor")),
     Rule(_batch_arithmetic, ("batch_size", "global_batch_size", "gradient_accumulation_steps")),
     Rule(_recomputes_something, ("fsdp_activation_checkpointing", "selective_checkpointing", *_DIMENSIONS)),

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from pretraining.config.training import TrainConfig
 
 
+GATED = ("swiglu", "geglu", "reglu")  # activations with a gate
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The dimensions of one Llama, every one of them known."""
@@ -28,13 +31,35 @@ class ModelShape:
     max_position_embeddings: int
     rope_theta: float
     head_dim: int
+    activation: str = "swiglu"
+    attn_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer has a gate beside its first matrix."""
+        return self.activation in GATED
 
     @property
     def parameters(self) -> int:
-        """Parameters, embedding and head included."""
-        heads = (2 * self.num_attention_heads + 2 * self.num_kv_heads) * self.head_dim
-        block = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
-        return self.num_layers * block + self.hidden_size * (2 * self.vocab_size + 1)
+        """Parameters, embedding and head included; a tied head counts once."""
+        norm = self.hidden_size * (1 + self.norm_bias)
+        matrices = 1 if self.tie_word_embeddings else 2
+        block = self._attention() + self._feed_forward() + 2 * norm
+        return self.num_layers * block + matrices * self.vocab_size * self.hidden_size + norm
+
+    def _attention(self) -> int:
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        biases = (queries + 2 * keys + self.hidden_size) * self.attn_bias
+        norms = 2 * self.head_dim * (1 + self.norm_bias) * self.qk_norm
+        return 2 * self.hidden_size * (queries + keys) + biases + norms
+
+    def _feed_forward(self) -> int:
+        first = (2 if self.gated else 1) * self.intermediate_size
+        return self.hidden_size * (first + self.intermediate_size) + (first + self.hidden_size) * self.mlp_bias
 
 
 def _shape(vocab: int, hidden: int, layers: int, heads: int, kv: int, ff: int, length: int, theta: float) -> ModelShape:

@@ -17,22 +17,36 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.llama import Llama
 
-# Last part of the module's name -> how its standard deviation follows from init_std (GPT-2; Megatron's scaled_normal).
 VOCABULARIES = ("embed_tokens", "lm_head")  # [vocabulary, hidden], whose rows may be padded
-RESIDUAL_OUTPUTS = ("o_proj", "down_proj")  # init_std / sqrt(2 layers): their sum over depth keeps its variance
+RESIDUAL_OUTPUTS = ("o_proj", "down_proj")  # output_init_method: what they give is summed over depth
 
 
 def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Size) -> Tensor:
     """The fp32 value on the CPU of the parameter with this Hugging Face name at step 0; rows of padding are zero."""
     module = name.split(".")[-2]
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
     if module.endswith("norm"):
         return torch.ones(shape)
-    std = config.init_std / math.sqrt(2 * layers) if module in RESIDUAL_OUTPUTS else config.init_std
+    method = config.output_init_method if module in RESIDUAL_OUTPUTS else config.init_method
+    std = deviation(method, config, layers, shape)
     digest = hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     used = min(shape[0], model_shape(config).vocab_size) if module in VOCABULARIES else shape[0]
     weight = torch.randn((used, *shape[1:]), generator=generator).mul_(std)
     return weight if used == shape[0] else F.pad(weight, (0, 0, 0, shape[0] - used))
+
+
+def deviation(method: str, config: TrainConfig, layers: int, shape: torch.Size) -> float:
+    """The standard deviation that `method` gives a weight [outputs, inputs]; sources in TrainConfig.init_method."""
+    hidden = model_shape(config).hidden_size
+    return {
+        "normal": config.init_std,
+        "scaled_normal": config.init_std / math.sqrt(2 * layers),
+        "small_init": math.sqrt(2 / (5 * hidden)),
+        "wang_init": 2 / (layers * math.sqrt(hidden)),
+        "xavier_normal": math.sqrt(2 / sum(shape)),
+    }[method]
 
 
 def build_model(config: TrainConfig) -> Llama:

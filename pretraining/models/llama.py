@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -50,73 +51,133 @@ class RMSNorm(Module):
         return (wide * scale).to(x.dtype) * self.weight.to(x.dtype)
 
 
-class Linear(nn.Linear, Module):
-    """A projection without bias whose weight may stay fp32 while its input is bf16 (see ops.linear)."""
+class LayerNorm(Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, computed in fp32 (Ba et al. 2016)."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, width: int, eps: float, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), bias, self.eps).to(x.dtype)
+
+
+def norm_of(config: TrainConfig, width: int) -> Module:
+    """The norm that `config` asks for."""
+    if config.norm_type == "layernorm":
+        return LayerNorm(width, config.norm_eps, config.norm_bias)
+    return RMSNorm(width, config.norm_eps)
+
+
+class Linear(nn.Linear, Module):
+    """A projection whose weight may stay fp32 while its input is bf16 (see ops.linear)."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear(x, self.weight)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class Attention(Module):
     """Causal self-attention; groups of H / K query heads share one key/value head (Ainslie et al. 2023)."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, config: TrainConfig, shape: ModelShape) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.num_attention_heads, shape.num_kv_heads, shape.head_dim
-        self.q_proj = Linear(shape.hidden_size, self.heads * self.head_dim)
-        self.k_proj = Linear(shape.hidden_size, self.kv_heads * self.head_dim)
-        self.v_proj = Linear(shape.hidden_size, self.kv_heads * self.head_dim)
-        self.o_proj = Linear(self.heads * self.head_dim, shape.hidden_size)
+        bias, hidden = config.attn_bias, shape.hidden_size
+        self.q_proj = Linear(hidden, self.heads * self.head_dim, bias)
+        self.k_proj = Linear(hidden, self.kv_heads * self.head_dim, bias)
+        self.v_proj = Linear(hidden, self.kv_heads * self.head_dim, bias)
+        self.o_proj = Linear(self.heads * self.head_dim, hidden, bias)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (norm_of(config, self.head_dim) for _ in range(2))
+        self.normed, self.rotated = config.qk_norm, config.position_embedding_type == "rope"
 
     def forward(self, x: Tensor, rope: Rope, segments: Tensor | None = None) -> Tensor:
         rows, length, _ = x.shape
         # -1: an engine may run this with its rank's share of the heads
-        q = self.q_proj(x).view(rows, length, -1, self.head_dim).transpose(1, 2)  # [B, H, T, E]
-        k = self.k_proj(x).view(rows, length, -1, self.head_dim).transpose(1, 2)  # [B, K, T, E]
-        v = self.v_proj(x).view(rows, length, -1, self.head_dim).transpose(1, 2)
-        y = attention(rotate(q, rope), rotate(k, rope), v, segments)  # [B, H, T, E]
+        q = self.q_proj(x).view(rows, length, -1, self.head_dim)  # [B, T, H, E]
+        k = self.k_proj(x).view(rows, length, -1, self.head_dim)  # [B, T, K, E]
+        v = self.v_proj(x).view(rows, length, -1, self.head_dim)
+        if self.normed:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, E], [B, K, T, E] twice
+        if self.rotated:
+            q, k = rotate(q, rope), rotate(k, rope)
+        y = attention(q, k, v, segments)  # [B, H, T, E]
         return self.o_proj(y.transpose(1, 2).reshape(rows, length, -1))
 
 
-class MLP(Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys(("swiglu", "silu"), F.silu),
+    **dict.fromkeys(("geglu", "gelu"), F.gelu),
+    **dict.fromkeys(("reglu", "relu"), F.relu),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
-    def __init__(self, shape: ModelShape) -> None:
+
+class MLP(Module):
+    """down(act(gate(x)) * up(x)) where the activation is gated (Shazeer 2020), otherwise down(act(up(x)))."""
+
+    def __init__(self, config: TrainConfig, shape: ModelShape) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
-        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
-        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
+        hidden, width, bias = shape.hidden_size, shape.intermediate_size, config.mlp_bias
+        if shape.gated:
+            self.gate_proj = Linear(hidden, width, bias)
+        self.up_proj = Linear(hidden, width, bias)
+        self.down_proj = Linear(width, hidden, bias)
+        self.gated, self.activation = shape.gated, ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gated:
+            return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.up_proj(x)))
 
 
 class Block(Module):
     """One pre-norm transformer block."""
 
-    def __init__(self, shape: ModelShape, norm_eps: float) -> None:
+    def __init__(self, config: TrainConfig, shape: ModelShape) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, norm_eps)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, norm_eps)
-        self.mlp = MLP(shape)
+        self.input_layernorm = norm_of(config, shape.hidden_size)
+        self.self_attn = Attention(config, shape)
+        self.post_attention_layernorm = norm_of(config, shape.hidden_size)
+        self.mlp = MLP(config, shape)
+        self.parallel = config.parallel_residual
 
     def forward(self, x: Tensor, rope: Rope, segments: Tensor | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, segments)  # [B, T, D]
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = x + self.self_attn(self.input_layernorm(x), rope, segments)  # [B, T, D]
+        return attended + self.mlp(self.post_attention_layernorm(x if self.parallel else attended))
 
 
 class Decoder(nn.Module):
     """Embedding, blocks and final norm, under Hugging Face's names."""
 
-    def __init__(self, shape: ModelShape, norm_eps: float, rows: int) -> None:
+    def __init__(self, config: TrainConfig, shape: ModelShape, rows: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(rows, shape.hidden_size)
-        self.layers = nn.ModuleList(Block(shape, norm_eps) for _ in range(shape.num_layers))
-        self.norm = RMSNorm(shape.hidden_size, norm_eps)
+        self.layers = nn.ModuleList(Block(config, shape) for _ in range(shape.num_layers))
+        self.norm = norm_of(config, shape.hidden_size)
+
+
+class Head(Module):
+    """The output head where it is the embedding: no weight of its own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self._embedding = [embedding]  # in a list, so that its weight is not named twice
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embedding[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
 
 
 class Llama(Module):
@@ -127,8 +188,9 @@ class Llama(Module):
         self.shape = model_shape(config)
         self.rope_frequencies = rope_frequencies(config, self.shape)
         rows = padded_vocabulary(config)
-        self.model = Decoder(self.shape, config.norm_eps, rows)
-        self.lm_head = Linear(self.shape.hidden_size, rows)
+        self.model = Decoder(config, self.shape, rows)
+        tied = config.tie_word_embeddings
+        self.lm_head = Head(self.model.embed_tokens) if tied else Linear(self.shape.hidden_size, rows)
 
     def forward(
         self,
@@ -188,12 +250,14 @@ def _in_order(blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tens
 
 
 def rope_frequencies(config: TrainConfig, shape: ModelShape) -> tuple[float, ...]:
-    """Radians per position of each pair of channels, E / 2 of them, scaled as config.rope_scaling_type says.
+    """Radians per position of each pair of rotated channels, scaled as config.rope_scaling_type says.
+
+    There are E / 2 pairs, or fewer with rotary_percentage.
 
     Su et al. 2021; "llama3": Llama 3.1's rule, as transformers' `_compute_llama3_parameters` computes it.
     """
-    pairs = range(0, shape.head_dim, 2)
-    plain = [shape.rope_theta ** (-i / shape.head_dim) for i in pairs]
+    width = int(shape.head_dim * config.rotary_percentage) // 2 * 2  # channels that are rotated
+    plain = [shape.rope_theta ** (-i / width) for i in range(0, width, 2)]
     if config.rope_scaling_type == "linear":
         return tuple(f / config.rope_scaling_factor for f in plain)
     if config.rope_scaling_type == "llama3":
@@ -223,7 +287,9 @@ def rope_table(frequencies: tuple[float, ...], tokens: Tensor, positions: Tensor
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary positions on x [B, heads, T, E], in fp32."""
-    cos, sin = (t if t.dim() == 2 else t[:, None] for t in rope)  # [T, E] or [B, 1, T, E]
-    first, second = x.float().chunk(2, -1)
-    return (x.float() * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
+    """Rotary positions on x [B, heads, T, E], in fp32; of a table narrower than E, on the first channels."""
+    cos, sin = (t if t.dim() == 2 else t[:, None] for t in rope)  # [T, R] or [B, 1, T, R], R <= E
+    turned, kept = x.float().split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return (torch.cat((turned, kept), -1) if kept.shape[-1] else turned).to(x.dtype)

@@ -27,7 +27,8 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> FlopsPerToken:
     7 B). The output head is in. 12 L d S: the scores and their product with the values in L layers, where d is
     heads x head_dim and S the sequence length.
     """
-    weights = shape.parameters - shape.vocab_size * shape.hidden_size
+    lookup = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
+    weights = shape.parameters - lookup
     attention = 12 * shape.num_layers * shape.num_attention_heads * shape.head_dim * seq_length
     return FlopsPerToken(6 * weights + attention, 6 * weights + attention // 2)
 

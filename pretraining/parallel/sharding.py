@@ -37,11 +37,19 @@ LLAMA_SHARDING = (
     Row("*.up_proj.weight", ("tensor", SHARD)),
     Row("*.down_proj.weight", (SHARD, "tensor")),  # [hidden, feed-forward]
     Row("lm_head.weight", ("tensor", SHARD)),  # [vocabulary, hidden]
+    Row("*.[qkv]_proj.bias", ("tensor",)),
+    Row("*.gate_proj.bias", ("tensor",)),
+    Row("*.up_proj.bias", ("tensor",)),
+    Row("*.[od]*_proj.bias", (None,)),  # added once, after the partial sums
+    Row("*norm.bias", (None,)),
     Row("*norm.weight", (None,)),  # [hidden]: 32 KB at most, replication is cheaper than a gather
 )
 # Keys and values with fewer heads than tensor ranks: kept once, spread over all ranks, and gathered where each rank
 # takes the heads it needs (2 x kv_heads x head_dim x hidden values a layer).
-REPEATED_HEADS = (Row("*.[kv]_proj.weight", (None, (*SHARD, "tensor"))),)
+REPEATED_HEADS = (
+    Row("*.[kv]_proj.weight", (None, (*SHARD, "tensor"))),
+    Row("*.[kv]_proj.bias", (None,)),
+)
 
 BATCH_AXES = ("replica", "shard")  # the data-parallel ranks
 TOKENS: Spec = (BATCH_AXES, "context")  # [rows, tokens]

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import initial_weight
-from pretraining.models.llama import Block, Llama, RMSNorm, Rope
+from pretraining.models.llama import Block, Llama, Rope
 from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
 from pretraining.parallel import accelerator
 from pretraining.parallel.engine import Batch, lost_peers_told
@@ -156,10 +156,10 @@ class TorchEngine:
 
         Only `forward` is compiled: FSDP's hooks stay outside, and parameters keep their names.
         """
-        run_block, run_norm = torch.compile(Block.forward), torch.compile(RMSNorm.forward)
+        run_block, run_norm = torch.compile(Block.forward), torch.compile(type(model.model.norm).forward)
         for block in model.model.layers:
             block.forward = types.MethodType(run_block, block)
-        model.model.norm.forward = types.MethodType(run_norm, model.model.norm)  # type: ignore[method-assign]
+        model.model.norm.forward = types.MethodType(run_norm, model.model.norm)
         self._loss_and_gradient = torch.compile(loss_and_gradient)
         # Eagerly, all [T, T] pairs of a row exist at once: 1 GiB and several times that in between at 32768 tokens.
         self._document_mask = torch.compile(document_mask)

@@ -186,7 +186,6 @@ def test_rotary_settings_of_both_transformers_generations_are_understood(tmp_pat
     ("change", "message"),
     [
         ({"model_type": "mistral"}, "model_type=mistral; only llama"),
-        ({"attention_bias": True}, "attention_bias=True; only False"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu; only silu"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn; default, linear and llama3"),
         ({"vocab_size": None}, "vocab_size is missing"),

@@ -21,12 +21,20 @@ from pretraining.parallel.recompute import block_mask, scan_plan, show_mask
 from pretraining.parallel.sharding import LLAMA_SHARDING, STRATEGIES, axes_of, spec_of, state_parts
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"norm_type": "layernorm", "norm_bias": True, "attn_bias": True, "mlp_bias": True, "qk_norm": True},
+        {"tie_word_embeddings": True, "activation": "gelu", "mlp_bias": True},
+    ],
+)
 @pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_every_parameter_of_every_variant_matches_one_row_of_the_table(name: str) -> None:
+def test_every_parameter_of_every_variant_matches_one_row_of_the_table(name: str, fields: dict[str, Any]) -> None:
     from fnmatch import fnmatchcase
 
     with torch.device("meta"):
-        model = Llama(TrainConfig(model_variant=name, num_layers=1))
+        model = Llama(TrainConfig(model_variant=name, num_layers=1, **fields))
     for parameter, weight in model.named_parameters():
         assert sum(fnmatchcase(parameter, row.pattern) for row in LLAMA_SHARDING) == 1, parameter
         assert len(spec_of(parameter)) == weight.dim()

@@ -24,6 +24,10 @@ STRATEGIES: dict[str, Fields] = {
     "fsdp": {"sharding_strategy": "fsdp"},
     "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 4},
 }
+OPTIONS: Fields = {  # of the model, all that differ from Llama's
+    **{"norm_type": "layernorm", "norm_bias": True, "activation": "gelu", "attn_bias": True, "mlp_bias": True},
+    **{"qk_norm": True, "parallel_residual": True, "rotary_percentage": 0.5, "tie_word_embeddings": True},
+}
 TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
 SEQUENCE: Fields = {"tensor_parallel_size": 4, "sequence_parallel": True}
 RECOMPUTED: dict[str, Fields] = {
@@ -66,6 +70,8 @@ CASES: dict[int, dict[str, Fields]] = {
         },
         "accumulated": {**STRATEGIES["fsdp"], "batch_size": 1, "gradient_accumulation_steps": 2},
         "built first": {**STRATEGIES["fsdp"], "low_cpu_fsdp": False},
+        "options, ddp": {**STRATEGIES["ddp"], **OPTIONS},
+        "options, fsdp x tensor": {**STRATEGIES["fsdp"], **TENSOR, **OPTIONS, **RECOMPUTED["a third"]},
         "bf16": {**STRATEGIES["fsdp"], "mixed_precision": True},
         "poisoned": {**STRATEGIES["fsdp"], "poison_step": 3},
         "poisoned, skipped": {**STRATEGIES["fsdp"], "poison_step": 3, "max_skipped_steps": 1},
@@ -91,7 +97,8 @@ def reference() -> dict[str, Any]:
     return plain
 
 
-EXACT = [(devices, case) for devices in CASES for case in CASES[devices] if "bf16" not in case and "pois" not in case]
+APART = ("bf16", "poisoned", "options")  # cases that are another computation
+EXACT = [(devices, case) for devices in CASES for case in CASES[devices] if case.split(",")[0] not in APART]
 
 
 @pytest.mark.parametrize(("devices", "case"), EXACT)
@@ -138,6 +145,13 @@ def test_tensor_ranks_hold_their_part_of_every_matrix() -> None:
     got = outcome(8)[0]
     assert got["fsdp x context x tensor"]["bytes"] == got["fsdp, none"]["bytes"]
     assert got["tensor 4"]["bytes"]["parameters"] == got["hsdp, none"]["bytes"]["parameters"]
+
+
+def test_another_form_of_the_model_has_the_same_loss_on_another_mesh() -> None:
+    plain, split = outcome(8)[0]["options, ddp"], outcome(8)[0]["options, fsdp x tensor"]
+    for figure in ("loss", "grad_norm", "evaluation"):
+        assert split[figure] == pytest.approx(plain[figure], abs=1e-5)
+    assert plain["loss"][-1] < plain["loss"][0] - 0.3
 
 
 def test_bf16_products_stay_within_two_percent_of_fp32() -> None:

@@ -1,0 +1,227 @@
+"""The forms of the model that other recipes configure, against transformers' models and torch's own functions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretraining.config.errors import ConfigError
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
+from pretraining.models.init import build_model, deviation, initial_weight
+from pretraining.models.llama import ACTIVATIONS, LayerNorm, Llama, rope_frequencies
+from pretraining.monitor.flops import flops_per_token
+
+TINY: dict[str, Any] = {
+    "model_variant": "custom",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_layers": 2,
+    "num_attention_heads": 8,
+    "num_kv_heads": 4,
+    "seq_length": 64,
+}
+THEIRS: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+EVERYTHING: dict[str, Any] = {
+    "norm_type": "layernorm",
+    "norm_bias": True,
+    "activation": "gelu",
+    "attn_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "parallel_residual": True,
+    "rotary_percentage": 0.5,
+    "tie_word_embeddings": True,
+}
+
+
+def randomised(model: torch.nn.Module) -> torch.nn.Module:
+    """Biases and norms too, which start at 0 and 1, must matter."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.1 + (weight.dim() == 1))
+    return model.eval()
+
+
+def assert_same_logits(ours: Llama, theirs: Any) -> None:
+    tokens = torch.randint(0, 97, (2, 50))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"attention_bias": True}, {"mlp_bias": True}, {"tie_word_embeddings": True}], ids=lambda f: next(iter(f))
+)
+def test_biases_and_a_tied_head_are_those_of_hugging_faces_llama(fields: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = randomised(transformers.LlamaForCausalLM(transformers.LlamaConfig(**THEIRS, rms_norm_eps=1e-5, **fields)))
+    ours = Llama(TrainConfig(**TINY, **{name.replace("attention", "attn"): value for name, value in fields.items()}))
+    weights = dict(theirs.named_parameters())  # a tied head is named once, here and there
+    ours.load_state_dict(weights)
+    assert_same_logits(ours, theirs)
+
+
+def test_normed_queries_and_keys_are_those_of_qwen_3() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(**THEIRS, head_dim=8, rms_norm_eps=1e-5, tie_word_embeddings=False)
+    theirs = randomised(transformers.Qwen3ForCausalLM(config))
+    ours = Llama(TrainConfig(**TINY, qk_norm=True))
+    ours.load_state_dict(theirs.state_dict())
+    assert_same_logits(ours, theirs)
+
+
+# GPT-NeoX's names -> ours; its queries, keys and values are one matrix, head by head
+NEOX_NAMES = {
+    "gpt_neox.embed_in": "model.embed_tokens",
+    "gpt_neox.final_layer_norm": "model.norm",
+    "gpt_neox.layers": "model.layers",
+    "embed_out": "lm_head",
+    "attention.dense": "self_attn.o_proj",
+    "mlp.dense_h_to_4h": "mlp.up_proj",
+    "mlp.dense_4h_to_h": "mlp.down_proj",
+}
+
+
+def from_neox(state: dict[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
+    made = {}
+    for name, weight in state.items():
+        renamed = name
+        for theirs, ours in NEOX_NAMES.items():
+            renamed = renamed.replace(theirs, ours)
+        if "query_key_value" not in name:
+            made[renamed] = weight
+            continue
+        parts = weight.view(heads, 3, -1, *weight.shape[1:]).unbind(1)  # [heads, head_dim, ..] three times
+        for letter, part in zip("qkv", parts, strict=True):
+            made[renamed.replace("attention.query_key_value", f"self_attn.{letter}_proj")] = part.flatten(0, 1)
+    return made
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_logits_are_those_of_gpt_neox(parallel: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPTNeoXConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=8,
+        max_position_embeddings=64, rotary_pct=0.25, use_parallel_residual=parallel, hidden_act="gelu",
+        layer_norm_eps=1e-5, tie_word_embeddings=False,
+    )  # fmt: skip
+    theirs = randomised(transformers.GPTNeoXForCausalLM(config))
+    fields = {**EVERYTHING, "qk_norm": False, "tie_word_embeddings": False, "num_kv_heads": 8}
+    fields |= {"parallel_residual": parallel, "rotary_percentage": 0.25}
+    ours = Llama(TrainConfig(**{**TINY, **fields}))
+    ours.load_state_dict(from_neox(dict(theirs.named_parameters()), heads=8))
+    assert_same_logits(ours, theirs)
+
+
+def test_a_layer_norm_is_torchs() -> None:
+    ours, theirs = LayerNorm(32, 1e-5, bias=True), torch.nn.LayerNorm(32, 1e-5)
+    randomised(theirs)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(4, 32)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_a_gate_is_a_third_matrix(activation: str) -> None:
+    model = Llama(TrainConfig(**TINY, activation=activation))
+    matrices = [name for name, _ in model.named_parameters() if ".layers.0.mlp." in name]
+    assert len(matrices) == (3 if activation in ("swiglu", "geglu", "reglu") else 2)
+    x = torch.randn(3, 5)
+    plain = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}.get(activation, activation)
+    expected = torch.nn.GELU("tanh")(x) if plain == "gelu_tanh" else getattr(torch.nn.functional, plain)(x)
+    torch.testing.assert_close(ACTIVATIONS[activation](x), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.fixed_dictionaries({}, optional={name: st.just(value) for name, value in EVERYTHING.items()}))
+def test_the_parameter_count_follows_every_option(fields: dict[str, Any]) -> None:
+    if fields.get("norm_bias") and "norm_type" not in fields:
+        del fields["norm_bias"]
+    config = TrainConfig(**TINY, **fields)
+    with torch.device("meta"):
+        model = Llama(config)
+    shape = model_shape(config)
+    assert sum(weight.numel() for weight in model.parameters()) == shape.parameters
+    untied = model_shape(TrainConfig(**TINY, **{**fields, "tie_word_embeddings": False}))
+    assert flops_per_token(shape, 64) == flops_per_token(untied, 64)  # a tied head is computed like another
+
+
+def test_a_tied_matrix_has_one_name_and_the_gradient_of_both_uses() -> None:
+    tied = build_model(TrainConfig(**TINY, tie_word_embeddings=True))
+    assert [name for name, _ in tied.named_parameters() if "embed" in name or "head" in name] == [
+        "model.embed_tokens.weight"
+    ]
+    apart = build_model(TrainConfig(**TINY))
+    apart.load_state_dict({**tied.state_dict(), "lm_head.weight": tied.model.embed_tokens.weight.detach()})
+    tokens, labels = torch.randint(0, 97, (2, 32)), torch.randint(0, 97, (2, 32))
+    for model in (tied, apart):
+        model.loss(tokens, labels).backward()
+    both = apart.model.embed_tokens.weight.grad + apart.lm_head.weight.grad  # type: ignore[operator]
+    torch.testing.assert_close(tied.model.embed_tokens.weight.grad, both)
+
+
+def test_without_positions_only_the_causal_mask_orders_the_tokens() -> None:
+    tokens = torch.randint(0, 97, (1, 20))
+    swapped = tokens[:, [1, 0, *range(2, 20)]]
+    one_layer = {**TINY, "num_layers": 1}  # the second one sees what the mask hid from the first two tokens
+    unordered = randomised(Llama(TrainConfig(**one_layer, position_embedding_type="none")))
+    rotated = randomised(Llama(TrainConfig(**one_layer)))
+    with torch.no_grad():
+        torch.testing.assert_close(unordered(tokens)[:, 2:], unordered(swapped)[:, 2:], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(rotated(tokens)[:, 2:], rotated(swapped)[:, 2:], atol=1e-3)
+
+
+def test_a_share_of_the_channels_is_rotated() -> None:
+    config = TrainConfig(**{**TINY, "hidden_size": 256}, rotary_percentage=0.25)
+    assert rope_frequencies(config, model_shape(config)) == tuple(10000 ** (-i / 8) for i in range(0, 8, 2))
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("normal", 0.02),
+        ("scaled_normal", 0.02 / math.sqrt(2 * 6)),
+        ("small_init", math.sqrt(2 / (5 * 64))),
+        ("wang_init", 2 / (6 * 8)),
+        ("xavier_normal", math.sqrt(2 / 800)),
+    ],
+)
+def test_initial_weights_have_the_spread_of_their_method(method: str, expected: float) -> None:
+    config, shape = TrainConfig(**TINY, init_method=method, output_init_method="normal"), torch.Size((400, 400))
+    assert deviation(method, config, 6, shape) == pytest.approx(expected)
+    made = initial_weight(config, 6, "model.layers.0.mlp.up_proj.weight", shape)
+    assert made.std().item() == pytest.approx(expected, rel=0.02)
+    output = initial_weight(config, 6, "model.layers.0.mlp.down_proj.weight", shape)
+    assert output.std().item() == pytest.approx(0.02, rel=0.02)
+    assert initial_weight(config, 6, "model.layers.0.mlp.up_proj.bias", torch.Size((4,))).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"norm_bias": True}, ("norm_bias", "norm_type=layernorm")),
+        ({"position_embedding_type": "none", "rotary_percentage": 0.5}, ("rotary_percentage", "position_embedding")),
+        ({"rotary_percentage": 0.01}, ("rotary_percentage", "head_dim")),
+        ({"activation": "mish"}, ("activation", "geglu")),
+    ],
+)
+def test_options_that_contradict_are_refused(fields: dict[str, Any], names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.from_flags({"use_dummy_dataset": True, **TINY, **fields})
+    assert all(name in str(caught.value) for name in names)
