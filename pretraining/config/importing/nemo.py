@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pretraining.config.importing import lightning, megatron
+from pretraining.config.importing import lightning, megatron, megatron_optim
 from pretraining.config.importing.nxdt import SEQUENCE_PARALLEL, pipeline, virtual_pipeline
 from pretraining.config.importing.rules import (
     Reading,
@@ -85,11 +85,12 @@ TABLE = Table(
         **PROFILE,
         **megatron.data_rules("model.data."),
         **megatron.tokenizer_rules("model.tokenizer."),
-        **megatron.OPTIM,
+        **megatron_optim.OPTIM,
     },
     {
         **lightning.ABSENT,
-        **megatron.ABSENT,
+        **megatron_optim.ABSENT,
+        "model.do_layer_norm_weight_decay": False,
         "trainer.precision": 32,
         "model.normalization": "layernorm",
         "model.activation": "gelu",
@@ -101,7 +102,7 @@ TABLE = Table(
         "model.make_vocab_size_divisible_by": 128,
     },
     (
-        megatron.schedule_is_indented,
+        megatron_optim.schedule_is_indented,
         megatron.batch_check("model.", "model."),
     ),
 )

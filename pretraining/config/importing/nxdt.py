@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pretraining.config.importing import lightning, megatron
+from pretraining.config.importing import lightning, megatron, megatron_optim
 from pretraining.config.importing.rules import (
     Reading,
     Rule,
@@ -243,14 +243,15 @@ TABLE = Table(
             }
         ),
         "model.fusions.ring_attention": off("use --context_parallel_size"),
-        **megatron.OPTIM,
+        **megatron_optim.OPTIM,
         "model.optim.weight_decay": Rule(_weight_decay, ("weight_decay",), "as written"),
         **PRECISION,
         **LORA,
     },
     {
         **lightning.ABSENT,
-        **megatron.ABSENT,
+        **megatron_optim.ABSENT,
+        "model.do_layer_norm_weight_decay": False,
         **{
             f"model.{name}": _of_megatron(value)
             for name, value in {
@@ -267,7 +268,7 @@ TABLE = Table(
         "precision.type": "mixed_precision",
     },
     (
-        megatron.schedule_is_indented,
+        megatron_optim.schedule_is_indented,
         megatron.batch_check("data.", "distributed_strategy."),
     ),
 )

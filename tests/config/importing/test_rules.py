@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.config.importing.megatron import SCHEDULES
-from pretraining.config.importing.neox import era_of, feed_forward
+from pretraining.config.importing.megatron_optim import SCHEDULES
+from pretraining.config.importing.neox import era_of
+from pretraining.config.importing.neox_model import feed_forward
 from pretraining.config.importing.resolve import Import, import_source
 from pretraining.config.importing.rules import Source
 from pretraining.config.training import TrainConfig

@@ -1,0 +1,195 @@
+"""The optimizer and the schedule of NeMo and NxD Training, `model.optim.*`. Formulas and defaults: NeMo 1.14."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pretraining.config.errors import Problem
+from pretraining.config.importing.rules import (
+    Reading,
+    Rule,
+    Source,
+    implied,
+    mapped,
+    no_op,
+    off,
+    refused,
+    rests,
+    to,
+    unless,
+)
+
+# ---- optimizer
+
+FLAT = "model.optim."
+# Optimizer -> ours and, of the class that the source builds, the defaults of keys that are absent.
+_ADAM = {"betas": [0.9, 0.999], "eps": 1e-8}
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("adamw", {**_ADAM, "weight_decay": 0.01}),
+    "fused_adam": ("adamw", {**_ADAM, "weight_decay": 0.0}),
+    "distributed_fused_adam": ("adamw", {**_ADAM, "weight_decay": 0.0}),
+    "adamw_fp32optstate": ("adamw_fp32", {**_ADAM, "eps": 1e-6, "weight_decay": 0.0}),
+    "adam": ("adam", {**_ADAM, "weight_decay": 0.0}),
+    "adamax": ("adamax", {**_ADAM, "weight_decay": 0.0}),
+    "novograd": ("novograd", {"betas": [0.95, 0.98], "eps": 1e-8, "weight_decay": 0.0}),
+    **{name: (name, {"weight_decay": 0.0}) for name in ("sgd", "adadelta", "adagrad", "rmsprop", "rprop", "adafactor")},
+}
+
+
+def _optimizer(value: Any, _: Source) -> Reading:
+    name = str(value).lower()
+    if name not in OPTIMIZERS:
+        return refused(f"known are {', '.join(OPTIMIZERS)}")
+    if name == "distributed_fused_adam":
+        return implied("AdamW whose state is split", optimizer="adamw")
+    ours = OPTIMIZERS[name][0]
+    return (
+        implied("Apex's fused Adam decays weights as AdamW does", optimizer=ours)
+        if "fused" in name
+        else mapped(optimizer=ours)
+    )
+
+
+def _of_class(name: str) -> Callable[[Source], Any]:
+    """The default of the class that model.optim.name builds; None where it has none of ours."""
+    return lambda source: OPTIMIZERS.get(str(source.get(f"{FLAT}name")).lower(), ("", {}))[1].get(name)
+
+
+def _betas(value: Any, _: Source) -> Reading:
+    if not isinstance(value, list) or len(value) != 2:
+        return refused("expected two numbers")
+    return mapped(adam_beta1=value[0], adam_beta2=value[1])
+
+
+_ARGUMENTS = (
+    *("momentum", "dampening", "nesterov", "rho", "alpha", "centered", "etas", "step_sizes", "lr_decay", "amsgrad"),
+    *("initial_accumulator_value", "grad_averaging", "luc", "luc_trust", "luc_eps", "clip_threshold", "decay_rate"),
+    *("scale_parameter", "relative_step", "warmup_init", "min_step", "beta1"),
+)
+
+
+def _arguments(_: Any, source: Source) -> Reading:
+    """All of the optimizer's own arguments in one text: momentum=0.9,nesterov=True."""
+    given = {name: source.get(FLAT + name) for name in _ARGUMENTS if source.get(FLAT + name) is not None}
+    if given in ({"amsgrad": False}, {}):
+        return rests("off")
+    if any(isinstance(value, list) for value in given.values()):
+        return refused("an argument with several values; give --optimizer_args")
+    return implied("all of the optimizer's own arguments", optimizer_args=argument_text(given))
+
+
+def argument_text(given: dict[str, Any]) -> str:
+    """optimizer_args as a flag: name=value, comma-separated."""
+    return ",".join(f"{name}={value}" for name, value in given.items())
+
+
+# ---- schedule
+
+SCHED = "model.optim.sched."
+SCHEDULES = {
+    "linearannealingwithwarmup": "linear_warmup_decay",
+    "cosineannealing": "cosine",
+    "warmuppolicy": "constant",
+    "warmupholdpolicy": "warmup_hold",
+    "squareannealing": "square",
+    "squarerootannealing": "square_root",
+    "noamannealing": "noam",
+    "noamholdannealing": "noam_hold",
+    "warmupannealing": "warmup_annealing",
+    "inversesquarerootannealing": "inverse_sqrt",
+    "polynomialdecayannealing": "poly",
+    "polynomialholddecayannealing": "poly_hold",
+    "steplr": "step",
+    "exponentiallr": "exponential_lr",
+}
+
+
+def _schedule(value: Any, _: Source) -> Reading:
+    name = str(value).lower()
+    if name == "rprop":
+        return refused("rprop is an optimizer: NeMo cannot resolve it as a schedule either")
+    if name not in SCHEDULES:
+        return refused("known are the schedules of NeMo that follow the step, such as CosineAnnealing")
+    return mapped(lr_schedule=SCHEDULES[name])
+
+
+def _count(field: str) -> Rule:
+    """Steps of a phase; 0 is none."""
+
+    def read(value: Any, _: Source) -> Reading:
+        return rests("0: none") if value == 0 and not isinstance(value, bool) else mapped(**{field: value})
+
+    return Rule(read, (field,), "0: none")
+
+
+def _share(field: str) -> Rule:
+    """A phase as a share of max_steps, in whole steps, rounded down as NeMo does."""
+
+    def read(value: Any, source: Source) -> Reading:
+        total = source.number("trainer.max_steps", -1)
+        if not isinstance(value, int | float) or not 0 <= value < 1 or total < 1:
+            return refused("expected a share from 0 to 1 of a known max_steps")
+        return implied(f"of max_steps={total}", **{field: int(value * total)})
+
+    return Rule(read, (field,), "times max_steps")
+
+
+def _schedule_steps(value: Any, source: Source) -> Reading:
+    steps = source.get("trainer.max_steps", -1)
+    if steps in (-1, value):
+        return mapped(lr_decay_steps=value)
+    return implied(f"trainer.max_steps={steps} counts: it overrides this when training starts")
+
+
+OPTIM = {
+    "model.optim.name": Rule(_optimizer, ("optimizer",), ", ".join(OPTIMIZERS)),
+    "model.optim.lr": to("learning_rate"),
+    "model.optim.weight_decay": to("weight_decay"),
+    "model.optim.betas": Rule(_betas, ("adam_beta1", "adam_beta2"), "two numbers; absent: the class's"),
+    "model.optim.eps": to("optimizer_eps"),
+    "model.optim.capturable": no_op("for CUDA graphs"),
+    **{
+        FLAT + name: no_op("how the state is split and moved")
+        for name in ("bucket_cap_mb", "overlap_grad_sync", "overlap_param_sync", "contiguous_grad_buffer")
+    },
+    **{FLAT + name: Rule(_arguments, ("optimizer_args",), "one of optimizer_args") for name in _ARGUMENTS},
+    "model.optim.sched": Rule(lambda _, __: rests("no schedule: the rate is constant"), (), "its keys; null: constant"),
+    "model.optim.sched.name": Rule(_schedule, ("lr_schedule",), "absent: constant"),
+    "model.optim.sched.max_steps": Rule(_schedule_steps, ("lr_decay_steps",), "trainer.max_steps counts"),
+    "model.optim.sched.warmup_steps": _count("lr_warmup_steps"),
+    "model.optim.sched.warmup_ratio": to("lr_warmup_ratio"),
+    "model.optim.sched.hold_steps": _count("lr_hold_steps"),
+    "model.optim.sched.hold_ratio": _share("lr_hold_steps"),
+    "model.optim.sched.constant_steps": _count("lr_constant_steps"),
+    "model.optim.sched.constant_ratio": _share("lr_constant_steps"),
+    "model.optim.sched.min_lr": _count("min_lr")._replace(words="lowest rate"),
+    "model.optim.sched.d_model": to("lr_d_model"),
+    "model.optim.sched.decay_rate": to("lr_decay_rate"),
+    "model.optim.sched.power": to("lr_power"),
+    "model.optim.sched.cycle": to("lr_cycle"),
+    "model.optim.sched.step_size": to("lr_step_size"),
+    "model.optim.sched.gamma": to("lr_gamma"),
+    "model.optim.sched.last_epoch": unless((-1,), "the step is the checkpoint's"),
+    **{
+        SCHED + name: off("the schedule follows the step alone")
+        for name in ("reduce_on_plateau", "iters_per_batch", "t_max_epochs", "t_accumulate_grad_batches")
+    },
+    "model.optim.sched.monitor": no_op("the schedule follows the step alone"),
+}
+
+ABSENT = {
+    **{FLAT + name: _of_class(name) for name in ("betas", "eps", "weight_decay")},
+    "model.optim.sched.name": "WarmupPolicy",  # no schedule: the rate is constant
+    "model.optim.sched.min_lr": lambda source: (
+        1e-5 if str(source.get("model.optim.sched.name")).lower() == "squareannealing" else None
+    ),
+}
+
+
+def schedule_is_indented(source: Source) -> Iterator[Problem]:
+    """A sched without keys of its own, whose keys stand beside it: NxD Training's documentation shows it so."""
+    stray = [key for key in OPTIM if key.startswith(SCHED) and key.replace(SCHED, FLAT) in source.leaves]
+    stray = [key.replace(SCHED, FLAT) for key in stray if not key.endswith(".name")]
+    if "model.optim.sched" in source.leaves and stray:
+        yield Problem("model.optim.sched=None", f"has no keys; indent {', '.join(stray)} under it, and its name")
