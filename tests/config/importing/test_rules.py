@@ -17,6 +17,7 @@ from pretraining.config.importing.resolve import Import, import_source
 from pretraining.config.importing.rules import Source
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import SCHEDULES as OURS
+from pretraining.config.variants import model_shape
 from tests.config.importing.files import put, tree, write
 
 ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True", "import_only": "True"}
@@ -144,6 +145,22 @@ def test_neox_mixtures_keep_their_weights(tmp_path: Path) -> None:
     imported = config("neox", tmp_path, changes)
     assert (imported.data_path, imported.datasets, imported.weights) == ("/c", "a.idx,d/b.idx", "1.0,3.0")
     assert (imported.valid_data_path, imported.test_data_path) == ("/c/v.idx", "/c/t.idx")
+
+
+def test_gpt_neox_at_its_defaults_is_pythia_160m(tmp_path: Path) -> None:
+    """162,322,944 parameters with 50304 rows, as published: biases, LayerNorm, GELU and an untied head."""
+    node: dict[str, Any] = {
+        "num_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "seq_length": 2048,
+        "train_iters": 100,
+    }
+    node |= {"max_position_embeddings": 2048, "pos_emb": "rotary", "no_weight_tying": True, "checkpoint_factor": 10}
+    path = write(tmp_path, {**node, "train_micro_batch_size_per_gpu": 4})
+    imported = import_source({"import_config": path, **ENOUGH, "vocab_size": "50304"})
+    assert not imported.problems
+    assert model_shape(imported.values.config).parameters == 162_322_944
 
 
 # ---- NeMo and NxD Training
