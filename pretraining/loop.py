@@ -249,7 +249,7 @@ def _record(
         "samples_per_second": run.config.tokens_per_step / run.config.seq_length / step_time,
         "memory_bytes": run.engine.memory_bytes(),
         "compilations": run.engine.compilations(),
-        "data_hash": data_hash(batch, run.engine.process_count),
+        "data_hash": data_hash(batch, run.engine.process_count, run.engine.data_size),
     }
 
 
@@ -269,13 +269,16 @@ def _report(run: Run, record: dict[str, Any]) -> None:
     run.say(progress_line(record, run.config.num_steps))
 
 
-def data_hash(batch: Batch, processes: int) -> str:
-    """16 hex digits of the global batch's tokens, the same however its rows are dealt out to processes."""
+def data_hash(batch: Batch, processes: int, ranks: int) -> str:
+    """16 hex digits of the global batch's tokens, the same however its rows are dealt out to data-parallel ranks.
+
+    Neighbouring processes may share a rank, and its rows.
+    """
     rows = [hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=8).digest() for row in batch["tokens"]]
     if processes > 1:
         gathered: list[Any] = [None] * processes
         dist.all_gather_object(gathered, rows)
-        rows = [row for part in gathered for row in part]
+        rows = [row for part in gathered[:: processes // ranks] for row in part]
     return hashlib.blake2b(b"".join(rows), digest_size=8).hexdigest()
 
 

@@ -223,7 +223,7 @@ class Llama(Module):
         run_blocks: RunBlocks | None = None,
     ) -> Tensor:
         """What the output head sees, [B, T, D]; arguments as in `forward`."""
-        x = F.embedding(tokens, self.model.embed_tokens.weight).to(dtype)  # [B, T, D]
+        x = self.model.embed_tokens(tokens).to(dtype)  # [B, T, D]
         rope = rope_table(self.rope_frequencies, tokens, positions)
         x = (run_blocks or _in_order)(self.model.layers, x, rope, segments)
         return self.model.norm(x)

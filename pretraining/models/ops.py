@@ -130,7 +130,7 @@ def head_loss(
     rows, targets = x.flatten(0, -2), labels.flatten()
     if not torch.is_grad_enabled():
         pieces = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
-        return torch.stack([next_token_loss(linear(part, weight), target, vocabulary) for part, target in pieces]).sum()
+        return torch.stack([inner(linear(part, weight), target, vocabulary)[0] for part, target in pieces]).sum()
     loss: Tensor = _HeadLoss.apply(rows, weight, targets, vocabulary, inner)
     return loss
 

@@ -25,22 +25,31 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import profile, supported_activities, tensorboard_trace_handler
 from torch.utils.checkpoint import checkpoint
 
-from pretraining.config.errors import UserError
+from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
 from pretraining.models.init import initial_weight
 from pretraining.models.llama import Block, Llama, Rope
-from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
+from pretraining.models.ops import IGNORED, LossAndGradient, document_mask, loss_and_gradient
 from pretraining.parallel import accelerator
-from pretraining.parallel.engine import Batch, lost_peers_told
+from pretraining.parallel.engine import Batch, Mesh, lost_peers_told
 from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.precision import compute_dtype
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.sharding import BATCH_AXES
+from pretraining.parallel.sharding import BATCH_AXES, state_parts
+from pretraining.parallel.torch_tensor import (
+    VocabularyParallelLoss,
+    own_part,
+    placements,
+    shard_dimension,
+    split_over_ranks,
+    tensor_dimension,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -69,14 +78,16 @@ class TorchEngine:
         self.device_name = accelerator.device_name(self.device)
         if config.cpu_offload and self.device.type != "cuda":
             raise UserError(f"--cpu_offload=True works on CUDA alone, not on {self.device_name}; leave it out")
-        _refuse_other_axes(config)
+        refuse_what_is_for_xla(config)
         self.home = torch.device("cpu") if config.cpu_offload else self.device  # of shards, gradients and moments
         self.process_index, self.process_count = _from_torchrun("RANK", 0), _from_torchrun("WORLD_SIZE", 1)
-        self.data_rank, self.data_size = self.process_index, self.process_count
         self.local_processes = _from_torchrun("LOCAL_WORLD_SIZE", 1)
         self.mesh = resolve_mesh(config, self.process_count, self.local_processes)
-        resolve_batch(config, self.process_count)
-        self.host_copies = self.local_processes / self.mesh.shard if self.home.type == "cpu" else 0.0
+        refuse_uneven_columns(config, self.mesh)
+        resolve_batch(config, self.mesh.data_ranks)
+        self.data_rank, self.data_size = self.process_index // self.mesh.tensor, self.mesh.data_ranks
+        self.parts = state_parts(config, self.mesh)
+        self.host_copies = self.local_processes / self.parts["moments"] if self.home.type == "cpu" else 0.0
         self.dtype = compute_dtype(config)
         self.compiles = config.use_torch_compile and accelerator.compiles(self.device)
         self._joined = False
@@ -90,8 +101,8 @@ class TorchEngine:
         with lost_peers_told(self.process_index, self.config.collective_timeout):
             if not dist.is_initialized():
                 self._join(launched)
-            grid = init_device_mesh(self.device.type, (self.mesh.replica, self.mesh.shard), mesh_dim_names=BATCH_AXES)
-        return grid["shard"] if self.mesh.replica == 1 else grid
+            sizes = (self.mesh.replica, self.mesh.shard, self.mesh.tensor)
+            return init_device_mesh(self.device.type, sizes, mesh_dim_names=(*BATCH_AXES, "tensor"))
 
     def _join(self, launched: bool) -> None:
         """Open the process group that `close` leaves; torchrun's environment says where the others are."""
@@ -107,49 +118,62 @@ class TorchEngine:
     # ---- Placing
 
     def place(self, model: Llama) -> Llama:
-        """`model` with every parameter split along its first dimension; a meta parameter is made shard by shard.
+        """`model` with every parameter split; a meta parameter is made shard by shard.
 
-        FSDP2 gathers a block's parameters whole before it runs, so it does not matter which dimension is split; the
-        first one needs no copy beside the collective.
+        FSDP2 gathers a block's parameters before it runs, so it does not matter which dimension it splits: the first
+        one, which needs no copy beside the collective, or with tensor ranks the table's.
         """
         given = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
         layers = model.shape.num_layers
         self._recomputed = block_mask(self.config, layers)
         model.to("meta")
-        self._loss_and_gradient = loss_and_gradient
+        self._shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        self._loss_and_gradient: LossAndGradient = loss_and_gradient
         if self.compiles:
             self._compile(model)
         if self.device_mesh is not None:
+            if self.mesh.tensor > 1:
+                split_over_ranks(model, self.device_mesh["tensor"])
+                head = VocabularyParallelLoss(self.device_mesh["tensor"])
+                model.model.norm.register_forward_hook(lambda _, __, x: head.input(x))
+                self._loss_and_gradient = head
             self._shard(model, self.device_mesh)
         model.to_empty(device=self.home)
         self._weights = dict(model.named_parameters())
 
         def fill(name: str) -> None:
             weight = self._weights[name]
-            value = given[name] if given else initial_weight(self.config, layers, name, weight.shape)
-            _local(weight).copy_(self._own_rows(value, _local(weight)))
+            value = given[name] if given else initial_weight(self.config, layers, name, self._shapes[name])
+            _local(weight).copy_(self._own_part(name, value, _local(weight)))
 
         # torch's generator leaves the interpreter free
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.local_processes)) as pool:
             list(pool.map(fill, self._weights))
         return model
 
-    def _shard(self, model: Llama, mesh: DeviceMesh) -> None:
+    def _shard(self, model: Llama, grid: DeviceMesh) -> None:
         """Each block gathers its own parameters; embedding, final norm and head gather together, for the whole step."""
         narrow = None if self.dtype == torch.float32 else self.dtype
         # The rotary table stays fp32: inputs are not cast.
         precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
         offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
-        frees = self.mesh.shard > 1  # alone, a shard is the whole, and freeing its bf16 copy means casting it twice
+        # zero2 keeps what was gathered for the backward pass. Alone, a shard is the whole, and freeing its bf16 copy
+        # means casting it twice.
+        frees = self.mesh.shard > 1 and self.config.sharding_strategy != "zero2"
+        options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
+        options["mesh"] = grid["shard"] if self.mesh.replica == 1 else grid[BATCH_AXES]
+        if self.mesh.tensor > 1:
+            dims = {weight: shard_dimension(name) for name, weight in model.named_parameters()}
+            options["shard_placement_fn"] = lambda weight: Shard(dims[weight])
         for block in model.model.layers:
-            fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=frees)
-        fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+            fully_shard(block, reshard_after_forward=frees, **options)
+        fully_shard(model, reshard_after_forward=False, **options)
         register_fsdp_forward_method(model, "loss")
 
-    def _own_rows(self, whole: Tensor, shard: Tensor) -> Tensor:
-        height = -(-whole.shape[0] // self.mesh.shard)  # of all shards but the last, as torch.chunk cuts
-        start = self.process_index % self.mesh.shard * height
-        return whole[start : start + shard.shape[0]]
+    def _own_part(self, name: str, whole: Tensor, held: Tensor) -> Tensor:
+        above, rank = divmod(self.process_index, self.mesh.tensor)
+        shard = (above % self.mesh.shard, self.mesh.shard)
+        return own_part(whole, name, held.shape, (rank, self.mesh.tensor), shard)
 
     def _compile(self, model: Llama) -> None:
         """One compiled function serves all blocks, so compile time does not grow with depth.
@@ -227,24 +251,28 @@ class TorchEngine:
     def _update(self, optimizer: torch.optim.Optimizer) -> Figures:
         """One collective for loss, tokens and norm; then mean, clip and step in one kernel that skips what is refused.
 
-        FSDP hands back gradients averaged over the processes; what is wanted is their sum over the trained tokens.
+        FSDP hands back gradients averaged over data-parallel ranks; what is wanted is their sum over trained tokens.
         """
-        gradients = [_local(weight.grad) for weight in self._shards if weight.grad is not None]
+        gradients = {name: _local(w.grad) for name, w in self._weights.items() if w.grad is not None}
         sums = torch.cat((self.totals.to(self.home), self._square(gradients)))
         self._sum_over_processes(sums)
-        count = sums[1]
-        loss, norm = sums[0] / count, sums[2].sqrt() * self.process_count / count
+        ranks = self.mesh.data_ranks
+        count = sums[1] / self.mesh.tensor  # tensor ranks count the same tokens
+        loss, norm = sums[0] / sums[1], sums[2].sqrt() * ranks / count
         accepted = judge(self.health, torch.isfinite(loss) & torch.isfinite(norm), self.config.max_skipped_steps)
-        divisor = count / self.process_count
+        divisor = count / ranks
         if limit := self.config.grad_clip_thresh:
             divisor = divisor / (limit / (norm + 1e-6)).clamp(max=1.0)
         self._fused_step(optimizer, divisor, refused=(~accepted).float())
         self.totals.zero_()
         return Figures(("loss", "grad_norm", *HEALTH), torch.cat((torch.stack((loss, norm)), self.health)))
 
-    def _square(self, held: list[Tensor]) -> Tensor:
-        """This process's part of the squared norm of what is split like the parameters, [1]."""
-        return nn.utils.get_total_norm(held).square()[None] / self.mesh.replica  # replicas hold the same
+    def _square(self, held: dict[str, Tensor]) -> Tensor:
+        """This process's part of the squared norm of what is split like the parameters of these names, [1]."""
+        split = [part for name, part in held.items() if tensor_dimension(name) is not None]
+        whole = [part for name, part in held.items() if tensor_dimension(name) is None]
+        square = nn.utils.get_total_norm(split).square() + nn.utils.get_total_norm(whole).square() / self.mesh.tensor
+        return square[None] / self.mesh.replica  # replicas hold the same
 
     def _fused_step(self, optimizer: Any, divisor: Tensor, refused: Tensor) -> None:
         """AdamW on gradients / `divisor`; with `refused` at 1 nothing changes, the count of updates included.
@@ -272,12 +300,12 @@ class TorchEngine:
         for module in model.modules():  # without a backward pass, what was gathered to stay would
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return Figures(("loss", "tokens"), torch.stack((totals[0] / totals[1], totals[1])))
+        return Figures(("loss", "tokens"), torch.stack((totals[0] / totals[1], totals[1] / self.mesh.tensor)))
 
     @torch.no_grad()
     def parameter_norm(self, model: Llama) -> float:
         """See engine.Engine."""
-        square = self._square([_local(weight) for weight in self._weights.values()])
+        square = self._square({name: _local(weight) for name, weight in self._weights.items()})
         self._sum_over_processes(square)
         return square.sqrt().item()
 
@@ -285,15 +313,27 @@ class TorchEngine:
 
     def state(self, model: Llama, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """See engine.Engine: the live tensors, DTensors where they are split."""
-        logical: dict[str, Any] = {name: weight.detach() for name, weight in self._weights.items()}
+        logical: dict[str, Any] = {name: self._logical(name, _local(weight)) for name, weight in self._weights.items()}
         if optimizer is None:
             return logical
         for name, weight in self._weights.items():
             for moment in MOMENTS:
                 held = optimizer.state[self._shards[weight]][moment]
-                logical[f"optimizer.{moment}.{name}"] = _split_like(held, weight)
+                logical[f"optimizer.{moment}.{name}"] = self._logical(name, held)
         logical["optimizer.step"] = self._counters[0]
         return logical
+
+    def _logical(self, name: str, held: Tensor) -> Tensor:
+        """`held` as this process's part of a whole that is split as the parameter `name` is."""
+        weight, shape = self._weights[name], self._shapes[name]
+        if not isinstance(weight, DTensor):
+            return held
+        mesh, placed = weight.device_mesh, weight.placements
+        if self.mesh.tensor > 1:
+            assert self.device_mesh is not None
+            mesh, placed = self.device_mesh, placements(name)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(held, mesh, placed, run_check=False, shape=shape, stride=stride)
 
     @torch.no_grad()
     def commit(self, state: dict[str, Any]) -> None:
@@ -340,16 +380,37 @@ class TorchEngine:
             dist.destroy_process_group()
 
 
-def _refuse_other_axes(config: TrainConfig) -> None:
-    """UserError where the sharding table asks for what FSDP2 alone does not split."""
-    one = ("tensor_parallel_size", "context_parallel_size", "make_vocab_size_divisible_by", "kv_replication")
-    asked = [name for name in one if getattr(config, name) > 1]
-    asked += ["sequence_parallel"] if config.sequence_parallel else []
-    asked += ["sharding_strategy"] if config.sharding_strategy in ("zero1", "zero2") else []
-    asked += ["dump_sharding"] if config.dump_sharding else []
-    if asked:
-        named = ", ".join(f"--{name}={getattr(config, name)}" for name in asked)
-        raise UserError(f"{named}: on the xla engine alone; the torch engine has ddp, fsdp and hsdp")
+def refuse_what_is_for_xla(config: TrainConfig) -> None:
+    """ConfigError listing every setting that this engine does not have, and sizes that it cannot split."""
+    shape, ranks = model_shape(config), config.tensor_parallel_size
+    remedies = {
+        "sharding_strategy": "FSDP keeps parameters split between steps; use zero2, fsdp, hsdp or ddp",
+        "sequence_parallel": "the torch engine keeps the residual stream whole on tensor ranks; leave it out",
+        "context_parallel_size": "the torch engine splits no sequences; leave it out",
+        "make_vocab_size_divisible_by": "the torch engine pads no vocabulary; leave it out",
+        "kv_replication": "the torch engine repeats no key/value heads; leave it out",
+        "dump_sharding": "the torch engine writes none; leave it out",
+        "tensor_parallel_size": f"does not divide num_kv_heads={shape.num_kv_heads} and vocab_size={shape.vocab_size}",
+    }
+    asked = {name: getattr(config, name) > 1 for name in remedies if name.endswith(("_size", "_by", "_replication"))}
+    asked["sharding_strategy"] = config.sharding_strategy == "zero1"
+    asked["sequence_parallel"], asked["dump_sharding"] = config.sequence_parallel, bool(config.dump_sharding)
+    asked["tensor_parallel_size"] = bool(shape.num_kv_heads % ranks or shape.vocab_size % ranks)
+    for name in ("attn_bias", "mlp_bias", "qk_norm", "tie_word_embeddings"):
+        remedies[name] = f"the torch engine does not split it over tensor_parallel_size={ranks}; leave it out"
+        asked[name] = ranks > 1 and getattr(config, name)
+    names = [name for name in remedies if asked[name]]
+    if names:
+        raise ConfigError([Problem(f"--{n}={getattr(config, n)}", f"{remedies[n]}, or --engine=xla") for n in names])
+
+
+def refuse_uneven_columns(config: TrainConfig, mesh: Mesh) -> None:
+    """ConfigError where FSDP would split columns unevenly, which it cannot."""
+    hidden = model_shape(config).hidden_size
+    if mesh.tensor > 1 and hidden % mesh.shard:
+        remedy = f"needs hidden_size={hidden} to be a multiple of the {mesh.shard} data-parallel ranks of a group"
+        problem = Problem(f"--tensor_parallel_size={mesh.tensor}", f"{remedy}; use sharding_strategy=hsdp with fewer")
+        raise ConfigError([problem])
 
 
 def _from_torchrun(name: str, default: int) -> int:
@@ -360,12 +421,3 @@ def _local(tensor: Tensor) -> Tensor:
     """What this process holds of `tensor`; writing to it writes there."""
     held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return held.detach()
-
-
-def _split_like(local: Tensor, weight: Tensor) -> Tensor:
-    """`local` as the part of a whole that is split as `weight` is."""
-    if not isinstance(weight, DTensor):
-        return local
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretraining.config.errors import UserError
+from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.select import choose
 from pretraining.parallel.torch_engine import TorchEngine
@@ -29,6 +29,7 @@ FEW: dict[str, Fields] = {
     "fsdp, a third, accumulated": {**FSDP, **A_THIRD, "batch_size": 1},
 }
 HSDP: Fields = {"sharding_strategy": "hsdp", "sharding_group_size": 2}
+TENSOR: Fields = {"tensor_parallel_size": 2}
 CASES: dict[int, dict[str, Fields]] = {
     ALONE: {**FEW, "bf16": {"mixed_precision": True}},
     1: FEW,
@@ -41,6 +42,10 @@ CASES: dict[int, dict[str, Fields]] = {
         "fsdp, accumulated": {**FSDP, "batch_size": 1},
         "hsdp": {**HSDP, "batch_size": 4},
         "hsdp, all blocks, accumulated": {**HSDP, **ALL_BLOCKS, "batch_size": 1},
+        "zero2": {"sharding_strategy": "zero2"},
+        "tensor 4": {**FSDP, "tensor_parallel_size": 4, "batch_size": 8},
+        "fsdp x tensor, all blocks": {**FSDP, **TENSOR, **ALL_BLOCKS, "batch_size": 4},
+        "hsdp x tensor, built first": {**HSDP, "sharding_group_size": 1, **TENSOR, "low_cpu_fsdp": False},
         "built first": {**FSDP, "low_cpu_fsdp": False},
         "bf16": {**FSDP, "mixed_precision": True},
         "poisoned": {**FSDP, "poison_step": 3},
@@ -97,6 +102,15 @@ def test_parameters_and_moments_are_really_split(case: str, parts: int) -> None:
 
 
 @slow
+@pytest.mark.parametrize(("case", "parts"), [("tensor 4", 4), ("fsdp x tensor, all blocks", 4)])
+def test_tensor_ranks_hold_parts_of_all_but_the_norms(case: str, parts: int) -> None:
+    whole = outcome(ALONE)["ddp"]["bytes"]["parameters"]
+    norms = (2 * 4 + 1) * 64 * 4  # bytes
+    groups = 1 if case == "tensor 4" else 2  # FSDP splits the norms too
+    assert outcome(4)[case]["bytes"]["parameters"] == (whole - norms) // parts + norms // groups
+
+
+@slow
 def test_parameters_that_do_not_divide_train_all_the_same() -> None:
     losses = outcome(2)["uneven"]["loss"]
     assert losses[-1] < losses[0] - 0.3
@@ -147,6 +161,19 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
     assert "nobody has tested" in choose(TrainConfig(engine="torch", device="tpu"))[1]
     with pytest.raises(UserError, match="torch_xla is not installed"):
         chosen(gpus=0, xla=False, engine="xla")
+
+
+def test_what_this_engine_does_not_have_is_refused_all_at_once() -> None:
+    asked: Fields = {"sharding_strategy": "zero1", "context_parallel_size": 2, "dump_sharding": "there.json"}
+    with pytest.raises(ConfigError) as refused:
+        TorchEngine(TrainConfig(model_variant="tiny", device="cpu", **asked))
+    for name in asked:
+        assert f"--{name}=" in str(refused.value)
+
+
+def test_heads_that_tensor_ranks_do_not_divide_are_refused_with_both_names() -> None:
+    with pytest.raises(ConfigError, match=r"--tensor_parallel_size=2 .*num_kv_heads=3"):
+        TorchEngine(TrainConfig(model_variant="tiny", device="cpu", tensor_parallel_size=2))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -87,6 +87,21 @@ def test_a_run_moves_between_the_engines_bit_for_bit_and_goes_on(tmp_path: Path)
     assert_same_course(tmp_path / "to_xla", tmp_path / "torch")
 
 
+def test_a_run_moves_to_tensor_ranks_and_back_bit_for_bit_and_goes_on(tmp_path: Path) -> None:
+    driver = str(ROOT / "tests/parallel/resave_driver.py")
+    split = {**ON_TORCH, "sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 4}
+    call(train_command(tmp_path / "alone", ALONE, **ON_TORCH))
+    saved = tmp_path / "alone/checkpoints/step_4"
+
+    call(launched(4, driver, str(saved), str(tmp_path / "split"), json.dumps(split)))
+    assert_same_bits(saved, tmp_path / "split/step_4")
+    call(launched(ALONE, driver, str(tmp_path / "split/step_4"), str(tmp_path / "back"), json.dumps(ON_TORCH)))
+    assert_same_bits(saved, tmp_path / "back/step_4")
+
+    call(train_command(continued(tmp_path / "alone", tmp_path / "on"), 4, **split))
+    assert_same_course(tmp_path / "on", tmp_path / "alone")
+
+
 def test_after_one_process_is_killed_the_others_say_so_and_fewer_continue(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     more = {**ON_TORCH, "num_steps": 80, "collective_timeout": 30, "checkpoint_interval": 20}

@@ -1,0 +1,137 @@
+"""Tensor parallelism of the torch engine: every rank holds its part of a matrix as a plain tensor.
+
+Which part, the sharding table says; FSDP then splits that part along the other axis of its row. Partial sums are added
+up where a row-parallel matrix ends, their gradients where a column-parallel one begins (Megatron's f and g).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from pretraining.models.llama import Llama
+from pretraining.models.ops import IGNORED, without_padding
+from pretraining.parallel.sharding import SHARD, spec_of
+
+COLUMN_INPUTS, ROW_OUTPUTS = ("self_attn", "mlp"), ("self_attn.o_proj", "mlp.down_proj")
+
+
+def tensor_dimension(name: str) -> int | None:
+    """The dimension of the parameter `name` that tensor ranks split; None: it is whole on each."""
+    return next((i for i, axis in enumerate(spec_of(name)) if axis == "tensor"), None)
+
+
+def shard_dimension(name: str) -> int:
+    """The dimension that FSDP splits: the table's, and the only one of what the table replicates."""
+    return next((i for i, axis in enumerate(spec_of(name)) if axis == SHARD), 0)
+
+
+def split_over_ranks(model: Llama, ranks: DeviceMesh) -> None:
+    """Narrow every split parameter of `model`, on the meta device, to one rank's part, and add up what is partial."""
+    for name, weight in list(model.named_parameters()):
+        if (dim := tensor_dimension(name)) is not None:
+            module, _, short = name.rpartition(".")
+            part = weight.detach().chunk(ranks.size(), dim)[0].clone()
+            setattr(model.get_submodule(module), short, nn.Parameter(part))
+    group = ranks.get_group()
+    for block in model.model.layers:
+        for name in COLUMN_INPUTS:
+            block.get_submodule(name).register_forward_pre_hook(
+                lambda _, given: (_GradientsAdded.apply(given[0], group), *given[1:])
+            )
+        for name in ROW_OUTPUTS:
+            block.get_submodule(name).register_forward_hook(lambda _, __, out: _Added.apply(out, group))
+    model.model.embed_tokens.forward = _Lookup(model.model.embed_tokens, ranks).look_up  # type: ignore[method-assign, assignment]
+
+
+def own_part(whole: Tensor, name: str, shape: torch.Size, tensor: tuple[int, int], shard: tuple[int, int]) -> Tensor:
+    """The part, of this shape, of `whole` that a process holds; `tensor` and `shard` are its (rank, ranks)."""
+    dim = tensor_dimension(name)
+    part = whole if dim is None else whole.chunk(tensor[1], dim)[tensor[0]]
+    along = shard_dimension(name) if tensor[1] > 1 else 0
+    extent = -(-part.shape[along] // shard[1])  # of all shards but the last, as torch.chunk cuts
+    start = min(shard[0] * extent, part.shape[along])
+    return part.narrow(along, start, shape[along])
+
+
+def placements(name: str) -> tuple[Placement, Placement, Placement]:
+    """How `name` lies on the mesh replica x shard x tensor."""
+    dim = tensor_dimension(name)
+    return Replicate(), Shard(shard_dimension(name)), Replicate() if dim is None else Shard(dim)
+
+
+class _Lookup:
+    """An embedding whose rows are split: each rank looks up those it holds, and the parts are added up."""
+
+    def __init__(self, embedding: nn.Embedding, ranks: DeviceMesh) -> None:
+        self.embedding, self.ranks = embedding, ranks
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """[rows, tokens] -> [rows, tokens, hidden]."""
+        weight = self.embedding.weight
+        rows = tokens - self.ranks.get_local_rank() * len(weight)
+        elsewhere = (rows < 0) | (rows >= len(weight))
+        found = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
+        added: Tensor = _Added.apply(found, self.ranks.get_group())
+        return added
+
+
+class VocabularyParallelLoss:
+    """ops.LossAndGradient where each rank has some columns of the logits: three numbers a row are communicated."""
+
+    def __init__(self, ranks: DeviceMesh) -> None:
+        self.ranks = ranks
+
+    def __call__(self, logits: Tensor, labels: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+        first, group = self.ranks.get_local_rank() * logits.shape[-1], self.ranks.get_group()
+        wide = without_padding(logits.float(), vocabulary - first)
+        chosen = first + torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]  # [R, V / ranks]
+        top = _sum(wide.amax(-1), group, "max")  # [R]
+        sums = torch.stack(((wide - top[:, None]).exp().sum(-1), torch.where(chosen, wide, 0).sum(-1)))
+        total, label = _sum(sums, group)
+        normaliser, trained = top + total.log(), labels != IGNORED
+        probability = (wide - normaliser[:, None]).exp()
+        gradient = torch.where(chosen, probability - 1, probability) * trained[:, None]
+        return ((normaliser - label) * trained).sum(), gradient.to(logits.dtype)
+
+    def input(self, x: Tensor) -> Tensor:
+        """`x` as every rank multiplies it with its own rows of the head."""
+        copied: Tensor = _GradientsAdded.apply(x, self.ranks.get_group())
+        return copied
+
+
+class _Added(torch.autograd.Function):
+    """Parts in, their sum over the ranks out; the gradient is every part's."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GradientsAdded(torch.autograd.Function):
+    """The same on all ranks, each of which makes part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, part: Tensor) -> tuple[Tensor, None]:
+        return _sum(part, ctx.group), None
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
+    added: Tensor = funcol.wait_tensor(funcol.all_reduce(x.contiguous(), operation, group))
+    return added
