@@ -89,14 +89,14 @@ def to_huggingface(
     shard_size: int = int(SHARD_SIZE),
 ) -> Path:
     """Write the weights of `checkpoint` to the new folder `target`, which appears when it is complete."""
-    partial = _new_folder(target)
     config = saved_config(checkpoint.facts.config)
     names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
     stored = {name: dtype or DTYPES[checkpoint.manifest.tensors[name].dtype] for name in names}
+    described = from_train_config(config, str(stored[names[0]]).removeprefix("torch."))
+    partial = _new_folder(target)  # after what can be refused, so that nothing is left of a refusal
     files = _name_files(_group(checkpoint, stored, shard_size))
     for file, members in files.items():
         _write_safetensors(partial / file, checkpoint, {name: stored[name] for name in members})
-    described = from_train_config(config, str(stored[names[0]]).removeprefix("torch."))
     described |= _copy_tokenizer(tokenizer_path or config.tokenizer_path, partial)
     _write_json(partial / CONFIG, described)
     if len(files) > 1:

@@ -43,11 +43,11 @@ DIMENSIONS = {
     "head_dim": "head_dim",
 }
 # What the model here cannot do: key -> the only value that is understood.
-FIXED = {"model_type": "llama", "hidden_act": "silu"}
+FIXED = {"model_type": "llama"}
+ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}  # hidden_act, which gates there too -> activation
 # What Hugging Face's Llama cannot do: field -> the only value that can be exported.
 EXPORTED = {
     "norm_type": "rmsnorm",
-    "activation": "swiglu",
     "qk_norm": False,
     "parallel_residual": False,
     "position_embedding_type": "rope",
@@ -158,13 +158,17 @@ def to_train_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
     missing = [theirs for ours, theirs in DIMENSIONS.items() if ours not in _OPTIONAL and theirs not in config]
     if missing:
         raise UserError(f"{path / CONFIG}: {missing[0]} is missing")
+    act = config.get("hidden_act", "silu")
+    if act not in ACTIVATIONS:
+        raise UserError(f"{path / CONFIG}: hidden_act={act}; {', '.join(ACTIVATIONS)} are understood")
     given = {ours: config[theirs] for ours, theirs in DIMENSIONS.items() if config.get(theirs) is not None}
     rope = config.get("rope_parameters") or {}  # transformers 5; before, rope_theta and rope_scaling
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     eps = config.get("rms_norm_eps", 1e-6)
     scaling = _rope_scaling(rope or config.get("rope_scaling") or {}, path)
     biases = {ours: bool(config.get(theirs, False)) for ours, theirs in BIASES.items()}
-    return {"model_variant": "custom", "norm_eps": eps, "rope_theta": float(theta), **given, **biases, **scaling}
+    fixed = {"model_variant": "custom", "norm_eps": eps, "activation": ACTIVATIONS[act], "rope_theta": float(theta)}
+    return {**fixed, **given, **biases, **scaling}
 
 
 _OPTIONAL = ("num_kv_heads", "head_dim", "max_position_embeddings")
@@ -192,13 +196,16 @@ def from_train_config(config: TrainConfig, dtype: str) -> dict[str, Any]:
 
     In the words of transformers 4, which version 5 reads as well.
     """
+    acts = [theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation]
     foreign = [f"{name}={getattr(config, name)}" for name, value in EXPORTED.items() if getattr(config, name) != value]
+    foreign += [] if acts else [f"activation={config.activation}"]
     if foreign:
         raise UserError(f"Hugging Face's Llama has no {', '.join(foreign)}: this model has no such form")
     shape = model_shape(config)
     return {
         "architectures": ["LlamaForCausalLM"],
         **FIXED,
+        "hidden_act": acts[0],
         **{theirs: getattr(shape, ours) for ours, theirs in DIMENSIONS.items()},
         "rms_norm_eps": config.norm_eps,
         "rope_theta": shape.rope_theta,

@@ -186,7 +186,7 @@ def test_rotary_settings_of_both_transformers_generations_are_understood(tmp_pat
     ("change", "message"),
     [
         ({"model_type": "mistral"}, "model_type=mistral; only llama"),
-        ({"hidden_act": "gelu"}, "hidden_act=gelu; only silu"),
+        ({"hidden_act": "gelu_new"}, "hidden_act=gelu_new; silu, gelu, relu"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn; default, linear and llama3"),
         ({"vocab_size": None}, "vocab_size is missing"),
     ],
@@ -199,6 +199,19 @@ def test_a_model_that_cannot_be_this_one_is_refused(tmp_path: Path, change: dict
     )
     with pytest.raises(UserError, match=message):
         open_source(exported)
+
+
+@pytest.mark.parametrize(("activation", "act"), [("geglu", "gelu"), ("reglu", "relu")])
+def test_the_gate_has_their_word_and_comes_back(activation: str, act: str, tmp_path: Path) -> None:
+    exported = from_train_config(TrainConfig(activation=activation), "float32")
+    assert exported["hidden_act"] == act
+    assert to_train_config(exported, tmp_path)["activation"] == activation
+
+
+@pytest.mark.parametrize("field", [{"parallel_residual": True}, {"rotary_percentage": 0.5}, {"activation": "gelu"}])
+def test_a_function_that_their_llama_has_no_word_for_is_not_exported(field: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(field))):
+        from_train_config(TrainConfig(**field), "float32")
 
 
 def test_another_shape_than_the_flags_say_is_refused_before_any_tensor_is_read(tmp_path: Path) -> None:

@@ -67,7 +67,9 @@ TABLE = Table(
         "attention_bias": to("attn_bias"),
         "mlp_bias": to("mlp_bias"),
         "attention_dropout": to("attention_dropout"),
-        "hidden_act": choice({"silu": mapped(activation="swiglu")}),
+        "hidden_act": choice(
+            {name: mapped(activation=gate) for name, gate in (("silu", "swiglu"), ("gelu", "geglu"), ("relu", "reglu"))}
+        ),
         "pretraining_tp": unless((1,), "partial products in another order"),
         **{
             name: no_op(ABOUT)

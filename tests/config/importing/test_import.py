@@ -421,7 +421,7 @@ def test_dimensions_come_from_a_config_json_under_the_flags(tmp_path: Path) -> N
     assert (found.rope_scaling_factor, found.rope_original_max_position) == (4.0, 16)
 
 
-@pytest.mark.parametrize(("key", "value"), [("model_type", "gpt2"), ("hidden_act", "gelu"), ("hidden_sise", 32)])
+@pytest.mark.parametrize(("key", "value"), [("model_type", "gpt2"), ("hidden_act", "gelu_new"), ("hidden_sise", 32)])
 def test_a_config_json_that_we_cannot_follow_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     path = write(tmp_path, {**LLAMA, key: value}, "model.json")
     with pytest.raises(ConfigError, match=f"{key}={value}"):
