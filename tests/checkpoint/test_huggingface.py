@@ -66,8 +66,10 @@ def test_an_exported_model_is_the_same_function_in_transformers(tmp_path: Path, 
         assert (plain - ours).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_transformers_model_trains_here_and_starts_as_the_same_function(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "ours_tied"), [(False, False), (True, False), (True, True)])
+def test_a_transformers_model_trains_here_and_starts_as_the_same_function(
+    tmp_path: Path, tied: bool, ours_tied: bool
+) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
@@ -87,7 +89,8 @@ def test_a_transformers_model_trains_here_and_starts_as_the_same_function(tmp_pa
         )
     ).eval()
     theirs.save_pretrained(tmp_path / "hf")
-    config = small_config(tmp_path / "run", ckpt_load_path=str(tmp_path / "hf"), **LLAMA3)
+    fields = {"ckpt_load_path": str(tmp_path / "hf"), "tie_word_embeddings": ours_tied, **LLAMA3}
+    config = small_config(tmp_path / "run", **fields)
     model, optimizer = open_run(config)
     checkpoints = Checkpoints(config, tmp_path / "run")
     facts = checkpoints.restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
@@ -95,8 +98,12 @@ def test_a_transformers_model_trains_here_and_starts_as_the_same_function(tmp_pa
     tokens = torch.randint(0, 64, (2, 48))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
-    losses = run(tmp_path / "run", ckpt_load_path=str(tmp_path / "hf"), **LLAMA3)
+    losses = run(tmp_path / "run", **fields)
     assert len(losses) == 8 and losses[-1] < losses[0] + 1
+    back = transformers.LlamaForCausalLM.from_pretrained(
+        to_huggingface(open_source(tmp_path / "run"), tmp_path / "back")
+    )
+    assert (back.lm_head.weight is back.model.embed_tokens.weight) == ours_tied
 
 
 def test_import_then_export_gives_the_same_bytes(tmp_path: Path) -> None:
