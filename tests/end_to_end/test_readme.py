@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -72,8 +73,11 @@ def test_every_command_of_the_readme_succeeds_and_the_quickstart_learns(checkout
     quickstart = said["bash scripts/train.sh"]
     lines = figures(checkout / "runs" / "quickstart")
     last = max(step for step, _ in lines)
-    assert lines[last, "loss"]["loss"] < lines[1, "loss"]["loss"] - 4.0  # nats
-    assert lines[last, "val_loss"]["val_loss"] == pytest.approx(lines[last, "loss"]["loss"], abs=1.0)
+    reached = statistics.mean(
+        lines[step, "loss"]["loss"] for step in range(last - 9, last + 1)
+    )  # batches differ by 0.3
+    assert reached < lines[1, "loss"]["loss"] - 4.0  # nats
+    assert lines[last, "val_loss"]["val_loss"] == pytest.approx(reached, abs=1.0)
     for what in ("metrics.jsonl", "checkpoints", "pretraining.monitor.report", "def main("):  # the last is the sample
         assert what in quickstart.partition("complete:")[2]
     assert "complete:" in run("bash scripts/train.sh", checkout)
