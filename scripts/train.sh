@@ -7,7 +7,7 @@
 # Returns the training's exit code: 0 finished, 2 a mistake in the flags, 3 training stopped itself, 143 and 130 after
 # a signal. The same command again continues.
 #
-# Several processes: NPROC_PER_NODE (default: the CUDA GPUs of this host), and on each of several hosts NNODES,
+# Several processes: NPROC or NPROC_PER_NODE (default: the CUDA GPUs of this host), and on each of several hosts NNODES,
 # NODE_RANK, MASTER_ADDR and MASTER_PORT. The xla engine takes one process per host, which drives all its devices.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
@@ -37,6 +37,7 @@ corpus=data/stdlib
 corpus_settings=(--run_name=quickstart --val_interval=35 --val_steps=4 --val_sanity_steps=-1)
 
 main() {
+    NPROC=${NPROC:-${NPROC_PER_NODE:-}}
     set_up requirements.txt
     if asks_for_help "$@"; then
         exec "$python" main_training.py --help
@@ -115,7 +116,7 @@ run_folder() {
 }
 
 launch() {
-    local processes=${NPROC_PER_NODE:-$(gpus)} hosts=${NNODES:-1} codes code=0
+    local processes=${NPROC:-$(gpus)} hosts=${NNODES:-1} codes code=0
     if ((processes * hosts <= 1)) || drives_all_devices "$@"; then
         attended "$python" main_training.py "$@"
         return
@@ -131,7 +132,7 @@ launch() {
 }
 
 drives_all_devices() {
-    [[ -n ${PJRT_DEVICE:-} && ${NPROC_PER_NODE:-1} == 1 ]] || [[ " $* " == *" --engine=xla "* || " $* " == *" --engine xla "* ]]
+    [[ -n ${PJRT_DEVICE:-} && ${NPROC:-1} == 1 ]] || [[ " $* " == *" --engine=xla "* || " $* " == *" --engine xla "* ]]
 }
 
 # Runs a command so that a SIGTERM to this script reaches it too, and returns its exit code. bash makes what it runs in

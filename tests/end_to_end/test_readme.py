@@ -49,7 +49,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(command: str, folder: Path) -> str:
     """A line of shell in a shell without our own settings; what it printed."""
-    hidden = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "NPROC_PER_NODE")
+    hidden = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "NPROC", "NPROC_PER_NODE")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(
         ["bash", "-c", command],

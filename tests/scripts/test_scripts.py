@@ -131,15 +131,14 @@ def test_a_host_whose_nvidia_driver_is_missing_counts_as_one_without_gpus(instal
     assert (ended.returncode, ended.stdout) == (0, "CPU False\n"), ended.stderr
 
 
-def test_the_codes_of_processes_under_torchrun_are_told_apart(installed: Path) -> None:
+@pytest.mark.parametrize("name", ["NPROC", "NPROC_PER_NODE"])
+def test_the_codes_of_processes_under_torchrun_are_told_apart(installed: Path, name: str) -> None:
     """torchrun itself would return 1."""
     program = "import os, sys, pathlib; rank = os.environ['RANK']\n"
     program += "pathlib.Path(os.environ['EXIT_CODES'], rank).write_text('3'); sys.exit(3)\n"
     (installed / "main_training.py").unlink()
     (installed / "main_training.py").write_text(program)
-    ended = bash(
-        installed, "bash scripts/train.sh --use_dummy_dataset --engine=torch", NPROC_PER_NODE="2", PJRT_DEVICE=""
-    )
+    ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --engine=torch", **{name: "2"}, PJRT_DEVICE="")
     assert ended.returncode == 3
 
 
