@@ -41,7 +41,7 @@ class TrainConfig:
     """Rows of the embedding and of the output head; every token id must be below it. None: the variant's (no default
     for "custom")."""
     make_vocab_size_divisible_by: int = 1
-    """The rows of the embedding and of the output head are padded to a multiple of this times tensor_parallel_size.
+    """xla engine: rows of the embedding and of the output head are padded to a multiple of this x tensor_parallel_size.
     Rows of padding are zero, take no part in the loss and do not stand in checkpoints."""
     max_position_embeddings: int | None = None
     """Longest sequence the model is made for, in tokens, at least seq_length. None: the variant's, or seq_length
@@ -110,7 +110,8 @@ class TrainConfig:
     tensor_parallel_size: int = 1
     """Devices that share every matrix product: heads, feed-forward channels and vocabulary are split over them, and the
     activations are added up twice a block. Neighbouring devices, best within a host. For models whose layers, or whose
-    smallest batch, are too large for one device. A divisor of num_attention_heads and intermediate_size. 1: none."""
+    smallest batch, are too large for one device. A divisor of num_attention_heads and intermediate_size;
+    on the torch engine of num_kv_heads and vocab_size too. 1: none."""
     sequence_parallel: bool = False
     """xla engine, with tensor_parallel_size: between matrix products the tokens of a row are split over the tensor
     ranks too, so that norms and residuals are neither held nor computed more than once."""
@@ -118,8 +119,8 @@ class TrainConfig:
     """xla engine: devices that share the tokens of a row, for sequences whose activations are too large for one device;
     keys and values are gathered for attention. Parameters are split over them as over data-parallel ranks. 1: none."""
     kv_replication: int = 0
-    """Copies of each key/value head that are used side by side where there are fewer of them than tensor ranks; they
-    are stored once. 0: as few as possible, tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 without
+    """xla engine: copies of each key/value head, used side by side where they are fewer than tensor ranks; each is
+    stored once. 0: as few as possible, tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 without
     enough heads: every tensor rank computes all key/value heads."""
     pipeline_parallel_size: int = 1
     """Groups of devices that each hold some of the layers. Training has none yet: above 1 is refused."""

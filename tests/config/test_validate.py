@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -173,3 +174,24 @@ def test_a_choice_of_blocks_is_never_evaluated() -> None:
 def test_every_fraction_up_to_one_is_its_own_value(numerator: int, denominator: int) -> None:
     if numerator <= denominator:
         assert parse_selective(f"{numerator}/{denominator}") == Fraction(numerator, denominator)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tensor_parallel_size": 4, "num_attention_heads": 6}, r"--tensor_parallel_size=4 .*num_attention_heads=6"),
+        ({"tensor_parallel_size": 8, "intermediate_size": 100}, r"--tensor_parallel_size=8 .*intermediate_size=100"),
+        ({"tensor_parallel_size": 8, "kv_replication": 3, "num_kv_heads": 2}, r"num_kv_heads=2 .*size=8 .*use 4 or 8"),
+        ({"context_parallel_size": 4, "seq_length": 62}, r"--seq_length=62 .*context_parallel_size=4; use 60 or 64"),
+        (
+            {"sequence_parallel": True, "tensor_parallel_size": 2, "seq_length": 63},
+            r"--seq_length=63 .*tensor_parallel_size=2 .*use 62 or 64",
+        ),
+        ({"sharding_strategy": "fsdp", "sharding_group_size": 4}, r"--sharding_group_size=4 .*sharding_strategy=hsdp"),
+        ({"pipeline_parallel_size": 2}, r"--pipeline_parallel_size=2 "),
+        ({"virtual_pipeline_size": 2}, r"--virtual_pipeline_size=2 "),
+    ],
+)
+def test_ranks_that_cannot_share_the_model_are_refused_with_both_names(fields: dict[str, Any], words: str) -> None:
+    told = found(**{**CUSTOM, "head_dim": 8, **fields})
+    assert any(re.search(words, line) for line in told), told
