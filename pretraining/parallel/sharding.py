@@ -15,6 +15,7 @@ from typing import NamedTuple
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.parallel.engine import Mesh
+from pretraining.parallel.mesh import kv_repeats
 
 Axis = str | tuple[str, ...] | None  # a tuple: split along the first of them, each part along the next
 Spec = tuple[Axis, ...]  # one entry per dimension
@@ -75,6 +76,9 @@ HEAD_ACTIVATIONS: tuple[tuple[str, str, Spec | None], ...] = (
 )
 
 
+WHOLE_HEADS: Spec = (BATCH_AXES, None, None)  # of k_proj and v_proj where every tensor rank computes all heads
+
+
 class Split(NamedTuple):
     """Whether a strategy splits a kind of tensor along `shard` and `context`, or keeps it whole there."""
 
@@ -97,7 +101,8 @@ class Layout(NamedTuple):
 
     mesh: Mesh
     split: Split
-    repeated_heads: bool  # fewer key/value heads than tensor ranks
+    repeated_heads: bool  # key/value heads that tensor ranks do not divide
+    whole_heads: bool  # of which every tensor rank computes all
     sequence_parallel: bool
 
     def parameter(self, name: str) -> Spec:
@@ -120,6 +125,11 @@ class Layout(NamedTuple):
         """A spec of the activations' tables on this mesh."""
         return self.stream() if spec is None else on_mesh(spec, self.mesh._asdict())
 
+    def of_module(self, name: str, spec: Spec | None) -> Spec:
+        """What the activations' tables say of the module of this name, on this mesh."""
+        keys = name.rpartition(".")[2] in ("k_proj", "v_proj")
+        return self.activation(WHOLE_HEADS if keys and self.whole_heads else spec)
+
     def _spec(self, name: str, split: bool) -> Spec:
         spec = spec_of(name, repeated_heads=self.repeated_heads)
         return on_mesh(spec if split else whole_along_shard(spec), self.mesh._asdict())
@@ -134,8 +144,10 @@ def state_parts(config: TrainConfig, mesh: Mesh) -> dict[str, int]:
 
 def layout_of(config: TrainConfig, mesh: Mesh) -> Layout:
     """The layout that `config` asks for on `mesh`."""
-    repeated = model_shape(config).num_kv_heads % mesh.tensor != 0
-    return Layout(mesh, STRATEGIES[config.sharding_strategy], repeated, config.sequence_parallel)
+    shape = model_shape(config)
+    repeated = shape.num_kv_heads % mesh.tensor != 0
+    whole = shape.num_kv_heads * kv_repeats(config, shape) % mesh.tensor != 0
+    return Layout(mesh, STRATEGIES[config.sharding_strategy], repeated, whole, config.sequence_parallel)
 
 
 def spec_of(name: str, *, repeated_heads: bool = False) -> Spec:

@@ -94,7 +94,10 @@ class ScannedBlocks:
         return [on_mesh(spec, mesh) for spec in (steps if mesh["context"] > 1 else steps[1:])]
 
     def _is_repeated(self, name: str) -> bool:
-        return self.repeats > 1 and name.split(".")[-2] in ("k_proj", "v_proj")
+        return self.layout.repeated_heads and name.split(".")[-2] in ("k_proj", "v_proj")
+
+    def _used_spec(self, weight: Tensor) -> Spec:
+        return (None if self.layout.whole_heads else "tensor", *(None,) * (weight.dim() - 1))
 
     def _used(self, name: str, weight: Tensor) -> Tensor:
         """`weight`; of keys and values, with each head as often as tensor ranks use it."""
@@ -103,7 +106,7 @@ class ScannedBlocks:
         # First whole on every rank: in one step the compiler finds no way from columns to copied heads.
         weight = xs.mark_sharding_with_gradients(weight, self.mesh, (None,) * weight.dim())
         heads = weight.unflatten(0, (self.kv_heads, -1)).repeat_interleave(self.repeats, 0).flatten(0, 1)
-        return xs.mark_sharding_with_gradients(heads, self.mesh, ("tensor", *(None,) * (weight.dim() - 1)))
+        return xs.mark_sharding_with_gradients(heads, self.mesh, self._used_spec(weight))
 
 
 def place_activations(
@@ -118,7 +121,7 @@ def place_activations(
     placed = 0
     present = [row for row in table if row[0] in dict(root.named_modules())]  # not every feed-forward has a gate
     for name, side, spec in present:
-        module, wanted = root.get_submodule(name), layout.activation(spec)
+        module, wanted = root.get_submodule(name), layout.of_module(name, spec)
         if side == "input":
             module.register_forward_pre_hook(lambda _, given, w=wanted: (_held(given[0], mesh, w), *given[1:]))
         else:

@@ -56,6 +56,12 @@ CASES: dict[int, dict[str, Fields]] = {
         "tensor 2": {"sharding_strategy": "ddp", "tensor_parallel_size": 2, "batch_size": 4},
         "tensor 4": {"sharding_strategy": "ddp", "tensor_parallel_size": 4, "batch_size": 8},
         "tensor 8, fewer key/value heads": {"sharding_strategy": "ddp", "tensor_parallel_size": 8, "batch_size": 16},
+        "tensor 8, whole key/value heads": {
+            "sharding_strategy": "ddp",
+            "tensor_parallel_size": 8,
+            "kv_replication": 1,
+            "batch_size": 16,
+        },
         "tensor and sequence": {**STRATEGIES["fsdp"], **SEQUENCE, **RECOMPUTED["a third"], "batch_size": 8},
         "fsdp x tensor, padded": {**STRATEGIES["fsdp"], **TENSOR, "make_vocab_size_divisible_by": 384},
         "hsdp x tensor": {"sharding_strategy": "hsdp", "sharding_group_size": 2, **TENSOR},
