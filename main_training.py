@@ -25,12 +25,12 @@ def main(**flags: str) -> int:
     from pretraining.checkpoint.restoring import check_source
     from pretraining.data import check_data, open_stream, parts_of
     from pretraining.loop import Run, train
-    from pretraining.models.init import build_model
+    from pretraining.models.init import build_model, on_meta
     from pretraining.monitor.facts import data_lines, describe, placed_line
     from pretraining.monitor.flops import Meter, flops_per_token, peak_of
-    from pretraining.monitor.memory import check_memory
+    from pretraining.monitor.memory import StateBytes, check_memory
     from pretraining.monitor.metrics import open_metrics
-    from pretraining.optim.adamw import build_optimizer
+    from pretraining.optim.optimizer import build_optimizer, whole_state
     from pretraining.optim.schedule import learning_rate, telling_steps
     from pretraining.parallel.mesh import notes
     from pretraining.parallel.recompute import block_mask
@@ -44,11 +44,18 @@ def main(**flags: str) -> int:
     # Engine: one mesh; the loop cannot tell one engine from the other
     engine = open_engine(config)
     say = print if engine.process_index == 0 else (lambda *_: None)
-    check_memory(config, shape, state_copies=engine.host_copies)
-    mask = block_mask(config, shape.num_layers)
-    rates = {step: learning_rate(config, step) for step in telling_steps(config)}
-    mesh, device, parts = engine.mesh._asdict(), engine.device_name, state_parts(config, engine.mesh)
-    facts = describe(config, shape, mesh=mesh, parts=parts, device_name=device, recompute=mask, rates=rates)
+    whole = StateBytes(**whole_state(config, on_meta(config).named_parameters()))
+    check_memory(config, shape, whole, state_copies=engine.host_copies)
+    facts = describe(
+        config,
+        shape,
+        mesh=engine.mesh._asdict(),
+        whole=whole,
+        parts=state_parts(config, engine.mesh),
+        device_name=engine.device_name,
+        recompute=block_mask(config, shape.num_layers),
+        rates={step: learning_rate(config, step) for step in telling_steps(config)},
+    )
     say("\n".join([facts, *notes(config, shape, engine.mesh, engine.name)]))
 
     # Data: the global batch of step k is a function of (data, config, k); opened first to fail before the model exists
@@ -56,9 +63,9 @@ def main(**flags: str) -> int:
 
     # Model: placed by the sharding table; optimizer: its state beside its parameters
     model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters(), **engine.optimizer_options)
+    optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
-    say(placed_line(engine.bytes_per_device(model, optimizer), shape))
+    say(placed_line(engine.bytes_per_device(model, optimizer), whole))
 
     # Checkpoint: the same command continues where the newest one stands
     checkpoints = Checkpoints(config, config.run_folder)

@@ -21,7 +21,7 @@ import torch
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.models.ops import next_token_loss
-from pretraining.optim.adamw import build_optimizer
+from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.engine import Engine
 
 ROUND = 3  # steps of one contender before the next has its turn
@@ -47,7 +47,7 @@ def batch_of(config: TrainConfig) -> dict[str, np.ndarray]:
 def of_engine(engine: Engine, config: TrainConfig) -> Step:
     """A training step of an engine."""
     model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters(), **engine.optimizer_options)
+    optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
     batch = batch_of(config)
 
@@ -78,7 +78,7 @@ def plain(compiled: bool) -> Step:
     config = TrainConfig(**FIELDS)
     built = build_model(config)
     weights = list(built.parameters())
-    optimizer = build_optimizer(config, built.named_parameters())
+    optimizer = torch.optim.AdamW(weights, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     model: Any = torch.compile(built) if compiled else built
     batch = {name: torch.from_numpy(array).long() for name, array in batch_of(config).items()}
 

@@ -34,7 +34,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.init import build_model
 from pretraining.monitor.flops import Meter, flops_per_token, peak_of
-from pretraining.optim.adamw import build_optimizer
+from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel import accelerator
 from pretraining.parallel.torch_engine import TorchEngine
 
@@ -65,7 +65,7 @@ def ours(config: TrainConfig) -> Step:
     """One step of the engine."""
     engine = TorchEngine(config)
     model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters(), **engine.optimizer_options)
+    optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
     rows = tokens_of(config)
     batch = {"tokens": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}

@@ -32,6 +32,7 @@ from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import evaluation_line, progress_line
 from pretraining.monitor.spikes import WINDOW, is_spike
 from pretraining.monitor.summary import summary
+from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Engine, LostPeerError, StepResult, lost_peers_told
 
@@ -45,7 +46,7 @@ class Run:
     config: TrainConfig
     engine: Engine
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     stream: Stream
     validation: Stream | None
     test: Stream | None

@@ -26,6 +26,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import parse_steps
 from pretraining.monitor.memory import available_memory
+from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Engine
 
 DTYPES_ON_DISK = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -64,7 +65,7 @@ class Checkpoints:
 
     # ---- Continuing
 
-    def restore(self, engine: Engine, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Facts | None:
+    def restore(self, engine: Engine, model: torch.nn.Module, optimizer: Optimizer) -> Facts | None:
         """Fill model and optimizer from the run's newest checkpoint, or from ckpt_load_path; None to start afresh.
 
         The facts are those to go on with: of ckpt_load_path, step 0 with no token seen and no state of the data.

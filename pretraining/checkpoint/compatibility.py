@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem
+from pretraining.config.optimizers import FLAGS, hyperparameters
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import CURVE
 from pretraining.config.variants import model_shape
@@ -44,8 +45,9 @@ FUNCTION = (
     "rope_high_freq_factor",
     "rope_original_max_position",
 )
-# Another value has other tensors; a new run may tie or untie the head of the weights it starts from.
-TENSORS = ("tie_word_embeddings",)
+# Another value has other tensors; a new run may tie or untie the head of the weights it starts from, and take another
+# optimizer to them.
+TENSORS = ("tie_word_embeddings", "optimizer", "optimizer_args")
 # Another value is refused unless override_lr_on_resume says that it is meant.
 RATE = ("learning_rate", "training_stage", "lr_schedule", *CURVE)
 # Where things are, what is reported, what is saved and how: nothing of the training itself.
@@ -115,7 +117,10 @@ def saved_config(saved: Mapping[str, Any]) -> TrainConfig:
 
 
 def _resolved(config: TrainConfig) -> dict[str, Any]:
-    return {**asdict(config), **asdict(model_shape(config))}
+    rate, decay, arguments = hyperparameters(config)
+    optimizer = {"learning_rate": rate, "weight_decay": decay}
+    optimizer |= {field: arguments[name] for name, field in FLAGS.items() if name in arguments}
+    return {**asdict(config), **asdict(model_shape(config)), **optimizer}
 
 
 def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
@@ -154,3 +159,11 @@ def check_start(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     if problems:
         raise ConfigError(problems)
     return [change for change in found if change.field in FUNCTION]
+
+
+def check_moments(saved: Mapping[str, Any], config: TrainConfig) -> None:
+    """ConfigError where a new run would take up the state of another optimizer."""
+    before = saved_config(saved).optimizer
+    if before != config.optimizer and not config.load_weights_only:
+        remedy = f"the checkpoint at ckpt_load_path has {before}'s state; --load_weights_only=True leaves it there"
+        raise ConfigError([Problem(f"--optimizer={config.optimizer}", remedy)])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.compatibility import check_resume, check_start
+from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.folder import CHECKPOINTS, Found, find_checkpoints
 from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, open_source
@@ -20,6 +20,7 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import State, is_weight, load
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
+from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Engine
 
 
@@ -32,7 +33,10 @@ def check_source(config: TrainConfig, log_dir: Path) -> None:
     check_policy(config, found)
     if not found.committed:
         if config.ckpt_load_path:
-            check_start(open_source(Path(config.ckpt_load_path)).facts.config, config)
+            source = open_source(Path(config.ckpt_load_path))
+            check_start(source.facts.config, config)
+            if not all(map(is_weight, source.manifest.tensors)):
+                check_moments(source.facts.config, config)
         return
     try:
         newest = open_source(found.committed[0])
@@ -64,7 +68,7 @@ class Restoring:
     peers: Peers
     engine: Engine
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
 
     def continue_from(self, paths: list[Path]) -> tuple[Facts, list[Path]]:
         """Load the first of `paths` that can be read; its facts, and those before it that cannot.

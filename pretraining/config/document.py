@@ -15,9 +15,10 @@ import sys
 import textwrap
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pretraining.config import training
+from pretraining.config.optimizers import FLAGS, OPTIMIZERS
 
 PAGE = Path(__file__).parents[2] / "configs.md"
 BEGIN = "<!-- tables: written by python -m pretraining.config.document --write -->"
@@ -103,7 +104,23 @@ def help_text() -> str:
 
 def tables() -> str:
     """One Markdown table for each group."""
-    return "\n\n".join(_table(group, fields) for group, fields in by_group(documented_fields()).items())
+    flags = [_table(group, fields) for group, fields in by_group(documented_fields()).items()]
+    return "\n\n".join([*flags, optimizer_table()])
+
+
+def optimizer_table() -> str:
+    """Every optimizer with its defaults."""
+    head = "| optimizer | learning_rate | weight_decay | settings; of those with a flag of their own, its name |"
+    rows = [
+        f"| `{name}` | {rate:g} | {'none' if decay is None else decay} | {', '.join(map(_setting, taken.items()))} |"
+        for name, (rate, decay, taken) in OPTIMIZERS.items()
+    ]
+    return "\n".join(["### Optimizers and their defaults", "", head, "|---|---|---|---|", *rows])
+
+
+def _setting(item: tuple[str, Any]) -> str:
+    name, value = item
+    return f"`{FLAGS[name] if name in FLAGS and not isinstance(value, tuple) else name}={value}`"
 
 
 def _table(group: str, fields: list[Field]) -> str:

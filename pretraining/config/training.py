@@ -142,8 +142,21 @@ class TrainConfig:
     """True: parameters and optimizer state in fp32, matrix products and activations in bf16, gradients reduced in
     fp32. False: everything in fp32."""
     precision: str = "auto"
-    """Refines mixed_precision: "fp32", "mixed_bf16", or "auto" (mixed_bf16 if mixed_precision, else fp32). A pair that
-    contradicts is an error."""
+    """Refines mixed_precision: "auto" (mixed_bf16 if mixed_precision, else fp32), "fp32", "mixed_bf16",
+    "mixed_bf16_sr" (the bf16 copy of the parameters that products read is rounded stochastically), "bf16_sr"
+    (parameters, gradients and optimizer state in bf16, no fp32 copy; what the optimizer writes is rounded
+    stochastically), "autocast" (products in bf16, everything between them in fp32, as torch.autocast does) or "manual"
+    (mixed_bf16 with the three settings below). A pair that contradicts is an error."""
+    master_weights: bool | None = None
+    """precision=manual: keep parameters and optimizer state in fp32. False: in bf16. None: True."""
+    fp32_grad_acc: bool | None = None
+    """precision=manual: add up the gradients of micro-batches in fp32. False: in bf16. None: True."""
+    stochastic_rounding: bool | None = None
+    """precision=manual: round to bf16 stochastically, in the mean exactly; deterministic, the same on every mesh. None:
+    False, to nearest."""
+    reduce_dtype: str = "auto"
+    """Of the gradients' sum over devices: "fp32", "bf16" or "auto". torch engine: auto is fp32. xla engine: auto alone,
+    which is the parameters' dtype."""
 
     # ---- Activation checkpointing
     fsdp_activation_checkpointing: bool = False
@@ -154,16 +167,25 @@ class TrainConfig:
     (that share of the blocks, evenly spaced and centred)."""
 
     # ---- Optimizer and schedule
-    learning_rate: float = 3e-4
-    """Peak learning rate, above 0."""
-    adam_beta1: float = 0.9
-    """AdamW's decay of the first moment, in [0, 1)."""
-    adam_beta2: float = 0.95
-    """AdamW's decay of the second moment, in [0, 1)."""
-    optimizer_eps: float = 1e-8
-    """AdamW's epsilon, above 0."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay per unit of learning rate, at least 0."""
+    optimizer: str = "adamw"
+    """"adamw", "adamw_fp32" (NxD Core's), "adam" (decay added to the gradient), "adamax", "adadelta", "adagrad",
+    "rmsprop", "rprop", "sgd", "novograd", "adafactor", "sm3", "madgrad_wd", "lion" or "muon" (the matrices of the
+    blocks; all else AdamW)."""
+    optimizer_args: str = ""
+    """The optimizer's own settings, comma-separated: momentum=0.9,nesterov=True. Their names and defaults are in the
+    table of optimizers in configs.md."""
+    learning_rate: float | None = None
+    """Peak learning rate, above 0. None: the optimizer's default, 3e-4 for adamw."""
+    adam_beta1: float | None = None
+    """Decay of the first moment, in [0, 1), of optimizers that have one. None: the optimizer's default, 0.9 for
+    adamw."""
+    adam_beta2: float | None = None
+    """Decay of the second moment, in [0, 1). None: the optimizer's default, 0.95 for adamw."""
+    optimizer_eps: float | None = None
+    """What is added to a denominator, above 0. None: the optimizer's default, 1e-8 for adamw."""
+    weight_decay: float | None = None
+    """Weight decay, at least 0: per unit of learning rate, or added to the gradient by optimizers whose source does so.
+    None: the optimizer's default, 0.1 for adamw."""
     norm_weight_decay: bool = False
     """Decay norm weights and biases too."""
     grad_clip_thresh: float = 1.0

@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.config.errors import Problem
+from pretraining.config.optimizers import FLAGS, OPTIMIZERS, hyperparameters, is_like, parse_arguments
 from pretraining.config.variants import CUSTOM, GATED, REQUIRED_OF_CUSTOM, VARIANTS, model_shape
 
 if TYPE_CHECKING:
@@ -149,7 +150,9 @@ CHOICES: dict[str, Collection[str]] = {
     "engine": ("auto", "xla", "torch"),
     "device": ("auto", "cuda", "cpu", "tpu"),
     "sharding_strategy": ("ddp", "zero1", "zero2", "fsdp", "hsdp"),
-    "precision": ("auto", "fp32", "mixed_bf16"),
+    "precision": ("auto", "fp32", "mixed_bf16", "mixed_bf16_sr", "bf16_sr", "autocast", "manual"),
+    "reduce_dtype": ("auto", "fp32", "bf16"),
+    "optimizer": OPTIMIZERS,
     "training_stage": ("initial", "annealing"),
     "lr_schedule": SCHEDULES,
     "checkpoint_scale": ("linear", "log"),
@@ -230,6 +233,7 @@ LISTS: dict[str, tuple[Callable[[str], object], str]] = {
         "expected every how many blocks (1, 2, 3, ...) or a share of them between 0 and 1 (1/3, 0.5); to recompute "
         "none, --fsdp_activation_checkpointing=False",
     ),
+    "optimizer_args": (parse_arguments, "expected name=value, comma-separated, such as momentum=0.9,nesterov=True"),
     "weights": (parse_weights, "expected a number above 0 for each dataset, comma-separated, such as 2,1,0.5"),
     "valid_weights": (parse_weights, "expected a number above 0 for each dataset, comma-separated, such as 2,1,0.5"),
     "strip_tokens": (parse_steps, "expected token ids, comma-separated, such as 0,1"),
@@ -414,8 +418,9 @@ def _schedule_fits(config: TrainConfig) -> Iterator[Problem]:
         remedy = f"says the same as lr_warmup_steps={config.lr_warmup_steps}; give one of the two"
         yield Problem(flag(config, "lr_warmup_ratio"), remedy)
         return
-    if config.min_lr > config.learning_rate:
-        yield Problem(flag(config, "min_lr"), f"is above learning_rate={config.learning_rate}")
+    peak = hyperparameters(config).learning_rate
+    if config.min_lr > peak:
+        yield Problem(flag(config, "min_lr"), f"is above learning_rate={peak}")
     warmup = config.lr_warmup_steps or int((config.lr_warmup_ratio or 0) * total)
     parts: dict[str, int] = {"lr_warmup_steps": warmup, "lr_hold_steps": config.lr_hold_steps}
     parts["lr_constant_steps"] = config.lr_constant_steps
@@ -427,13 +432,56 @@ def _schedule_fits(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(f"--{longest}={parts[longest]}", remedy)
 
 
+def precision_mode(config: TrainConfig) -> str:
+    """`precision`, its "auto" resolved."""
+    if config.precision != "auto":
+        return config.precision
+    return "mixed_bf16" if config.mixed_precision else "fp32"
+
+
 def _precision_agrees(config: TrainConfig) -> Iterator[Problem]:
-    wanted = {"fp32": False, "mixed_bf16": True}.get(config.precision, config.mixed_precision)
+    wanted = precision_mode(config) != "fp32"
     if wanted != config.mixed_precision:
         remedy = (
             f"contradicts mixed_precision={config.mixed_precision}; give --mixed_precision={wanted}, or leave one out"
         )
         yield Problem(flag(config, "precision"), remedy)
+    for name in BY_HAND:
+        if getattr(config, name) is not None and config.precision != "manual":
+            remedy = f"is for precision=manual; precision={precision_mode(config)} has its own"
+            yield Problem(flag(config, name), remedy)
+
+
+BY_HAND = ("master_weights", "fp32_grad_acc", "stochastic_rounding")
+
+
+def _optimizer_has_what_is_given(config: TrainConfig) -> Iterator[Problem]:
+    _, decay, takes = OPTIMIZERS[config.optimizer]
+    words = f"it takes {', '.join(takes)}" if takes else "it takes none"
+    given = parse_arguments(config.optimizer_args)
+    for name, value in given.items():
+        subject = f"--optimizer_args={name}={value}"
+        if name not in takes:
+            yield Problem(subject, f"optimizer={config.optimizer} has no {name}; {words}")
+        elif not is_like(value, takes[name]):
+            yield Problem(subject, f"expected something like {takes[name]}")
+        elif name in FLAGS and getattr(config, FLAGS[name]) is not None:
+            yield Problem(subject, f"says the same as {flag(config, FLAGS[name])[2:]}; give one of the two")
+    for name, field in FLAGS.items():
+        if getattr(config, field) is not None and not isinstance(takes.get(name, ()), float | None):
+            yield Problem(flag(config, field), f"optimizer={config.optimizer} has no {name} of one number; {words}")
+    if config.weight_decay and decay is None:
+        remedy = f"optimizer={config.optimizer} has no weight decay; leave it out, or use another optimizer"
+        yield Problem(flag(config, "weight_decay"), remedy)
+
+
+def _relative_step_has_no_rate(config: TrainConfig) -> Iterator[Problem]:
+    arguments = hyperparameters(config).arguments
+    if arguments.get("relative_step") and config.learning_rate is not None:
+        remedy = "adafactor's relative_step=True makes its own; leave one of the two out"
+        yield Problem(flag(config, "learning_rate"), remedy)
+    if arguments.get("warmup_init") and not arguments.get("relative_step"):
+        yield Problem("--optimizer_args=warmup_init=True", "is for relative_step=True; give both or none")
 
 
 def _device_suits_engine(config: TrainConfig) -> Iterator[Problem]:
@@ -530,8 +578,10 @@ RULES = (
     Rule(_batch_arithmetic, ("batch_size", "global_batch_size", "gradient_accumulation_steps")),
     Rule(_recomputes_something, ("fsdp_activation_checkpointing", "selective_checkpointing", *_DIMENSIONS)),
     Rule(_schedule_reads_what_is_given, ("lr_schedule", "training_stage", *CURVE)),
-    Rule(_schedule_fits, ("num_steps", "learning_rate", *CURVE)),
-    Rule(_precision_agrees, ("precision", "mixed_precision")),
+    Rule(_schedule_fits, ("num_steps", "learning_rate", "optimizer", "optimizer_args", *CURVE)),
+    Rule(_optimizer_has_what_is_given, ("optimizer", "optimizer_args", "weight_decay", *FLAGS.values())),
+    Rule(_relative_step_has_no_rate, ("optimizer", "optimizer_args", "learning_rate")),
+    Rule(_precision_agrees, ("precision", "mixed_precision", *BY_HAND)),
     Rule(_device_suits_engine, ("engine", "device", "cpu_offload")),
     Rule(_weights_match, ("weights", "datasets", "valid_weights", "valid_datasets")),
     Rule(_separator_has_one_name, ("sep_token", "eos_token")),

@@ -49,10 +49,15 @@ def deviation(method: str, config: TrainConfig, layers: int, shape: torch.Size) 
     }[method]
 
 
+def on_meta(config: TrainConfig) -> Llama:
+    """The model `config` asks for without its values: names and shapes."""
+    with torch.device("meta"):
+        return Llama(config)
+
+
 def build_model(config: TrainConfig) -> Llama:
     """The model `config` asks for: on the meta device with low_cpu_fsdp, otherwise initialised in host memory."""
-    with torch.device("meta"):
-        model = Llama(config)
+    model = on_meta(config)
     if config.low_cpu_fsdp:
         return model
     for prefix, module in model.named_modules():

@@ -40,36 +40,40 @@ class Module(nn.Module):
 class RMSNorm(Module):
     """x / sqrt(mean(x^2) + eps) * weight, computed in fp32 (Zhang and Sennrich 2019)."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, result: torch.dtype | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
+        self.eps, self.result = eps, result  # dtype of the result, None: the input's
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).to(x.dtype) * self.weight.to(x.dtype)
+        dtype = self.result or x.dtype
+        return (wide * scale).to(dtype) * self.weight.to(dtype)
 
 
 class LayerNorm(Module):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, computed in fp32 (Ba et al. 2016)."""
 
-    def __init__(self, width: int, eps: float, bias: bool) -> None:
+    def __init__(self, width: int, eps: float, bias: bool, result: torch.dtype | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
-        self.eps = eps
+        self.eps, self.result = eps, result  # as RMSNorm's
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
-        return F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), bias, self.eps).to(x.dtype)
+        y = F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), bias, self.eps)
+        return y.to(self.result or x.dtype)
 
 
 def norm_of(config: TrainConfig, width: int) -> Module:
     """The norm that `config` asks for."""
+    # What a norm gives goes into matrix products, and all that does comes from one: what lies between stays fp32.
+    result = torch.bfloat16 if config.precision == "autocast" else None
     if config.norm_type == "layernorm":
-        return LayerNorm(width, config.norm_eps, config.norm_bias)
-    return RMSNorm(width, config.norm_eps)
+        return LayerNorm(width, config.norm_eps, config.norm_bias, result)
+    return RMSNorm(width, config.norm_eps, result)
 
 
 class Linear(nn.Linear, Module):

@@ -10,7 +10,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape
 from pretraining.monitor.figures import amount, flop, size
 from pretraining.monitor.flops import flops_per_token, peak_of
-from pretraining.monitor.memory import state_bytes
+from pretraining.monitor.memory import StateBytes
 
 
 def describe(
@@ -18,6 +18,7 @@ def describe(
     shape: ModelShape,
     *,
     mesh: Mapping[str, int],
+    whole: StateBytes,
     parts: Mapping[str, int],
     device_name: str,
     recompute: Sequence[bool],
@@ -25,16 +26,17 @@ def describe(
 ) -> str:
     """The derived facts as lines of text.
 
-    mesh: axis -> size. parts: into how many parts "parameters", "gradients" and "moments" are split. recompute: True
-    for each block whose activations are computed again. rates: learning rates of some 0-based updates. The batch fields
-    of `config` must be resolved (global_batch_size and gradient_accumulation_steps not None).
+    mesh: axis -> size. whole: bytes of one copy of the state. parts: into how many parts "parameters", "gradients" and
+    "moments" are split. recompute: True for each block whose activations are computed again. rates: learning rates of
+    some 0-based updates. The batch fields of `config` must be resolved (global_batch_size and
+    gradient_accumulation_steps not None).
     """
     rows = [
         ("model", _model(config, shape)),
         ("FLOP/token", _flops(config, shape)),
         ("devices", _devices(mesh, device_name)),
         ("batch", _batch(config, mesh)),
-        ("memory/device", _memory(shape, parts)),
+        ("memory/device", _memory(whole, parts)),
         ("recomputed", _mask(recompute)),
         ("learning rate", _rates(config, rates)),
         ("MFU against", _peak(device_name)),
@@ -67,8 +69,8 @@ def _batch(config: TrainConfig, mesh: Mapping[str, int]) -> str:
     return f"{tokens:,} tokens/step = {rows} ({passes}); {total}"
 
 
-def _memory(shape: ModelShape, parts: Mapping[str, int]) -> str:
-    held = {name: count / parts[name] for name, count in state_bytes(shape)._asdict().items()}
+def _memory(whole: StateBytes, parts: Mapping[str, int]) -> str:
+    held = {name: count / parts[name] for name, count in whole._asdict().items()}
     listed = ", ".join(f"{name} {size(count)}" for name, count in held.items())
     return f"{size(sum(held.values()))} of state ({listed}), before activations"
 
@@ -103,11 +105,14 @@ def _dataset(dataset: Mapping[str, Any]) -> str:
     return f"{dataset['name']}: {counts}, {dataset['share']:.1%} of the mixture{passes}"
 
 
-def placed_line(bytes_per_device: Mapping[str, int], shape: ModelShape) -> str:
+def placed_line(bytes_per_device: Mapping[str, int], whole: StateBytes) -> str:
     """What one device really holds of each kind of tensor, and the share that is of a whole copy.
 
     bytes_per_device: as the engine measured it on live shards, "parameters" and "moments".
     """
-    whole = state_bytes(shape)._asdict()
-    parts = (f"{name} {size(count)} ({count / whole[name]:.1%} of a copy)" for name, count in bytes_per_device.items())
+    copies = whole._asdict()
+    parts = (
+        f"{name} {size(count)} ({count / max(copies[name], 1):.1%} of a copy)"
+        for name, count in bytes_per_device.items()
+    )
     return f"{'placed/device':<14} {', '.join(parts)}"

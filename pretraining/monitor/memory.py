@@ -19,49 +19,50 @@ CGROUP = Path("/sys/fs/cgroup")  # of this container, version 2
 
 
 class StateBytes(NamedTuple):
-    """Bytes of the model's state, all of it in fp32 in every precision mode."""
+    """Bytes of one whole copy of the model's state."""
 
     parameters: int
     gradients: int
-    moments: int  # AdamW's two
+    moments: int  # the optimizer's: AdamW's two
 
     @property
     def total(self) -> int:
         return sum(self)
 
 
-def state_bytes(shape: ModelShape) -> StateBytes:
-    """One whole copy: 4 + 4 + 8 = 16 bytes per parameter."""
-    return StateBytes(4 * shape.parameters, 4 * shape.parameters, 8 * shape.parameters)
-
-
 def check_memory(
-    config: TrainConfig, shape: ModelShape, *, state_copies: float, processes: int = 1, available: int | None = None
+    config: TrainConfig,
+    shape: ModelShape,
+    whole: StateBytes,
+    *,
+    state_copies: float,
+    processes: int = 1,
+    available: int | None = None,
 ) -> None:
     """Raise UserError if this host cannot hold what the run certainly allocates in host memory.
 
-    state_copies: whole copies of the state that this host holds: where the devices are CPUs, the host's devices over
-    those of a sharding group (8 virtual devices: 1 with fsdp, 8 with ddp); on accelerators 0. processes: on this host;
-    each builds a whole model first unless low_cpu_fsdp. available: bytes; None asks the host.
+    whole: bytes of one copy of the state. state_copies: such copies that this host holds: where the devices are CPUs,
+    the host's devices over those of a sharding group (8 virtual devices: 1 with fsdp, 8 with ddp); on accelerators 0.
+    processes: on this host; each builds a whole model first unless low_cpu_fsdp. available: bytes; None asks the host.
     """
     free = available_memory() if available is None else available
-    state = int(state_bytes(shape).total * state_copies)
-    build = 0 if config.low_cpu_fsdp else state_bytes(shape).parameters * processes
+    state = int(whole.total * state_copies)
+    build = 0 if config.low_cpu_fsdp else 4 * shape.parameters * processes
     # The built model is gone before the moments are made, so the larger of the two decides, not their sum.
     if max(state, build) <= free:
         return
-    needs = _state_text(shape, state_copies) if state > free else f"{size(build)} to build the whole model first"
+    needs = _state_text(shape, whole, state_copies) if state > free else f"{size(build)} to build the whole model first"
     remedy = _remedy(state, build, state_copies, free)
     raise UserError(
         f"--model_variant={config.model_variant} needs {needs}, but this host has {size(free)} of memory left; {remedy}"
     )
 
 
-def _state_text(shape: ModelShape, copies: float) -> str:
-    parts = {name: size(count * copies) for name, count in state_bytes(shape)._asdict().items()}
+def _state_text(shape: ModelShape, whole: StateBytes, copies: float) -> str:
+    parts = {name: size(count * copies) for name, count in whole._asdict().items()}
     listed = ", ".join(f"{name} {text}" for name, text in parts.items())
-    each = f"16 bytes for each of {amount(shape.parameters)} parameters"
-    return f"at least {size(state_bytes(shape).total * copies)} ({listed}: {each}, {copies:g} x)"
+    each = f"{whole.total / shape.parameters:.3g} bytes for each of {amount(shape.parameters)} parameters"
+    return f"at least {size(whole.total * copies)} ({listed}: {each}, {copies:g} x)"
 
 
 def _remedy(state: int, build: int, copies: float, free: int) -> str:

@@ -8,14 +8,11 @@ total stays where it ends after it (GPT-NeoX's cosine climbs back up there).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+from pretraining.config.optimizers import hyperparameters
 from pretraining.config.training import TrainConfig
-
-# AdamW with its step count on the device divides the root of the second moment by the rate: 0 gives NaN. 1e-20 moves
-# no fp32 weight that matters, and the quotient stays 18 decades below fp32's largest number.
-SMALLEST = 1e-20
 
 
 class Curve(NamedTuple):
@@ -36,15 +33,24 @@ class Curve(NamedTuple):
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of the 0-based optimizer update `step`, above 0 for every step, past the end included."""
-    return max(SCHEDULES[config.lr_schedule](step, curve_of(config)), SMALLEST)
+    """The rate of the 0-based optimizer update `step`; past the end too."""
+    arguments = hyperparameters(config).arguments
+    if arguments.get("relative_step"):
+        return relative_step(step, arguments)
+    return SCHEDULES[config.lr_schedule](step, curve_of(config))
+
+
+def relative_step(step: int, arguments: Mapping[str, Any]) -> float:
+    """Adafactor's own rate, the same whatever the schedule says (Shazeer and Stern 2018, section 7)."""
+    largest = 1e-6 * (step + 1) if arguments["warmup_init"] else arguments["min_step"]
+    return min(largest, 1 / math.sqrt(step + 1))
 
 
 def curve_of(config: TrainConfig) -> Curve:
     """The curve's parameters; what is not given takes the schedule's default."""
     total = config.lr_decay_steps or config.num_steps
     return Curve(
-        peak=config.learning_rate,
+        peak=hyperparameters(config).learning_rate,
         floor=config.min_lr,
         warmup=warmup_steps(config),
         total=total,

@@ -78,7 +78,6 @@ class Engine(Protocol):
     data_rank: int
     data_size: int
     host_copies: float  # whole copies of the model's state in this host's memory; 0 where devices have their own
-    optimizer_options: dict[str, Any]  # keyword arguments of optim.adamw.build_optimizer
 
     def place(self, model: Any) -> Any:
         """The model with every parameter split over the mesh as the sharding table says."""
@@ -103,9 +102,9 @@ class Engine(Protocol):
     def state(self, model: Any, optimizer: Any | None) -> dict[str, Any]:
         """Logical tensors by unsharded name, as torch.distributed.checkpoint's planners take them.
 
-        Parameters have Hugging Face's names, moments `optimizer.exp_avg.<name>` and `optimizer.exp_avg_sq.<name>`,
-        the update count is `optimizer.step`. Values are Tensors, DTensors or tensors with DCP's checkpointable
-        protocol; loading writes into them, and `commit` puts them back on the devices.
+        Parameters have Hugging Face's names, moments `optimizer.<moment>.<name>` with those of the optimizer's rule
+        (exp_avg, exp_avg_sq), the update count is `optimizer.step`. Values are Tensors, DTensors or tensors with DCP's
+        checkpointable protocol; loading writes into them, and `commit` puts them back on the devices.
         """
         ...
 
@@ -114,7 +113,7 @@ class Engine(Protocol):
         ...
 
     def bytes_per_device(self, model: Any, optimizer: Any) -> dict[str, int]:
-        """Bytes that one device holds of "parameters" and of "moments"."""
+        """Bytes that one device holds of "parameters" and of "moments" (all of the optimizer's state)."""
         ...
 
     def compilations(self) -> int:

@@ -10,6 +10,7 @@ import os
 import types
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.adamw import adamw
 from torch.profiler import profile, supported_activities, tensorboard_trace_handler
 from torch.utils.checkpoint import checkpoint
 
@@ -35,11 +37,14 @@ from pretraining.config.variants import model_shape
 from pretraining.models.init import initial_weight
 from pretraining.models.llama import Block, Llama, Rope
 from pretraining.models.ops import IGNORED, LossAndGradient, document_mask, loss_and_gradient
+from pretraining.optim.optimizer import Optimizer, Slot
+from pretraining.optim.precision import precision_of
+from pretraining.optim.rounding import keys, noise, rounded
+from pretraining.optim.rules import Adam, Moment, State
 from pretraining.parallel import accelerator
 from pretraining.parallel.engine import Batch, Mesh, lost_peers_told
 from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
-from pretraining.parallel.precision import compute_dtype
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import BATCH_AXES, state_parts
 from pretraining.parallel.torch_tensor import (
@@ -50,8 +55,6 @@ from pretraining.parallel.torch_tensor import (
     split_over_ranks,
     tensor_dimension,
 )
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Figures:
@@ -69,8 +72,6 @@ class TorchEngine:
     """See engine.Engine."""
 
     name = "torch"
-    # One kernel for all parameters, which also divides the gradients and skips a refused step on the device.
-    optimizer_options: dict[str, Any] = {"fused": True}  # noqa: RUF012
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -88,7 +89,7 @@ class TorchEngine:
         self.data_rank, self.data_size = self.process_index // self.mesh.tensor, self.mesh.data_ranks
         self.parts = state_parts(config, self.mesh)
         self.host_copies = self.local_processes / self.parts["moments"] if self.home.type == "cpu" else 0.0
-        self.dtype = compute_dtype(config)
+        self.precision = precision_of(config)
         self.compiles = config.use_torch_compile and accelerator.compiles(self.device)
         self._joined = False
         self.device_mesh = self._open_mesh()
@@ -126,7 +127,7 @@ class TorchEngine:
         given = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
         layers = model.shape.num_layers
         self._recomputed = block_mask(self.config, layers)
-        model.to("meta")
+        model.to("meta").to(self.precision.stored)
         self._shapes = {name: weight.shape for name, weight in model.named_parameters()}
         self._loss_and_gradient: LossAndGradient = loss_and_gradient
         if self.compiles:
@@ -153,9 +154,10 @@ class TorchEngine:
 
     def _shard(self, model: Llama, grid: DeviceMesh) -> None:
         """Each block gathers its own parameters; embedding, final norm and head gather together, for the whole step."""
-        narrow = None if self.dtype == torch.float32 else self.dtype
+        chosen = self.precision
+        narrow = None if chosen.stream == torch.float32 else chosen.stream
         # The rotary table stays fp32: inputs are not cast.
-        precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=chosen.reduced, cast_forward_inputs=False)
         offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
         # zero2 keeps what was gathered for the backward pass. Alone, a shard is the whole, and freeing its bf16 copy
         # means casting it twice.
@@ -188,38 +190,48 @@ class TorchEngine:
         # Eagerly, all [T, T] pairs of a row exist at once: 1 GiB and several times that in between at 32768 tokens.
         self._document_mask = torch.compile(document_mask)
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hand this process's shards to the optimizer as plain tensors, with their moments.
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Hand this process's shards to the optimizer as plain tensors, and make their state.
 
         A plain tensor costs no DTensor dispatch, and takes the masks of a fused step in every version of torch.
         """
-        self._shards = {weight: nn.Parameter(_local(weight)) for weight in self._weights.values()}
-        for group in optimizer.param_groups:
-            group["params"] = [self._shards[weight] for weight in group["params"]]
-        for shard in self._shards.values():
-            optimizer.state[shard] = {
-                "step": torch.zeros((), device=self.home),
-                "exp_avg": torch.zeros_like(shard),
-                "exp_avg_sq": torch.zeros_like(shard),
-            }
-        self._counters = [optimizer.state[shard]["step"] for shard in self._shards.values()]
+        self._slots = {slot.name: slot for slot in optimizer.slots}
+        for slot in optimizer.slots:
+            held = _local(slot.weight)
+            slot.weight = held.clone() if self.precision.copies else held
+            slot.begin(self._moment)
+        optimizer.updates = torch.zeros((), device=self.home)
+        self._counters = [optimizer.updates, *(torch.zeros((), device=self.home) for _ in optimizer.slots[1:])]
+        self._sums: dict[str, Tensor] = {}  # of gradients that are added up in another dtype than their parameters'
         self.totals = torch.zeros(2, device=self.device)  # loss and trained tokens of this step so far, of this process
         self.health = torch.zeros(len(HEALTH), device=self.home)
+        self._round_copies()
+
+    def _moment(self, slot: Slot, shape: torch.Size, moment: Moment) -> Tensor:
+        if moment.initial is None:
+            return slot.weight.to(self.precision.state, copy=True)
+        return torch.full(shape, moment.initial, dtype=self.precision.state, device=self.home)
 
     # ---- Running
 
-    def train_step(self, model: Llama, optimizer: torch.optim.Optimizer, batch: Batch, learning_rate: float) -> Figures:
+    def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> Figures:
         """See engine.Engine. Gradients are summed over a shard group after every micro-batch, which keeps them split,
         and over its replicas (across hosts) after the last."""
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
         for inputs, last in self._feed(batch):
             if isinstance(model, FSDPModule):
                 model.set_requires_all_reduce(last)
             loss, count = self._loss(model, inputs)
             loss.backward()
             self.totals += torch.stack((loss.detach(), count))
-        return self._update(optimizer)
+            if self.precision.gradients != self.precision.stored:
+                self._accumulate()
+        return self._update(optimizer, learning_rate)
+
+    def _accumulate(self) -> None:
+        for name, weight in self._weights.items():
+            if weight.grad is not None:
+                grad, weight.grad = _local(weight.grad).to(self.precision.gradients), None
+                self._sums[name] = self._sums[name] + grad if name in self._sums else grad
 
     def _feed(self, batch: Batch) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """This process's rows as micro-batches on the device, and whether it is the last."""
@@ -234,8 +246,8 @@ class TorchEngine:
     def _loss(self, model: Llama, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Summed loss and number of trained tokens of one micro-batch."""
         positions, segments, labels = inputs.get("positions"), inputs.get("segments"), inputs["labels"].long()
-        tokens = inputs["tokens"]
-        loss = model.loss(tokens, labels, positions, segments, self.dtype, self._run_blocks, self._loss_and_gradient)
+        tokens, dtype = inputs["tokens"], self.precision.stream
+        loss = model.loss(tokens, labels, positions, segments, dtype, self._run_blocks, self._loss_and_gradient)
         return loss, (labels != IGNORED).sum().float()
 
     def _run_blocks(self, blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:
@@ -248,12 +260,12 @@ class TorchEngine:
         return x
 
     @torch.no_grad()
-    def _update(self, optimizer: torch.optim.Optimizer) -> Figures:
-        """One collective for loss, tokens and norm; then mean, clip and step in one kernel that skips what is refused.
+    def _update(self, optimizer: Optimizer, rate: float) -> Figures:
+        """One collective for loss, tokens and norm; then mean, clip and step, which is nothing where it is refused.
 
         FSDP hands back gradients averaged over data-parallel ranks; what is wanted is their sum over trained tokens.
         """
-        gradients = {name: _local(w.grad) for name, w in self._weights.items() if w.grad is not None}
+        gradients = self._sums or {n: _local(w.grad) for n, w in self._weights.items() if w.grad is not None}
         sums = torch.cat((self.totals.to(self.home), self._square(gradients)))
         self._sum_over_processes(sums)
         ranks = self.mesh.data_ranks
@@ -263,8 +275,13 @@ class TorchEngine:
         divisor = count / ranks
         if limit := self.config.grad_clip_thresh:
             divisor = divisor / (limit / (norm + 1e-6)).clamp(max=1.0)
-        self._fused_step(optimizer, divisor, refused=(~accepted).float())
+        step = self._fused_step if self._is_fused(optimizer) else self._plain_step
+        step(optimizer, gradients, rate, divisor, accepted)
+        self._round_copies()
         self.totals.zero_()
+        self._sums = {}
+        for weight in self._weights.values():
+            weight.grad = None
         return Figures(("loss", "grad_norm", *HEALTH), torch.cat((torch.stack((loss, norm)), self.health)))
 
     def _square(self, held: dict[str, Tensor]) -> Tensor:
@@ -274,17 +291,89 @@ class TorchEngine:
         square = nn.utils.get_total_norm(split).square() + nn.utils.get_total_norm(whole).square() / self.mesh.tensor
         return square[None] / self.mesh.replica  # replicas hold the same
 
-    def _fused_step(self, optimizer: Any, divisor: Tensor, refused: Tensor) -> None:
-        """AdamW on gradients / `divisor`; with `refused` at 1 nothing changes, the count of updates included.
+    def _is_fused(self, optimizer: Optimizer) -> bool:
+        """AdamW in fp32: torch has one kernel for all parameters, 5 to 10 times faster than one for each operation."""
+        wide = all(dtype == torch.float32 for dtype in self.precision[2:5])
+        return wide and all(type(slot.rule) is Adam and slot.rule.decoupled for slot in optimizer.slots)
+
+    def _fused_step(
+        self, optimizer: Optimizer, gradients: dict[str, Tensor], rate: float, divisor: Tensor, accepted: Tensor
+    ) -> None:
+        """AdamW on gradients / `divisor`; refused, nothing changes, the count of updates included.
 
         The two are the masks that torch's fused optimizers take from its GradScaler.
         """
-        for weight, shard in self._shards.items():
-            shard.grad = None if weight.grad is None else _local(weight.grad)
-        optimizer.grad_scale, optimizer.found_inf = divisor, refused
-        optimizer.step()
-        for weight, shard in self._shards.items():
-            weight.grad = shard.grad = None
+        for decay in sorted({slot.decay for slot in optimizer.slots}):
+            chosen = [(i, slot) for i, slot in enumerate(optimizer.slots) if slot.decay == decay]
+            rule: Any = chosen[0][1].rule
+            adamw(
+                [slot.weight for _, slot in chosen],
+                [gradients[slot.name] for _, slot in chosen],
+                [slot.state["exp_avg"] for _, slot in chosen],
+                [slot.state["exp_avg_sq"] for _, slot in chosen],
+                [],
+                [self._counters[i] for i, _ in chosen],
+                fused=True,
+                grad_scale=divisor,
+                found_inf=(~accepted).float(),
+                amsgrad=False,
+                maximize=False,
+                lr=rate,
+                weight_decay=decay,
+                **{"beta1": rule.beta1, "beta2": rule.beta2, "eps": rule.eps},
+            )
+
+    def _plain_step(
+        self, optimizer: Optimizer, gradients: dict[str, Tensor], rate: float, divisor: Tensor, accepted: Tensor
+    ) -> None:
+        """Any optimizer's rule, parameter by parameter."""
+        step, rates = optimizer.updates + 1, torch.tensor(rate, device=self.home)
+        for slot in optimizer.slots:
+            gradient = gradients[slot.name].float() / divisor
+            weight, state = self._updated(slot, gradient, step, rates)
+            for name, new in state.items():
+                self._write(slot.state[name], new, slot, f"{name}.", step, accepted)
+            self._write(slot.weight, weight, slot, "", step, accepted)
+        optimizer.updates.copy_(torch.where(accepted, step, optimizer.updates))
+
+    def _updated(self, slot: Slot, gradient: Tensor, step: Tensor, rate: Tensor) -> tuple[Tensor, State]:
+        """New weight and state of this process's shard; a rule that looks at whole tensors gets them as DTensors."""
+        if not slot.rule.whole or not isinstance(self._weights[slot.name], DTensor):
+            return slot.updated(gradient, step, rate)
+        held = {"": slot.weight, **slot.state}
+        wholes: dict[str, Any] = {name: self._logical(slot.name, tensor) for name, tensor in held.items()}
+        whole = replace(slot, weight=wholes.pop(""), state=wholes)
+        weight, state = whole.updated(self._logical(slot.name, gradient), step, rate)
+        return _part_like(whole.weight, weight), {
+            name: _part_like(whole.state[name], new) for name, new in state.items()
+        }
+
+    def _write(self, held: Tensor, new: Tensor, slot: Slot, prefix: str, step: Tensor, accepted: Tensor) -> None:
+        """An accepted update to where its tensor is, rounded as the precision says."""
+        if held.dtype != new.dtype and self.precision.rounds:
+            new = rounded(new, self._noise(slot, prefix, held, step))
+        held.copy_(torch.where(accepted, new.to(held.dtype), held))
+
+    def _noise(self, slot: Slot, prefix: str, held: Tensor, step: Tensor) -> Tensor:
+        key = keys(self.config.seed, [prefix + slot.name])[0].to(held.device)
+        return noise(key, step, held.shape, self._starts(slot.name, held))
+
+    def _starts(self, name: str, held: Tensor) -> list[int]:
+        """Where this process's shard begins in the whole tensor, by dimension."""
+        whole = torch.empty(self._shapes[name], device="meta")
+        offset, starts = self._own_part(name, whole, self._slots[name].weight).storage_offset(), []
+        for stride, extent in zip(whole.stride(), held.shape, strict=True):
+            starts.append(offset // stride if extent > 1 else 0)
+            offset %= stride
+        return starts
+
+    @torch.no_grad()
+    def _round_copies(self) -> None:
+        """What the model runs on, where that is a rounded copy of what the optimizer keeps."""
+        if self.precision.copies:
+            for slot in self._slots.values():
+                bits = self._noise(slot, "", slot.weight, self._counters[0])
+                _local(self._weights[slot.name]).copy_(rounded(slot.weight, bits))
 
     def _sum_over_processes(self, sums: Tensor) -> None:
         if self.process_count > 1:
@@ -311,43 +400,55 @@ class TorchEngine:
 
     # ---- Logical state
 
-    def state(self, model: Llama, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def state(self, model: Llama, optimizer: Optimizer | None) -> dict[str, Any]:
         """See engine.Engine: the live tensors, DTensors where they are split."""
-        logical: dict[str, Any] = {name: self._logical(name, _local(weight)) for name, weight in self._weights.items()}
+        kept = {
+            name: self._slots[name].weight if name in self._slots else _local(w) for name, w in self._weights.items()
+        }
+        logical: dict[str, Any] = {name: self._logical(name, held) for name, held in kept.items()}
         if optimizer is None:
             return logical
-        for name, weight in self._weights.items():
-            for moment in MOMENTS:
-                held = optimizer.state[self._shards[weight]][moment]
-                logical[f"optimizer.{moment}.{name}"] = self._logical(name, held)
-        logical["optimizer.step"] = self._counters[0]
+        for slot in optimizer.slots:
+            for moment, held in slot.state.items():
+                logical[f"optimizer.{moment}.{slot.name}"] = self._logical(slot.name, held)
+        logical["optimizer.step"] = optimizer.updates
         return logical
 
     def _logical(self, name: str, held: Tensor) -> Tensor:
-        """`held` as this process's part of a whole that is split as the parameter `name` is."""
-        weight, shape = self._weights[name], self._shapes[name]
+        """`held` as this process's part of a whole that is split as the parameter `name` is; where that is split and
+        `held` has one value for all, it is everybody's."""
+        weight, part = self._weights[name], self._slots[name].weight if name in self._slots else held
         if not isinstance(weight, DTensor):
             return held
         mesh, placed = weight.device_mesh, weight.placements
         if self.mesh.tensor > 1:
             assert self.device_mesh is not None
             mesh, placed = self.device_mesh, placements(name)
+        sizes = zip(self._shapes[name], part.shape, held.shape, strict=True)
+        shape = torch.Size(whole if mine == own else 1 for whole, mine, own in sizes)
+        alike = [not isinstance(p, Shard) or part.shape[p.dim] == held.shape[p.dim] for p in placed]
+        placed = tuple(p if same else Replicate() for p, same in zip(placed, alike, strict=True))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(held, mesh, placed, run_check=False, shape=shape, stride=stride)
 
     @torch.no_grad()
     def commit(self, state: dict[str, Any]) -> None:
         """See engine.Engine: loading has written into the live tensors, the count into one of many."""
-        if "optimizer.step" in state:
-            for counter in self._counters:
-                counter.copy_(state["optimizer.step"])
+        for counter in self._counters[1:]:
+            counter.copy_(self._counters[0])
+        if "optimizer.step" not in state:
+            for slot in self._slots.values():
+                slot.begin(self._moment)  # one may be a copy of the weight
+        self._round_copies()
 
     # ---- Figures
 
-    def bytes_per_device(self, model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    def bytes_per_device(self, model: Llama, optimizer: Optimizer) -> dict[str, int]:
         """See engine.Engine: measured on this process's shards."""
-        moments = [optimizer.state[shard][moment] for shard in self._shards.values() for moment in MOMENTS]
-        groups: dict[str, list[Any]] = {"parameters": list(self._shards.values()), "moments": moments}
+        parameters = [_local(weight) for weight in self._weights.values()]
+        if self.precision.copies:
+            parameters += [slot.weight for slot in optimizer.slots]
+        groups = {"parameters": parameters, "moments": [t for slot in optimizer.slots for t in slot.state.values()]}
         return {name: sum(held.numel() * held.element_size() for held in tensors) for name, tensors in groups.items()}
 
     def compilations(self) -> int:
@@ -415,6 +516,12 @@ def refuse_uneven_columns(config: TrainConfig, mesh: Mesh) -> None:
 
 def _from_torchrun(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
+
+
+def _part_like(old: Any, new: Any) -> Tensor:
+    """Of the DTensor `new`, what this process holds where it lies as `old` does."""
+    part: Tensor = new.redistribute(placements=old.placements).to_local()
+    return part
 
 
 def _local(tensor: Tensor) -> Tensor:

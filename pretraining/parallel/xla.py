@@ -27,22 +27,25 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
 
+from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import VOCABULARIES, initial_weight
 from pretraining.models.llama import Llama
 from pretraining.models.ops import IGNORED, next_token_loss
+from pretraining.optim.optimizer import Optimizer, Slot
+from pretraining.optim.precision import precision_of
+from pretraining.optim.rounding import keys, noise, rounded
+from pretraining.optim.rules import Moment, State
 from pretraining.parallel.engine import Batch
+from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
-from pretraining.parallel.precision import compute_dtype
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import HEAD_ACTIVATIONS, TOKENS, Spec, layout_of, state_parts
 from pretraining.parallel.xla_blocks import ScannedBlocks, place_activations, stack_layers
 from pretraining.parallel.xla_state import LogicalTensor, Region, XlaShards, tensor_from_shards
 
 STACK = "model.layers."  # parameters under it are [layers, ...]
-MOMENTS = ("exp_avg", "exp_avg_sq")
 SpecOf = Callable[[str], Spec]  # of a parameter's name: Layout.parameter, gradient or moment
-HEALTH = ("updates", "refused", "first_refused")
 
 
 class XlaResult:
@@ -68,8 +71,6 @@ class XlaEngine:
     """See engine.Engine."""
 
     name = "xla"
-    # The step count on the device, one plain kernel per parameter: torch's foreach refuses XLA tensors.
-    optimizer_options: dict[str, Any] = {"capturable": True, "foreach": False}  # noqa: RUF012
 
     def __init__(self, config: TrainConfig) -> None:
         if config.compile_cache_dir:
@@ -83,6 +84,7 @@ class XlaEngine:
         self.mesh = resolve_mesh(config, devices, self.local_devices)
         self.layout = layout_of(config, self.mesh)
         resolve_batch(config, self.mesh.data_ranks)
+        refuse_another_reduction(config)
         # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
         self.data_size = min(self.process_count, self.mesh.data_ranks)
         self.data_rank = self.process_index * self.data_size // self.process_count
@@ -91,7 +93,7 @@ class XlaEngine:
         )
         self.xla_mesh = xs.Mesh(np.arange(devices), tuple(self.mesh), self.mesh._fields)
         self.config = config
-        self.dtype = compute_dtype(config)
+        self.precision = precision_of(config)
         self.rows = config.batch_size * self.mesh.data_ranks // self.data_size  # of one micro-batch, in this process
         if self.process_count > 1:
             torch.distributed.init_process_group("gloo", init_method="xla://")
@@ -107,13 +109,14 @@ class XlaEngine:
             return given[name].detach() if given else initial_weight(self.config, layers, name, shape)
 
         stack_layers(model)
-        self._names: dict[int, str] = {}  # of a placed parameter, by its identity
         for prefix, module in model.named_modules():
             for short, meta in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{short}"
-                weight = nn.Parameter(self._placed(name, meta.shape, value))
-                self._names[id(weight)] = name
-                setattr(module, short, weight)
+                placed = self._placed(name, meta.shape, value)
+                if self.precision.stored != placed.dtype:
+                    placed = placed.to(self.precision.stored)
+                    self._pin(placed, name, self.layout.parameter)
+                setattr(module, short, nn.Parameter(placed))
         torch_xla.sync(wait=True)
         mask = block_mask(self.config, layers)
         heads, repeats = model.shape.num_kv_heads, kv_repeats(self.config, model.shape)
@@ -139,44 +142,61 @@ class XlaEngine:
 
         return tensor_from_shards(shape, self.xla_mesh, stacked(name, self.layout.parameter), make, self.device)
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Moments like their parameters, before the first step: made during it, they would compile a second graph."""
-        for weight in _weights(optimizer):
-            optimizer.state[weight] = {
-                "step": torch.zeros((), device=self.device),
-                "exp_avg": self._zeros_like(weight, self.layout.moment),
-                "exp_avg_sq": self._zeros_like(weight, self.layout.moment),
-            }
-            if self._accumulates:
-                weight.grad = self._zeros_like(weight, self.layout.gradient)
-        self._counters = [optimizer.state[weight]["step"] for weight in _weights(optimizer)]
+    def prepare(self, optimizer: Optimizer) -> None:
+        """State like its parameters, before the first step: made during it, it would compile a second graph."""
+        self._optimizer = optimizer
+        for slot in optimizer.slots:
+            slot.begin(self._moment)
+        self._copies = {slot.name: self._copy(slot) for slot in optimizer.slots} if self.precision.copies else {}
+        self._sums = {slot.name: self._sum(slot) for slot in optimizer.slots} if self._accumulates else {}
+        optimizer.updates = torch.zeros((), device=self.device)
         self.totals = torch.zeros(2, device=self.device)  # loss and trained tokens of this step so far
-        self.health = torch.zeros(3, device=self.device)  # updates seen, updates refused, the first refused (from 1)
+        self.health = torch.zeros(len(HEALTH), device=self.device)
         torch_xla.sync(wait=True)
         if self.config.dump_sharding and self.process_index == 0:
             Path(self.config.dump_sharding).write_text(json.dumps(self._sharding(optimizer), indent=1) + "\n")
 
-    def _sharding(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _sharding(self, optimizer: Optimizer) -> dict[str, Any]:
         """The mesh and, of every tensor of the state, its shape, what one device holds of it, and the axes that split
         each dimension. Blocks are stacked: their first dimension is the layer."""
-        kinds = {"parameters": self.layout.parameter, "moments": self.layout.moment}
-        found: dict[str, Any] = {"mesh": self.mesh._asdict(), **{kind: {} for kind in kinds}}
-        for weight in _weights(optimizer):
-            name = self._names[id(weight)]
-            for kind, held in (("parameters", weight), ("moments", optimizer.state[weight]["exp_avg"])):
-                axes = stacked(name, kinds[kind])
-                facts = {"shape": list(held.shape), "dtype": str(held.dtype).removeprefix("torch."), "axes": axes}
-                found[kind][name] = {**facts, "bytes_per_device": _device_bytes(held)}
+        found: dict[str, Any] = {"mesh": self.mesh._asdict(), "parameters": {}, "moments": {}}
+        for slot in optimizer.slots:
+            found["parameters"][slot.name] = _described(slot.weight, stacked(slot.name, self.layout.parameter))
+            # Of an optimizer's several, the first: all of them are split alike
+            for held in list(slot.state.values())[:1]:
+                found["moments"][slot.name] = _described(held, self._moment_spec(slot, held))
         return found
 
-    def _zeros_like(self, weight: Tensor, kind: SpecOf) -> Tensor:
-        zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=self.device)
-        self._pin(zeros, weight, kind)
+    def _moment(self, slot: Slot, shape: torch.Size, moment: Moment) -> Tensor:
+        if moment.initial is None:
+            held = slot.weight.detach().to(self.precision.state).clone()
+        else:
+            held = torch.full(shape, moment.initial, dtype=self.precision.state, device=self.device)
+        xs.mark_sharding(held, self.xla_mesh, self._moment_spec(slot, held))
+        return held
+
+    def _moment_spec(self, slot: Slot, held: Tensor) -> Spec:
+        """The layout's, but whole along dimensions where the moment has one value for all."""
+        spec = stacked(slot.name, self.layout.moment)
+        return tuple(axis if extent > 1 else None for axis, extent in zip(spec, held.shape, strict=True))
+
+    def _copy(self, slot: Slot) -> Tensor:
+        """What the model runs on where the products read a rounded copy; the slot keeps the parameter itself."""
+        weight = slot.weight
+        slot.weight = weight.detach().clone()
+        self._pin(slot.weight, slot.name, self.layout.parameter)
+        return weight
+
+    def _sum(self, slot: Slot) -> Tensor:
+        """Where gradients of micro-batches are added up."""
+        zeros = torch.zeros(slot.weight.shape, dtype=self.precision.gradients, device=self.device)
+        self._pin(zeros, slot.name, self.layout.gradient)
         return zeros
 
-    def _pin(self, tensor: Tensor, weight: Tensor, kind: SpecOf) -> None:
-        """Shard `tensor`, something of `weight`, as its kind is; left alone, layouts leak from one into another."""
-        xs.mark_sharding(tensor, self.xla_mesh, stacked(self._names[id(weight)], kind))
+    def _pin(self, tensor: Tensor, name: str, kind: SpecOf) -> None:
+        """Shard `tensor`, something of the parameter `name`, as its kind is; left alone, layouts leak from one into
+        another."""
+        xs.mark_sharding(tensor, self.xla_mesh, stacked(name, kind))
 
     # ---- Running
 
@@ -184,22 +204,34 @@ class XlaEngine:
     def _accumulates(self) -> bool:
         return (self.config.gradient_accumulation_steps or 1) > 1
 
-    def train_step(
-        self, model: Llama, optimizer: torch.optim.Optimizer, batch: Batch, learning_rate: float
-    ) -> XlaResult:
+    def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> XlaResult:
         """See engine.Engine. One graph; with accumulation, one per micro-batch (the same each time) and one more."""
-        rate = torch.tensor(learning_rate).to(self.device)  # data, not a constant: another value compiles nothing
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        # Data, not a constant: another value compiles nothing. Not a scalar: one that equals a constant of the graph
+        # (1e-5: norm_eps) torch-xla makes one input with it, which is another graph.
+        rate = torch.tensor([learning_rate]).to(self.device)[0]
         for inputs in self._feed(batch):
             loss, count = self._loss(model, inputs)
             loss.backward()
             self.totals += torch.stack((loss.detach(), count))
             if self._accumulates:
+                self._accumulate()
                 torch_xla.sync()
-        result = self._update(optimizer)
+        result = self._update(optimizer, rate)
         torch_xla.sync()
         return result
+
+    def _accumulate(self) -> None:
+        for slot in self._optimizer.slots:
+            total = self._sums[slot.name]
+            total += self._taken_gradient(slot).to(total.dtype)
+            self._pin(total, slot.name, self.layout.gradient)
+
+    def _taken_gradient(self, slot: Slot) -> Tensor:
+        """The gradient that the backward pass left, which is gone then."""
+        weight = self._copies.get(slot.name, slot.weight)
+        grad, weight.grad = weight.grad, None
+        assert grad is not None
+        return grad
 
     def _feed(self, batch: Batch) -> Iterator[dict[str, Tensor]]:
         """This process's rows as micro-batches on the devices, split as TOKENS says."""
@@ -221,7 +253,7 @@ class XlaEngine:
         """Summed loss and number of trained tokens of one micro-batch."""
         positions, segments, labels = inputs.get("positions"), inputs.get("segments"), inputs["labels"]
         tokens = self._for_lookup(inputs["tokens"])
-        logits = model.padded_logits(tokens, positions, segments, self.dtype, self.run_blocks)  # [B, T, V]
+        logits = model.padded_logits(tokens, positions, segments, self.precision.stream, self.run_blocks)  # [B, T, V]
         return next_token_loss(logits, labels, model.shape.vocab_size), (labels != IGNORED).sum().float()
 
     def _for_lookup(self, tokens: Tensor) -> Tensor:
@@ -236,47 +268,65 @@ class XlaEngine:
         xs.mark_sharding(gathered, self.xla_mesh, self.layout.activation(("replica", None)))
         return gathered
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> XlaResult:
+    @torch.no_grad()
+    def _update(self, optimizer: Optimizer, rate: Tensor) -> XlaResult:
         """Mean gradients, clip, step; refuse the update on the device if anything is not finite."""
-        weights = _weights(optimizer)
         loss, count = self.totals[0] / self.totals[1], self.totals[1]
-        for weight in weights:
-            assert weight.grad is not None
-            weight.grad.div_(count)
-            self._pin(weight.grad, weight, self.layout.moment)
-        norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None], foreach=False)
-        if self.config.grad_clip_thresh:
-            nn.utils.clip_grads_with_norm_(weights, self.config.grad_clip_thresh, norm, foreach=False)
-        accepted = self._judge(torch.isfinite(loss) & torch.isfinite(norm))
-        self._guarded_step(optimizer, weights, accepted)
+        gradients = {slot.name: self._mean_gradient(slot, count) for slot in optimizer.slots}
+        norm = nn.utils.get_total_norm(list(gradients.values()), foreach=False)
+        if limit := self.config.grad_clip_thresh:
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            gradients = {name: gradient * scale for name, gradient in gradients.items()}
+        accepted = judge(self.health, torch.isfinite(loss) & torch.isfinite(norm), self.config.max_skipped_steps)
+        step = optimizer.updates + 1
+        for slot in optimizer.slots:
+            weight, state = slot.updated(gradients[slot.name], step, rate)
+            self._keep(slot, weight, state, accepted, step)
+        optimizer.updates.copy_(torch.where(accepted, step, optimizer.updates))
         self.totals.zero_()
-        for weight in weights:
-            if self._accumulates:
-                weight.grad.zero_()  # type: ignore[union-attr]
-                self._pin(weight.grad, weight, self.layout.gradient)  # type: ignore[arg-type]
-            else:
-                weight.grad = None
         return XlaResult(("loss", "grad_norm", *HEALTH), torch.cat((torch.stack((loss, norm)), self.health)))
 
-    def _judge(self, finite: Tensor) -> Tensor:
-        """Count this update; true if it may be applied. Too many refused, and none is ever applied again."""
-        seen, refused, first = self.health.unbind()
-        seen = seen + 1
-        refused = refused + (~finite).float()
-        first = torch.where((first == 0) & ~finite, seen, first)
-        self.health.copy_(torch.stack((seen, refused, first)))
-        return finite & (refused <= self.config.max_skipped_steps)
+    def _mean_gradient(self, slot: Slot, count: Tensor) -> Tensor:
+        """In fp32 and split like the moments; what micro-batches have added up begins anew."""
+        if self._accumulates:
+            total = self._sums[slot.name]
+            mean = total.float() / count
+            total.zero_()
+            self._pin(total, slot.name, self.layout.gradient)
+        else:
+            mean = self._taken_gradient(slot).float() / count
+        self._pin(mean, slot.name, self.layout.moment)
+        return mean
 
-    def _guarded_step(self, optimizer: torch.optim.Optimizer, weights: list[Tensor], accepted: Tensor) -> None:
-        kept = [[weight, *optimizer.state[weight].values()] for weight in weights]
-        before = [[t.detach().clone() for t in tensors] for tensors in kept]
-        optimizer.step()
-        with torch.no_grad():
-            for weight, tensors, olds in zip(weights, kept, before, strict=True):
-                for tensor, old in zip(tensors, olds, strict=True):
-                    tensor.copy_(torch.where(accepted, tensor, old))
-                    if tensor.dim():
-                        self._pin(tensor, weight, self.layout.parameter if tensor is weight else self.layout.moment)
+    def _keep(self, slot: Slot, weight: Tensor, state: State, accepted: Tensor, step: Tensor) -> None:
+        """Write an accepted update where its tensors are, rounded as the precision says."""
+        for name, new in state.items():
+            held = slot.state[name]
+            held.copy_(torch.where(accepted, self._narrowed(new, held.dtype, slot, f"{name}.", step), held))
+            xs.mark_sharding(held, self.xla_mesh, self._moment_spec(slot, held))
+        new = torch.where(accepted, self._narrowed(weight, slot.weight.dtype, slot, "", step), slot.weight)
+        slot.weight.copy_(new)
+        self._pin(slot.weight, slot.name, self.layout.parameter)
+        if self._copies:
+            self._round_copy(slot, step)
+
+    def _narrowed(self, new: Tensor, dtype: torch.dtype, slot: Slot, prefix: str, step: Tensor) -> Tensor:
+        if dtype == new.dtype or not self.precision.rounds:
+            return new.to(dtype)
+        return rounded(new, self._noise(slot, prefix, new.shape, step)).to(dtype)
+
+    def _noise(self, slot: Slot, prefix: str, shape: torch.Size, step: Tensor) -> Tensor:
+        """Of each tensor by its own name: that of every layer, where they are stacked."""
+        if not slot.name.startswith(STACK):
+            return noise(keys(self.config.seed, [prefix + slot.name])[0].to(self.device), step, shape)
+        names = [prefix + layer_name(slot.name, layer) for layer in range(shape[0])]
+        key = keys(self.config.seed, names).to(self.device).view(-1, *(1,) * (len(shape) - 1))
+        return noise(key, step, shape[1:])
+
+    def _round_copy(self, slot: Slot, step: Tensor) -> None:
+        copy = self._copies[slot.name]
+        copy.copy_(rounded(slot.weight, self._noise(slot, "", slot.weight.shape, step)))
+        self._pin(copy, slot.name, self.layout.parameter)
 
     @torch.no_grad()
     def evaluate(self, model: Llama, batch: Batch) -> XlaResult:
@@ -296,45 +346,45 @@ class XlaEngine:
 
     # ---- Logical state
 
-    def state(self, model: Llama, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def state(self, model: Llama, optimizer: Optimizer | None) -> dict[str, Any]:
         """See engine.Engine."""
         torch_xla.sync(wait=True)
-        named = [(name, weight, "") for name, weight in model.named_parameters()]
         logical: dict[str, Any] = {}
+        for slot in self._optimizer.slots:
+            logical |= self._logical(model, slot.name, slot.weight, "")
+            if optimizer is not None:
+                for moment, held in slot.state.items():
+                    logical |= self._logical(model, slot.name, held, f"optimizer.{moment}.")
         if optimizer is not None:
-            for moment in MOMENTS:
-                named += [
-                    (name, optimizer.state[weight][moment], f"optimizer.{moment}.")
-                    for name, weight in model.named_parameters()
-                ]
-            first = next(iter(_weights(optimizer)))
-            logical["optimizer.step"] = LogicalTensor(XlaShards(optimizer.state[first]["step"]))
-        for name, tensor, prefix in named:
-            shards = XlaShards(tensor.detach())
-            if name.startswith(STACK):
-                layers = range(tensor.shape[0])
-                logical |= {prefix + layer_name(name, i): LogicalTensor(shards, i) for i in layers}
-            else:
-                padded = name.split(".")[-2] in VOCABULARIES and len(tensor) > model.shape.vocab_size
-                logical[prefix + name] = LogicalTensor(shards, rows=model.shape.vocab_size if padded else None)
+            logical["optimizer.step"] = LogicalTensor(XlaShards(optimizer.updates))
         return logical
 
+    def _logical(self, model: Llama, name: str, tensor: Tensor, prefix: str) -> dict[str, LogicalTensor]:
+        """`tensor`, something of the parameter `name`: by layer where they are stacked, and without padding."""
+        shards = XlaShards(tensor.detach())
+        if name.startswith(STACK):
+            return {prefix + layer_name(name, i): LogicalTensor(shards, i) for i in range(tensor.shape[0])}
+        padded = name.split(".")[-2] in VOCABULARIES and len(tensor) > model.shape.vocab_size
+        return {prefix + name: LogicalTensor(shards, rows=model.shape.vocab_size if padded else None)}
+
+    @torch.no_grad()
     def commit(self, state: dict[str, Any]) -> None:
         """See engine.Engine."""
         for shards in {id(tensor.shards): tensor.shards for tensor in state.values()}.values():
             shards.commit()
-        if "optimizer.step" in state:  # held once in a checkpoint, counted by every parameter here
-            count = state["optimizer.step"].shards.tensor
-            for counters in self._counters:
-                counters.copy_(count)
+        for slot in self._optimizer.slots:
+            if "optimizer.step" not in state:
+                slot.begin(self._moment)  # one may be a copy of the weight
+            if self._copies:
+                self._round_copy(slot, self._optimizer.updates)
         torch_xla.sync(wait=True)
 
     # ---- Figures
 
-    def bytes_per_device(self, model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    def bytes_per_device(self, model: Llama, optimizer: Optimizer) -> dict[str, int]:
         """See engine.Engine: measured on the live shards, not computed from the table."""
-        moments = [optimizer.state[weight][moment] for weight in _weights(optimizer) for moment in MOMENTS]
-        groups = {"parameters": list(model.parameters()), "moments": moments}
+        parameters = [*(slot.weight for slot in optimizer.slots), *self._copies.values()]
+        groups = {"parameters": parameters, "moments": [t for slot in optimizer.slots for t in slot.state.values()]}
         return {name: sum(_device_bytes(tensor) for tensor in tensors) for name, tensors in groups.items()}
 
     def compilations(self) -> int:
@@ -363,8 +413,17 @@ class XlaEngine:
             torch.distributed.destroy_process_group()
 
 
-def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
+def refuse_another_reduction(config: TrainConfig) -> None:
+    """ConfigError where gradients would be added up over devices in another dtype than asked for."""
+    stored = {torch.float32: "fp32", torch.bfloat16: "bf16"}[precision_of(config).stored]
+    if config.reduce_dtype not in ("auto", stored):
+        remedy = f"the xla engine adds gradients up in the parameters' dtype, {stored} here; leave it out"
+        raise ConfigError([Problem(f"--reduce_dtype={config.reduce_dtype}", f"{remedy}, or --engine=torch")])
+
+
+def _described(tensor: Tensor, axes: Spec) -> dict[str, Any]:
+    facts = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "axes": axes}
+    return {**facts, "bytes_per_device": _device_bytes(tensor)}
 
 
 def layer_name(stacked: str, layer: int) -> str:

@@ -22,7 +22,7 @@ from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import load, read_tensors, save
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
-from pretraining.optim.adamw import build_optimizer
+from pretraining.optim.optimizer import Optimizer, build_optimizer
 from pretraining.parallel.xla import XlaEngine
 
 DEVICES = int(os.environ["CPU_NUM_DEVICES"])
@@ -37,7 +37,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "context": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "context_parallel_size": 2},
 }
 ROWS, LENGTH, VOCABULARY = 8, 16, 50  # 50 rows and a width of 20 over 8 devices: uneven splits
-Run = tuple[XlaEngine, Any, torch.optim.AdamW, TrainConfig]
+Run = tuple[XlaEngine, Any, Optimizer, TrainConfig]
 
 
 def open_mesh(name: str) -> Run:
@@ -59,7 +59,7 @@ def open_mesh(name: str) -> Run:
     )
     engine = XlaEngine(config)
     model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters(), capturable=True, foreach=False)
+    optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
     return engine, model, optimizer, config
 

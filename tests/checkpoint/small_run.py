@@ -55,7 +55,7 @@ class PlainEngine:
 def open_run(config: TrainConfig) -> tuple[nn.Module, torch.optim.AdamW]:
     """A model and an optimizer whose state exists and has one step count for all."""
     model = build_model(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=False)
     count = torch.zeros(())
     for weight in model.parameters():
         optimizer.state[weight] = {

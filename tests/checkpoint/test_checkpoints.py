@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +365,14 @@ def test_newest_checkpoint_takes_a_run_a_folder_or_a_step(tmp_path: Path) -> Non
     run(tmp_path)
     folder = tmp_path / "checkpoints"
     assert {newest_checkpoint(path) for path in (tmp_path, folder, folder / "step_8")} == {folder / "step_8"}
+
+
+def test_another_optimizer_takes_weights_alone_from_a_checkpoint_and_none_from_its_own_run(tmp_path: Path) -> None:
+    run(tmp_path, num_steps=2)
+    source = str(tmp_path / "checkpoints")
+    other = small_config(tmp_path / "other", num_steps=4, optimizer="lion", ckpt_load_path=source)
+    with pytest.raises(ConfigError, match=r"--optimizer=lion .*has adamw's state; --load_weights_only=True"):
+        check_source(other, tmp_path / "other")
+    check_source(replace(other, load_weights_only=True), tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"--optimizer=lion .*trained with adamw"):
+        check_source(small_config(tmp_path, num_steps=4, optimizer="lion"), tmp_path)

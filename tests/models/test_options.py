@@ -130,7 +130,7 @@ def test_logits_are_those_of_gpt_neox(parallel: bool) -> None:
 
 
 def test_a_layer_norm_is_torchs() -> None:
-    ours, theirs = LayerNorm(32, 1e-5, bias=True), torch.nn.LayerNorm(32, 1e-5)
+    ours, theirs = LayerNorm(32, 1e-5, bias=True, result=None), torch.nn.LayerNorm(32, 1e-5)
     randomised(theirs)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(4, 32)

@@ -10,8 +10,11 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.flops import Meter, flops_per_token, peak_of
+from pretraining.monitor.memory import StateBytes
 from pretraining.monitor.summary import summary
 from pretraining.optim.schedule import learning_rate, telling_steps
+
+SIZE = VARIANTS["llama2_7b"].parameters
 
 
 def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str, str]:
@@ -20,6 +23,7 @@ def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str
     text = describe(
         config,
         model_shape(config),
+        whole=StateBytes(4 * SIZE, 4 * SIZE, 8 * SIZE),
         mesh={"replica": 2, "shard": 4, "context": 1, "tensor": 1},
         parts={"parameters": 4, "gradients": 4, "moments": 4},
         device_name=device_name,
@@ -59,8 +63,7 @@ def test_the_learning_rate_is_shown_at_the_first_and_the_last_step(num_steps: in
 
 
 def test_the_placed_line_shows_the_share_of_a_copy_that_one_device_holds() -> None:
-    shape = VARIANTS["tiny"]
-    line = placed_line({"parameters": shape.parameters, "moments": shape.parameters * 8}, shape)
+    line = placed_line({"parameters": SIZE, "moments": SIZE * 8}, StateBytes(4 * SIZE, 4 * SIZE, 8 * SIZE))
     assert "(25.0% of a copy), moments" in line
     assert line.endswith("(100.0% of a copy)")
 

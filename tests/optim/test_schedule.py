@@ -45,7 +45,7 @@ def test_no_update_is_wasted_and_none_exceeds_the_peak(total: int, peak: float, 
 @given(totals, st.integers(0, 10**8))
 def test_the_rate_stays_at_its_floor_after_the_last_step(total: int, extra: int) -> None:
     assert learning_rate(config(total), total + extra) == pytest.approx(3e-5)
-    assert learning_rate(config(total, "annealing"), total + extra) > 0  # capturable AdamW divides by it
+    assert learning_rate(config(total, "annealing"), total + extra) == 0
 
 
 @given(st.integers(20, 10**6), st.data())
@@ -156,7 +156,7 @@ def test_every_schedule_can_be_chosen_and_has_a_vector() -> None:
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(20, 10**6), st.floats(1e-8, 1.0), st.data())
-def test_no_rate_exceeds_the_peak_or_reaches_zero(name: str, total: int, peak: float, data: st.DataObject) -> None:
+def test_no_rate_exceeds_the_peak_or_is_negative(name: str, total: int, peak: float, data: st.DataObject) -> None:
     warmup = data.draw(st.integers(0, total - 1)) if "lr_warmup_steps" in READ[name] else None
     needed: dict[str, dict[str, Any]] = {
         "noam": {"lr_d_model": 64},
@@ -167,7 +167,7 @@ def test_no_rate_exceeds_the_peak_or_reaches_zero(name: str, total: int, peak: f
         lr_schedule=name, num_steps=total, learning_rate=peak, lr_warmup_steps=warmup, **needed.get(name, {})
     )
     for step in (*telling_steps(chosen), data.draw(st.integers(0, 3 * total))):
-        assert 0 < learning_rate(chosen, step) <= peak * (1 + 1e-12)
+        assert 0 <= learning_rate(chosen, step) <= peak * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import load, save
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
-from pretraining.optim.adamw import build_optimizer
+from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.select import open_engine
 from tests.parallel.toy import TOY
 
@@ -20,7 +20,7 @@ def main(source: Path, target: Path, fields: dict[str, object]) -> None:
     config = TrainConfig(**{**TOY, **fields})
     engine = open_engine(config)
     model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters(), **engine.optimizer_options)
+    optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
     checkpoint = open_checkpoint(source)
     state = engine.state(model, optimizer)

@@ -10,7 +10,7 @@ import torch
 
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
-from pretraining.optim.adamw import build_optimizer
+from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.torch_engine import TorchEngine
 from tests.parallel.toy import TOY
 
@@ -40,7 +40,7 @@ def trained(documents: bool = False, **fields: Any) -> dict[str, Any]:
     engine = TorchEngine(config)
     try:
         model = engine.place(build_model(config))
-        optimizer = build_optimizer(config, model.named_parameters(), **engine.optimizer_options)
+        optimizer = build_optimizer(config, model.named_parameters())
         engine.prepare(optimizer)
         batch, read, graphs = batch_of(config, documents), [], []
         for _ in range(8):

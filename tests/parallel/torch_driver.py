@@ -12,30 +12,33 @@ import json
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
-from pretraining.models.init import build_model
-from pretraining.optim.adamw import build_optimizer
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.torch_engine import TorchEngine
+from tests.parallel.again import begun, continued, saved
 from tests.parallel.toy import TOY
 
 
 def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     """Eight steps of the toy with these fields."""
+    halfway = fields.pop("halfway", None)  # folder to save the run to after 4 steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
     config = TrainConfig(**{**TOY, "device": "cpu", **fields})
     engine = TorchEngine(config)
-    model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters(), **engine.optimizer_options)
-    engine.prepare(optimizer)
+    model, optimizer = begun(engine, config)
     stream = open_stream(config, engine.data_rank, engine.data_size)
     losses, norms, refused = [], [], []
     for step in range(config.num_steps):
+        if halfway and step == 4:
+            if not Path(halfway).exists():
+                saved(engine, config, (model, optimizer), step, Path(halfway))
+            model, optimizer = continued(engine, config, step, Path(halfway))
         batch = stream.batch(step)
         if step == poison:
             batch = {name: array.copy() for name, array in batch.items()}

@@ -10,28 +10,30 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
-from pretraining.models.init import build_model
-from pretraining.optim.adamw import build_optimizer
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.xla import XlaEngine
+from tests.parallel.again import begun, continued, saved
 from tests.parallel.toy import TOY
 
 
 def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     """Eight steps of the toy with these fields."""
+    halfway = fields.pop("halfway", None)  # folder to save the run to after 4 steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
     config = TrainConfig(**{**TOY, **fields})
     engine = XlaEngine(config)
-    model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters(), **engine.optimizer_options)
-    engine.prepare(optimizer)
+    model, optimizer = begun(engine, config)
     stream = open_stream(config)
     losses, norms, compiled, refused = [], [], [], []
     for step in range(config.num_steps):
+        if halfway and step == 4:
+            saved(engine, config, (model, optimizer), step, Path(halfway))
+            model, optimizer = continued(engine, config, step, Path(halfway))
         rate = learning_rate(config, step)
         batch = stream.batch(step)
         if step == poison:

@@ -19,6 +19,7 @@ from pretraining.config.importing.rules import (
     to,
     unless,
 )
+from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
 
 # ---- optimizer
 
@@ -56,10 +57,21 @@ def _of_class(name: str) -> Callable[[Source], Any]:
     return lambda source: OPTIMIZERS.get(str(source.get(f"{FLAT}name")).lower(), ("", {}))[1].get(name)
 
 
-def _betas(value: Any, _: Source) -> Reading:
-    if not isinstance(value, list) or len(value) != 2:
-        return refused("expected two numbers")
-    return mapped(adam_beta1=value[0], adam_beta2=value[1])
+def betas_of(ours: Callable[[Source], str]) -> Rule:
+    """The two decays of Adam's kind; `ours` tells the optimizer."""
+
+    def read(value: Any, source: Source) -> Reading:
+        if not isinstance(value, list) or len(value) != 2:
+            return refused("expected two numbers")
+        if "beta2" not in DEFAULTS[ours(source)].arguments:
+            return refused(f"optimizer={ours(source)} has no betas")
+        return mapped(adam_beta1=value[0], adam_beta2=value[1])
+
+    return Rule(read, ("adam_beta1", "adam_beta2"), "two numbers; absent: the class's")
+
+
+def _ours(source: Source) -> str:
+    return OPTIMIZERS.get(str(source.get(f"{FLAT}name")).lower(), ("adamw", {}))[0]
 
 
 _ARGUMENTS = (
@@ -72,16 +84,16 @@ _ARGUMENTS = (
 def _arguments(_: Any, source: Source) -> Reading:
     """All of the optimizer's own arguments in one text: momentum=0.9,nesterov=True."""
     given = {name: source.get(FLAT + name) for name in _ARGUMENTS if source.get(FLAT + name) is not None}
-    if given in ({"amsgrad": False}, {}):
+    if given.pop("amsgrad", False):
+        return refused("no optimizer here keeps the largest second moment")
+    if not given:
         return rests("off")
-    if any(isinstance(value, list) for value in given.values()):
-        return refused("an argument with several values; give --optimizer_args")
     return implied("all of the optimizer's own arguments", optimizer_args=argument_text(given))
 
 
 def argument_text(given: dict[str, Any]) -> str:
     """optimizer_args as a flag: name=value, comma-separated."""
-    return ",".join(f"{name}={value}" for name, value in given.items())
+    return ",".join(f"{name}={tuple(value) if isinstance(value, list) else value}" for name, value in given.items())
 
 
 # ---- schedule
@@ -146,7 +158,7 @@ OPTIM = {
     "model.optim.name": Rule(_optimizer, ("optimizer",), ", ".join(OPTIMIZERS)),
     "model.optim.lr": to("learning_rate"),
     "model.optim.weight_decay": to("weight_decay"),
-    "model.optim.betas": Rule(_betas, ("adam_beta1", "adam_beta2"), "two numbers; absent: the class's"),
+    "model.optim.betas": betas_of(_ours),
     "model.optim.eps": to("optimizer_eps"),
     "model.optim.capturable": no_op("for CUDA graphs"),
     **{

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pretraining.config.importing.neox_model import ARCHITECTURE, GATED, OPTIM, PARAMS, of_2022
+from pretraining.config.importing.neox_model import ARCHITECTURE, GATED, OPTIM, PARAMS, of_2022, ours
 from pretraining.config.importing.neox_run import RUN, batch_agrees
 from pretraining.config.importing.nxdt import pipeline
 from pretraining.config.importing.rules import (
@@ -205,8 +205,8 @@ TABLE = Table(
         "zero_optimization.stage": 0,
         "optimizer.type": "Adam",
         f"{PARAMS}lr": 0.001,
-        f"{PARAMS}betas": [0.9, 0.999],
-        f"{PARAMS}eps": 1e-8,
+        f"{PARAMS}betas": lambda source: [0.9, 0.999] if ours(source) == "adamw" else None,
+        f"{PARAMS}eps": lambda source: 1e-8 if ours(source) == "adamw" else None,
         "lr_decay_style": "linear",
         "warmup": 0.01,
         "min_lr": 0.0,

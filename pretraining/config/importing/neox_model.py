@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from pretraining.config.importing.megatron_optim import argument_text
+from pretraining.config.importing.megatron_optim import argument_text, betas_of
 from pretraining.config.importing.rules import (
     Reading,
     Rule,
@@ -22,6 +22,7 @@ from pretraining.config.importing.rules import (
     to,
     whole,
 )
+from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
 
 GATED = ("swiglu", "geglu", "reglu")
 
@@ -204,17 +205,23 @@ OPTIMIZERS = {
 }
 
 
-def _betas(value: Any, _: Source) -> Reading:
-    if not isinstance(value, list) or len(value) != 2:
-        return refused("expected two numbers")
-    return mapped(adam_beta1=value[0], adam_beta2=value[1])
+def ours(source: Source) -> str:
+    """The optimizer that optimizer.type comes to."""
+    named = OPTIMIZERS.get(str(source.get("optimizer.type", "adam")).lower(), OPTIMIZERS["adam"])
+    return str(named.values.get("optimizer", "adamw"))
+
+
+def _weight_decay(value: Any, source: Source) -> Reading:
+    if DEFAULTS[ours(source)].weight_decay is None:
+        return ignored("GPT-NeoX hands it to SM3, which has none")
+    return mapped(weight_decay=value)
 
 
 def _decay(value: Any, source: Source) -> Reading:
     above = source.get("weight_decay")
     if above is not None and value != above:
         return refused(f"weight_decay={above} stands at the top too; NeoX refuses both")
-    return mapped(weight_decay=value)
+    return _weight_decay(value, source)
 
 
 def _max_norm(value: Any, source: Source) -> Reading:
@@ -266,7 +273,7 @@ def _decay_share(value: Any, source: Source) -> Reading:
 OPTIM = {
     "optimizer.type": choice(OPTIMIZERS, "Adam is AdamW"),
     f"{PARAMS}lr": to("learning_rate"),
-    f"{PARAMS}betas": Rule(_betas, ("adam_beta1", "adam_beta2"), "two numbers"),
+    f"{PARAMS}betas": betas_of(ours),
     f"{PARAMS}eps": to("optimizer_eps"),
     f"{PARAMS}weight_decay": Rule(_decay, ("weight_decay",), "the same as at the top"),
     f"{PARAMS}max_grad_norm": Rule(_max_norm, ("grad_clip_thresh",), "where gradient_clipping is absent"),
@@ -278,7 +285,7 @@ OPTIM = {
     },
     "gradient_clipping": to("grad_clip_thresh"),
     "clip_grad": to("grad_clip_thresh"),
-    "weight_decay": to("weight_decay"),
+    "weight_decay": Rule(_weight_decay, ("weight_decay",), "not read by SM3"),
     "lr_decay_style": Rule(_style, ("lr_schedule",), "neox_ or neox2022_ and the style; constant"),
     "lr_decay_iters": to("lr_decay_steps"),
     "lr_decay_fraction": Rule(_decay_share, ("lr_decay_steps",), "times train_iters"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from pretraining.config.flags import coerce, field_types
 from pretraining.config.importing.rules import Reading, Rule, Table
-from pretraining.config.validate import CHOICES
+from pretraining.config.validate import CHOICES, LISTS
 
 # Of fields that TrainConfig does not have: the values that the recipe has anyway. Any other is unsupported.
 ALWAYS: dict[str, tuple[Any, ...]] = {
@@ -18,7 +18,6 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "checkpoint_modules": (),
     "checkpoint_num_layers": (1,),
     "ffn_dropout": (0,),
-    "fp32_grad_acc": (True,),
     "hidden_dropout": (0,),
     "lora_alpha": (),
     "lora_bias": (),
@@ -27,13 +26,8 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "lora_rank": (0,),
     "lora_save_mode": (),
     "lora_target_modules": (),
-    "master_weights": (True,),
-    "optimizer": ("adamw",),
-    "optimizer_args": (),
     "pipeline_cuts": (),
-    "reduce_dtype": ("fp32", "auto"),
     "sliding_window": (),
-    "stochastic_rounding": (False,),
     "transformer_block_type": ("pre_ln",),
 }
 
@@ -74,4 +68,9 @@ def _fault(name: str, value: Any) -> str:
         return f"{name}={value}: expected {getattr(field_types()[name], '__name__', field_types()[name])}"
     if name in CHOICES and read not in CHOICES[name]:
         return f"{name}={value}: this recipe has {', '.join(choice for choice in CHOICES[name] if choice)}"
+    if name in LISTS:
+        try:
+            LISTS[name][0](str(read))
+        except ValueError:
+            return f"{name}={value}: {LISTS[name][1]}"
     return ""

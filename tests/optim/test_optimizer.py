@@ -1,0 +1,102 @@
+"""Which parameters decay, and that an optimizer gets what the configuration says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pretraining.config.optimizers import OPTIMIZERS
+from pretraining.config.training import TrainConfig
+from pretraining.models.init import on_meta
+from pretraining.optim.optimizer import Optimizer, build_optimizer, decays, is_stacked, whole_state
+from pretraining.optim.rules import Adam, Muon
+
+
+def config(**fields: Any) -> TrainConfig:
+    return TrainConfig(**{"model_variant": "tiny", "num_layers": 2, "seq_length": 64, "num_steps": 100, **fields})
+
+
+def step(optimizer: Optimizer, gradients: list[torch.Tensor], rate: float) -> list[torch.Tensor]:
+    """The weights after one update from zero state."""
+    for slot in optimizer.slots:
+        slot.begin(lambda _, shape, moment: torch.full(shape, moment.initial or 0.0))
+    one, rates = torch.tensor(1.0), torch.tensor(rate)
+    pairs = zip(optimizer.slots, gradients, strict=True)
+    return [slot.updated(gradient, one, rates)[0] for slot, gradient in pairs]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.embed_tokens.weight", True),
+        ("model.layers.0.self_attn.q_proj.weight", True),
+        ("model.layers.mlp.down_proj.weight", True),  # stacked
+        ("lm_head.weight", True),
+        ("model.norm.weight", False),
+        ("model.layers.0.input_layernorm.weight", False),
+        ("model.layers.post_attention_layernorm.weight", False),  # stacked: two dimensions, still a norm
+        ("model.layers.0.self_attn.q_norm.weight", False),
+        ("model.layers.0.self_attn.q_proj.bias", False),
+        ("normal_layers.0.up_proj.weight", True),  # only the last module counts
+    ],
+)
+def test_norms_and_biases_do_not_decay_by_name(name: str, expected: bool) -> None:
+    assert decays(name) is expected
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_every_parameter_has_one_slot_and_norms_decay_only_if_asked(everything: bool) -> None:
+    model = on_meta(config())
+    optimizer = build_optimizer(config(norm_weight_decay=everything), model.named_parameters())
+    assert [slot.name for slot in optimizer.slots] == [name for name, _ in model.named_parameters()]
+    exempt = [slot.name for slot in optimizer.slots if slot.decay == 0]
+    assert len(exempt) == (0 if everything else 2 * 2 + 1)
+    assert all("norm" in name for name in exempt)
+
+
+def test_a_norm_moves_by_its_gradient_alone_and_a_matrix_decays_too() -> None:
+    names = ("layers.input_layernorm.weight", "layers.up_proj.weight")
+    named = [(name, nn.Parameter(torch.ones(2, 4))) for name in names]
+    optimizer = build_optimizer(config(weight_decay=0.5, learning_rate=0.1), named)
+    norm, matrix = step(optimizer, [torch.zeros(2, 4)] * 2, rate=0.1)
+    assert torch.equal(norm, torch.ones(2, 4))
+    assert torch.allclose(matrix, torch.full((2, 4), 1 - 0.5 * 0.1))
+
+
+def test_a_frozen_parameter_is_left_out() -> None:
+    frozen, live = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
+    optimizer = build_optimizer(config(), [("a.weight", frozen), ("b.weight", live)])
+    assert [slot.name for slot in optimizer.slots] == ["b.weight"]
+
+
+def test_settings_reach_the_rule() -> None:
+    chosen = config(adam_beta1=0.8, adam_beta2=0.7, optimizer_eps=1e-3, weight_decay=0.2)
+    (slot,) = build_optimizer(chosen, [("a.weight", nn.Parameter(torch.ones(2)))]).slots
+    assert slot.rule == Adam(0.8, 0.7, 1e-3, decoupled=True)
+    assert slot.decay == 0.2
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_leaves_the_rest_to_adamw() -> None:
+    slots = build_optimizer(config(optimizer="muon"), on_meta(config()).named_parameters()).slots
+    orthogonal = [slot.name for slot in slots if isinstance(slot.rule, Muon)]
+    assert len(orthogonal) == 2 * 7
+    assert all(".layers." in name and "norm" not in name for name in orthogonal)
+
+
+def test_a_layer_s_parameter_without_its_number_is_a_stack() -> None:
+    assert is_stacked("model.layers.mlp.up_proj.weight")
+    assert not is_stacked("model.layers.13.mlp.up_proj.weight")
+    assert not is_stacked("model.norm.weight")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_stacking_layers_changes_neither_the_size_of_the_state_nor_its_kind(optimizer: str) -> None:
+    chosen = config(optimizer=optimizer)
+    matrices = [(f"model.layers.{i}.mlp.up_proj.weight", torch.empty(6, 4, device="meta")) for i in range(3)]
+    stack = [("model.layers.mlp.up_proj.weight", torch.empty(3, 6, 4, device="meta"))]
+    for _, weight in (*matrices, *stack):
+        weight.requires_grad_()
+    assert whole_state(chosen, matrices) == whole_state(chosen, stack)

@@ -1,0 +1,37 @@
+"""A run in the middle: saved, and taken up by a model and an optimizer that know nothing of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pretraining.checkpoint.manifest import Facts, open_checkpoint
+from pretraining.checkpoint.store import load, save
+from pretraining.config.training import TrainConfig
+from pretraining.models.init import build_model
+from pretraining.optim.optimizer import Optimizer, build_optimizer
+
+Live = tuple[Any, Optimizer]  # model and optimizer
+
+
+def begun(engine: Any, config: TrainConfig) -> Live:
+    """A placed model and its prepared optimizer."""
+    model = engine.place(build_model(config))
+    optimizer = build_optimizer(config, model.named_parameters())
+    engine.prepare(optimizer)
+    return model, optimizer
+
+
+def saved(engine: Any, config: TrainConfig, live: Live, step: int, folder: Path) -> None:
+    """Save the run after `step` updates."""
+    save(folder, engine.state(*live), Facts(step, 0, {}, asdict(config), engine.name, engine.mesh._asdict()))
+
+
+def continued(engine: Any, config: TrainConfig, step: int, folder: Path) -> Live:
+    """What `saved` left, on this engine."""
+    live = begun(engine, config)
+    state = engine.state(*live)
+    load(open_checkpoint(folder / f"step_{step}"), state)
+    engine.commit(state)
+    return live
