@@ -165,6 +165,15 @@ class TrainConfig:
     selective_checkpointing: str = "1"
     """Which blocks: an integer k (every k-th block; 1 is all) or a fraction between 0 and 1, as "1/3" or "0.5"
     (that share of the blocks, evenly spaced and centred)."""
+    checkpoint_granularity: str = "full"
+    """What of a chosen block is recomputed: "full" (all of it), or "selective" (the modules that checkpoint_modules
+    names; of the rest, what is cheap beside its memory)."""
+    checkpoint_modules: str = ""
+    """checkpoint_granularity=selective: "mlp", "norm", "mlp_activation" (the activation and its product with the gate)
+    and "core_attention", comma-separated. Scores of attention are recomputed in any case: they are never kept."""
+    checkpoint_num_layers: int = 1
+    """checkpoint_granularity=full with every block chosen: blocks that are recomputed together from the input of the
+    first, which alone is kept."""
 
     # ---- Optimizer and schedule
     optimizer: str = "adamw"

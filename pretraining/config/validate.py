@@ -76,6 +76,7 @@ RANGES = {
     **dict.fromkeys(("pipeline_parallel_size", "virtual_pipeline_size"), POSITIVE),
     "kv_replication": NOT_NEGATIVE,
     "collective_timeout": POSITIVE,
+    "checkpoint_num_layers": POSITIVE,
     "learning_rate": ABOVE_ZERO,
     "adam_beta1": DECAY,
     "adam_beta2": DECAY,
@@ -150,6 +151,7 @@ CHOICES: dict[str, Collection[str]] = {
     "engine": ("auto", "xla", "torch"),
     "device": ("auto", "cuda", "cpu", "tpu"),
     "sharding_strategy": ("ddp", "zero1", "zero2", "fsdp", "hsdp"),
+    "checkpoint_granularity": ("full", "selective"),
     "precision": ("auto", "fp32", "mixed_bf16", "mixed_bf16_sr", "bf16_sr", "autocast", "manual"),
     "reduce_dtype": ("auto", "fp32", "bf16"),
     "optimizer": OPTIMIZERS,
@@ -226,6 +228,18 @@ def parse_selective(text: str) -> int | Fraction:
     raise ValueError(f"expected a whole number from 1 or a fraction between 0 and 1, got {text}")
 
 
+PARTS = ("checkpoint_granularity", "checkpoint_modules", "checkpoint_num_layers")  # what of a chosen block
+RECOMPUTABLE = ("core_attention", "mlp", "norm", "mlp_activation")
+
+
+def parse_modules(text: str) -> list[str]:
+    """checkpoint_modules. Raises ValueError for a name that is no module."""
+    names = comma_separated(text)
+    if set(names) - set(RECOMPUTABLE):
+        raise ValueError(f"expected {', '.join(RECOMPUTABLE)}, got {text}")
+    return names
+
+
 # Text fields with a grammar: its reader, and what it expects.
 LISTS: dict[str, tuple[Callable[[str], object], str]] = {
     "selective_checkpointing": (
@@ -233,6 +247,7 @@ LISTS: dict[str, tuple[Callable[[str], object], str]] = {
         "expected every how many blocks (1, 2, 3, ...) or a share of them between 0 and 1 (1/3, 0.5); to recompute "
         "none, --fsdp_activation_checkpointing=False",
     ),
+    "checkpoint_modules": (parse_modules, f"expected some of {', '.join(RECOMPUTABLE)}, comma-separated"),
     "optimizer_args": (parse_arguments, "expected name=value, comma-separated, such as momentum=0.9,nesterov=True"),
     "weights": (parse_weights, "expected a number above 0 for each dataset, comma-separated, such as 2,1,0.5"),
     "valid_weights": (parse_weights, "expected a number above 0 for each dataset, comma-separated, such as 2,1,0.5"),
@@ -395,6 +410,23 @@ def _recomputes_something(config: TrainConfig) -> Iterator[Problem]:
     if none:
         remedy = f"recomputes none of num_layers={layers}; choose more, or --fsdp_activation_checkpointing=False"
         yield Problem(flag(config, "selective_checkpointing"), remedy)
+
+
+def _recomputed_parts_agree(config: TrainConfig) -> Iterator[Problem]:
+    selective, modules = config.checkpoint_granularity == "selective", parse_modules(config.checkpoint_modules)
+    if (selective or config.checkpoint_num_layers > 1) and not config.fsdp_activation_checkpointing:
+        name = "checkpoint_granularity" if selective else "checkpoint_num_layers"
+        yield Problem(flag(config, name), "needs --fsdp_activation_checkpointing=True")
+    if selective and not modules:
+        yield Problem(
+            "--checkpoint_granularity=selective", f"needs --checkpoint_modules={','.join(RECOMPUTABLE)}, or some"
+        )
+    if modules and not selective:
+        yield Problem(flag(config, "checkpoint_modules"), "is for --checkpoint_granularity=selective")
+    whole = not selective and parse_selective(config.selective_checkpointing) == 1
+    if config.checkpoint_num_layers > 1 and not whole:
+        remedy = "recomputes every block whole; leave selective_checkpointing and checkpoint_granularity out"
+        yield Problem(flag(config, "checkpoint_num_layers"), remedy)
 
 
 def _schedule_reads_what_is_given(config: TrainConfig) -> Iterator[Problem]:
@@ -577,6 +609,7 @@ RULES = (
     Rule(_rope_bands_order, ("rope_scaling_type", "rope_low_freq_factor", "rope_high_freq_factor")),
     Rule(_batch_arithmetic, ("batch_size", "global_batch_size", "gradient_accumulation_steps")),
     Rule(_recomputes_something, ("fsdp_activation_checkpointing", "selective_checkpointing", *_DIMENSIONS)),
+    Rule(_recomputed_parts_agree, ("fsdp_activation_checkpointing", "selective_checkpointing", *PARTS)),
     Rule(_schedule_reads_what_is_given, ("lr_schedule", "training_stage", *CURVE)),
     Rule(_schedule_fits, ("num_steps", "learning_rate", "optimizer", "optimizer_args", *CURVE)),
     Rule(_optimizer_has_what_is_given, ("optimizer", "optimizer_args", "weight_decay", *FLAGS.values())),

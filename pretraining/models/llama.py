@@ -125,6 +125,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Activation(Module):
+    """act(gate) * up, or act(up) where there is no gate."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.function = ACTIVATIONS[name]
+
+    def forward(self, up: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self.function(up) if gate is None else self.function(gate) * up
+
+
 class MLP(Module):
     """down(act(gate(x)) * up(x)) where the activation is gated (Shazeer 2020), otherwise down(act(up(x)))."""
 
@@ -135,12 +146,11 @@ class MLP(Module):
             self.gate_proj = Linear(hidden, width, bias)
         self.up_proj = Linear(hidden, width, bias)
         self.down_proj = Linear(width, hidden, bias)
-        self.gated, self.activation = shape.gated, ACTIVATIONS[config.activation]
+        self.gated, self.act_fn = shape.gated, Activation(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gated:
-            return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(self.activation(self.up_proj(x)))
+        gate = self.gate_proj(x) if self.gated else None
+        return self.down_proj(self.act_fn(self.up_proj(x), gate))
 
 
 class Block(Module):

@@ -8,8 +8,10 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
+from torch import nn
+
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import parse_selective
+from pretraining.config.validate import parse_modules, parse_selective
 
 
 def block_mask(config: TrainConfig, layers: int) -> tuple[bool, ...]:
@@ -35,6 +37,21 @@ def _centred(share: Fraction, layers: int) -> tuple[bool, ...]:
     return tuple(mask)
 
 
+def recomputed_modules(config: TrainConfig, block: nn.Module) -> list[str]:
+    """The modules of a block that checkpoint_modules names, none inside another; none where whole blocks are meant.
+
+    Attention's scores are recomputed by its own backward pass, so "core_attention" asks for nothing more.
+    """
+    if config.checkpoint_granularity == "full":
+        return []
+    chosen = parse_modules(config.checkpoint_modules)
+    named = {"mlp": "mlp", "mlp_activation": "mlp.act_fn"}
+    found = [path for choice, path in named.items() if choice in chosen]
+    if "norm" in chosen:
+        found += [path for path, _ in block.named_modules() if path.endswith("norm")]
+    return [path for path in found if path.rpartition(".")[0] not in found]
+
+
 class ScanGroup(NamedTuple):
     """`repeats` iterations of one compiled body of len(mask) blocks, starting at block `start`."""
 
@@ -43,12 +60,14 @@ class ScanGroup(NamedTuple):
     mask: tuple[bool, ...]
 
 
-def scan_plan(mask: tuple[bool, ...]) -> list[ScanGroup]:
-    """Cover the blocks with as few compiled block bodies as their mask allows.
+def scan_plan(mask: tuple[bool, ...], together: int = 1) -> list[ScanGroup]:
+    """Cover the blocks with as few compiled block bodies as their mask allows, or with bodies of `together` blocks.
 
     A mask with a period is one body of that many blocks, and one for the remainder; one without costs a body per run
     of equal blocks, so compile time grows with the number of runs.
     """
+    if together > 1:
+        return _periodic(mask, min(together, len(mask)))
     plans = [_periodic(mask, period) for period in range(1, len(mask) + 1)]
     plans.append(_runs(mask))
     return min((plan for plan in plans if plan), key=lambda plan: sum(len(group.mask) for group in plan))

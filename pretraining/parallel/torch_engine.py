@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from pretraining.parallel import accelerator
 from pretraining.parallel.engine import Batch, Mesh, lost_peers_told
 from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
-from pretraining.parallel.recompute import block_mask
+from pretraining.parallel.recompute import block_mask, recomputed_modules
 from pretraining.parallel.sharding import BATCH_AXES, state_parts
 from pretraining.parallel.torch_tensor import (
     VocabularyParallelLoss,
@@ -55,6 +56,8 @@ from pretraining.parallel.torch_tensor import (
     split_over_ranks,
     tensor_dimension,
 )
+
+RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no random state is ever drawn on
 
 
 class Figures:
@@ -127,6 +130,7 @@ class TorchEngine:
         given = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
         layers = model.shape.num_layers
         self._recomputed = block_mask(self.config, layers)
+        self._recompute_modules(model)
         model.to("meta").to(self.precision.stored)
         self._shapes = {name: weight.shape for name, weight in model.named_parameters()}
         self._loss_and_gradient: LossAndGradient = loss_and_gradient
@@ -250,13 +254,28 @@ class TorchEngine:
         loss = model.loss(tokens, labels, positions, segments, dtype, self._run_blocks, self._loss_and_gradient)
         return loss, (labels != IGNORED).sum().float()
 
+    def _recompute_modules(self, model: Llama) -> None:
+        """Where modules of a chosen block are recomputed, and not all of it, they see to that themselves."""
+        for block, chosen in zip(model.model.layers, self._recomputed, strict=True):
+            for path in recomputed_modules(self.config, block) if chosen else []:
+                module = block.get_submodule(path)
+                module.forward = partial(checkpoint, module.forward, **RECOMPUTED)
+        if self.config.checkpoint_granularity == "selective":
+            self._recomputed = (False,) * len(self._recomputed)
+
     def _run_blocks(self, blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:
         seen = self._document_mask(segments) if segments is not None and self.compiles else segments
-        for block, recomputed in zip(blocks, self._recomputed, strict=True):
-            if recomputed:  # no dropout, so no random state to keep
-                x = checkpoint(block, x, rope, seen, use_reentrant=False, preserve_rng_state=False)
-            else:
+
+        def run(x: Tensor, *part: nn.Module) -> Tensor:
+            for block in part:
                 x = block(x, rope, seen)
+            return x
+
+        queue = list(zip(blocks, self._recomputed, strict=True))
+        size = self.config.checkpoint_num_layers
+        for part in (queue[first : first + size] for first in range(0, len(queue), size)):
+            chosen = [block for block, _ in part]
+            x = checkpoint(run, x, *chosen, **RECOMPUTED) if part[0][1] else run(x, *chosen)
         return x
 
     @torch.no_grad()

@@ -39,7 +39,7 @@ from pretraining.optim.rules import Moment, State
 from pretraining.parallel.engine import Batch
 from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
-from pretraining.parallel.recompute import block_mask
+from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
 from pretraining.parallel.sharding import HEAD_ACTIVATIONS, TOKENS, Spec, layout_of, state_parts
 from pretraining.parallel.xla_blocks import ScannedBlocks, place_activations, stack_layers
 from pretraining.parallel.xla_state import LogicalTensor, Region, XlaShards, tensor_from_shards
@@ -118,9 +118,10 @@ class XlaEngine:
                     self._pin(placed, name, self.layout.parameter)
                 setattr(module, short, nn.Parameter(placed))
         torch_xla.sync(wait=True)
-        mask = block_mask(self.config, layers)
+        groups = scan_plan(block_mask(self.config, layers), self.config.checkpoint_num_layers)
+        modules = recomputed_modules(self.config, model.model.layers)
         heads, repeats = model.shape.num_kv_heads, kv_repeats(self.config, model.shape)
-        self.run_blocks = ScannedBlocks(model.model.layers, mask, self.xla_mesh, self.layout, heads, repeats)
+        self.run_blocks = ScannedBlocks(model.model.layers, groups, modules, self.xla_mesh, self.layout, heads, repeats)
         place_activations(model, HEAD_ACTIVATIONS, self.xla_mesh, self.layout)
         return model
 

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
 
 from pretraining.models.llama import Llama, Rope
-from pretraining.parallel.recompute import ScanGroup, scan_plan
+from pretraining.parallel.recompute import ScanGroup
 from pretraining.parallel.sharding import ACTIVATIONS, Layout, Spec, on_mesh
 
 # Under SPMD the scan's backward ties gradients to their inputs with shard_as, which needs jax and torchax (and
@@ -44,9 +44,16 @@ class ScannedBlocks:
     """Runs the stacked blocks of a model; Llama.forward calls it in place of its own loop."""
 
     def __init__(
-        self, block: nn.Module, mask: tuple[bool, ...], mesh: xs.Mesh, layout: Layout, kv_heads: int, repeats: int
+        self,
+        block: nn.Module,
+        groups: list[ScanGroup],
+        modules: list[str],
+        mesh: xs.Mesh,
+        layout: Layout,
+        kv_heads: int,
+        repeats: int,
     ) -> None:
-        self.groups = scan_plan(mask)
+        self.groups = groups
         self.mesh, self.layout = mesh, layout
         self.kv_heads, self.repeats = kv_heads, repeats
         # A meta copy names the weights; the stacked ones are passed in at each call.
@@ -55,7 +62,9 @@ class ScannedBlocks:
         self.bodies = [self._body(block, len(group.mask)) for group in self.groups]
         marks = 1 + place_activations(block, ACTIVATIONS, mesh, layout)
         marks += 2 * sum(self._is_repeated(name) for name in self.names)
-        self.partitions = [_partition(group.mask, marks) for group in self.groups]
+        for path in modules:
+            bound(block.get_submodule(path))
+        self.partitions = [_partition(group.mask, marks, selective=bool(modules)) for group in self.groups]
 
     def __call__(self, block: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:
         weights = dict(block.named_parameters())  # type: ignore[attr-defined]
@@ -130,6 +139,22 @@ def place_activations(
     return placed
 
 
+@torch.library.custom_op("pretraining::boundary", mutates_args=())
+def boundary(x: Tensor) -> Tensor:
+    """`x`: where a module that is recomputed by itself begins or ends, seen in a traced graph."""
+    return x.clone()
+
+
+boundary.register_fake(torch.empty_like)
+boundary.register_autograd(lambda _, grad: grad)
+
+
+def bound(module: nn.Module) -> None:
+    """Mark in a traced graph where `module` begins and ends."""
+    module.register_forward_pre_hook(lambda _, given: (boundary(given[0]), *given[1:]))
+    module.register_forward_hook(lambda _, __, out: boundary(out))
+
+
 def _held(x: Tensor, mesh: xs.Mesh, spec: Spec) -> Tensor:
     return xs.mark_sharding_with_gradients(x, mesh, spec)
 
@@ -141,10 +166,13 @@ def _grouped(stack: Tensor, group: ScanGroup) -> Tensor:
     return layers.view(group.repeats, size, *stack.shape[1:])
 
 
-def _partition(mask: tuple[bool, ...], marks: int) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
+def _partition(
+    mask: tuple[bool, ...], marks: int, *, selective: bool
+) -> Callable[..., tuple[fx.GraphModule, fx.GraphModule]]:
     """A partitioner that keeps every activation of the blocks where `mask` is False and recomputes the others.
 
-    A block has `marks` sharding markers, the first at its beginning.
+    A block has `marks` sharding markers, the first at its beginning. selective: of a chosen block, what lies between
+    two boundaries is recomputed; of its rest, the min-cut decides.
 
     With no block chosen the min-cut decides alone: it recomputes what is cheap beside its memory (casts, norms, masks)
     and never a matrix product, which was faster on CPUs than keeping everything.
@@ -154,15 +182,16 @@ def _partition(mask: tuple[bool, ...], marks: int) -> Callable[..., tuple[fx.Gra
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         policies = [CheckpointPolicy.MUST_RECOMPUTE if chosen else CheckpointPolicy.MUST_SAVE for chosen in mask]
-        seen = 0
+        seen = bounds = 0
         for node in joint.graph.nodes:
             if node.op != "call_function":
                 continue
             seen += "mark_sharding" in str(node.target)
+            bounds += "boundary" in str(node.target)
             block = (seen - 1) // marks
             if block == len(mask):
                 break  # the backward's own markers follow
-            if block >= 0:
+            if block >= 0 and not (selective and mask[block] and bounds % 2 == 0):
                 node.meta["recompute"] = policies[block]
                 node.meta["ac_graph_id"] = block
         return min_cut_rematerialization_partition(joint, inputs, **options)

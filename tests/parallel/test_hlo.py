@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -59,3 +60,30 @@ def test_sequence_parallelism_splits_the_residual_stream_over_tensor_ranks(tmp_p
     carried = " ".join(loops(text))
     assert f"[{ROWS},{LENGTH // 8},{HIDDEN}]" in carried
     assert f"[{ROWS},{LENGTH},{HIDDEN}]" not in carried
+
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "blocks": {"fsdp_activation_checkpointing": True},
+    **{
+        module: {
+            **{"fsdp_activation_checkpointing": True, "checkpoint_granularity": "selective"},
+            "checkpoint_modules": module,
+        }
+        for module in ("mlp", "norm", "mlp_activation")
+    },
+}
+
+
+def kept(text: str) -> int:
+    """fp32 values of the largest loop's stacked activations: [layers, 1, rows, tokens, ..] or without the 1."""
+    stacks = re.findall(rf"f32\[({LAYERS},[\d,]*)\]", max(loops(text), key=len))
+    sizes = [[int(size) for size in stack.split(",")] for stack in stacks]
+    return sum(math.prod(size) for size in sizes if math.prod(size[1:]) >= ROWS // 8 * LENGTH * HIDDEN)
+
+
+def test_each_named_module_frees_what_it_kept_and_whole_blocks_free_most(tmp_path: Path) -> None:
+    fields = {"num_kv_heads": 4, "batch_size": ROWS // 8}
+    sizes = {name: kept(program(tmp_path / name, **fields, **case)) for name, case in RECOMPUTED.items()}
+    assert sizes["blocks"] < sizes["mlp"] < sizes["mlp_activation"] < sizes["nothing"]
+    assert sizes["norm"] < sizes["nothing"]

@@ -46,6 +46,11 @@ CASES: dict[int, dict[str, Fields]] = {
         "tensor 4": {**FSDP, "tensor_parallel_size": 4, "batch_size": 8},
         "fsdp x tensor, all blocks": {**FSDP, **TENSOR, **ALL_BLOCKS, "batch_size": 4},
         "hsdp x tensor, built first": {**HSDP, "sharding_group_size": 1, **TENSOR, "low_cpu_fsdp": False},
+        "modules": {
+            **{**FSDP, **ALL_BLOCKS, "selective_checkpointing": "2", "batch_size": 4},
+            **{"checkpoint_granularity": "selective", "checkpoint_modules": "mlp_activation,norm"},
+        },
+        "together": {**FSDP, **ALL_BLOCKS, "checkpoint_num_layers": 3, "batch_size": 4},
         "built first": {**FSDP, "low_cpu_fsdp": False},
         "bf16": {**FSDP, "mixed_precision": True},
         "poisoned": {**FSDP, "poison_step": 3},

@@ -36,6 +36,11 @@ RECOMPUTED: dict[str, Fields] = {
     "every second": {"fsdp_activation_checkpointing": True, "selective_checkpointing": "2"},
     "a third": {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/3"},
 }
+MODULES: Fields = {
+    **RECOMPUTED["every second"],
+    **{"checkpoint_granularity": "selective", "checkpoint_modules": "mlp,norm,core_attention"},
+}
+TOGETHER: Fields = {**RECOMPUTED["all"], "checkpoint_num_layers": 3}  # of 4: a remainder
 MATRIX: dict[str, Fields] = {
     f"{strategy}, {blocks}": {**STRATEGIES[strategy], **RECOMPUTED[blocks]}
     for strategy, blocks in itertools.product(STRATEGIES, RECOMPUTED)
@@ -51,6 +56,8 @@ CASES: dict[int, dict[str, Fields]] = {
     4: {**FEW, "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 2}},
     8: {
         **MATRIX,
+        "modules": {**STRATEGIES["fsdp"], **MODULES},
+        "together": {**STRATEGIES["ddp"], **TOGETHER},
         "zero1": {"sharding_strategy": "zero1"},
         "zero2": {"sharding_strategy": "zero2", "batch_size": 1},  # accumulated, so that split gradients are kept
         "tensor 2": {"sharding_strategy": "ddp", "tensor_parallel_size": 2, "batch_size": 4},

@@ -14,9 +14,6 @@ from pretraining.config.validate import CHOICES, LISTS
 ALWAYS: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0,),
     "attention_impl": ("auto",),
-    "checkpoint_granularity": ("full",),
-    "checkpoint_modules": (),
-    "checkpoint_num_layers": (1,),
     "ffn_dropout": (0,),
     "hidden_dropout": (0,),
     "lora_alpha": (),
