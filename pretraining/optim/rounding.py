@@ -1,43 +1,13 @@
 """Stochastic rounding of fp32 to bf16: up or down with the probability that makes the mean exact.
 
 Round to nearest loses every update below 2^-9 of a bf16 weight; rounded at random, a weight takes the hundredth of
-them that it should. The noise is a hash of (seed, update, tensor, element), not a generator's state: the same on every
-mesh and engine, and after a resume.
+them that it should. The bits are a hash of (seed, update, tensor, element): see pretraining/noise.py.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-
-
-def keys(seed: int, names: Sequence[str]) -> Tensor:
-    """A number for each tensor of these names, int32 [names]."""
-    numbers = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
-    return torch.tensor(numbers, dtype=torch.int64).sub(2**31).to(torch.int32)
-
-
-def noise(key: Tensor, update: Tensor, shape: torch.Size, starts: Sequence[int] | None = None) -> Tensor:
-    """16 bits for each element of a tensor of this shape, int32; key and update broadcast with it.
-
-    starts: where the tensor begins in a larger one, by dimension. Each dimension's index is hashed in turn, for the
-    elements of a large stack do not fit 32 bits.
-    """
-    state = _mixed(key ^ _mixed(update.int()))
-    for dim, extent in enumerate(shape):
-        index = torch.arange(extent, dtype=torch.int32, device=update.device) + (starts[dim] if starts else 0)
-        state = _mixed(state + (index + 1).view(-1, *(1,) * (len(shape) - 1 - dim)) * -1640531535)
-    return state & 0xFFFF
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """MurmurHash3's finaliser on int32 (Appleby 2011): every bit of the result depends on every bit of `x`."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * -2048144789
-    x = (x ^ ((x >> 13) & 0x7FFFF)) * -1028477387
-    return x ^ ((x >> 16) & 0xFFFF)
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:

@@ -38,9 +38,10 @@ from pretraining.config.variants import model_shape
 from pretraining.models.init import initial_weight
 from pretraining.models.llama import Block, Llama, Rope
 from pretraining.models.ops import IGNORED, LossAndGradient, document_mask, loss_and_gradient
+from pretraining.noise import keys, noise
 from pretraining.optim.optimizer import Optimizer, Slot
 from pretraining.optim.precision import precision_of
-from pretraining.optim.rounding import keys, noise, rounded
+from pretraining.optim.rounding import rounded
 from pretraining.optim.rules import Adam, Moment, State
 from pretraining.parallel import accelerator
 from pretraining.parallel.engine import Batch, Mesh, lost_peers_told

@@ -32,9 +32,10 @@ from pretraining.config.training import TrainConfig
 from pretraining.models.init import VOCABULARIES, initial_weight
 from pretraining.models.llama import Llama
 from pretraining.models.ops import IGNORED, next_token_loss
+from pretraining.noise import keys, noise
 from pretraining.optim.optimizer import Optimizer, Slot
 from pretraining.optim.precision import precision_of
-from pretraining.optim.rounding import keys, noise, rounded
+from pretraining.optim.rounding import rounded
 from pretraining.optim.rules import Moment, State
 from pretraining.parallel.engine import Batch
 from pretraining.parallel.health import HEALTH, judge

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
 
+from pretraining.models.chunked import PRODUCTS
 from pretraining.models.llama import Llama, Rope
 from pretraining.parallel.recompute import ScanGroup
 from pretraining.parallel.sharding import ACTIVATIONS, Layout, Spec, on_mesh
@@ -176,24 +177,40 @@ def _partition(
 
     With no block chosen the min-cut decides alone: it recomputes what is cheap beside its memory (casts, norms, masks)
     and never a matrix product, which was faster on CPUs than keeping everything.
+
+    Attention's scores are recomputed in every block: the backward pass computes them again as the forward pass did, so
+    the joint graph has them once, and the partition would keep them, [queries, keys] for each head.
     """
-    if not any(mask):
-        return min_cut_rematerialization_partition
+    unchosen = CheckpointPolicy.MUST_SAVE if any(mask) else None
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        policies = [CheckpointPolicy.MUST_RECOMPUTE if chosen else CheckpointPolicy.MUST_SAVE for chosen in mask]
         seen = bounds = 0
+        scores = False
         for node in joint.graph.nodes:
             if node.op != "call_function":
                 continue
             seen += "mark_sharding" in str(node.target)
             bounds += "boundary" in str(node.target)
+            scores = _of_scores(node, scores)
             block = (seen - 1) // marks
             if block == len(mask):
                 break  # the backward's own markers follow
-            if block >= 0 and not (selective and mask[block] and bounds % 2 == 0):
-                node.meta["recompute"] = policies[block]
+            if block < 0:
+                continue
+            recomputed = mask[block] and (bounds % 2 == 1 or not selective)
+            policy = None if mask[block] else unchosen
+            if recomputed or (scores and node.meta["val"].shape[-1] > 1) or getattr(node.target, "is_view", False):
+                policy = CheckpointPolicy.MUST_RECOMPUTE
+            if policy:
+                node.meta["recompute"] = policy
                 node.meta["ac_graph_id"] = block
         return min_cut_rematerialization_partition(joint, inputs, **options)
 
     return partition
+
+
+def _of_scores(node: fx.Node, before: bool) -> bool:
+    """Whether `node` is one of those that make a piece's probabilities of q and k; `before`: whether the last was."""
+    if "contract" not in str(node.target):
+        return before
+    return node.args[0] == PRODUCTS

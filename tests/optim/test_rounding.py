@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.optim.rounding import keys, noise, rounded
+from pretraining.noise import keys, noise
+from pretraining.optim.rounding import rounded
 
 ORDINARY = st.floats(2.0**-100, 2.0**100, width=32)
 
