@@ -17,11 +17,19 @@ def keys(seed: int, names: Sequence[str]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64).sub(2**31).to(torch.int32)
 
 
+def high(x: Tensor, count: int) -> Tensor:
+    """The uppermost `count` bits of int32 `x`, as a number from 0 to 2^count.
+
+    Without a shift of negative numbers, which torch-xla 2.9 takes for a division and rounds towards zero.
+    """
+    return ((x & 0x7FFFFFFF) >> (32 - count)) + (x < 0).int() * 2 ** (count - 1)
+
+
 def mixed(x: Tensor) -> Tensor:
     """MurmurHash3's finaliser on int32 (Appleby 2011): every bit of the result depends on every bit of `x`."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * -2048144789
-    x = (x ^ ((x >> 13) & 0x7FFF)) * -1028477387
-    return x ^ ((x >> 16) & 0xFFFF)
+    x = (x ^ high(x, 16)) * -2048144789
+    x = (x ^ high(x, 19)) * -1028477387
+    return x ^ high(x, 16)
 
 
 def joined(state: Tensor, index: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ FUNCTION = (
     "rope_low_freq_factor",
     "rope_high_freq_factor",
     "rope_original_max_position",
+    "sliding_window",
 )
 # Another value has other tensors; a new run may tie or untie the head of the weights it starts from, and take another
 # optimizer to them.

@@ -67,7 +67,8 @@ class TrainConfig:
     tie_word_embeddings: bool = False
     """The output head is the embedding: one matrix, whose gradient is the sum of both uses."""
     position_embedding_type: str = "rope"
-    """"rope" or "none" (no positions at all but the causal mask)."""
+    """"rope", "learned_absolute" (a vector for each of max_position_embeddings positions, added to the token's) or
+    "none" (no positions at all but the causal mask)."""
     rotary_percentage: float = 1.0
     """Share of a head's channels that is rotated, the first ones, in (0, 1]; the rest carries no position."""
     rope_theta: float | None = None
@@ -82,12 +83,23 @@ class TrainConfig:
     """llama3 scaling: wavelengths below rope_original_max_position / this are left alone."""
     rope_original_max_position: int = 8192
     """llama3 scaling: context length of the original model, in tokens."""
+    sliding_window: int | None = None
+    """Tokens that attention looks back on, its own included, at least 1. None: all before it."""
+    hidden_dropout: float = 0.0
+    """Share of values that training drops, in [0, 1), of the embedding and of what attention and feed-forward add to
+    the stream. Of all three: which ones is a function of (seed, step, row, token, channel), the same on every mesh and
+    after a stop; validation and test drop nothing."""
+    attention_dropout: float = 0.0
+    """The same of attention's weights."""
+    ffn_dropout: float = 0.0
+    """The same of the feed-forward layer's activation."""
     init_std: float = 0.02
     """Standard deviation s of the initial weights, as init_method uses it. Biases start at 0."""
     init_method: str = "normal"
     """Standard deviation of the initial weights: "normal" s, "scaled_normal" s / sqrt(2 num_layers), "small_init"
     sqrt(2 / (5 hidden_size)) (Nguyen and Salazar 2019), "wang_init" 2 / (num_layers sqrt(hidden_size)) (Wang and
-    Komatsuzaki 2021), "xavier_normal" sqrt(2 / (inputs + outputs)) (Glorot and Bengio 2010)."""
+    Komatsuzaki 2021), "xavier_normal" sqrt(2 / (inputs + outputs)) (Glorot and Bengio 2010), or "xavier_uniform", as
+    wide but without tails."""
     output_init_method: str = "scaled_normal"
     """The same for the output projections of attention and feed-forward, which the residual stream sums over depth."""
 

@@ -70,6 +70,8 @@ RANGES = {
     "rope_high_freq_factor": ABOVE_ZERO,
     "rope_original_max_position": POSITIVE,
     "init_std": NOT_NEGATIVE,
+    "sliding_window": POSITIVE,
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "ffn_dropout"), DECAY),
     "rotary_percentage": Range(lambda value: 0 < value <= 1, "must be above 0 and at most 1"),
     "sharding_group_size": NOT_NEGATIVE,
     **dict.fromkeys(("tensor_parallel_size", "context_parallel_size"), POSITIVE),
@@ -143,9 +145,10 @@ CHOICES: dict[str, Collection[str]] = {
     "model_variant": (*VARIANTS, CUSTOM),
     "norm_type": ("rmsnorm", "layernorm"),
     "activation": (*GATED, "gelu", "gelu_tanh", "relu", "silu"),
-    "position_embedding_type": ("rope", "none"),
+    "position_embedding_type": ("rope", "learned_absolute", "none"),
     **dict.fromkeys(
-        ("init_method", "output_init_method"), ("normal", "scaled_normal", "small_init", "wang_init", "xavier_normal")
+        ("init_method", "output_init_method"),
+        ("normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform"),
     ),
     "rope_scaling_type": ("none", "linear", "llama3"),
     "engine": ("auto", "xla", "torch"),
@@ -372,11 +375,14 @@ def _norm_has_a_bias(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _rotation_has_pairs(config: TrainConfig) -> Iterator[Problem]:
-    if config.position_embedding_type == "none" and (
+    if config.position_embedding_type != "rope" and (
         config.rotary_percentage < 1 or config.rope_scaling_type != "none"
     ):
         name = "rotary_percentage" if config.rotary_percentage < 1 else "rope_scaling_type"
-        yield Problem(flag(config, name), "turns nothing with position_embedding_type=none; leave one of them out")
+        yield Problem(
+            flag(config, name),
+            f"turns nothing with position_embedding_type={config.position_embedding_type}; leave one of them out",
+        )
     if _is_complete(config) and int(model_shape(config).head_dim * config.rotary_percentage) < 2:
         remedy = f"of head_dim={model_shape(config).head_dim} is less than one pair of channels"
         yield Problem(flag(config, "rotary_percentage"), remedy)

@@ -37,6 +37,7 @@ class ModelShape:
     norm_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
+    position_embedding_type: str = "rope"
 
     @property
     def gated(self) -> bool:
@@ -47,9 +48,10 @@ class ModelShape:
     def parameters(self) -> int:
         """Parameters, embedding and head included; a tied head counts once."""
         norm = self.hidden_size * (1 + self.norm_bias)
-        matrices = 1 if self.tie_word_embeddings else 2
+        rows = self.vocab_size * (1 if self.tie_word_embeddings else 2)
+        rows += self.max_position_embeddings * (self.position_embedding_type == "learned_absolute")
         block = self._attention() + self._feed_forward() + 2 * norm
-        return self.num_layers * block + matrices * self.vocab_size * self.hidden_size + norm
+        return self.num_layers * block + rows * self.hidden_size + norm
 
     def _attention(self) -> int:
         queries, keys = self.num_attention_heads * self.head_dim, self.num_kv_heads * self.head_dim

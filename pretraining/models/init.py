@@ -33,7 +33,11 @@ def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Siz
     digest = hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     used = min(shape[0], model_shape(config).vocab_size) if module in VOCABULARIES else shape[0]
-    weight = torch.randn((used, *shape[1:]), generator=generator).mul_(std)
+    used_shape = (used, *shape[1:])
+    if method == "xavier_uniform":
+        weight = torch.rand(used_shape, generator=generator).mul_(2).sub_(1).mul_(math.sqrt(3) * std)
+    else:
+        weight = torch.randn(used_shape, generator=generator).mul_(std)
     return weight if used == shape[0] else F.pad(weight, (0, 0, 0, shape[0] - used))
 
 
@@ -45,7 +49,7 @@ def deviation(method: str, config: TrainConfig, layers: int, shape: torch.Size) 
         "scaled_normal": config.init_std / math.sqrt(2 * layers),
         "small_init": math.sqrt(2 / (5 * hidden)),
         "wang_init": 2 / (layers * math.sqrt(hidden)),
-        "xavier_normal": math.sqrt(2 / sum(shape)),
+        **dict.fromkeys(("xavier_normal", "xavier_uniform"), math.sqrt(2 / sum(shape))),
     }[method]
 
 

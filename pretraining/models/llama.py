@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape, model_shape, padded_vocabulary
+from pretraining.models.chunked import Seen
+from pretraining.models.dropout import ACTIVATION, ATTENDED, EMBEDDING, FED, WEIGHTS, Noise, dropped, following
 from pretraining.models.ops import LossAndGradient, attention, head_loss, linear, loss_and_gradient
 
 
@@ -28,7 +30,8 @@ class Rope(NamedTuple):
     sin: Tensor
 
 
-RunBlocks = Callable[[Iterable[nn.Module], Tensor, Rope, Tensor | None], Tensor]  # an engine's own loop over blocks
+# An engine's own loop over blocks: what it is given beside the stream is what a block is
+RunBlocks = Callable[[Iterable[nn.Module], Tensor, Rope, Tensor | None, Noise | None], Tensor]
 
 
 class Module(nn.Module):
@@ -101,8 +104,9 @@ class Attention(Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = (norm_of(config, self.head_dim) for _ in range(2))
         self.normed, self.rotated = config.qk_norm, config.position_embedding_type == "rope"
+        self.window, self.dropout = config.sliding_window, config.attention_dropout
 
-    def forward(self, x: Tensor, rope: Rope, segments: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, segments: Any = None, noise: Noise | None = None) -> Tensor:
         rows, length, _ = x.shape
         # -1: an engine may run this with its rank's share of the heads
         q = self.q_proj(x).view(rows, length, -1, self.head_dim)  # [B, T, H, E]
@@ -113,8 +117,16 @@ class Attention(Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, E], [B, K, T, E] twice
         if self.rotated:
             q, k = rotate(q, rope), rotate(k, rope)
-        y = attention(q, k, v, segments)  # [B, H, T, E]
+        y = attention(q, k, v, self._seen(segments, noise))  # [B, H, T, E]
         return self.o_proj(y.transpose(1, 2).reshape(rows, length, -1))
+
+    def _seen(self, segments: Any, noise: Noise | None) -> Any:
+        """`segments` [B, T], or a mask of blocks that an engine made of them and the window."""
+        if segments is not None and not isinstance(segments, Tensor):
+            return segments
+        if noise is None or not self.dropout:
+            return Seen(segments, self.window)
+        return Seen(segments, self.window, noise.at(WEIGHTS), self.dropout)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -147,10 +159,12 @@ class MLP(Module):
         self.up_proj = Linear(hidden, width, bias)
         self.down_proj = Linear(width, hidden, bias)
         self.gated, self.act_fn = shape.gated, Activation(config.activation)
+        self.dropout = config.ffn_dropout
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, noise: Noise | None = None) -> Tensor:
         gate = self.gate_proj(x) if self.gated else None
-        return self.down_proj(self.act_fn(self.up_proj(x), gate))
+        active = self.act_fn(self.up_proj(x), gate)  # [B, T, F]
+        return self.down_proj(dropped(active, self.dropout, noise, ACTIVATION))
 
 
 class Block(Module):
@@ -162,11 +176,13 @@ class Block(Module):
         self.self_attn = Attention(config, shape)
         self.post_attention_layernorm = norm_of(config, shape.hidden_size)
         self.mlp = MLP(config, shape)
-        self.parallel = config.parallel_residual
+        self.parallel, self.dropout = config.parallel_residual, config.hidden_dropout
 
-    def forward(self, x: Tensor, rope: Rope, segments: Tensor | None = None) -> Tensor:
-        attended = x + self.self_attn(self.input_layernorm(x), rope, segments)  # [B, T, D]
-        return attended + self.mlp(self.post_attention_layernorm(x if self.parallel else attended))
+    def forward(self, x: Tensor, rope: Rope, segments: Any = None, noise: Noise | None = None) -> Tensor:
+        added = self.self_attn(self.input_layernorm(x), rope, segments, noise)  # [B, T, D]
+        attended = x + dropped(added, self.dropout, noise, ATTENDED)
+        fed = self.mlp(self.post_attention_layernorm(x if self.parallel else attended), noise)
+        return attended + dropped(fed, self.dropout, noise, FED)
 
 
 class Decoder(nn.Module):
@@ -175,8 +191,20 @@ class Decoder(nn.Module):
     def __init__(self, config: TrainConfig, shape: ModelShape, rows: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(rows, shape.hidden_size)
+        if config.position_embedding_type == "learned_absolute":
+            self.embed_positions = nn.Embedding(shape.max_position_embeddings, shape.hidden_size)
         self.layers = nn.ModuleList(Block(config, shape) for _ in range(shape.num_layers))
         self.norm = norm_of(config, shape.hidden_size)
+        self.positioned, self.dropout = config.position_embedding_type == "learned_absolute", config.hidden_dropout
+
+    def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """[B, T] -> [B, T, D], fp32."""
+        x: Tensor = self.embed_tokens(tokens)
+        if not self.positioned:
+            return x
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return x + self.embed_positions(positions)
 
 
 class Head(Module):
@@ -224,9 +252,10 @@ class Llama(Module):
         segments: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         run_blocks: RunBlocks | None = None,
+        noise: Noise | None = None,
     ) -> Tensor:
         """Logits with the columns of padding, which mean nothing; arguments as in `forward`."""
-        return self.lm_head(self.hidden(tokens, positions, segments, dtype, run_blocks))
+        return self.lm_head(self.hidden(tokens, positions, segments, dtype, run_blocks, noise))
 
     def hidden(
         self,
@@ -235,11 +264,12 @@ class Llama(Module):
         segments: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         run_blocks: RunBlocks | None = None,
+        noise: Noise | None = None,
     ) -> Tensor:
         """What the output head sees, [B, T, D]; arguments as in `forward`."""
-        x = self.model.embed_tokens(tokens).to(dtype)  # [B, T, D]
+        x = dropped(self.model.embed(tokens, positions).to(dtype), self.model.dropout, noise, EMBEDDING)  # [B, T, D]
         rope = rope_table(self.rope_frequencies, tokens, positions)
-        x = (run_blocks or _in_order)(self.model.layers, x, rope, segments)
+        x = (run_blocks or _in_order)(self.model.layers, x, rope, segments, noise)
         return self.model.norm(x)
 
     def loss(
@@ -251,15 +281,19 @@ class Llama(Module):
         dtype: torch.dtype = torch.float32,
         run_blocks: RunBlocks | None = None,
         inner: LossAndGradient = loss_and_gradient,
+        noise: Noise | None = None,
     ) -> Tensor:
         """Summed loss of all trained positions, fp32 scalar, without all logits at once (ops.head_loss)."""
-        x = self.hidden(tokens, positions, segments, dtype, run_blocks)
+        x = self.hidden(tokens, positions, segments, dtype, run_blocks, noise)
         return head_loss(x, self.lm_head.weight, labels, self.shape.vocab_size, inner)
 
 
-def _in_order(blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:
+def _in_order(
+    blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None, noise: Noise | None
+) -> Tensor:
     for block in blocks:
-        x = block(x, rope, segments)
+        x = block(x, rope, segments, noise)
+        noise = following(noise)
     return x
 
 

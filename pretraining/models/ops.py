@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretraining.models.chunked import chunked_attention
+from pretraining.models.chunked import Seen, chunked_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -44,17 +44,20 @@ class _MixedLinear(torch.autograd.Function):
         return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | BlockMask | None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Seen | BlockMask) -> Tensor:
     """Causal softmax(q k^T / sqrt(E)) v: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E].
 
-    `segments` [B, T]: a token sees only tokens of its own segment (packed documents); as a mask of blocks, those that
-    are empty are not computed, which pays only where the call is compiled. No path holds [T, T] scores of a head.
+    `seen`: which keys a query sees; as a mask of blocks, those that are empty are not computed, which pays only where
+    the call is compiled. No path holds [T, T] scores of a head.
     """
     groups = q.shape[1] // k.shape[1]
-    if segments is not None and not isinstance(segments, Tensor):
-        return _flex_attention(q, k, v, segments)
-    if segments is not None or q.device.type not in FUSED:
-        return chunked_attention(q, k, v, segments)
+    if not isinstance(seen, Seen):
+        return _flex_attention(q, k, v, seen)
+    if seen.window is not None and seen.window >= q.shape[2]:
+        seen = seen._replace(window=None)
+    plain = seen.segments is None and seen.window is None and seen.noise is None
+    if q.device.type not in FUSED or not plain:
+        return chunked_attention(q, k, v, seen)
     if groups > 1 and not q.is_cuda:  # CUDA's kernel reads a shared head in place
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, T, E]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
@@ -67,14 +70,16 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     return y
 
 
-def document_mask(segments: Tensor) -> BlockMask:
-    """`segments` [B, T] as blocks of 128 x 128 scores, for `attention`."""
+def document_mask(segments: Tensor, window: int | None = None) -> BlockMask:
+    """`segments` [B, T] and a sliding window as blocks of 128 x 128 scores, for `attention`."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (segments[row, query] == segments[row, key])
-
     rows, length = segments.shape
+
+    def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = query - key < (window or length)
+        return (query >= key) & near & (segments[row, query] == segments[row, key])
+
     return create_block_mask(visible, rows, None, length, length, device=str(segments.device))
 
 

@@ -8,11 +8,22 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from pretraining.config.training import TrainConfig
+
 Batch = dict[str, np.ndarray]
 
 
 class LostPeerError(RuntimeError):
     """Another process of the run is gone, or has not answered in time: this one cannot go on."""
+
+
+def numbered(config: TrainConfig, batch: Batch, data_rank: int) -> Batch:
+    """The batch, with dropout also "cells": which token of the global batch each is, int32 [rows, tokens]."""
+    if not (config.hidden_dropout or config.attention_dropout or config.ffn_dropout):
+        return batch
+    rows, tokens = batch["tokens"].shape
+    first = data_rank * rows * tokens
+    return {**batch, "cells": np.arange(first, first + rows * tokens, dtype=np.int32).reshape(rows, tokens)}
 
 
 @contextmanager

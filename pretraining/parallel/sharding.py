@@ -32,6 +32,7 @@ SHARD = ("shard", "context")
 # First match wins; every parameter of every variant matches exactly one row (tests/parallel/test_tables.py).
 LLAMA_SHARDING = (
     Row("*.embed_tokens.weight", ("tensor", SHARD)),  # [vocabulary, hidden]: a lookup reads whole columns, no gather
+    Row("*.embed_positions.weight", (None, SHARD)),  # [positions, hidden]
     Row("*.[qkv]_proj.weight", ("tensor", SHARD)),  # [heads, hidden]: column parallel, heads are split
     Row("*.o_proj.weight", (SHARD, "tensor")),  # [hidden, heads]: row parallel, partial sums are added up
     Row("*.gate_proj.weight", ("tensor", SHARD)),  # [feed-forward, hidden]

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.models.dropout import Noise, following, noise_of
 from pretraining.models.init import initial_weight
 from pretraining.models.llama import Block, Llama, Rope
 from pretraining.models.ops import IGNORED, LossAndGradient, document_mask, loss_and_gradient
@@ -44,7 +45,7 @@ from pretraining.optim.precision import precision_of
 from pretraining.optim.rounding import rounded
 from pretraining.optim.rules import Adam, Moment, State
 from pretraining.parallel import accelerator
-from pretraining.parallel.engine import Batch, Mesh, lost_peers_told
+from pretraining.parallel.engine import Batch, Mesh, lost_peers_told, numbered
 from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules
@@ -222,7 +223,7 @@ class TorchEngine:
     def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> Figures:
         """See engine.Engine. Gradients are summed over a shard group after every micro-batch, which keeps them split,
         and over its replicas (across hosts) after the last."""
-        for inputs, last in self._feed(batch):
+        for inputs, last in self._feed(numbered(self.config, batch, self.data_rank)):
             if isinstance(model, FSDPModule):
                 model.set_requires_all_reduce(last)
             loss, count = self._loss(model, inputs)
@@ -252,7 +253,10 @@ class TorchEngine:
         """Summed loss and number of trained tokens of one micro-batch."""
         positions, segments, labels = inputs.get("positions"), inputs.get("segments"), inputs["labels"].long()
         tokens, dtype = inputs["tokens"], self.precision.stream
-        loss = model.loss(tokens, labels, positions, segments, dtype, self._run_blocks, self._loss_and_gradient)
+        inner, noise = self._loss_and_gradient, None
+        if "cells" in inputs:
+            noise = noise_of(self.config.seed, self._counters[0].to(self.device), inputs["cells"])
+        loss = model.loss(tokens, labels, positions, segments, dtype, self._run_blocks, inner, noise)
         return loss, (labels != IGNORED).sum().float()
 
     def _recompute_modules(self, model: Llama) -> None:
@@ -264,19 +268,27 @@ class TorchEngine:
         if self.config.checkpoint_granularity == "selective":
             self._recomputed = (False,) * len(self._recomputed)
 
-    def _run_blocks(self, blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:
-        seen = self._document_mask(segments) if segments is not None and self.compiles else segments
+    def _run_blocks(
+        self, blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None, noise: Noise | None
+    ) -> Tensor:
+        seen: Any = segments
+        window = self.config.sliding_window
+        if self.compiles and not self.config.attention_dropout and (segments is not None or window):
+            one = x.new_zeros(x.shape[:2]) if segments is None else segments
+            seen = self._document_mask(one, window)
 
-        def run(x: Tensor, *part: nn.Module) -> Tensor:
+        def run(x: Tensor, noise: Noise | None, *part: nn.Module) -> Tensor:
             for block in part:
-                x = block(x, rope, seen)
+                x = block(x, rope, seen, noise)
+                noise = following(noise)
             return x
 
         queue = list(zip(blocks, self._recomputed, strict=True))
         size = self.config.checkpoint_num_layers
         for part in (queue[first : first + size] for first in range(0, len(queue), size)):
             chosen = [block for block, _ in part]
-            x = checkpoint(run, x, *chosen, **RECOMPUTED) if part[0][1] else run(x, *chosen)
+            x = checkpoint(run, x, noise, *chosen, **RECOMPUTED) if part[0][1] else run(x, noise, *chosen)
+            noise = noise and noise._replace(layer=noise.layer + len(chosen))
         return x
 
     @torch.no_grad()
@@ -517,9 +529,9 @@ def refuse_what_is_for_xla(config: TrainConfig) -> None:
     asked["sharding_strategy"] = config.sharding_strategy == "zero1"
     asked["sequence_parallel"], asked["dump_sharding"] = config.sequence_parallel, bool(config.dump_sharding)
     asked["tensor_parallel_size"] = bool(shape.num_kv_heads % ranks or shape.vocab_size % ranks)
-    for name in ("attn_bias", "mlp_bias", "qk_norm", "tie_word_embeddings"):
+    for name in ("attn_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "attention_dropout", "ffn_dropout"):
         remedies[name] = f"the torch engine does not split it over tensor_parallel_size={ranks}; leave it out"
-        asked[name] = ranks > 1 and getattr(config, name)
+        asked[name] = bool(ranks > 1 and getattr(config, name))
     names = [name for name in remedies if asked[name]]
     if names:
         raise ConfigError([Problem(f"--{n}={getattr(config, n)}", f"{remedies[n]}, or --engine=xla") for n in names])

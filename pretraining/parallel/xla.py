@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.training import TrainConfig
+from pretraining.models.dropout import noise_of
 from pretraining.models.init import VOCABULARIES, initial_weight
 from pretraining.models.llama import Llama
 from pretraining.models.ops import IGNORED, next_token_loss
@@ -37,7 +38,7 @@ from pretraining.optim.optimizer import Optimizer, Slot
 from pretraining.optim.precision import precision_of
 from pretraining.optim.rounding import rounded
 from pretraining.optim.rules import Moment, State
-from pretraining.parallel.engine import Batch
+from pretraining.parallel.engine import Batch, numbered
 from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
@@ -211,7 +212,7 @@ class XlaEngine:
         # Data, not a constant: another value compiles nothing. Not a scalar: one that equals a constant of the graph
         # (1e-5: norm_eps) torch-xla makes one input with it, which is another graph.
         rate = torch.tensor([learning_rate]).to(self.device)[0]
-        for inputs in self._feed(batch):
+        for inputs in self._feed(numbered(self.config, batch, self.data_rank)):
             loss, count = self._loss(model, inputs)
             loss.backward()
             self.totals += torch.stack((loss.detach(), count))
@@ -254,8 +255,10 @@ class XlaEngine:
     def _loss(self, model: Llama, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Summed loss and number of trained tokens of one micro-batch."""
         positions, segments, labels = inputs.get("positions"), inputs.get("segments"), inputs["labels"]
-        tokens = self._for_lookup(inputs["tokens"])
-        logits = model.padded_logits(tokens, positions, segments, self.precision.stream, self.run_blocks)  # [B, T, V]
+        tokens, dtype, noise = self._for_lookup(inputs["tokens"]), self.precision.stream, None
+        if "cells" in inputs:
+            noise = noise_of(self.config.seed, self._optimizer.updates, inputs["cells"])
+        logits = model.padded_logits(tokens, positions, segments, dtype, self.run_blocks, noise)  # [B, T, V]
         return next_token_loss(logits, labels, model.shape.vocab_size), (labels != IGNORED).sum().float()
 
     def _for_lookup(self, tokens: Tensor) -> Tensor:

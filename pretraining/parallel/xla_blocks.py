@@ -7,7 +7,7 @@ torch.utils.checkpoint is traced away without a word.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
 
 from pretraining.models.chunked import PRODUCTS
+from pretraining.models.dropout import Noise, following
 from pretraining.models.llama import Llama, Rope
+from pretraining.noise import high
 from pretraining.parallel.recompute import ScanGroup
 from pretraining.parallel.sharding import ACTIVATIONS, Layout, Spec, on_mesh
 
@@ -27,7 +29,9 @@ from pretraining.parallel.sharding import ACTIVATIONS, Layout, Spec, on_mesh
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.
 xla_scan.shard_as = lambda a, b: (a, b)
 
-Carry = tuple[Tensor, ...]  # x, cos, sin and, for packed documents, segment ids as floats
+# x, cos, sin; for packed documents, segment ids; for dropout, its noise. All as floats, for a scan differentiates.
+Carry = tuple[Tensor, ...]
+Body = Callable[[Carry, dict[str, Tensor]], tuple[Carry, None]]
 
 
 def stack_layers(model: Llama) -> Llama:
@@ -60,33 +64,44 @@ class ScannedBlocks:
         # A meta copy names the weights; the stacked ones are passed in at each call.
         self.names = [name for name, _ in block.named_parameters()]
         # scan caches its traced graphs by the identity of these functions: made once, not per step.
-        self.bodies = [self._body(block, len(group.mask)) for group in self.groups]
+        self.bodies = {
+            noisy: [self._body(block, len(group.mask), noisy) for group in self.groups] for noisy in (False, True)
+        }
         marks = 1 + place_activations(block, ACTIVATIONS, mesh, layout)
         marks += 2 * sum(self._is_repeated(name) for name in self.names)
         for path in modules:
             bound(block.get_submodule(path))
         self.partitions = [_partition(group.mask, marks, selective=bool(modules)) for group in self.groups]
 
-    def __call__(self, block: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None) -> Tensor:
+    def __call__(
+        self, block: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None, noise: Noise | None
+    ) -> Tensor:
         weights = dict(block.named_parameters())  # type: ignore[attr-defined]
         for spec in self._from_lookup():
             x = xs.mark_sharding_with_gradients(x, self.mesh, spec)
-        carry: Carry = (x, rope.cos, rope.sin) + (() if segments is None else (segments.float(),))
-        for group, body, partition in zip(self.groups, self.bodies, self.partitions, strict=True):
+        packed = () if segments is None else (segments.float(),)
+        carry: Carry = (x, rope.cos, rope.sin, *packed, *(() if noise is None else _as_floats(noise)))
+        for group, body, partition in zip(self.groups, self.bodies[noise is not None], self.partitions, strict=True):
             stacks = {name: _grouped(weights[name], group) for name in self.names}
             carry, _ = xla_scan.scan(body, carry, stacks, partition_fn=partition, is_fn_pure=True)
         return carry[0]
 
-    def _body(self, block: nn.Module, count: int) -> Callable[[Carry, dict[str, Tensor]], tuple[Carry, None]]:
+    def _body(
+        self, block: nn.Module, count: int, noisy: bool
+    ) -> Callable[[Carry, dict[str, Tensor]], tuple[Carry, None]]:
         def body(carry: Carry, weights: dict[str, Tensor]) -> tuple[Carry, None]:
             x, *rest = carry
             cos, sin, *packed = (t.detach() for t in rest)
+            noise = _from_floats(packed[-3:]) if noisy else None
+            segments = packed[0] if len(packed) > 3 * noisy else None
             for i in range(count):
                 # The marker both keeps the rows where they are and tells _partition where a block begins.
                 x = xs.mark_sharding_with_gradients(x, self.mesh, self.layout.stream())
                 layer = {name: self._used(name, weights[name][i]) for name in self.names}
-                x = functional_call(block, layer, (x, Rope(cos, sin), *packed), strict=True)
-            return (x, *rest), None
+                x = functional_call(block, layer, (x, Rope(cos, sin), segments, noise), strict=True)
+                noise = following(noise)
+            # The layer's number is the carry's last
+            return (x, *rest[:-1], rest[-1] + count) if noisy else (x, *rest), None
 
         return body
 
@@ -117,6 +132,16 @@ class ScannedBlocks:
         weight = xs.mark_sharding_with_gradients(weight, self.mesh, (None,) * weight.dim())
         heads = weight.unflatten(0, (self.kv_heads, -1)).repeat_interleave(self.repeats, 0).flatten(0, 1)
         return xs.mark_sharding_with_gradients(heads, self.mesh, self._used_spec(weight))
+
+
+def _as_floats(noise: Noise) -> tuple[Tensor, ...]:
+    """Halves of 16 bits, which fp32 holds exactly, and the layer."""
+    return high(noise.cells, 16).float(), (noise.cells & 0xFFFF).float(), noise.layer.float()
+
+
+def _from_floats(parts: Sequence[Tensor]) -> Noise:
+    high, low, layer = (part.int() for part in parts)
+    return Noise((high << 16) | low, layer)
 
 
 def place_activations(

@@ -8,28 +8,46 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretraining.models.chunked import MOST, PIECES, chunked_attention, pieces
+from pretraining.models.chunked import MOST, PIECES, Seen, chunked_attention, pieces
+from pretraining.models.dropout import kept
+from pretraining.noise import joined
 
 
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> torch.Tensor:
+    """With every score there at once."""
     groups, length = q.shape[1] // k.shape[1], q.shape[2]
-    visible = torch.ones(length, length, dtype=torch.bool).tril()
-    if segments is not None:
-        visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    visible = (distance >= 0) & (distance < (seen.window or length))
+    if seen.segments is not None:
+        visible = visible & (seen.segments[:, None, :, None] == seen.segments[:, None, None, :])
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    if seen.noise is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf).softmax(-1)
+    heads = torch.arange(q.shape[1], dtype=torch.int32)[:, None, None]
+    bits = joined(joined(seen.noise[:, None, :, None], heads), torch.arange(length, dtype=torch.int32))
+    return (weights * kept(bits, seen.rate)) @ v
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 70), st.sampled_from([(1, 1), (4, 4), (6, 3), (8, 1)]), st.booleans(), st.integers(0, 10**6))
+@given(
+    st.integers(1, 70),
+    st.sampled_from([(1, 1), (4, 4), (6, 3), (8, 1)]),
+    st.booleans(),
+    st.sampled_from([None, 1, 7, 33, 100]),
+    st.sampled_from([0.0, 0.5]),
+    st.integers(0, 10**6),
+)
 def test_values_and_gradients_are_those_of_torchs_attention(
-    length: int, heads: tuple[int, int], packed: bool, seed: int
+    length: int, heads: tuple[int, int], packed: bool, window: int | None, rate: float, seed: int
 ) -> None:
     torch.manual_seed(seed)
     q = torch.randn(2, heads[0], length, 8, requires_grad=True)
     k, v = (torch.randn(2, heads[1], length, 8, requires_grad=True) for _ in range(2))
     segments = torch.randint(0, 3, (2, length)).sort(1).values if packed else None
-    expected, got = reference(q, k, v, segments), chunked_attention(q, k, v, segments)
+    noise = torch.randint(-(2**31), 2**31, (2, length), dtype=torch.int32) if rate else None
+    seen = Seen(segments, window, noise, rate)
+    expected, got = reference(q, k, v, seen), chunked_attention(q, k, v, seen)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     direction = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, (q, k, v), direction)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.models.chunked import Seen
 from pretraining.models.init import build_model, initial_weight
 from pretraining.models.llama import Llama
 from pretraining.models.ops import IGNORED, attention, linear, next_token_loss
@@ -144,9 +145,9 @@ def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_bf16() -> None:
 def test_a_token_never_sees_a_later_one(rows: int, length: int, groups: int) -> None:
     q = torch.randn(rows, 2 * groups, length, 4)
     k, v = torch.randn(rows, 2, length, 4), torch.randn(rows, 2, length, 4)
-    whole = attention(q, k, v, None)
+    whole = attention(q, k, v, Seen())
     cut = max(1, length // 2)
-    torch.testing.assert_close(whole[:, :, :cut], attention(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut], None))
+    torch.testing.assert_close(whole[:, :, :cut], attention(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut], Seen()))
 
 
 def test_ignored_labels_add_nothing_to_the_loss() -> None:

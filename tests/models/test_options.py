@@ -225,3 +225,41 @@ def test_options_that_contradict_are_refused(fields: dict[str, Any], names: tupl
     with pytest.raises(ConfigError) as caught:
         TrainConfig.from_flags({"use_dummy_dataset": True, **TINY, **fields})
     assert all(name in str(caught.value) for name in names)
+
+
+def test_a_sliding_window_is_mistral_s() -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = randomised(build_model(TrainConfig(**TINY, sliding_window=9)))
+    theirs = transformers.MistralForCausalLM(
+        transformers.MistralConfig(**THEIRS, sliding_window=9, rms_norm_eps=1e-5, attn_implementation="eager")
+    ).eval()
+    theirs.load_state_dict(ours.state_dict())
+    tokens = torch.randint(0, 97, (2, 40))
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_what_lies_before_the_windows_of_all_layers_does_not_matter() -> None:
+    live: Any = randomised(build_model(TrainConfig(**TINY, sliding_window=4)))
+    tokens = torch.randint(0, 97, (1, 30))
+    other = tokens.clone()
+    other[0, : 30 - 1 - 2 * 3] = (other[0, : 30 - 1 - 2 * 3] + 1) % 97  # two layers look back on three tokens each
+    torch.testing.assert_close(live(tokens)[0, -1], live(other)[0, -1])
+    assert not torch.allclose(live(tokens)[0, -2], live(other)[0, -2])
+
+
+def test_learned_positions_are_added_to_the_tokens_and_count_as_parameters() -> None:
+    config = TrainConfig(**TINY, position_embedding_type="learned_absolute")
+    live: Any = randomised(build_model(config))
+    tokens, positions = torch.randint(0, 97, (2, 12)), torch.randint(0, 64, (2, 12))
+    expected = live.model.embed_tokens.weight[tokens] + live.model.embed_positions.weight[positions]
+    torch.testing.assert_close(live.model.embed(tokens, positions), expected)
+    assert torch.equal(live(tokens), live(tokens, torch.arange(12).expand(2, 12)))
+    assert model_shape(config).parameters == sum(weight.numel() for weight in live.parameters())
+
+
+def test_xavier_uniform_is_as_wide_as_xavier_normal_and_bounded() -> None:
+    config = TrainConfig(model_variant="tiny", init_method="xavier_uniform")
+    weight = initial_weight(config, 6, "model.layers.0.self_attn.q_proj.weight", torch.Size((192, 192)))
+    bound = math.sqrt(6 / 384)
+    assert float(weight.std()) == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    assert float(weight.abs().max()) <= bound

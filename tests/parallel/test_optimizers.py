@@ -1,4 +1,4 @@
-"""Every optimizer and every precision on both engines: the same losses however the state is split, also after a stop.
+"""Every optimizer, precision and dropout on both engines: the same losses however the state is split, also after a stop.
 
 Three processes in all: 8 virtual devices, 2 processes of the torch engine, and one of it.
 """
@@ -34,8 +34,15 @@ BY_PRECISION: dict[str, Fields] = {
     **{mode: {**BF16, "precision": mode} for mode in ("mixed_bf16_sr", "bf16_sr", "autocast")},
     "no masters": {**BF16, "precision": "manual", "master_weights": False},
 }
-RESUMED = (*WHOLE_TENSORS, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr")
-CASES = {**BY_OPTIMIZER, **BY_PRECISION}
+RANDOM: dict[str, Fields] = {  # what is drawn anew at every step
+    "dropout": {**FSDP, "hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1},
+    "dropout, recomputed": {
+        **{**FSDP, "hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1},
+        **{"fsdp_activation_checkpointing": True, "sharding_strategy": "ddp"},
+    },
+}
+RESUMED = (*WHOLE_TENSORS, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout")
+CASES = {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM}
 
 
 def stopped(folder: Path) -> dict[str, Fields]:
@@ -118,6 +125,16 @@ def test_every_precision_ends_within_two_percent_of_fp32_on_both_engines(mode: s
     for got in (on_torch(ALONE)[mode], on_torch(2)[mode], on_xla(folder)[mode]):
         assert got["loss"] == pytest.approx(exact, rel=0.02)
         assert got["loss"] != exact
+
+
+@pytest.mark.parametrize("case", RANDOM)
+def test_the_same_values_are_dropped_on_every_mesh_and_engine(case: str, folder: Path) -> None:
+    alone = on_torch(ALONE)["dropout"]
+    for got in (on_torch(2)[case], on_xla(folder)[case]):
+        assert got["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert got["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+        assert got["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
+    assert alone["loss"] != on_torch(ALONE)["fp32"]["loss"]
 
 
 def test_parameters_take_the_bytes_of_their_precision() -> None:

@@ -28,6 +28,7 @@ OPTIONS: Fields = {  # of the model, all that differ from Llama's
     **{"norm_type": "layernorm", "norm_bias": True, "activation": "gelu", "attn_bias": True, "mlp_bias": True},
     **{"qk_norm": True, "parallel_residual": True, "rotary_percentage": 0.5, "tie_word_embeddings": True},
 }
+WINDOWED: Fields = {"sliding_window": 20, "position_embedding_type": "learned_absolute"}
 TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
 SEQUENCE: Fields = {"tensor_parallel_size": 4, "sequence_parallel": True}
 RECOMPUTED: dict[str, Fields] = {
@@ -72,6 +73,10 @@ CASES: dict[int, dict[str, Fields]] = {
         "tensor and sequence": {**STRATEGIES["fsdp"], **SEQUENCE, **RECOMPUTED["a third"], "batch_size": 8},
         "fsdp x tensor, padded": {**STRATEGIES["fsdp"], **TENSOR, "make_vocab_size_divisible_by": 384},
         "hsdp x tensor": {"sharding_strategy": "hsdp", "sharding_group_size": 2, **TENSOR},
+        "window and positions, ddp": {**STRATEGIES["ddp"], **WINDOWED},
+        "window and positions, context x tensor": {
+            **{**STRATEGIES["fsdp"], **TENSOR, **WINDOWED, "context_parallel_size": 2, "batch_size": 8},
+        },
         "context 2": {**STRATEGIES["fsdp"], "context_parallel_size": 2, "batch_size": 4},
         "context 4": {"sharding_strategy": "ddp", "context_parallel_size": 4, "batch_size": 8},
         "fsdp x context x tensor": {
@@ -110,7 +115,7 @@ def reference() -> dict[str, Any]:
     return plain
 
 
-APART = ("bf16", "poisoned", "options")  # cases that are another computation
+APART = ("bf16", "poisoned", "options", "window and positions")  # cases that are another computation
 EXACT = [(devices, case) for devices in CASES for case in CASES[devices] if case.split(",")[0] not in APART]
 
 
@@ -160,8 +165,9 @@ def test_tensor_ranks_hold_their_part_of_every_matrix() -> None:
     assert got["tensor 4"]["bytes"]["parameters"] == got["hsdp, none"]["bytes"]["parameters"]
 
 
-def test_another_form_of_the_model_has_the_same_loss_on_another_mesh() -> None:
-    plain, split = outcome(8)[0]["options, ddp"], outcome(8)[0]["options, fsdp x tensor"]
+@pytest.mark.parametrize(("form", "mesh"), [("options", "fsdp x tensor"), ("window and positions", "context x tensor")])
+def test_another_form_of_the_model_has_the_same_loss_on_another_mesh(form: str, mesh: str) -> None:
+    plain, split = outcome(8)[0][f"{form}, ddp"], outcome(8)[0][f"{form}, {mesh}"]
     for figure in ("loss", "grad_norm", "evaluation"):
         assert split[figure] == pytest.approx(plain[figure], abs=1e-5)
     assert plain["loss"][-1] < plain["loss"][0] - 0.3

@@ -12,10 +12,7 @@ from pretraining.config.validate import CHOICES, LISTS
 
 # Of fields that TrainConfig does not have: the values that the recipe has anyway. Any other is unsupported.
 ALWAYS: dict[str, tuple[Any, ...]] = {
-    "attention_dropout": (0,),
     "attention_impl": ("auto",),
-    "ffn_dropout": (0,),
-    "hidden_dropout": (0,),
     "lora_alpha": (),
     "lora_bias": (),
     "lora_config_in_adapter": (),
@@ -24,7 +21,6 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "lora_save_mode": (),
     "lora_target_modules": (),
     "pipeline_cuts": (),
-    "sliding_window": (),
     "transformer_block_type": ("pre_ln",),
 }
 
