@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 
 from pretraining.checkpoint.folder import find_checkpoints
+from pretraining.checkpoint.huggingface import open_source
 from pretraining.checkpoint.manifest import is_committed, open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight, read_tensors, tensors_of
 from pretraining.config.errors import UserError
+from pretraining.config.lora import adapters_alone
 from pretraining.config.training import TrainConfig
+from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 
 
@@ -77,7 +80,7 @@ def generate(flags: argparse.Namespace) -> str:
     checkpoint = newest_checkpoint(flags.run_dir)
     config = TrainConfig(**open_checkpoint(checkpoint).facts.config)
     tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
-    model = load_model(config, read_tensors(checkpoint, is_weight))
+    model = load_model(config, {**base_weights(config), **read_tensors(checkpoint, is_weight)})
     prompt = tokenizer.encode(flags.prompt)
     drawn = sample(
         model,
@@ -121,6 +124,15 @@ def load_tokenizer(path: str) -> Any:
 def document_start(tokenizer: Any) -> list[int]:
     """What stands before a document in the training data: the separator after the one before."""
     return [tokenizer.eos_id()] if tokenizer.eos_id() >= 0 else []
+
+
+def base_weights(config: TrainConfig) -> dict[str, Tensor]:
+    """What lies under adapters that were saved alone: ckpt_load_path's weights, or those that the seed gives."""
+    if not adapters_alone(config):
+        return {}
+    if config.ckpt_load_path:
+        return tensors_of(open_source(Path(config.ckpt_load_path)), is_weight)
+    return {name: weight.detach() for name, weight in build_model(config).named_parameters()}
 
 
 def load_model(config: TrainConfig, weights: dict[str, Tensor]) -> Llama:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from pretraining.checkpoint.adapter import adapter_folder
 from pretraining.checkpoint.files import FolderLock, set_aside
 from pretraining.checkpoint.folder import find_checkpoints, keep_newest, sweep
 from pretraining.checkpoint.manifest import Facts
@@ -23,6 +24,7 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.restoring import Restoring, check_policy, checkpoint_folder
 from pretraining.checkpoint.store import HostBuffer, PendingSave, State, is_weight
 from pretraining.config.errors import UserError
+from pretraining.config.lora import adapters_alone, is_trained
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import parse_steps
 from pretraining.monitor.memory import available_memory
@@ -80,9 +82,10 @@ class Checkpoints:
             self._set_aside(damaged)
             self._saved = facts.step
             return facts
-        if self._config.ckpt_load_path:
-            return restoring.start_from(Path(self._config.ckpt_load_path))
-        return None
+        start = restoring.start_from(Path(self._config.ckpt_load_path)) if self._config.ckpt_load_path else None
+        if folder := adapter_folder(self._config):
+            restoring.take_adapter(folder)
+        return start
 
     def _set_aside(self, damaged: list[Path]) -> None:
         """If this run saves: else the next removal of old checkpoints would count these, and keep them alone."""
@@ -111,7 +114,7 @@ class Checkpoints:
         self.wait()
         if not self._config.checkpoint_interval or step == self._saved:
             return
-        kept = {name: value for name, value in state.items() if self._config.save_optimizer or is_weight(name)}
+        kept = {name: value for name, value in state.items() if self._is_kept(name)}
         began = time.perf_counter()
         try:
             pending = self._planned(kept, replace(facts, step=step))
@@ -123,6 +126,11 @@ class Checkpoints:
             self._failed(error)
         else:
             self._saved = step
+
+    def _is_kept(self, name: str) -> bool:
+        if not is_weight(name):
+            return self._config.save_optimizer
+        return not adapters_alone(self._config) or is_trained(self._config, name)
 
     def _planned(self, state: State, facts: Facts) -> PendingSave:
         dtype = DTYPES_ON_DISK[self._config.checkpoint_dtype]

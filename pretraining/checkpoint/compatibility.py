@@ -48,7 +48,10 @@ FUNCTION = (
 )
 # Another value has other tensors; a new run may tie or untie the head of the weights it starts from, and take another
 # optimizer to them.
-TENSORS = ("tie_word_embeddings", "optimizer", "optimizer_args")
+TENSORS = (
+    *("tie_word_embeddings", "optimizer", "optimizer_args"),
+    *("lora_rank", "lora_target_modules", "lora_bias", "lora_modules_to_save", "lora_save_mode"),
+)
 # Another value is refused unless override_lr_on_resume says that it is meant.
 RATE = ("learning_rate", "training_stage", "lr_schedule", *CURVE)
 # Where things are, what is reported, what is saved and how: nothing of the training itself.

@@ -16,12 +16,16 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from pretraining.checkpoint import adapter
+from pretraining.checkpoint.adapter import MODEL, PREFIX, described, exported, is_base, merged
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.files import PARTIAL, descriptor, rename, sync_folder, write_at, write_file
 from pretraining.checkpoint.huggingface import (
@@ -37,9 +41,12 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import host_bytes, safetensors_header
 from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, load
 from pretraining.config.errors import UserError
+from pretraining.config.lora import adapters_alone
+from pretraining.config.training import TrainConfig
 
 CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = 5e9  # bytes of one file, transformers' default before version 5
+ADAPTER = "lora_adapter"  # folder beside the base it belongs to
 ALONE = Peers(together=False)
 
 
@@ -91,21 +98,40 @@ def to_huggingface(
     """Write the weights of `checkpoint` to the new folder `target`, which appears when it is complete."""
     config = saved_config(checkpoint.facts.config)
     names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
+    if adapters_alone(config):
+        folder = _new_folder(target)
+        _write_adapter(folder, checkpoint, config, names, dtype)
+        rename(folder, target)
+        return target
+    mine, names = names, [name for name in names if is_base(name)]
     stored = {name: dtype or DTYPES[checkpoint.manifest.tensors[name].dtype] for name in names}
-    described = from_train_config(config, str(stored[names[0]]).removeprefix("torch."))
-    partial = _new_folder(target)  # after what can be refused, so that nothing is left of a refusal
+    facts = from_train_config(replace(config, lora_rank=0), str(stored[names[0]]).removeprefix("torch."))
+    folder = _new_folder(target)  # after what can be refused, so that nothing is left of a refusal
     files = _name_files(_group(checkpoint, stored, shard_size))
     for file, members in files.items():
-        _write_safetensors(partial / file, checkpoint, {name: stored[name] for name in members})
-    described |= _copy_tokenizer(tokenizer_path or config.tokenizer_path, partial)
-    _write_json(partial / CONFIG, described)
+        _write_safetensors(folder / file, checkpoint, {name: stored[name] for name in members})
+    if config.lora_rank and config.lora_save_mode == "base_and_adapter":
+        (folder / ADAPTER).mkdir()
+        _write_adapter(folder / ADAPTER, checkpoint, config, mine, dtype)
+    facts |= _copy_tokenizer(tokenizer_path or config.tokenizer_path, folder)
+    _write_json(folder / CONFIG, facts)
     if len(files) > 1:
         total = sum(_size(checkpoint, name, stored[name]) for name in names)
         weight_map = {name: file for file, members in files.items() for name in members}
-        _write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    sync_folder(partial)
-    rename(partial, target)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    sync_folder(folder)
+    rename(folder, target)
     return target
+
+
+def _write_adapter(
+    folder: Path, checkpoint: Checkpoint, config: TrainConfig, names: list[str], dtype: torch.dtype | None
+) -> None:
+    """PEFT's two files."""
+    tensors = {name: read_tensor(checkpoint, name) for name in exported(config, names)}
+    prefixed = {f"{PREFIX}{name}": tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+    save_file(prefixed, folder / MODEL, {"format": "pt"})
+    _write_json(folder / adapter.CONFIG, described(config))
 
 
 def _refuse_used(target: Path) -> None:
@@ -158,10 +184,18 @@ def _write_safetensors(path: Path, checkpoint: Checkpoint, stored: dict[str, tor
         write_at(opened, memoryview(header), 0)
         position = len(header)
         for name, dtype in stored.items():
-            data = host_bytes(read_tensor(checkpoint, name).to(dtype))
+            data = host_bytes(_exported_tensor(checkpoint, name).to(dtype))
             write_at(opened, data, position)
             position += len(data)
         os.fsync(opened)
+
+
+def _exported_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A whole tensor, with its adapter where that is to be merged."""
+    config, weight = saved_config(checkpoint.facts.config), read_tensor(checkpoint, name)
+    if not config.lora_rank or config.lora_save_mode != "merged":
+        return weight
+    return merged(config, name, weight, partial(read_tensor, checkpoint))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

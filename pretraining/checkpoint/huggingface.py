@@ -76,8 +76,8 @@ def open_huggingface(path: Path) -> Checkpoint:
         if config.get(key, value) != value:
             raise UserError(f"{path / CONFIG}: {key}={config[key]}; only {value} is understood")
     names = _weight_files(path)
-    files = {name: _shard_file(path / name) for name in names}
-    tensors = {name: entry for file in names for name, entry in _entries(path / file).items()}
+    files = {name: shard_file(path / name) for name in names}
+    tensors = {name: entry for file in names for name, entry in safetensors_entries(path / file).items()}
     if config.get("tie_word_embeddings", False) and HEAD not in tensors and EMBEDDING in tensors:
         tensors[HEAD] = tensors[EMBEDDING]  # a model that keeps them apart starts from equal ones
     facts = Facts(step=0, tokens_seen=0, data=None, config=to_train_config(config, path), engine="", mesh={})
@@ -109,7 +109,8 @@ def _weight_files(path: Path) -> list[str]:
     return names
 
 
-def _shard_file(path: Path) -> ShardFile:
+def shard_file(path: Path) -> ShardFile:
+    """Size and hash of a safetensors file's header."""
     header = _header_bytes(path)
     return ShardFile(path.stat().st_size, digest(header), len(header))
 
@@ -127,7 +128,7 @@ def _header_bytes(path: Path) -> bytes:
     return header
 
 
-def _entries(path: Path) -> dict[str, Entry]:
+def safetensors_entries(path: Path) -> dict[str, Entry]:
     """Tensors of one safetensors file; UnreadableError where its header contradicts itself or the file."""
     header = _header_bytes(path)
     try:

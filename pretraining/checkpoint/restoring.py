@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from pretraining.checkpoint.adapter import adapter_folder, open_adapter
 from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.folder import CHECKPOINTS, Found, find_checkpoints
@@ -19,6 +20,7 @@ from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import State, is_weight, load
 from pretraining.config.errors import UserError
+from pretraining.config.lora import adapters_alone, is_adapter
 from pretraining.config.training import TrainConfig
 from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Engine
@@ -31,6 +33,8 @@ def check_source(config: TrainConfig, log_dir: Path) -> None:
     """
     found = find_checkpoints(checkpoint_folder(config, log_dir))
     check_policy(config, found)
+    if folder := adapter_folder(config):
+        open_adapter(folder, config)
     if not found.committed:
         if config.ckpt_load_path:
             source = open_source(Path(config.ckpt_load_path))
@@ -80,7 +84,11 @@ class Restoring:
             try:
                 checkpoint = self._opened(path)
                 noted = check_resume(checkpoint.facts.config, self.config)
+                if adapters_alone(self.config):
+                    self._lay_base()
                 state = self._state(fresh=self._lacks_moments(checkpoint))
+                if adapters_alone(self.config):
+                    state = {name: value for name, value in state.items() if name in checkpoint.manifest.tensors}
                 self._load(checkpoint, state)
             except UnreadableError as error:
                 if self.config.resume == "must":
@@ -98,7 +106,8 @@ class Restoring:
         """From a checkpoint of another run, or Hugging Face's: its weights, its moments if it has any, step 0."""
         checkpoint = self._opened(source)
         noted = check_start(checkpoint.facts.config, self.config)
-        fresh = self.config.load_weights_only or self._lacks_moments(checkpoint)
+        adapts = self.config.lora_rank and not any(map(is_adapter, checkpoint.manifest.tensors))
+        fresh = self.config.load_weights_only or bool(adapts) or self._lacks_moments(checkpoint)
         state = self._shared(checkpoint, self._state(fresh=fresh), weights_only=fresh)
         self._load(checkpoint, state)
         self.engine.commit(state)
@@ -107,14 +116,32 @@ class Restoring:
         self.peers.say(f"starting at step 0 from {'the weights of ' if fresh else ''}{checkpoint.path}")
         return replace(checkpoint.facts, step=0, tokens_seen=0, data=None)
 
+    def _lay_base(self) -> None:
+        """The weights under the adapters, where they are not those that the seed gives."""
+        if self.config.ckpt_load_path:
+            base = self._opened(Path(self.config.ckpt_load_path))
+            state = {name: value for name, value in self._state(fresh=True).items() if name in base.manifest.tensors}
+            self._load(base, state)
+            self.engine.commit(state)
+
+    def take_adapter(self, folder: Path) -> None:
+        """Adapters of PEFT's format, in place of new ones."""
+        opened: list[Checkpoint] = []
+        self.peers.agree(lambda: opened.append(open_adapter(folder, self.config)))
+        state = {name: self._state(fresh=True)[name] for name in opened[0].manifest.tensors}
+        self._load(opened[0], state)
+        self.engine.commit(state)
+        self.peers.say(f"adapters of {folder}")
+
     def _shared(self, checkpoint: Checkpoint, state: State, *, weights_only: bool) -> State:
         """The part of `state` that the checkpoint has too: all of it, and nothing else, with strict_load."""
         there = {name for name in checkpoint.manifest.tensors if is_weight(name) or not weights_only}
         tensors = checkpoint.manifest.tensors
         if HEAD not in state and tensors.get(HEAD) is tensors.get(EMBEDDING):
             there.discard(HEAD)  # one matrix there, and one here
+        new = {name for name in state.keys() - there if is_adapter(name) and is_weight(name)}
         lists = {
-            "only in the model": sorted(state.keys() - there),
+            "only in the model": sorted(state.keys() - there - new),
             "only in the checkpoint": sorted(there - state.keys()),
         }
         told = "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)

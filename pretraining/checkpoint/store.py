@@ -257,7 +257,13 @@ def read_tensors(
 
     In one process, without a process group and whatever mesh saved it. UnreadableError if it cannot be trusted.
     """
-    checkpoint = open_checkpoint(path)
+    return tensors_of(open_checkpoint(path), wanted, workers)
+
+
+def tensors_of(
+    checkpoint: Checkpoint, wanted: Callable[[str], bool] = lambda name: True, workers: int = IO_WORKERS
+) -> dict[str, Tensor]:
+    """The same of one that is open, Hugging Face's too."""
     state = {
         name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         for name, entry in checkpoint.manifest.tensors.items()

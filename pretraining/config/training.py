@@ -250,6 +250,34 @@ class TrainConfig:
     """Optimizer steps whose loss or gradient is not finite that may be skipped in the whole run, before training stops
     itself with exit code 3. Nothing of a skipped step reaches the parameters."""
 
+    # ---- Adapters
+    lora_rank: int = 0
+    """Rank r of an adapter beside each of lora_target_modules: y = W x + s B A x, where A and B alone are trained and W
+    stays as ckpt_load_path (or the seed) gave it. 0: none, everything is trained."""
+    lora_alpha: float = 8.0
+    """s = lora_alpha / lora_rank, above 0."""
+    lora_use_rslora: bool = False
+    """s = lora_alpha / sqrt(lora_rank)."""
+    lora_dropout: float = 0.0
+    """Share of an adapter's input that training drops, in [0, 1)."""
+    lora_target_modules: str = ""
+    """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, comma-separated, or a
+    regular expression for their paths, such as .*(q|v)_proj. Empty: q_proj,v_proj."""
+    lora_bias: str = "none"
+    """Biases that are trained too: "none", "all", or "lora_only" (those of projections with an adapter)."""
+    lora_modules_to_save: str = ""
+    """Further modules that are trained whole, comma-separated: lm_head, embed_tokens, norm."""
+    lora_init: str = "default"
+    """Of A: "default" (uniform within 1 / sqrt(inputs)) or "gaussian" (deviation 1 / lora_rank). B starts at 0."""
+    lora_save_mode: str = "adapter"
+    """"adapter": checkpoints hold what is trained, and go on from ckpt_load_path's weights. "base_and_adapter",
+    "merged": all. python -m pretraining.checkpoint.convert then writes PEFT's files, or both, or W + s B A in Hugging
+    Face's format."""
+    lora_load_path: str = ""
+    """Folder of an adapter in PEFT's format (adapter_model.safetensors) to start from. Empty: a new one."""
+    lora_load_tag: str = ""
+    """Sub-folder of lora_load_path. Empty: none."""
+
     # ---- Batch and length
     batch_size: int = 2
     """Sequences per data-parallel rank in one forward and backward pass (the micro-batch), at least 1. A rank is

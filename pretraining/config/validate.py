@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.config.errors import Problem
+from pretraining.config.lora import MODULES, PROJECTIONS, adapted, matches
 from pretraining.config.optimizers import FLAGS, OPTIMIZERS, hyperparameters, is_like, parse_arguments
 from pretraining.config.variants import CUSTOM, GATED, REQUIRED_OF_CUSTOM, VARIANTS, model_shape
 
@@ -71,6 +72,9 @@ RANGES = {
     "rope_original_max_position": POSITIVE,
     "init_std": NOT_NEGATIVE,
     "sliding_window": POSITIVE,
+    "lora_rank": NOT_NEGATIVE,
+    "lora_alpha": ABOVE_ZERO,
+    "lora_dropout": DECAY,
     **dict.fromkeys(("hidden_dropout", "attention_dropout", "ffn_dropout"), DECAY),
     "rotary_percentage": Range(lambda value: 0 < value <= 1, "must be above 0 and at most 1"),
     "sharding_group_size": NOT_NEGATIVE,
@@ -155,6 +159,9 @@ CHOICES: dict[str, Collection[str]] = {
     "device": ("auto", "cuda", "cpu", "tpu"),
     "sharding_strategy": ("ddp", "zero1", "zero2", "fsdp", "hsdp"),
     "checkpoint_granularity": ("full", "selective"),
+    "lora_bias": ("none", "all", "lora_only"),
+    "lora_init": ("default", "gaussian"),
+    "lora_save_mode": ("adapter", "base_and_adapter", "merged"),
     "precision": ("auto", "fp32", "mixed_bf16", "mixed_bf16_sr", "bf16_sr", "autocast", "manual"),
     "reduce_dtype": ("auto", "fp32", "bf16"),
     "optimizer": OPTIMIZERS,
@@ -418,6 +425,34 @@ def _recomputes_something(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(flag(config, "selective_checkpointing"), remedy)
 
 
+LORA = (
+    *("lora_alpha", "lora_use_rslora", "lora_dropout", "lora_target_modules", "lora_bias", "lora_modules_to_save"),
+    *("lora_init", "lora_save_mode", "lora_load_path", "lora_load_tag"),
+)
+
+
+def _adapters_fit(config: TrainConfig) -> Iterator[Problem]:
+    defaults = {field.name: field.default for field in fields(config)}
+    if not config.lora_rank:
+        for name in LORA:
+            if getattr(config, name) != defaults[name]:
+                yield Problem(flag(config, name), "needs --lora_rank=R, above 0")
+        return
+    try:
+        found = adapted(config)
+    except re.error as error:
+        yield Problem(flag(config, "lora_target_modules"), f"is no regular expression: {error}")
+        return
+    if not found:
+        names = ", ".join(name.rpartition(".")[2] for name in PROJECTIONS)
+        yield Problem(flag(config, "lora_target_modules"), f"names no projection; there are {names}")
+    for name in comma_separated(config.lora_modules_to_save):
+        if not any(matches(module, name) for module in MODULES):
+            yield Problem(
+                flag(config, "lora_modules_to_save"), f"names no module {name}; there are {', '.join(MODULES)}"
+            )
+
+
 def _recomputed_parts_agree(config: TrainConfig) -> Iterator[Problem]:
     selective, modules = config.checkpoint_granularity == "selective", parse_modules(config.checkpoint_modules)
     if (selective or config.checkpoint_num_layers > 1) and not config.fsdp_activation_checkpointing:
@@ -615,6 +650,7 @@ RULES = (
     Rule(_rope_bands_order, ("rope_scaling_type", "rope_low_freq_factor", "rope_high_freq_factor")),
     Rule(_batch_arithmetic, ("batch_size", "global_batch_size", "gradient_accumulation_steps")),
     Rule(_recomputes_something, ("fsdp_activation_checkpointing", "selective_checkpointing", *_DIMENSIONS)),
+    Rule(_adapters_fit, ("lora_rank", *LORA)),
     Rule(_recomputed_parts_agree, ("fsdp_activation_checkpointing", "selective_checkpointing", *PARTS)),
     Rule(_schedule_reads_what_is_given, ("lr_schedule", "training_stage", *CURVE)),
     Rule(_schedule_fits, ("num_steps", "learning_rate", "optimizer", "optimizer_args", *CURVE)),

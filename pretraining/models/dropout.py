@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pretraining.noise import high, joined, keys, mixed
 
-EMBEDDING, ATTENDED, FED, ACTIVATION, WEIGHTS = range(5)  # where values are dropped
+EMBEDDING, ATTENDED, FED, ACTIVATION, WEIGHTS, LORA = range(6)  # where values are dropped; from LORA on, adapters
 
 
 class Noise(NamedTuple):

@@ -28,10 +28,13 @@ def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Siz
         return torch.zeros(shape)
     if module.endswith("norm"):
         return torch.ones(shape)
+    if module == "lora_B":  # so that the first step's function is the frozen model's
+        return torch.zeros(shape)
+    if module == "lora_A" and config.lora_init == "default":  # PEFT's: uniform within 1 / sqrt(inputs)
+        return torch.rand(shape, generator=generator_of(config, name)).mul_(2).sub_(1).div_(math.sqrt(shape[1]))
     method = config.output_init_method if module in RESIDUAL_OUTPUTS else config.init_method
-    std = deviation(method, config, layers, shape)
-    digest = hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    std = 1 / config.lora_rank if module == "lora_A" else deviation(method, config, layers, shape)
+    generator = generator_of(config, name)
     used = min(shape[0], model_shape(config).vocab_size) if module in VOCABULARIES else shape[0]
     used_shape = (used, *shape[1:])
     if method == "xavier_uniform":
@@ -39,6 +42,12 @@ def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Siz
     else:
         weight = torch.randn(used_shape, generator=generator).mul_(std)
     return weight if used == shape[0] else F.pad(weight, (0, 0, 0, shape[0] - used))
+
+
+def generator_of(config: TrainConfig, name: str) -> torch.Generator:
+    """The one of this parameter."""
+    digest = hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def deviation(method: str, config: TrainConfig, layers: int, shape: torch.Size) -> float:
@@ -67,5 +76,5 @@ def build_model(config: TrainConfig) -> Llama:
     for prefix, module in model.named_modules():
         for name, meta in module.named_parameters(prefix, recurse=False):
             value = initial_weight(config, model.shape.num_layers, name, meta.shape)
-            setattr(module, name.rpartition(".")[2], nn.Parameter(value))
+            setattr(module, name.rpartition(".")[2], nn.Parameter(value, meta.requires_grad))
     return model

@@ -20,6 +20,8 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape, model_shape, padded_vocabulary
 from pretraining.models.chunked import Seen
 from pretraining.models.dropout import ACTIVATION, ATTENDED, EMBEDDING, FED, WEIGHTS, Noise, dropped, following
+from pretraining.models.linear import Linear, Module
+from pretraining.models.lora import adapt
 from pretraining.models.ops import LossAndGradient, attention, head_loss, linear, loss_and_gradient
 
 
@@ -32,12 +34,6 @@ class Rope(NamedTuple):
 
 # An engine's own loop over blocks: what it is given beside the stream is what a block is
 RunBlocks = Callable[[Iterable[nn.Module], Tensor, Rope, Tensor | None, Noise | None], Tensor]
-
-
-class Module(nn.Module):
-    """nn.Module whose call is known to give a tensor."""
-
-    __call__: Callable[..., Tensor]
 
 
 class RMSNorm(Module):
@@ -79,17 +75,6 @@ def norm_of(config: TrainConfig, width: int) -> Module:
     return RMSNorm(width, config.norm_eps, result)
 
 
-class Linear(nn.Linear, Module):
-    """A projection whose weight may stay fp32 while its input is bf16 (see ops.linear)."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
-        super().__init__(inputs, outputs, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
 class Attention(Module):
     """Causal self-attention; groups of H / K query heads share one key/value head (Ainslie et al. 2023)."""
 
@@ -109,16 +94,16 @@ class Attention(Module):
     def forward(self, x: Tensor, rope: Rope, segments: Any = None, noise: Noise | None = None) -> Tensor:
         rows, length, _ = x.shape
         # -1: an engine may run this with its rank's share of the heads
-        q = self.q_proj(x).view(rows, length, -1, self.head_dim)  # [B, T, H, E]
-        k = self.k_proj(x).view(rows, length, -1, self.head_dim)  # [B, T, K, E]
-        v = self.v_proj(x).view(rows, length, -1, self.head_dim)
+        q = self.q_proj(x, noise).view(rows, length, -1, self.head_dim)  # [B, T, H, E]
+        k = self.k_proj(x, noise).view(rows, length, -1, self.head_dim)  # [B, T, K, E]
+        v = self.v_proj(x, noise).view(rows, length, -1, self.head_dim)
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, E], [B, K, T, E] twice
         if self.rotated:
             q, k = rotate(q, rope), rotate(k, rope)
         y = attention(q, k, v, self._seen(segments, noise))  # [B, H, T, E]
-        return self.o_proj(y.transpose(1, 2).reshape(rows, length, -1))
+        return self.o_proj(y.transpose(1, 2).reshape(rows, length, -1), noise)
 
     def _seen(self, segments: Any, noise: Noise | None) -> Any:
         """`segments` [B, T], or a mask of blocks that an engine made of them and the window."""
@@ -162,9 +147,9 @@ class MLP(Module):
         self.dropout = config.ffn_dropout
 
     def forward(self, x: Tensor, noise: Noise | None = None) -> Tensor:
-        gate = self.gate_proj(x) if self.gated else None
-        active = self.act_fn(self.up_proj(x), gate)  # [B, T, F]
-        return self.down_proj(dropped(active, self.dropout, noise, ACTIVATION))
+        gate = self.gate_proj(x, noise) if self.gated else None
+        active = self.act_fn(self.up_proj(x, noise), gate)  # [B, T, F]
+        return self.down_proj(dropped(active, self.dropout, noise, ACTIVATION), noise)
 
 
 class Block(Module):
@@ -233,6 +218,8 @@ class Llama(Module):
         self.model = Decoder(config, self.shape, rows)
         tied = config.tie_word_embeddings
         self.lm_head = Head(self.model.embed_tokens) if tied else Linear(self.shape.hidden_size, rows)
+        if config.lora_rank:
+            adapt(config, self)
 
     def forward(
         self,

@@ -37,8 +37,10 @@ class _MixedLinear(torch.autograd.Function):
         return F.linear(x, weight.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return grad @ weight.to(grad.dtype), None
         # bf16 x bf16 products are exact in fp32; TPUs run such a product in one bf16 pass with an fp32 sum.
         grad_weight = grad.flatten(0, -2).float().t() @ x.flatten(0, -2).float()  # [O, I]
         return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)

@@ -19,7 +19,7 @@ class LostPeerError(RuntimeError):
 
 def numbered(config: TrainConfig, batch: Batch, data_rank: int) -> Batch:
     """The batch, with dropout also "cells": which token of the global batch each is, int32 [rows, tokens]."""
-    if not (config.hidden_dropout or config.attention_dropout or config.ffn_dropout):
+    if not any((config.hidden_dropout, config.attention_dropout, config.ffn_dropout, config.lora_dropout)):
         return batch
     rows, tokens = batch["tokens"].shape
     first = data_rank * rows * tokens

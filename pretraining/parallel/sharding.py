@@ -39,6 +39,10 @@ LLAMA_SHARDING = (
     Row("*.up_proj.weight", ("tensor", SHARD)),
     Row("*.down_proj.weight", (SHARD, "tensor")),  # [hidden, feed-forward]
     Row("lm_head.weight", ("tensor", SHARD)),  # [vocabulary, hidden]
+    Row("*.[od]*_proj.lora_A.weight", (None, ("tensor", *SHARD))),  # [rank, inputs]: inputs are split
+    Row("*.lora_A.weight", (None, SHARD)),
+    Row("*.[od]*_proj.lora_B.weight", (SHARD, None)),  # [outputs, rank]
+    Row("*.lora_B.weight", (("tensor", *SHARD), None)),  # heads or feed-forward channels are split
     Row("*.[qkv]_proj.bias", ("tensor",)),
     Row("*.gate_proj.bias", ("tensor",)),
     Row("*.up_proj.bias", ("tensor",)),

@@ -529,7 +529,8 @@ def refuse_what_is_for_xla(config: TrainConfig) -> None:
     asked["sharding_strategy"] = config.sharding_strategy == "zero1"
     asked["sequence_parallel"], asked["dump_sharding"] = config.sequence_parallel, bool(config.dump_sharding)
     asked["tensor_parallel_size"] = bool(shape.num_kv_heads % ranks or shape.vocab_size % ranks)
-    for name in ("attn_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "attention_dropout", "ffn_dropout"):
+    forms = ("lora_rank", "attn_bias", "mlp_bias", "qk_norm", "tie_word_embeddings")
+    for name in (*forms, "attention_dropout", "ffn_dropout"):
         remedies[name] = f"the torch engine does not split it over tensor_parallel_size={ranks}; leave it out"
         asked[name] = bool(ranks > 1 and getattr(config, name))
     names = [name for name in remedies if asked[name]]

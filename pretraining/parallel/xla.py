@@ -118,7 +118,7 @@ class XlaEngine:
                 if self.precision.stored != placed.dtype:
                     placed = placed.to(self.precision.stored)
                     self._pin(placed, name, self.layout.parameter)
-                setattr(module, short, nn.Parameter(placed))
+                setattr(module, short, nn.Parameter(placed, requires_grad=meta.requires_grad))
         torch_xla.sync(wait=True)
         groups = scan_plan(block_mask(self.config, layers), self.config.checkpoint_num_layers)
         modules = recomputed_modules(self.config, model.model.layers)
@@ -355,14 +355,19 @@ class XlaEngine:
         """See engine.Engine."""
         torch_xla.sync(wait=True)
         logical: dict[str, Any] = {}
-        for slot in self._optimizer.slots:
-            logical |= self._logical(model, slot.name, slot.weight, "")
-            if optimizer is not None:
-                for moment, held in slot.state.items():
-                    logical |= self._logical(model, slot.name, held, f"optimizer.{moment}.")
-        if optimizer is not None:
-            logical["optimizer.step"] = LogicalTensor(XlaShards(optimizer.updates))
+        for name, weight in self._kept(model).items():
+            logical |= self._logical(model, name, weight, "")
+        if optimizer is None:
+            return logical
+        for slot in optimizer.slots:
+            for moment, held in slot.state.items():
+                logical |= self._logical(model, slot.name, held, f"optimizer.{moment}.")
+        logical["optimizer.step"] = LogicalTensor(XlaShards(optimizer.updates))
         return logical
+
+    def _kept(self, model: Llama) -> dict[str, Tensor]:
+        """Every parameter itself, and not the rounded copy that the model may run on."""
+        return {**dict(model.named_parameters()), **{slot.name: slot.weight for slot in self._optimizer.slots}}
 
     def _logical(self, model: Llama, name: str, tensor: Tensor, prefix: str) -> dict[str, LogicalTensor]:
         """`tensor`, something of the parameter `name`: by layer where they are stacked, and without padding."""
@@ -388,7 +393,7 @@ class XlaEngine:
 
     def bytes_per_device(self, model: Llama, optimizer: Optimizer) -> dict[str, int]:
         """See engine.Engine: measured on the live shards, not computed from the table."""
-        parameters = [*(slot.weight for slot in optimizer.slots), *self._copies.values()]
+        parameters = [*self._kept(model).values(), *self._copies.values()]
         groups = {"parameters": parameters, "moments": [t for slot in optimizer.slots for t in slot.state.values()]}
         return {name: sum(_device_bytes(tensor) for tensor in tensors) for name, tensors in groups.items()}
 

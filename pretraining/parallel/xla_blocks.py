@@ -7,6 +7,7 @@ torch.utils.checkpoint is traced away without a word.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def stack_layers(model: Llama) -> Llama:
     block = model.model.layers[0].to("meta")
     for module in block.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty(layers, *weight.shape, device="meta")))
+            setattr(module, name, nn.Parameter(torch.empty(layers, *weight.shape, device="meta"), weight.requires_grad))
     model.model.layers = block  # type: ignore[assignment]
     return model
 
@@ -119,7 +120,7 @@ class ScannedBlocks:
         return [on_mesh(spec, mesh) for spec in (steps if mesh["context"] > 1 else steps[1:])]
 
     def _is_repeated(self, name: str) -> bool:
-        return self.layout.repeated_heads and name.split(".")[-2] in ("k_proj", "v_proj")
+        return self.layout.repeated_heads and re.search(r"[kv]_proj\.(weight|bias|lora_B)", name) is not None
 
     def _used_spec(self, weight: Tensor) -> Spec:
         return (None if self.layout.whole_heads else "tensor", *(None,) * (weight.dim() - 1))

@@ -1,4 +1,4 @@
-"""Every optimizer, precision and dropout on both engines: the same losses however the state is split, also after a stop.
+"""Every optimizer, precision and dropout on both engines: the same losses however they are split, also after a stop.
 
 Three processes in all: 8 virtual devices, 2 processes of the torch engine, and one of it.
 """

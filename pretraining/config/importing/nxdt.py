@@ -185,7 +185,7 @@ LORA = {
     f"{_PEFT}target_modules": Rule(_targets, ("lora_target_modules",), "qkv_proj: q_proj,k_proj,v_proj"),
     f"{_PEFT}save_lora_base": Rule(_lora_saving, ("lora_save_mode",), "with merge_lora"),
     f"{_PEFT}merge_lora": Rule(_lora_saving, ("lora_save_mode",), "with save_lora_base"),
-    f"{_PEFT}save_lora_config_adapter": to("lora_config_in_adapter"),
+    f"{_PEFT}save_lora_config_adapter": no_op("PEFT's files always hold it"),
     f"{_PEFT}load_lora_from_ckpt": off("name the adapter with --lora_load_path"),
     f"{_PEFT}lora_verbose": no_op("what is trained is always printed"),
     "model_alignment_strategy.*": Rule(lambda _, __: refused(ALIGNMENT), (), f"refused: {ALIGNMENT}"),

@@ -13,13 +13,6 @@ from pretraining.config.validate import CHOICES, LISTS
 # Of fields that TrainConfig does not have: the values that the recipe has anyway. Any other is unsupported.
 ALWAYS: dict[str, tuple[Any, ...]] = {
     "attention_impl": ("auto",),
-    "lora_alpha": (),
-    "lora_bias": (),
-    "lora_config_in_adapter": (),
-    "lora_dropout": (),
-    "lora_rank": (0,),
-    "lora_save_mode": (),
-    "lora_target_modules": (),
     "pipeline_cuts": (),
     "transformer_block_type": ("pre_ln",),
 }

@@ -1,0 +1,86 @@
+"""Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretraining.checkpoint.huggingface import safetensors_entries, shard_file
+from pretraining.checkpoint.manifest import Checkpoint, Facts, Manifest
+from pretraining.config.errors import ConfigError, Problem, UserError
+from pretraining.config.lora import adapted, is_adapter, is_trained, lora_scale
+from pretraining.config.training import TrainConfig
+
+CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every name in their file
+
+
+def described(config: TrainConfig) -> dict[str, Any]:
+    """adapter_config.json."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.ckpt_load_path or None,
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "use_rslora": config.lora_use_rslora,
+        "lora_dropout": config.lora_dropout,
+        "bias": config.lora_bias,
+        "target_modules": sorted(name.rpartition(".")[2] for name in adapted(config)),
+        "modules_to_save": config.lora_modules_to_save.split(",") if config.lora_modules_to_save else None,
+        "init_lora_weights": "gaussian" if config.lora_init == "gaussian" else True,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def adapter_folder(config: TrainConfig) -> Path | None:
+    """Where the adapter to start from is, if one is named."""
+    return Path(config.lora_load_path) / config.lora_load_tag if config.lora_load_path else None
+
+
+def open_adapter(folder: Path, config: TrainConfig) -> Checkpoint:
+    """The adapter in `folder`, under our names.
+
+    UserError where it is none; ConfigError where it is of another rank or of other projections than `config` asks for.
+    """
+    for name in (CONFIG, MODEL):
+        if not (folder / name).is_file():
+            raise UserError(f"--lora_load_path={folder}: holds no {name}; give a folder in PEFT's format")
+    theirs, ours = json.loads((folder / CONFIG).read_text()), described(config)
+    fields = {"r": "lora_rank", "target_modules": "lora_target_modules", "bias": "lora_bias"}
+    wanted = {key: sorted(theirs[key]) if isinstance(theirs[key], list) else theirs[key] for key in fields}
+    problems = [
+        Problem(f"--{field}={getattr(config, field)}", f"the adapter at lora_load_path has {wanted[key]}; give that")
+        for key, field in fields.items()
+        if wanted[key] != ours[key]
+    ]
+    if problems:
+        raise ConfigError(problems)
+    entries = {name.removeprefix(PREFIX): entry for name, entry in safetensors_entries(folder / MODEL).items()}
+    facts = Facts(0, 0, None, asdict(config), "none", {})
+    return Checkpoint(folder, facts, Manifest(entries, {MODEL: shard_file(folder / MODEL)}))
+
+
+def exported(config: TrainConfig, names: list[str]) -> list[str]:
+    """Of a model's parameters, those that belong to the adapter."""
+    return [name for name in names if is_trained(config, name)]
+
+
+def merged(config: TrainConfig, name: str, weight: Tensor, read: Any) -> Tensor:
+    """`weight` with its adapter's product added, where it has one; `read` gives a tensor by its name."""
+    module = name.removesuffix(".weight")
+    if not any(module.endswith(target) for target in adapted(config)):
+        return weight
+    pair: list[Tensor] = [read(f"{module}.lora_{letter}.weight").to(torch.float32) for letter in "AB"]
+    return (weight.float() + lora_scale(config) * pair[1] @ pair[0]).to(weight.dtype)
+
+
+def is_base(name: str) -> bool:
+    """Whether a parameter is the model's own."""
+    return not is_adapter(name)
