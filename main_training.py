@@ -19,6 +19,10 @@ def main(**flags: str) -> int:
     config = TrainConfig.from_flags(flags)
     if config.import_only:
         return 0
+    if config.plan:
+        from pretraining.plan.show import show
+
+        return show(config)
     shape = model_shape(config)
 
     from pretraining.checkpoint.checkpoints import Checkpoints

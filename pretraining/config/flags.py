@@ -195,7 +195,7 @@ def config_from_flags(flags: Mapping[str, object]) -> TrainConfig:
 
         given = {**model_config(given), **given}
     values = read_values(given)
-    if values.config.import_only:
+    if values.config.import_only or values.config.plan:
         values = read_values(given, missing_matters=False)
     if values.problems:
         raise ConfigError(values.problems)

@@ -464,6 +464,19 @@ class TrainConfig:
     compile_cache_dir: str = ""
     """Folder of the persistent compilation cache of XLA (TPU only: the CPU backend cannot read it back). Empty: off."""
 
+    # ---- Plan
+    plan: bool = False
+    """Print what this configuration holds, sends and takes on plan_devices of plan_device_kind, and stop: paths and
+    devices are not looked at. Exit code 0 whether or not it fits."""
+    plan_devices: int = 0
+    """Devices to plan for, at least 1; needed with plan."""
+    plan_device_kind: str = ""
+    """Their kind: tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, trn1, trn2 (a core each), a100-40, a100-80, h100, h200, b200."""
+    plan_search: bool = False
+    """With plan: rank the meshes that fit by their predicted step time, for the same global batch."""
+    plan_json: str = ""
+    """File to write the plan to, as JSON. Empty: none."""
+
     # ---- Configuration files
     config_file: str = ""
     """File of settings with these names, under the flags of the command line: TOML, YAML, or the config.json of a run.

@@ -73,6 +73,7 @@ RANGES = {
     "init_std": NOT_NEGATIVE,
     "sliding_window": POSITIVE,
     "lora_rank": NOT_NEGATIVE,
+    "plan_devices": NOT_NEGATIVE,
     "lora_alpha": ABOVE_ZERO,
     "lora_dropout": DECAY,
     **dict.fromkeys(("hidden_dropout", "attention_dropout", "ffn_dropout"), DECAY),
@@ -145,6 +146,11 @@ SCHEDULES = {
 NEEDED = {"noam": ("lr_d_model",), "step": ("lr_step_size", "lr_gamma"), "exponential_lr": ("lr_gamma",)}
 CURVE = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name in names))  # every field of some schedule
 
+# Of pretraining/plan/kinds.py, which may not be imported here; a test keeps the two equal.
+PLAN_KINDS = (
+    *("a100-40", "a100-80", "h100", "h200", "b200", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "trn1", "trn2"),
+)
+
 CHOICES: dict[str, Collection[str]] = {
     "model_variant": (*VARIANTS, CUSTOM),
     "norm_type": ("rmsnorm", "layernorm"),
@@ -159,6 +165,7 @@ CHOICES: dict[str, Collection[str]] = {
     "device": ("auto", "cuda", "cpu", "tpu"),
     "sharding_strategy": ("ddp", "zero1", "zero2", "fsdp", "hsdp"),
     "checkpoint_granularity": ("full", "selective"),
+    "plan_device_kind": ("", *PLAN_KINDS),
     "lora_bias": ("none", "all", "lora_only"),
     "lora_init": ("default", "gaussian"),
     "lora_save_mode": ("adapter", "base_and_adapter", "merged"),
@@ -425,6 +432,18 @@ def _recomputes_something(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(flag(config, "selective_checkpointing"), remedy)
 
 
+def _plan_is_complete(config: TrainConfig) -> Iterator[Problem]:
+    if config.plan:
+        if not config.plan_devices:
+            yield Problem("--plan=True", "needs --plan_devices=N")
+        if not config.plan_device_kind:
+            yield Problem("--plan=True", f"needs --plan_device_kind: one of {', '.join(PLAN_KINDS)}")
+        return
+    for name in ("plan_devices", "plan_device_kind", "plan_search", "plan_json"):
+        if getattr(config, name):
+            yield Problem(flag(config, name), "needs --plan=True")
+
+
 LORA = (
     *("lora_alpha", "lora_use_rslora", "lora_dropout", "lora_target_modules", "lora_bias", "lora_modules_to_save"),
     *("lora_init", "lora_save_mode", "lora_load_path", "lora_load_tag"),
@@ -650,6 +669,7 @@ RULES = (
     Rule(_rope_bands_order, ("rope_scaling_type", "rope_low_freq_factor", "rope_high_freq_factor")),
     Rule(_batch_arithmetic, ("batch_size", "global_batch_size", "gradient_accumulation_steps")),
     Rule(_recomputes_something, ("fsdp_activation_checkpointing", "selective_checkpointing", *_DIMENSIONS)),
+    Rule(_plan_is_complete, ("plan", "plan_devices", "plan_device_kind", "plan_search", "plan_json")),
     Rule(_adapters_fit, ("lora_rank", *LORA)),
     Rule(_recomputed_parts_agree, ("fsdp_activation_checkpointing", "selective_checkpointing", *PARTS)),
     Rule(_schedule_reads_what_is_given, ("lr_schedule", "training_stage", *CURVE)),

@@ -107,17 +107,19 @@ class ScannedBlocks:
         return body
 
     def _from_lookup(self) -> list[Spec]:
-        """Where a looked-up activation goes, step by step, until the first block takes it.
+        """Where a looked-up activation goes, step by step, until it lies as the blocks take it.
 
         Where the embedding's columns are split, a lookup leaves them so; from there to rows is one all-to-all inside a
         shard group, and before it one to tokens inside a context group. Unsaid, or said in one step, the compiler
-        replicates the whole activation ("involuntary full rematerialization").
+        replicates the whole activation ("involuntary full rematerialization"); with the last step left to the first
+        block, the loop carries columns, and every block moves them to rows and back.
         """
         if not self.layout.split.parameters:
             return []
         steps: list[Spec] = [("replica", None, ("shard", "context")), ("replica", "context", "shard")]
         mesh = self.layout.mesh._asdict()
-        return [on_mesh(spec, mesh) for spec in (steps if mesh["context"] > 1 else steps[1:])]
+        placed = [on_mesh(spec, mesh) for spec in (steps if mesh["context"] > 1 else steps[1:])]
+        return [*placed, self.layout.stream()]
 
     def _is_repeated(self, name: str) -> bool:
         return self.layout.repeated_heads and re.search(r"[kv]_proj\.(weight|bias|lora_B)", name) is not None

@@ -3,47 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.parallel.hlo import HIDDEN, LAYERS, LENGTH, ROWS, kept, loops, program, results
 from tests.parallel.toy import TOY
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
-ROWS, LENGTH, HIDDEN, LAYERS = TOY["global_batch_size"], TOY["seq_length"], TOY["hidden_size"], TOY["num_layers"]
-
-
-def program(folder: Path, **fields: Any) -> str:
-    """The optimised HLO of the toy's training step."""
-    case = {"the case": {"sharding_strategy": "ddp", "batch_size": ROWS, "num_kv_heads": 8, "num_steps": 1, **fields}}
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONPATH": str(ROOT)}
-    environment["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
-    driver = Path(__file__).with_name("xla_driver.py")
-    subprocess.run(
-        [sys.executable, driver, json.dumps(case)], env=environment, check=True, capture_output=True, timeout=600
-    )
-    return max((path.read_text() for path in folder.glob("*after_optimizations.txt")), key=len)
-
-
-def results(text: str, operation: str) -> list[tuple[int, ...]]:
-    """The shapes that every `operation` of the program gives."""
-    shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* {operation}\(", text)
-    return [tuple(int(size) for size in shape.split(",") if size) for shape in shapes]
-
-
-def loops(text: str) -> list[str]:
-    """The types of what every loop carries, stacked weights and activations among it."""
-    return re.findall(r"= (\(.*?\)) while\(", text)
 
 
 def test_eight_tensor_ranks_gather_no_weights(tmp_path: Path) -> None:
@@ -74,16 +44,6 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
         for module in ("mlp", "norm", "mlp_activation")
     },
 }
-
-
-def kept(text: str) -> list[tuple[int, ...]]:
-    """The shapes, without their layers, of what the largest loop stacks for the backward pass.
-
-    Weights and their gradients are [layers, blocks of a body, ..]: nothing else has a 1 there.
-    """
-    stacks = re.findall(rf"f32\[{LAYERS},([\d,]*)\]", max(loops(text), key=len))
-    shapes = [tuple(map(int, stack.split(","))) for stack in stacks]
-    return [shape for shape in shapes if shape[0] != 1]
 
 
 @functools.cache

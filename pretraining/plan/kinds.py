@@ -1,0 +1,54 @@
+"""What devices hold and how fast they talk, as their makers specify it. Peaks of arithmetic are monitor/flops.py's.
+
+Figures are per device as the engine counts devices. GiB of memory as the device reports them; link: bytes per second
+that leave a device towards its neighbours within a host (GPUs) or a slice (TPUs), one direction; network: towards
+other hosts, where a slice ends or a host does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pretraining.monitor.flops import Peak, peak_of
+
+GIB = 2**30
+
+
+class Kind(NamedTuple):
+    """One kind of device."""
+
+    name: str
+    memory: float  # bytes
+    link: float  # bytes a second
+    network: float
+    per_host: int  # devices of one host
+
+    @property
+    def peak(self) -> Peak:
+        """Its arithmetic."""
+        found = peak_of(self.name.replace("-", " "))
+        assert found is not None
+        return found
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        # NVIDIA's data sheets: NVLink 3, 4 and 5 are specified as both directions together. Networks: one InfiniBand
+        # port per GPU, HDR 200, NDR 400 and XDR 800 Gbit/s, as in the DGX of the generation.
+        Kind("a100-40", 40 * GIB, 300e9, 25e9, 8),
+        Kind("a100-80", 80 * GIB, 300e9, 25e9, 8),
+        Kind("h100", 80 * GIB, 450e9, 50e9, 8),
+        Kind("h200", 140 * GIB, 450e9, 50e9, 8),
+        Kind("b200", 180 * GIB, 900e9, 100e9, 8),
+        # cloud.google.com/tpu/docs: HBM and inter-chip interconnect of a chip, Gbit/s both directions together.
+        Kind("tpu-v4", 32 * GIB, 150e9, 150e9, 4),
+        Kind("tpu-v5e", 16 * GIB, 100e9, 100e9, 8),
+        Kind("tpu-v5p", 95 * GIB, 300e9, 300e9, 4),
+        Kind("tpu-v6e", 32 * GIB, 224e9, 224e9, 8),
+        # awsdocs-neuron: Trainium (32 GiB, two NeuronCores, NeuronLink-v2 768 GB/s a chip; trn1.32xlarge has 800
+        # Gbit/s for 32 cores) and Trainium2 (96 GiB, four logical NeuronCores, 1.28 TB/s; trn2.48xlarge 3.2 Tbit/s).
+        Kind("trn1", 16 * GIB, 192e9, 3.1e9, 32),
+        Kind("trn2", 24 * GIB, 160e9, 6.25e9, 64),
+    )
+}

@@ -1,0 +1,130 @@
+"""What one device holds: every parameter with its share, gradients, optimizer state, activations and logits.
+
+From the sharding table and the rules of the optimizers alone; no device, and no tensor with values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape, padded_vocabulary
+from pretraining.models.init import on_meta
+from pretraining.optim.optimizer import build_optimizer, reduced
+from pretraining.optim.precision import precision_of
+from pretraining.parallel.engine import Mesh
+from pretraining.parallel.recompute import block_mask
+from pretraining.parallel.sharding import Layout, Spec, layout_of, parts
+
+
+class Weight(NamedTuple):
+    """One parameter, or those of the same name in all blocks."""
+
+    name: str  # with * for the block's number
+    shape: tuple[int, ...]
+    tensors: int  # such ones
+    spec: Spec
+    bytes: int  # of one device, all of them together
+
+
+class State(NamedTuple):
+    """Bytes of one device."""
+
+    parameters: int
+    gradients: int
+    moments: int
+    activations: int
+    logits: int
+    gathered: int  # parameters of a block while it runs, where they are split otherwise
+
+    @property
+    def total(self) -> int:
+        """All of it at the time of the peak."""
+        return sum(self)
+
+
+def local(shape: Iterable[int], spec: Spec, mesh: Mesh) -> int:
+    """Elements of one device's part; an uneven split is padded."""
+    sizes = mesh._asdict()
+    return math.prod(-(-extent // parts(axis, sizes)) for extent, axis in zip(shape, spec, strict=True))
+
+
+def weights_of(config: TrainConfig, mesh: Mesh) -> list[Weight]:
+    """Every parameter and its sharding, those of all blocks as one."""
+    layout, stored = layout_of(config, mesh), precision_of(config).stored.itemsize
+    found: dict[str, list[torch.Size]] = {}
+    for name, weight in on_meta(config).named_parameters():
+        found.setdefault(re.sub(r"\.layers\.\d+\.", ".layers.*.", name), []).append(weight.shape)
+    return [
+        Weight(name, tuple(shapes[0]), len(shapes), spec, len(shapes) * stored * local(shapes[0], spec, mesh))
+        for name, shapes in found.items()
+        for spec in [layout.parameter(name)]
+    ]
+
+
+def state_of(config: TrainConfig, mesh: Mesh) -> State:
+    """Everything that one device holds at the end of a forward pass, its largest moment."""
+    layout, precision = layout_of(config, mesh), precision_of(config)
+    slots = build_optimizer(config, on_meta(config).named_parameters()).slots
+    weights = weights_of(config, mesh)
+    gradients = moments = 0
+    for slot in slots:
+        gradients += local(slot.weight.shape, layout.gradient(slot.name), mesh) * precision.stored.itemsize
+        for moment in slot.rule.moments(slot.ndim).values():
+            shape = reduced(slot.weight.shape, moment)
+            spec = tuple(a if extent > 1 else None for a, extent in zip(layout.moment(slot.name), shape, strict=True))
+            moments += local(shape, spec, mesh) * precision.state.itemsize
+    copies = 2 if precision.copies else 1
+    return State(
+        copies * sum(weight.bytes for weight in weights),
+        gradients,
+        moments,
+        activations(config, mesh),
+        logits(config, mesh),
+        _gathered(config, layout, mesh, weights),
+    )
+
+
+def activations(config: TrainConfig, mesh: Mesh) -> int:
+    """Bytes that the blocks keep for the backward pass, of one micro-batch.
+
+    A block that is recomputed keeps its input. One that is not keeps, for each token, six vectors as wide as the
+    stream (input, two normed ones, queries, attention's result, what enters the feed-forward layer), keys and values
+    before and after their rotation, and gate, up and their product; scores are never kept. Counted from what the
+    compiled step stacks (tests/plan/test_state.py). One recomputed block is whole again while its gradient is taken.
+    """
+    shape, mask = model_shape(config), block_mask(config, model_shape(config).num_layers)
+    tokens = config.batch_size * config.seq_length // mesh.context
+    width = precision_of(config).stream.itemsize
+    stream = shape.hidden_size / (mesh.tensor if config.sequence_parallel else 1)
+    queries = shape.num_attention_heads * shape.head_dim / mesh.tensor
+    keys = shape.num_kv_heads * shape.head_dim / min(mesh.tensor, shape.num_kv_heads)
+    wide = (3 if shape.gated else 2) * shape.intermediate_size / mesh.tensor
+    whole = tokens * width * (4 * stream + 2 * queries + 4 * keys + wide)
+    inputs = tokens * width * stream
+    chosen = sum(mask)
+    group = min(config.checkpoint_num_layers, max(chosen, 1))
+    kept = (len(mask) - chosen) * whole + chosen / group * inputs
+    return int(kept + (group * whole if chosen else 0))
+
+
+def logits(config: TrainConfig, mesh: Mesh) -> int:
+    """Bytes of the output head's result, its fp32 copy and its gradient, of one micro-batch."""
+    tokens = config.batch_size * config.seq_length // mesh.context
+    return tokens * padded_vocabulary(config) // mesh.tensor * (precision_of(config).stream.itemsize + 8)
+
+
+def _gathered(config: TrainConfig, layout: Layout, mesh: Mesh, weights: list[Weight]) -> int:
+    """Two blocks' parameters, the one that runs and the one fetched ahead, and the larger of embedding and head."""
+    if not layout.split.parameters or mesh.shard * mesh.context == 1:
+        return 0
+    width = precision_of(config).products.itemsize
+    blocks = [w for w in weights if ".layers." in w.name]
+    outer = [w for w in weights if ".layers." not in w.name]
+    block = sum(math.prod(weight.shape) for weight in blocks) // mesh.tensor
+    return width * (2 * block + max(math.prod(weight.shape) for weight in outer) // mesh.tensor)

@@ -1,0 +1,117 @@
+"""The collectives of one optimizer step, as bytes that leave one device.
+
+A ring of n devices moves (n - 1) / n of the whole tensor past each of them for an all-gather or a reduce-scatter, and
+twice that for an all-reduce (Patarasuk and Yuan 2009); less is not possible for any algorithm.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
+from pretraining.optim.precision import precision_of
+from pretraining.parallel.engine import Mesh
+from pretraining.parallel.recompute import block_mask
+from pretraining.parallel.sharding import STRATEGIES
+from pretraining.plan.state import Weight, weights_of
+
+
+class Collective(NamedTuple):
+    """One kind of communication of a step."""
+
+    what: str
+    operation: str  # "all-gather", "reduce-scatter", "all-reduce" or "all-to-all"
+    axes: tuple[str, ...]  # of the mesh
+    bytes: int  # that leave one device in a step
+    least: int  # that any run of this strategy must send
+
+
+def ring(whole: float, ranks: int, *, both: bool = False) -> int:
+    """Bytes that leave a device for a collective on a tensor of so many bytes."""
+    return int((2 if both else 1) * whole * (ranks - 1) / ranks)
+
+
+def collectives(config: TrainConfig, mesh: Mesh) -> list[Collective]:
+    """Everything that a step communicates; scalars left out."""
+    found = [*_of_parameters(config, mesh), *_of_activations(config, mesh)]
+    return [one for one in found if one.bytes]
+
+
+def _bytes_along(weights: list[Weight], mesh: Mesh, width: int) -> int:
+    """Of all matrices, as `shard` and `context` see them: a tensor rank's part, whole along both."""
+    return sum(w.tensors * math.prod(w.shape) * width for w in weights if len(w.shape) > 1) // mesh.tensor
+
+
+def _looked_up(config: TrainConfig, mesh: Mesh) -> Collective:
+    """A lookup in an embedding whose columns are split gives columns of all tokens of the group: one all-to-all makes
+    them all columns of a rank's own tokens, and one takes their gradients back. No row is ever gathered."""
+    shape, passes = model_shape(config), config.gradient_accumulation_steps or 1
+    tokens = config.batch_size * config.seq_length // mesh.context
+    least = 2 * passes * ring(tokens * shape.hidden_size * precision_of(config).stream.itemsize, mesh.shard)
+    return Collective("looked-up tokens", "all-to-all", ("shard",), least, least)
+
+
+def _of_parameters(config: TrainConfig, mesh: Mesh) -> list[Collective]:
+    split = STRATEGIES[config.sharding_strategy]
+    passes = config.gradient_accumulation_steps or 1
+    precision, ranks = precision_of(config), mesh.shard * mesh.context
+    weights = weights_of(config, mesh)
+    if split.parameters:
+        weights = [weight for weight in weights if "embed_" not in weight.name]
+    wide = _bytes_along(weights, mesh, precision.stored.itemsize)
+    narrow = _bytes_along(weights, mesh, precision.products.itemsize)
+    along = ("shard", "context")
+    if split.parameters:
+        # Once for the forward and once for the backward pass of every micro-batch; a recomputed block's once more, for
+        # its products by the weights and by their transposes gather apart.
+        gathers = ring(narrow, ranks)
+        blocks = [weight for weight in weights if ".layers." in weight.name]
+        mask = block_mask(config, model_shape(config).num_layers)
+        again = ring(_bytes_along(blocks, mesh, precision.products.itemsize), ranks) * sum(mask) // len(mask)
+        return [
+            _looked_up(config, mesh),
+            Collective("parameters, forward", "all-gather", along, passes * gathers, gathers),
+            Collective("parameters, backward", "all-gather", along, passes * (gathers + again), gathers),
+            Collective("gradients", "reduce-scatter", along, passes * ring(wide, ranks), ring(wide, ranks)),
+            _over_replicas(wide // ranks, mesh, passes),
+        ]
+    if split.moments:
+        reduced = passes if split.gradients else 1
+        scatter = ring(wide, ranks)
+        return [
+            Collective("gradients", "reduce-scatter", along, reduced * scatter, scatter),
+            Collective("updated parameters", "all-gather", along, ring(wide, ranks), ring(wide, ranks)),
+            _over_replicas(wide // ranks, mesh, 1),
+        ]
+    everywhere = mesh.replica * ranks
+    least = ring(wide, everywhere, both=True)
+    return [Collective("gradients", "all-reduce", ("replica", *along), passes * least, least)]
+
+
+def _over_replicas(part: int, mesh: Mesh, passes: int) -> Collective:
+    least = ring(part, mesh.replica, both=True)
+    return Collective("gradients, over replicas", "all-reduce", ("replica",), passes * least, least)
+
+
+def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
+    shape, mask = model_shape(config), block_mask(config, model_shape(config).num_layers)
+    passes, width = config.gradient_accumulation_steps or 1, precision_of(config).stream.itemsize
+    tokens = config.batch_size * config.seq_length // mesh.context
+    stream = tokens * shape.hidden_size * width
+    # Attention and feed-forward end in partial sums. So does the gradient by what a matrix takes: by that of queries,
+    # keys and values, and by that of gate and up, each on its own, where one sum for each norm would do. A recomputed
+    # block adds up again what its attention gave, for the feed-forward layer needs it. And the embedding and the head.
+    backward = 3 + (2 if shape.gated else 1)
+    sums = sum(2 + backward + recomputed for recomputed in mask) + 2
+    split = ring(stream, mesh.tensor, both=True)
+    keys = 2 * tokens * mesh.context * shape.num_kv_heads * shape.head_dim // mesh.tensor * width
+    gathers = sum(2 + recomputed for recomputed in mask)  # forward, again, and the sum of their gradients
+    gathered = ring(keys, mesh.context)
+    return [
+        Collective("stream", "all-reduce", ("tensor",), passes * sums * split, passes * (4 * len(mask) + 2) * split),
+        Collective(
+            "keys and values", "all-gather", ("context",), passes * gathers * gathered, 2 * len(mask) * gathered
+        ),
+    ]

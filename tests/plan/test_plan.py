@@ -1,0 +1,114 @@
+"""What --plan=True prints, and that a change of the configuration moves the figures the way it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretraining.config.errors import ConfigError
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import PLAN_KINDS
+from pretraining.plan.kinds import KINDS
+from pretraining.plan.plan import USABLE, nearest_fit, plan_of, search
+from pretraining.plan.traffic import ring
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(**fields: Any) -> TrainConfig:
+    base = {"model_variant": "llama3_8b", "sharding_strategy": "fsdp", "batch_size": 1, "seq_length": 4096}
+    planned = {"plan": True, "plan_devices": 64, "plan_device_kind": "h100"}
+    return TrainConfig(**{**base, **planned, **fields})
+
+
+def test_every_kind_that_the_flag_takes_is_in_the_table_with_a_peak() -> None:
+    assert set(PLAN_KINDS) == KINDS.keys()
+    assert all(kind.peak.flops > 1e13 for kind in KINDS.values())
+
+
+def test_the_page_shows_everything_and_needs_neither_data_nor_devices(tmp_path: Path) -> None:
+    flags = ("--plan", "--plan_devices=512", "--plan_device_kind=tpu-v5p", "--model_variant=llama3_70b")
+    command = [sys.executable, "main_training.py", *flags, "--sharding_strategy=fsdp", f"--plan_json={tmp_path / 'p'}"]
+    began = time.perf_counter()
+    done = subprocess.run(
+        [*command, "--batch_size=1", "--fsdp_activation_checkpointing"],
+        cwd=ROOT, env={**os.environ, "PJRT_DEVICE": "TPU"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert time.perf_counter() - began < 60
+    assert "70,553,706,496 parameters" in done.stdout
+    assert "model.layers.*.mlp.down_proj.weight" in done.stdout
+    assert ": fits in" in done.stdout
+    assert len(done.stdout.splitlines()) < 50
+    written = json.loads((tmp_path / "p").read_text())
+    assert written["fits"] is True
+    assert sum(weight["bytes"] for weight in written["parameters"]) == written["bytes_per_device"]["parameters"]
+
+
+def test_what_does_not_fit_says_so_names_the_nearest_change_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    from pretraining.plan.show import show
+
+    big = config(model_variant="llama3_70b", plan_devices=16, plan_device_kind="tpu-v5e", sharding_strategy="ddp")
+    assert show(big) == 0
+    said = capsys.readouterr().out
+    assert "does not fit" in said
+    assert "nearest" in said
+    change = nearest_fit(plan_of(config(batch_size=64, fsdp_activation_checkpointing=False)))
+    assert change is not None and plan_of(change).fits
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"plan_devices": 0}, "needs --plan_devices=N"),
+        ({"plan_device_kind": ""}, "needs --plan_device_kind: one of"),
+        ({"plan": False}, "--plan_devices=64.* needs --plan=True"),
+        ({"plan_device_kind": "h1000"}, "must be one of"),
+    ],
+)
+def test_a_plan_without_devices_or_their_kind_is_refused(fields: dict[str, Any], message: str) -> None:
+    given = {"plan": True, "plan_devices": 64, "plan_device_kind": "h100", "use_dummy_dataset": True, **fields}
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig.from_flags(given)
+
+
+def test_sizes_that_do_not_divide_are_refused_as_they_are_in_training() -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=8 .*does not divide the 12 devices"):
+        plan_of(config(plan_devices=12, tensor_parallel_size=8))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(["ddp", "zero1", "fsdp", "hsdp"]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([8, 32, 64]))
+def test_splitting_never_holds_more_and_recomputing_never_keeps_more(split: str, tensor: int, devices: int) -> None:
+    base = config(sharding_strategy=split, tensor_parallel_size=tensor, plan_devices=devices)
+    plan, more = plan_of(base), plan_of(replace(base, plan_devices=2 * devices))
+    assert more.state.parameters <= plan.state.parameters
+    assert more.state.moments <= plan.state.moments
+    again = plan_of(replace(base, fsdp_activation_checkpointing=True))
+    assert again.state.activations < plan.state.activations
+    assert again.compute_seconds > plan.compute_seconds
+    assert 0 < plan.mfu < 1
+    assert plan.fits == (plan.state.total <= USABLE * plan.kind.memory)
+
+
+def test_a_ring_moves_what_theory_says() -> None:
+    assert ring(800, 8) == 700
+    assert ring(800, 8, both=True) == 1400
+    assert ring(800, 1) == 0
+
+
+def test_the_search_ranks_what_fits_for_one_global_batch() -> None:
+    plans = search(config(global_batch_size=128, batch_size=2))
+    assert plans and all(plan.fits for plan in plans)
+    assert {plan.config.global_batch_size for plan in plans} == {128}
+    times = [plan.step_seconds for plan in plans]
+    assert times == sorted(times)
