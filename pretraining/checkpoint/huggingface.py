@@ -42,13 +42,13 @@ DIMENSIONS = {
     "max_position_embeddings": "max_position_embeddings",
     "head_dim": "head_dim",
 }
-# What the model here cannot do: key -> the only value that is understood.
-FIXED = {"model_type": "llama"}
+# Their families that are this model: model_type -> the class's name. Mistral is Llama with a sliding window, Qwen 3 is
+# Llama with normed queries and keys.
+FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}  # hidden_act, which gates there too -> activation
 # What Hugging Face's Llama cannot do: field -> the only value that can be exported.
 EXPORTED = {
     "norm_type": "rmsnorm",
-    "qk_norm": False,
     "parallel_residual": False,
     "position_embedding_type": "rope",
     "rotary_percentage": 1.0,
@@ -72,9 +72,9 @@ def open_source(path: Path) -> Checkpoint:
 def open_huggingface(path: Path) -> Checkpoint:
     """The folder as a checkpoint of step 0 without digests. UserError where this model cannot be that one."""
     config = _read_json(path / CONFIG)
-    for key, value in FIXED.items():
-        if config.get(key, value) != value:
-            raise UserError(f"{path / CONFIG}: {key}={config[key]}; only {value} is understood")
+    family = config.get("model_type", "llama")
+    if family not in FAMILIES:
+        raise UserError(f"{path / CONFIG}: model_type={family}; {', '.join(FAMILIES)} are understood")
     names = _weight_files(path)
     files = {name: shard_file(path / name) for name in names}
     tensors = {name: entry for file in names for name, entry in safetensors_entries(path / file).items()}
@@ -168,8 +168,13 @@ def to_train_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
     eps = config.get("rms_norm_eps", 1e-6)
     scaling = _rope_scaling(rope or config.get("rope_scaling") or {}, path)
     biases = {ours: bool(config.get(theirs, False)) for ours, theirs in BIASES.items()}
+    family = config.get("model_type", "llama")
+    if config.get("use_sliding_window", False):
+        raise UserError(f"{path / CONFIG}: use_sliding_window=True; windows in some of the layers are not understood")
+    window = config.get("sliding_window") if family == "mistral" else None
+    forms = {"qk_norm": family == "qwen3", "sliding_window": window}
     fixed = {"model_variant": "custom", "norm_eps": eps, "activation": ACTIVATIONS[act], "rope_theta": float(theta)}
-    return {**fixed, **given, **biases, **scaling}
+    return {**fixed, **given, **biases, **scaling, **forms}
 
 
 _OPTIONAL = ("num_kv_heads", "head_dim", "max_position_embeddings")
@@ -200,12 +205,16 @@ def from_train_config(config: TrainConfig, dtype: str) -> dict[str, Any]:
     acts = [theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation]
     foreign = [f"{name}={getattr(config, name)}" for name, value in EXPORTED.items() if getattr(config, name) != value]
     foreign += [] if acts else [f"activation={config.activation}"]
+    family = "qwen3" if config.qk_norm else "mistral" if config.sliding_window else "llama"
+    lacks = {"qwen3": ("sliding_window", "mlp_bias"), "mistral": ("attn_bias", "mlp_bias"), "llama": ()}[family]
+    foreign += [f"{name}={getattr(config, name)}" for name in lacks if getattr(config, name)]
     if foreign:
-        raise UserError(f"Hugging Face's Llama has no {', '.join(foreign)}: this model has no such form")
+        raise UserError(f"Hugging Face's {family} has no {', '.join(foreign)}: this model has no such form")
     shape = model_shape(config)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        **FIXED,
+        "architectures": [FAMILIES[family]],
+        "model_type": family,
+        **({"sliding_window": config.sliding_window} if family == "mistral" else {}),
         "hidden_act": acts[0],
         **{theirs: getattr(shape, ours) for ours, theirs in DIMENSIONS.items()},
         "rms_norm_eps": config.norm_eps,

@@ -19,6 +19,7 @@ from pretraining.checkpoint.huggingface import from_train_config, is_huggingface
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors, save
 from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.importing.huggingface import model_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config
@@ -64,6 +65,31 @@ def test_an_exported_model_is_the_same_function_in_transformers(tmp_path: Path, 
     if fields:  # the rotary settings made a difference that the tolerance would not have hidden
         plain = logits(small_config(tmp_path), read_tensors(path, is_weight), tokens)
         assert (plain - ours).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"sliding_window": 7}, "MistralForCausalLM"),
+        ({"qk_norm": True}, "Qwen3ForCausalLM"),
+        ({"qk_norm": True, "attn_bias": True}, "Qwen3ForCausalLM"),
+    ],
+)
+def test_llama_s_relatives_travel_under_their_own_names(tmp_path: Path, fields: dict[str, Any], kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = saved(tmp_path / "run", **fields)
+    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    assert type(theirs).__name__ == kind
+    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
+    ours = logits(small_config(tmp_path, **fields), read_tensors(path, is_weight), tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "back")  # as they write it, with all of their keys
+    described = open_source(tmp_path / "back").facts.config
+    assert {name: described[name] for name in fields} == fields
+    settings = model_config({"model_config_path": str(tmp_path / "back" / "config.json")})
+    assert {name: settings[name] for name in fields} == fields
 
 
 @pytest.mark.parametrize(("tied", "ours_tied"), [(False, False), (True, False), (True, True)])
@@ -192,7 +218,8 @@ def test_rotary_settings_of_both_transformers_generations_are_understood(tmp_pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mistral"}, "model_type=mistral; only llama"),
+        ({"model_type": "gemma"}, "model_type=gemma; llama, mistral, qwen3"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=True; windows in some"),
         ({"hidden_act": "gelu_new"}, "hidden_act=gelu_new; silu, gelu, relu"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn; default, linear and llama3"),
         ({"vocab_size": None}, "vocab_size is missing"),
@@ -213,6 +240,19 @@ def test_the_gate_has_their_word_and_comes_back(activation: str, act: str, tmp_p
     exported = from_train_config(TrainConfig(activation=activation), "float32")
     assert exported["hidden_act"] == act
     assert to_train_config(exported, tmp_path)["activation"] == activation
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"mlp_bias": True, "qk_norm": True},
+        {"attn_bias": True, "sliding_window": 4},
+        {"position_embedding_type": "learned_absolute"},
+    ],
+)
+def test_no_family_of_theirs_has_this_pair(field: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(field))):
+        from_train_config(TrainConfig(**field), "float32")
 
 
 @pytest.mark.parametrize("field", [{"parallel_residual": True}, {"rotary_percentage": 0.5}, {"activation": "gelu"}])

@@ -45,12 +45,35 @@ _SCALING = {
     "original_max_position_embeddings": to("rope_original_max_position"),
     "rope_theta": to("rope_theta"),
 }
+
+
+def _window(value: Any, source: Source) -> Reading:
+    if source.get("model_type") == "mistral":
+        return mapped(sliding_window=value)
+    return ignored("read with use_sliding_window")
+
+
+def _layers(value: Any, _: Source) -> Reading:
+    if isinstance(value, list) and set(value) <= {"full_attention"}:
+        return rests("full attention in all of them")
+    return refused("layers of several kinds")
+
+
 ABOUT = "nothing of the model's shape"
 
 TABLE = Table(
     "Hugging Face's config.json",
     {
-        "model_type": unless(("llama",), "models of Llama's kind"),
+        "model_type": choice(
+            {
+                **dict.fromkeys(("llama", "mistral"), rests("this model")),
+                "qwen3": mapped(qk_norm=True),
+            }
+        ),
+        "sliding_window": Rule(_window, ("sliding_window",), "of Mistral"),
+        "use_sliding_window": unless((False,), "windows in some of the layers"),
+        "max_window_layers": no_op("read with use_sliding_window"),
+        "layer_types": Rule(_layers, (), "full attention in all of them"),
         "hidden_size": to("hidden_size"),
         "intermediate_size": to("intermediate_size"),
         "num_hidden_layers": to("num_layers"),
