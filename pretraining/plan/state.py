@@ -91,26 +91,38 @@ def state_of(config: TrainConfig, mesh: Mesh) -> State:
 
 
 def activations(config: TrainConfig, mesh: Mesh) -> int:
-    """Bytes that the blocks keep for the backward pass, of one micro-batch.
+    """Bytes of one micro-batch's activations at the backward pass's beginning: what is kept, and of recomputed blocks
+    those that are whole again while their gradient is taken."""
+    mask = block_mask(config, model_shape(config).num_layers)
+    together = min(config.checkpoint_num_layers, sum(mask))
+    return kept_activations(config, mesh) + int(together * _block_bytes(config, mesh))
 
-    A block that is recomputed keeps its input. One that is not keeps, for each token, six vectors as wide as the
-    stream (input, two normed ones, queries, attention's result, what enters the feed-forward layer), keys and values
-    before and after their rotation, and gate, up and their product; scores are never kept. Counted from what the
-    compiled step stacks (tests/plan/test_state.py). One recomputed block is whole again while its gradient is taken.
-    """
-    shape, mask = model_shape(config), block_mask(config, model_shape(config).num_layers)
-    tokens = config.batch_size * config.seq_length // mesh.context
-    width = precision_of(config).stream.itemsize
-    stream = shape.hidden_size / (mesh.tensor if config.sequence_parallel else 1)
+
+def kept_activations(config: TrainConfig, mesh: Mesh) -> int:
+    """Bytes that the blocks keep for the backward pass, of one micro-batch; of a recomputed block, or several that are
+    recomputed together, the input."""
+    mask = block_mask(config, model_shape(config).num_layers)
+    inputs = sum(mask) / config.checkpoint_num_layers * _stream_bytes(config, mesh)
+    return int((len(mask) - sum(mask)) * _block_bytes(config, mesh) + inputs)
+
+
+def _stream_bytes(config: TrainConfig, mesh: Mesh) -> float:
+    tokens = config.batch_size * config.seq_length / mesh.context
+    width = model_shape(config).hidden_size / (mesh.tensor if config.sequence_parallel else 1)
+    return tokens * width * precision_of(config).stream.itemsize
+
+
+def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
+    """Of a block that is not recomputed: for each token six vectors as wide as the stream (input, two normed ones, what
+    enters the feed-forward layer, queries, attention's result), keys and values before and after their rotation, and
+    gate, up and their product. Scores are never kept. Counted from what the compiled step stacks
+    (tests/plan/test_against_the_compiler.py)."""
+    shape = model_shape(config)
+    tokens, width = config.batch_size * config.seq_length / mesh.context, precision_of(config).stream.itemsize
     queries = shape.num_attention_heads * shape.head_dim / mesh.tensor
     keys = shape.num_kv_heads * shape.head_dim / min(mesh.tensor, shape.num_kv_heads)
     wide = (3 if shape.gated else 2) * shape.intermediate_size / mesh.tensor
-    whole = tokens * width * (4 * stream + 2 * queries + 4 * keys + wide)
-    inputs = tokens * width * stream
-    chosen = sum(mask)
-    group = min(config.checkpoint_num_layers, max(chosen, 1))
-    kept = (len(mask) - chosen) * whole + chosen / group * inputs
-    return int(kept + (group * whole if chosen else 0))
+    return 4 * _stream_bytes(config, mesh) + tokens * width * (2 * queries + 4 * keys + wide)
 
 
 def logits(config: TrainConfig, mesh: Mesh) -> int:
