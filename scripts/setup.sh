@@ -49,7 +49,8 @@ install_requirements() {
 
 # What an installation depends on: the requirements, the interpreter, and whether there are TPUs.
 requirements_state() {
-    cat requirements.txt "$1"
+    # shellcheck disable=SC2046 # file names without spaces
+    cat requirements.txt "$1" $(sed -n 's/^-r //p' "$1")
     "$python" --version 2>&1
     on_tpu_host && echo "with TPU"
     true

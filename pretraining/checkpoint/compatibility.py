@@ -59,7 +59,7 @@ FREE = (
     "model_variant",  # its dimensions are compared instead
     "max_position_embeddings",
     "data_path",  # the data's own fingerprint is compared when its state is restored
-    *("plan", "plan_devices", "plan_device_kind", "plan_search", "plan_json"),
+    *("plan", "plan_devices", "plan_device_kind", "plan_search", "plan_compile", "plan_topology", "plan_json"),
     "run_name",
     "log_dir",
     "report_interval",

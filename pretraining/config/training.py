@@ -135,9 +135,9 @@ class TrainConfig:
     stored once. 0: as few as possible, tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 without
     enough heads: every tensor rank computes all key/value heads."""
     pipeline_parallel_size: int = 1
-    """Groups of devices that each hold some of the layers. Training has none yet: above 1 is refused."""
+    """Groups of devices that each hold some of the layers. Training has none yet: above 1 is for plan alone."""
     virtual_pipeline_size: int = 1
-    """Pieces of the layers that each pipeline group holds. Training has none yet: above 1 is refused."""
+    """Pieces of the layers that each pipeline group holds. Training has none yet: above 1 is for plan alone."""
     dump_sharding: str = ""
     """File to write, before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype and the
     mesh axes that split each dimension. Empty: none."""
@@ -469,11 +469,16 @@ class TrainConfig:
     """Print what this configuration holds, sends and takes on plan_devices of plan_device_kind, and stop: paths and
     devices are not looked at. Exit code 0 whether or not it fits."""
     plan_devices: int = 0
-    """Devices to plan for, at least 1; needed with plan."""
+    """Devices to plan for, at least 1; needed with plan. 0: as many as plan_topology has."""
     plan_device_kind: str = ""
     """Their kind: tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, trn1, trn2 (a core each), a100-40, a100-80, h100, h200, b200."""
     plan_search: bool = False
     """With plan: rank the meshes that fit by their predicted step time, for the same global batch."""
+    plan_compile: bool = False
+    """With plan: also have the step compiled for plan_topology by the TPU's own compiler, and show its memory,
+    collectives and operations beside the plan's. Needs no TPU; needs requirements-tpu-aot.txt."""
+    plan_topology: str = ""
+    """Slice of TPUs, chips along each axis: 4x4 (v5e, v6e) or 4x4x4 (v4, v5p). Their product is plan_devices."""
     plan_json: str = ""
     """File to write the plan to, as JSON. Empty: none."""
 

@@ -151,6 +151,8 @@ PLAN_KINDS = (
     *("a100-40", "a100-80", "h100", "h200", "b200", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "trn1", "trn2"),
 )
 
+TOPOLOGY_AXES = {"tpu-v4": 3, "tpu-v5e": 2, "tpu-v5p": 3, "tpu-v6e": 2}  # of a slice, by plan_device_kind
+
 CHOICES: dict[str, Collection[str]] = {
     "model_variant": (*VARIANTS, CUSTOM),
     "norm_type": ("rmsnorm", "layernorm"),
@@ -367,11 +369,26 @@ def _group_has_a_use(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(flag(config, "sharding_group_size"), remedy)
 
 
-def _pipeline_is_refused(config: TrainConfig) -> Iterator[Problem]:
+def _pipeline_is_planned_at_most(config: TrainConfig) -> Iterator[Problem]:
+    if config.plan:
+        yield from _stages_divide(config)
+        return
     for name in ("pipeline_parallel_size", "virtual_pipeline_size"):
         if getattr(config, name) > 1:
             remedy = "training has no pipeline yet; use 1, and split with sharding_strategy or tensor_parallel_size"
             yield Problem(flag(config, name), remedy)
+
+
+def _stages_divide(config: TrainConfig) -> Iterator[Problem]:
+    stages, pieces = config.pipeline_parallel_size, config.virtual_pipeline_size
+    if pieces > 1 and stages == 1:
+        yield Problem(flag(config, "virtual_pipeline_size"), "needs pipeline_parallel_size above 1")
+    elif _is_complete(config) and model_shape(config).num_layers % (stages * pieces):
+        product = f"x virtual_pipeline_size={pieces} = {stages * pieces} " if pieces > 1 else ""
+        remedy = f"{product}does not divide num_layers={model_shape(config).num_layers}"
+        yield Problem(flag(config, "pipeline_parallel_size"), remedy)
+    if config.plan_devices % stages:
+        yield Problem(flag(config, "pipeline_parallel_size"), f"does not divide plan_devices={config.plan_devices}")
 
 
 def _positions_reach(config: TrainConfig) -> Iterator[Problem]:
@@ -432,16 +449,52 @@ def _recomputes_something(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(flag(config, "selective_checkpointing"), remedy)
 
 
+PLAN = ("plan_devices", "plan_device_kind", "plan_search", "plan_compile", "plan_topology", "plan_json")
+
+
 def _plan_is_complete(config: TrainConfig) -> Iterator[Problem]:
     if config.plan:
-        if not config.plan_devices:
+        if not config.plan_devices and not config.plan_topology:
             yield Problem("--plan=True", "needs --plan_devices=N")
         if not config.plan_device_kind:
             yield Problem("--plan=True", f"needs --plan_device_kind: one of {', '.join(PLAN_KINDS)}")
         return
-    for name in ("plan_devices", "plan_device_kind", "plan_search", "plan_json"):
+    for name in PLAN:
         if getattr(config, name):
             yield Problem(flag(config, name), "needs --plan=True")
+
+
+def _topology_fits(config: TrainConfig) -> Iterator[Problem]:
+    """The slice is one of its kind's, and as large as said."""
+    if not (config.plan_topology and config.plan_device_kind):
+        return
+    subject, axes = flag(config, "plan_topology"), TOPOLOGY_AXES.get(config.plan_device_kind)
+    if axes is None:
+        remedy = f"is a slice of TPUs, and plan_device_kind={config.plan_device_kind}; use {', '.join(TOPOLOGY_AXES)}"
+        yield Problem(subject, remedy)
+        return
+    if not re.fullmatch(r"[1-9]\d*" + r"x[1-9]\d*" * (axes - 1), config.plan_topology):
+        yield Problem(subject, f"of {config.plan_device_kind} needs {axes} axes, such as {'x'.join(['4'] * axes)}")
+    elif config.plan_devices not in (0, topology_devices(config)):
+        yield Problem(subject, f"has {topology_devices(config)} chips, and plan_devices={config.plan_devices}")
+
+
+def _compiles_what_a_tpu_runs(config: TrainConfig) -> Iterator[Problem]:
+    if not config.plan_compile:
+        return
+    if not config.plan_topology:
+        yield Problem("--plan_compile=True", "needs --plan_topology, such as 4x4 of tpu-v6e")
+    if config.plan_search:
+        yield Problem("--plan_compile=True", "compiles one configuration; leave out plan_search")
+    if config.pipeline_parallel_size > 1:
+        yield Problem("--plan_compile=True", "compiles what can be trained; --pipeline_parallel_size=1")
+    if config.engine == "torch":
+        yield Problem("--plan_compile=True", "compiles what the xla engine runs; leave out --engine=torch")
+
+
+def topology_devices(config: TrainConfig) -> int:
+    """Chips of plan_topology: on every generation since v4, a chip is one device."""
+    return math.prod(map(int, config.plan_topology.split("x")))
 
 
 LORA = (
@@ -662,14 +715,16 @@ RULES = (
     Rule(_kv_heads_repeat, ("kv_replication", "tensor_parallel_size", *_DIMENSIONS)),
     Rule(_tokens_divide, ("seq_length", "context_parallel_size", "sequence_parallel", "tensor_parallel_size")),
     Rule(_group_has_a_use, ("sharding_group_size", "sharding_strategy")),
-    Rule(_pipeline_is_refused, ("pipeline_parallel_size", "virtual_pipeline_size")),
+    Rule(_pipeline_is_planned_at_most, ("pipeline_parallel_size", "virtual_pipeline_size", "plan", "plan_devices")),
     Rule(_positions_reach, _DIMENSIONS),
     Rule(_norm_has_a_bias, ("norm_bias", "norm_type")),
     Rule(_rotation_has_pairs, ("position_embedding_type", "rotary_percentage", "rope_scaling_type", *_DIMENSIONS)),
     Rule(_rope_bands_order, ("rope_scaling_type", "rope_low_freq_factor", "rope_high_freq_factor")),
     Rule(_batch_arithmetic, ("batch_size", "global_batch_size", "gradient_accumulation_steps")),
     Rule(_recomputes_something, ("fsdp_activation_checkpointing", "selective_checkpointing", *_DIMENSIONS)),
-    Rule(_plan_is_complete, ("plan", "plan_devices", "plan_device_kind", "plan_search", "plan_json")),
+    Rule(_plan_is_complete, ("plan", *PLAN)),
+    Rule(_topology_fits, ("plan_topology", "plan_device_kind", "plan_devices")),
+    Rule(_compiles_what_a_tpu_runs, (*PLAN, "engine", "pipeline_parallel_size")),
     Rule(_adapters_fit, ("lora_rank", *LORA)),
     Rule(_recomputed_parts_agree, ("fsdp_activation_checkpointing", "selective_checkpointing", *PARTS)),
     Rule(_schedule_reads_what_is_given, ("lr_schedule", "training_stage", *CURVE)),

@@ -114,12 +114,12 @@ class XlaEngine:
         for prefix, module in model.named_modules():
             for short, meta in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{short}"
-                placed = self._placed(name, meta.shape, value)
+                placed = self.placed(name, meta.shape, value)
                 if self.precision.stored != placed.dtype:
                     placed = placed.to(self.precision.stored)
                     self._pin(placed, name, self.layout.parameter)
                 setattr(module, short, nn.Parameter(placed, requires_grad=meta.requires_grad))
-        torch_xla.sync(wait=True)
+        self.sync(wait=True)
         groups = scan_plan(block_mask(self.config, layers), self.config.checkpoint_num_layers)
         modules = recomputed_modules(self.config, model.model.layers)
         heads, repeats = model.shape.num_kv_heads, kv_repeats(self.config, model.shape)
@@ -127,7 +127,9 @@ class XlaEngine:
         place_activations(model, HEAD_ACTIVATIONS, self.xla_mesh, self.layout)
         return model
 
-    def _placed(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
+    def placed(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
+        """The parameter `name` on the mesh, fp32; `value` gives what it holds, of a stack layer by layer."""
+
         def make(regions: list[Region]) -> list[Tensor]:
             if not name.startswith(STACK):
                 whole = value(name, shape)
@@ -155,7 +157,7 @@ class XlaEngine:
         optimizer.updates = torch.zeros((), device=self.device)
         self.totals = torch.zeros(2, device=self.device)  # loss and trained tokens of this step so far
         self.health = torch.zeros(len(HEALTH), device=self.device)
-        torch_xla.sync(wait=True)
+        self.sync(wait=True)
         if self.config.dump_sharding and self.process_index == 0:
             Path(self.config.dump_sharding).write_text(json.dumps(self._sharding(optimizer), indent=1) + "\n")
 
@@ -218,10 +220,14 @@ class XlaEngine:
             self.totals += torch.stack((loss.detach(), count))
             if self._accumulates:
                 self._accumulate()
-                torch_xla.sync()
+                self.sync()
         result = self._update(optimizer, rate)
-        torch_xla.sync()
+        self.sync()
         return result
+
+    def sync(self, wait: bool = False) -> None:
+        """Run what has been traced."""
+        torch_xla.sync(wait=wait)
 
     def _accumulate(self) -> None:
         for slot in self._optimizer.slots:
@@ -240,9 +246,9 @@ class XlaEngine:
         """This process's rows as micro-batches on the devices, split as TOKENS says."""
         for start in range(0, len(batch["tokens"]), self.rows):
             rows = {name: torch.from_numpy(array[start : start + self.rows]) for name, array in batch.items()}
-            yield {name: self._sent(tensor) for name, tensor in rows.items()}
+            yield {name: self.sent(tensor) for name, tensor in rows.items()}
 
-    def _sent(self, rows: Tensor) -> Tensor:
+    def sent(self, rows: Tensor) -> Tensor:
         """A [rows, tokens] array of the whole mesh, of which `rows` is what this process's devices need."""
         first = self.data_rank * self.rows
         shape = torch.Size((self.rows * self.data_size, rows.shape[1]))
@@ -396,6 +402,20 @@ class XlaEngine:
         parameters = [*self._kept(model).values(), *self._copies.values()]
         groups = {"parameters": parameters, "moments": [t for slot in optimizer.slots for t in slot.state.values()]}
         return {name: sum(_device_bytes(tensor) for tensor in tensors) for name, tensors in groups.items()}
+
+    def held(self) -> Iterator[tuple[Tensor, Spec]]:
+        """Every tensor that lives from one step to the next, and how it is split."""
+        for slot in self._optimizer.slots:
+            weight = stacked(slot.name, self.layout.parameter)
+            yield slot.weight, weight
+            if slot.name in self._copies:
+                yield self._copies[slot.name], weight
+            if slot.name in self._sums:
+                yield self._sums[slot.name], stacked(slot.name, self.layout.gradient)
+            yield from ((moment, self._moment_spec(slot, moment)) for moment in slot.state.values())
+        yield from (
+            (scalars, (None,) * scalars.dim()) for scalars in (self._optimizer.updates, self.totals, self.health)
+        )
 
     def compilations(self) -> int:
         """Graphs compiled so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from pretraining.config.training import TrainConfig
@@ -9,7 +10,9 @@ from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import flop, percent, size
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import axes_of
+from pretraining.plan.compiled import Truth
 from pretraining.plan.plan import EFFICIENCY, USABLE, Plan, nearest_fit
+from pretraining.plan.stages import idle
 
 FIELDS = (  # what a change of the layout is made of
     *("sharding_strategy", "sharding_group_size", "tensor_parallel_size", "sequence_parallel", "context_parallel_size"),
@@ -24,15 +27,23 @@ def page(plan: Plan) -> str:
 
 def _head(plan: Plan) -> list[str]:
     config, shape = plan.config, model_shape(plan.config)
-    axes = " x ".join(f"{axis} {ranks}" for axis, ranks in plan.mesh._asdict().items() if ranks > 1) or "1"
+    ranks = {"stage": plan.stage.of, **plan.mesh._asdict()}
+    axes = " x ".join(f"{axis} {count}" for axis, count in ranks.items() if count > 1) or "1"
     mask = block_mask(config, shape.num_layers)
     return [
         f"plan           {config.model_variant}, {shape.parameters:,} parameters, {config.sharding_strategy}",
-        f"devices        {plan.mesh.size:,} x {plan.kind.name} ({size(plan.kind.memory)}): {axes}",
+        f"devices        {config.plan_devices:,} x {plan.kind.name} ({size(plan.kind.memory)}): {axes}",
         f"batch          {config.tokens_per_step:,} tokens a step: {config.global_batch_size:,} sequences of "
         f"{config.seq_length:,}; {config.batch_size} a rank and pass, {config.gradient_accumulation_steps} passes",
         f"recomputed     {sum(mask)} of {len(mask)} blocks",
+        *([_stage_line(plan)] if plan.stage.of > 1 else []),
     ]
+
+
+def _stage_line(plan: Plan) -> str:
+    number, of, pieces = plan.stage
+    told = f"stage          {number + 1} of {of}, which holds most; {pieces} pieces of its layers"
+    return f"{told}; idle for {percent(idle(plan.config))} of the time it works. No engine trains with stages yet"
 
 
 def _parameters(plan: Plan) -> list[str]:
@@ -68,7 +79,7 @@ def _change(config: TrainConfig, other: TrainConfig | None) -> str:
 def _traffic(plan: Plan) -> list[str]:
     lines = [f"{'collective':<26} {'operation':<15} {'along':<24} {'bytes/device and step':>22} {'least':>19}"]
     for one in plan.collectives:
-        along = "+".join(axis for axis in one.axes if getattr(plan.mesh, axis) > 1)
+        along = "+".join(axis for axis in one.axes if getattr(plan.mesh, axis, 2) > 1)
         lines.append(f"{one.what:<26} {one.operation:<15} {along:<24} {one.bytes:>22,} {one.least:>19,}")
     return lines if plan.collectives else ["no collectives"]
 
@@ -105,12 +116,62 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "config": {name: getattr(plan.config, name) for name in FIELDS},
         "device_kind": plan.kind._asdict(),
-        "mesh": plan.mesh._asdict(),
+        "mesh": {"stage": plan.stage.of, **plan.mesh._asdict()},
         "parameters": [weight._asdict() for weight in plan.weights],
         "bytes_per_device": {**plan.state._asdict(), "total": plan.state.total},
         "fits": plan.fits,
         "flops_per_token": plan.flops,
+        "executed_flops": plan.executed,
         "collectives": [one._asdict() for one in plan.collectives],
         "step_seconds": plan.step_seconds,
         "mfu": plan.mfu,
+    }
+
+
+# ---- Beside the compiler's
+
+
+def compiled_page(plan: Plan, truth: Truth) -> str:
+    """The plan's figures and those of the program that the TPU's compiler made, with their ratio."""
+    seconds = sum(program.seconds for program in truth.programs)
+    head = f"compiled       for {truth.target}, in {seconds:.0f} s after {truth.traced_seconds:.0f} s of tracing"
+    if truth.refused:
+        expected = "so does the plan" if not plan.fits else "where the plan says that it fits"
+        return f"{head}\nrefused        {truth.refused}\n               {expected}"
+    lines = [head, f"{'per device':<32} {'plan':>22} {'compiler':>22} {'compiler / plan':>16}"]
+    return "\n".join([*lines, *(_compared(*row) for row in _rows(plan, truth))])
+
+
+def _rows(plan: Plan, truth: Truth) -> list[tuple[str, int, int]]:
+    """What, the plan's figure, the compiler's."""
+    planned: Counter[str] = Counter()
+    for one in plan.collectives:
+        planned[one.operation] += one.bytes
+    kinds = sorted(planned.keys() | truth.sent.keys())
+    accumulates = (plan.config.gradient_accumulation_steps or 1) > 1
+    held = plan.state.parameters + plan.state.moments + accumulates * plan.state.gradients
+    return [
+        ("bytes held from step to step", held, truth.held),
+        ("bytes within a step", plan.state.total - held, truth.rest),
+        *((f"bytes sent, {kind}", planned[kind], truth.sent.get(kind, 0)) for kind in kinds),
+        ("bytes sent together", planned.total(), sum(truth.sent.values())),
+        ("FLOP of a step", int(plan.executed), truth.flops),
+    ]
+
+
+def _compared(what: str, planned: int, measured: int) -> str:
+    ratio = f"{measured / planned:.3f}" if planned else "-"
+    return f"{what:<32} {planned:>22,} {measured:>22,} {ratio:>16}"
+
+
+def compiled_json(truth: Truth) -> dict[str, Any]:
+    """The same as data."""
+    return {
+        "target": truth.target,
+        "refused": truth.refused,
+        "held_bytes": truth.held,
+        "rest_bytes": truth.rest,
+        "sent_bytes": truth.sent,
+        "flops": truth.flops,
+        "programs": [program._asdict() for program in truth.programs],
     }

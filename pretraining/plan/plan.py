@@ -1,7 +1,8 @@
 """A configuration on devices that are not there: what it holds, what it sends, how long a step takes, whether it fits.
 
 The step's time assumes: matrix products at EFFICIENCY of the peak; collectives of parameters and gradients hidden
-behind them, so that the longer of the two counts; those of activations not hidden; a mesh axis that reaches over
+behind them, so that the longer of the two counts; those of activations not hidden; a pipeline's stages idle as long as
+it takes to fill and drain; a mesh axis that reaches over
 hosts at the network's rate, others at the link's.
 """
 
@@ -21,6 +22,7 @@ from pretraining.parallel.engine import Mesh
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask
 from pretraining.plan.kinds import KINDS, Kind
+from pretraining.plan.stages import Stage, idle, staged, stages
 from pretraining.plan.state import State, Weight, state_of, weights_of
 from pretraining.plan.traffic import Collective, collectives
 
@@ -33,11 +35,13 @@ class Plan(NamedTuple):
 
     config: TrainConfig  # with its batch resolved
     kind: Kind
-    mesh: Mesh
+    mesh: Mesh  # of one stage's devices
+    stage: Stage  # of a pipeline, the one that holds most: what follows is its
     weights: list[Weight]
     state: State
     collectives: list[Collective]
     flops: int  # per token, 6 N + 12 L d S
+    executed: float  # operations that a device runs in a step
     compute_seconds: float
     hidden_seconds: float  # of communication, behind the computation
     exposed_seconds: float
@@ -50,43 +54,62 @@ class Plan(NamedTuple):
     @property
     def step_seconds(self) -> float:
         """Of one optimizer step."""
-        return max(self.compute_seconds, self.hidden_seconds) + self.exposed_seconds
+        return max(self.compute_seconds, self.hidden_seconds) * (1 + idle(self.config)) + self.exposed_seconds
 
     @property
     def mfu(self) -> float:
         """Share of the peak that the model's own operations take."""
-        work = self.flops * self.config.tokens_per_step / (self.kind.peak.flops * self.mesh.size)
+        work = self.flops * self.config.tokens_per_step / (self.kind.peak.flops * self.config.plan_devices)
         return work / self.step_seconds
 
 
 def plan_of(config: TrainConfig) -> Plan:
     """The plan that --plan_devices and --plan_device_kind ask for. ConfigError where sizes do not divide."""
     kind, config = KINDS[config.plan_device_kind], replace(config)
-    mesh = resolve_mesh(config, config.plan_devices, min(kind.per_host, config.plan_devices))
+    devices = config.plan_devices // config.pipeline_parallel_size
+    mesh = resolve_mesh(config, devices, min(kind.per_host, devices))
     resolve_batch(config, mesh.data_ranks)
     shape = model_shape(config)
     flops = flops_per_token(shape, config.seq_length).full
-    again = sum(block_mask(config, shape.num_layers)) / shape.num_layers / 3  # a forward pass is a third
-    compute = flops * (1 + again) * config.tokens_per_step / mesh.size / (kind.peak.flops * EFFICIENCY)
-    sent = collectives(config, mesh)
+    executed = executed_flops(config, weights_of(config, mesh)) * config.tokens_per_step / config.plan_devices
+    part = staged(config)
+    states = {stage: state_of(part, mesh, stage) for stage in stages(config)}
+    stage = max(states, key=lambda one: states[one].total)
+    sent = collectives(part, mesh, stage)
     seconds = {one.what: one.bytes / _rate(one, mesh, kind) for one in sent}
-    exposed = sum(seconds[one.what] for one in sent if one.axes[0] in ("tensor", "context"))
+    exposed = sum(seconds[one.what] for one in sent if one.axes[0] in ("tensor", "context", "stage"))
     return Plan(
         config,
         kind,
         mesh,
-        weights_of(config, mesh),
-        state_of(config, mesh),
+        stage,
+        weights_of(part, mesh, stage),
+        states[stage],
         sent,
         flops,
-        compute,
+        executed,
+        executed / (kind.peak.flops * EFFICIENCY),
         sum(seconds.values()) - exposed,
         exposed,
     )
 
 
+def executed_flops(config: TrainConfig, weights: list[Weight]) -> float:
+    """Operations per token that are run, of matrix products: 6 N, and attention below the diagonal alone (6 L d S); its
+    scores once more in every backward pass (L d S); and of a recomputed block the forward pass, but not its last
+    product, whose result nobody needs again."""
+    shape = model_shape(config)
+    scores = shape.num_layers * shape.num_attention_heads * shape.head_dim * config.seq_length
+    blocks = [weight for weight in weights if ".layers." in weight.name and len(weight.shape) > 1]
+    again = sum(weight.tensors * math.prod(weight.shape) for weight in blocks if "down_proj" not in weight.name)
+    share = sum(block_mask(config, shape.num_layers)) / shape.num_layers
+    return flops_per_token(shape, config.seq_length).causal + scores + share * 2 * (again + scores)
+
+
 def _rate(one: Collective, mesh: Mesh, kind: Kind) -> float:
     """Bytes a second along the axes: the last axis of the mesh has neighbours, the first the devices furthest apart."""
+    if one.axes == ("stage",):
+        return kind.network if mesh.size >= kind.per_host else kind.link
     names = list(mesh._asdict())
     widest = min(names.index(axis) for axis in one.axes)
     reach = math.prod(list(mesh)[widest:])

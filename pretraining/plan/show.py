@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from pretraining.config.training import TrainConfig
-from pretraining.plan.page import as_json, page, ranking
+from pretraining.config.validate import topology_devices
+from pretraining.plan.compiled import compile_step
+from pretraining.plan.page import as_json, compiled_json, compiled_page, page, ranking
 from pretraining.plan.plan import plan_of, search
 
 
 def show(config: TrainConfig) -> int:
-    """Print the plan, or the ranking of plan_search. The exit code: 0."""
+    """Print the plan, or the ranking of plan_search, and what plan_compile asks for. The exit code: 0."""
+    config = replace(config, plan_devices=config.plan_devices or topology_devices(config))
     plans = search(config) if config.plan_search else [plan_of(config)]
-    print(ranking(plans) if config.plan_search else page(plans[0]))
+    print(ranking(plans) if config.plan_search else page(plans[0]), flush=True)
+    written = [as_json(plan) for plan in plans]
+    if config.plan_compile:
+        truth = compile_step(plans[0].config, plans[0].mesh.shard)
+        print("\n" + compiled_page(plans[0], truth))
+        written[0] |= {"compiled": compiled_json(truth)}
     if config.plan_json:
-        written = [as_json(plan) for plan in plans]
         Path(config.plan_json).write_text(json.dumps(written if config.plan_search else written[0], indent=1) + "\n")
     return 0

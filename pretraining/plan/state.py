@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape, padded_vocabulary
@@ -20,6 +21,7 @@ from pretraining.optim.precision import precision_of
 from pretraining.parallel.engine import Mesh
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import Layout, Spec, layout_of, parts
+from pretraining.plan.stages import WHOLE, Stage
 
 
 class Weight(NamedTuple):
@@ -54,11 +56,11 @@ def local(shape: Iterable[int], spec: Spec, mesh: Mesh) -> int:
     return math.prod(-(-extent // parts(axis, sizes)) for extent, axis in zip(shape, spec, strict=True))
 
 
-def weights_of(config: TrainConfig, mesh: Mesh) -> list[Weight]:
+def weights_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> list[Weight]:
     """Every parameter and its sharding, those of all blocks as one."""
     layout, stored = layout_of(config, mesh), precision_of(config).stored.itemsize
     found: dict[str, list[torch.Size]] = {}
-    for name, weight in on_meta(config).named_parameters():
+    for name, weight in _held(config, stage):
         found.setdefault(re.sub(r"\.layers\.\d+\.", ".layers.*.", name), []).append(weight.shape)
     return [
         Weight(name, tuple(shapes[0]), len(shapes), spec, len(shapes) * stored * local(shapes[0], spec, mesh))
@@ -67,11 +69,16 @@ def weights_of(config: TrainConfig, mesh: Mesh) -> list[Weight]:
     ]
 
 
-def state_of(config: TrainConfig, mesh: Mesh) -> State:
+def _held(config: TrainConfig, stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
+    tied = model_shape(config).tie_word_embeddings
+    yield from (pair for pair in on_meta(config).named_parameters() if stage.holds(pair[0], tied))
+
+
+def state_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> State:
     """Everything that one device holds at the end of a forward pass, its largest moment."""
     layout, precision = layout_of(config, mesh), precision_of(config)
-    slots = build_optimizer(config, on_meta(config).named_parameters()).slots
-    weights = weights_of(config, mesh)
+    slots = build_optimizer(config, _held(config, stage)).slots
+    weights = weights_of(config, mesh, stage)
     gradients = moments = 0
     for slot in slots:
         gradients += local(slot.weight.shape, layout.gradient(slot.name), mesh) * precision.stored.itemsize
@@ -84,29 +91,31 @@ def state_of(config: TrainConfig, mesh: Mesh) -> State:
         copies * sum(weight.bytes for weight in weights),
         gradients,
         moments,
-        activations(config, mesh),
-        logits(config, mesh),
+        activations(config, mesh, stage),
+        logits(config, mesh) if stage.last else 0,
         _gathered(config, layout, mesh, weights),
     )
 
 
-def activations(config: TrainConfig, mesh: Mesh) -> int:
-    """Bytes of one micro-batch's activations at the backward pass's beginning: what is kept, and of recomputed blocks
-    those that are whole again while their gradient is taken."""
+def activations(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> int:
+    """Bytes of activations at the backward pass's beginning: what is kept of one micro-batch, or of those that a
+    pipeline has under way, and of recomputed blocks those that are whole again while their gradient is taken."""
     mask = block_mask(config, model_shape(config).num_layers)
     together = min(config.checkpoint_num_layers, sum(mask))
-    return kept_activations(config, mesh) + int(together * _block_bytes(config, mesh))
+    waiting = stage.waiting(config.gradient_accumulation_steps or 1)
+    return int(waiting * kept_activations(config, mesh)) + int(together * _block_bytes(config, mesh))
 
 
 def kept_activations(config: TrainConfig, mesh: Mesh) -> int:
     """Bytes that the blocks keep for the backward pass, of one micro-batch; of a recomputed block, or several that are
     recomputed together, the input."""
     mask = block_mask(config, model_shape(config).num_layers)
-    inputs = sum(mask) / config.checkpoint_num_layers * _stream_bytes(config, mesh)
+    inputs = sum(mask) / config.checkpoint_num_layers * stream_bytes(config, mesh)
     return int((len(mask) - sum(mask)) * _block_bytes(config, mesh) + inputs)
 
 
-def _stream_bytes(config: TrainConfig, mesh: Mesh) -> float:
+def stream_bytes(config: TrainConfig, mesh: Mesh) -> float:
+    """Bytes of what passes between two blocks, of one micro-batch."""
     tokens = config.batch_size * config.seq_length / mesh.context
     width = model_shape(config).hidden_size / (mesh.tensor if config.sequence_parallel else 1)
     return tokens * width * precision_of(config).stream.itemsize
@@ -122,7 +131,7 @@ def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
     queries = shape.num_attention_heads * shape.head_dim / mesh.tensor
     keys = shape.num_kv_heads * shape.head_dim / min(mesh.tensor, shape.num_kv_heads)
     wide = (3 if shape.gated else 2) * shape.intermediate_size / mesh.tensor
-    return 4 * _stream_bytes(config, mesh) + tokens * width * (2 * queries + 4 * keys + wide)
+    return 4 * stream_bytes(config, mesh) + tokens * width * (2 * queries + 4 * keys + wide)
 
 
 def logits(config: TrainConfig, mesh: Mesh) -> int:
@@ -139,4 +148,4 @@ def _gathered(config: TrainConfig, layout: Layout, mesh: Mesh, weights: list[Wei
     blocks = [w for w in weights if ".layers." in w.name]
     outer = [w for w in weights if ".layers." not in w.name]
     block = sum(math.prod(weight.shape) for weight in blocks) // mesh.tensor
-    return width * (2 * block + max(math.prod(weight.shape) for weight in outer) // mesh.tensor)
+    return width * (2 * block + max((math.prod(weight.shape) for weight in outer), default=0) // mesh.tensor)

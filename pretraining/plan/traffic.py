@@ -15,15 +15,16 @@ from pretraining.optim.precision import precision_of
 from pretraining.parallel.engine import Mesh
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import STRATEGIES
-from pretraining.plan.state import Weight, weights_of
+from pretraining.plan.stages import WHOLE, Stage
+from pretraining.plan.state import Weight, stream_bytes, weights_of
 
 
 class Collective(NamedTuple):
     """One kind of communication of a step."""
 
     what: str
-    operation: str  # "all-gather", "reduce-scatter", "all-reduce" or "all-to-all"
-    axes: tuple[str, ...]  # of the mesh
+    operation: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "send"
+    axes: tuple[str, ...]  # of the mesh, or "stage"
     bytes: int  # that leave one device in a step
     least: int  # that any run of this strategy must send
 
@@ -33,9 +34,13 @@ def ring(whole: float, ranks: int, *, both: bool = False) -> int:
     return int((2 if both else 1) * whole * (ranks - 1) / ranks)
 
 
-def collectives(config: TrainConfig, mesh: Mesh) -> list[Collective]:
+def collectives(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> list[Collective]:
     """Everything that a step communicates; scalars left out."""
-    found = [*_of_parameters(config, mesh), *_of_activations(config, mesh)]
+    found = [
+        *_of_parameters(config, mesh, stage),
+        *_of_activations(config, mesh),
+        *_between_stages(config, mesh, stage),
+    ]
     return [one for one in found if one.bytes]
 
 
@@ -53,11 +58,11 @@ def _looked_up(config: TrainConfig, mesh: Mesh) -> Collective:
     return Collective("looked-up tokens", "all-to-all", ("shard",), least, least)
 
 
-def _of_parameters(config: TrainConfig, mesh: Mesh) -> list[Collective]:
+def _of_parameters(config: TrainConfig, mesh: Mesh, stage: Stage) -> list[Collective]:
     split = STRATEGIES[config.sharding_strategy]
     passes = config.gradient_accumulation_steps or 1
     precision, ranks = precision_of(config), mesh.shard * mesh.context
-    weights = weights_of(config, mesh)
+    weights = weights_of(config, mesh, stage)
     if split.parameters:
         weights = [weight for weight in weights if "embed_" not in weight.name]
     wide = _bytes_along(weights, mesh, precision.stored.itemsize)
@@ -71,7 +76,7 @@ def _of_parameters(config: TrainConfig, mesh: Mesh) -> list[Collective]:
         mask = block_mask(config, model_shape(config).num_layers)
         again = ring(_bytes_along(blocks, mesh, precision.products.itemsize), ranks) * sum(mask) // len(mask)
         return [
-            _looked_up(config, mesh),
+            *([_looked_up(config, mesh)] if stage.number == 0 else []),
             Collective("parameters, forward", "all-gather", along, passes * gathers, gathers),
             Collective("parameters, backward", "all-gather", along, passes * (gathers + again), gathers),
             Collective("gradients", "reduce-scatter", along, passes * ring(wide, ranks), ring(wide, ranks)),
@@ -88,6 +93,16 @@ def _of_parameters(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     everywhere = mesh.replica * ranks
     least = ring(wide, everywhere, both=True)
     return [Collective("gradients", "all-reduce", ("replica", *along), passes * least, least)]
+
+
+def _between_stages(config: TrainConfig, mesh: Mesh, stage: Stage) -> list[Collective]:
+    """Every piece of layers gives its result on, and the gradient of what it took back: to and from both neighbours but
+    at the two ends, where the first piece takes from nobody and the last gives to nobody."""
+    if stage.of == 1:
+        return []
+    passes = config.gradient_accumulation_steps or 1
+    sent = int(passes * (2 * stage.pieces - 1) * stream_bytes(config, mesh))
+    return [Collective("between stages", "send", ("stage",), sent, int(passes * stream_bytes(config, mesh)))]
 
 
 def _over_replicas(part: int, mesh: Mesh, passes: int) -> Collective:

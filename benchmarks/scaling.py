@@ -1,0 +1,82 @@
+"""How communication grows: bytes that leave a device in a step, against the number of devices, for each strategy.
+
+    python -m benchmarks.scaling [--plot=FILE.html]
+
+Nothing runs: the step is compiled for slices of TPU v5e by the TPU's own compiler (requirements-tpu-aot.txt), and what
+its collectives send is counted, loops as often as they turn. Beside it the least that the strategy needs (a ring's
+share of what must be gathered, scattered or added up, once), and what the plan expects.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import topology_devices
+from pretraining.monitor.figures import size
+from pretraining.monitor.report import COLOURS, Curve, drawn
+from pretraining.plan.compiled import compile_step
+from pretraining.plan.plan import plan_of
+
+TOPOLOGIES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8")
+# Wide enough that no part is smaller than a tile of the device (8 x 128) on 64 of them.
+MODEL: dict[str, Any] = {
+    "model_variant": "custom",
+    "num_layers": 4,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 8,
+    "num_kv_heads": 8,
+    "vocab_size": 8192,
+    "seq_length": 1024,
+    "batch_size": 1,
+    "plan": True,
+    "plan_compile": True,
+    "plan_device_kind": "tpu-v5e",
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"sharding_strategy": "ddp"},
+    "zero1": {"sharding_strategy": "zero1"},
+    "fsdp": {"sharding_strategy": "fsdp"},
+    "hsdp, groups of 4": {"sharding_strategy": "hsdp", "sharding_group_size": 4},
+    "fsdp x tensor 4": {"sharding_strategy": "fsdp", "tensor_parallel_size": 4},
+    "fsdp x context 4": {"sharding_strategy": "fsdp", "context_parallel_size": 4},
+}
+
+
+def measured(strategy: str, topology: str) -> tuple[int, int, int]:
+    """Bytes of a device and step: compiled, planned, and the least."""
+    config = TrainConfig(**MODEL, **STRATEGIES[strategy], plan_topology=topology)
+    plan = plan_of(replace(config, plan_devices=topology_devices(config)))
+    sent = sum(compile_step(plan.config, plan.mesh.shard).sent.values())
+    return sent, sum(one.bytes for one in plan.collectives), sum(one.least for one in plan.collectives)
+
+
+def main() -> None:
+    """See the module."""
+    options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
+    curves: list[Curve] = []
+    print("| strategy | devices | compiled | plan | least | compiled / least | compiled / plan |")
+    print("|" + "---|" * 7)
+    for colour, strategy in zip(COLOURS, STRATEGIES, strict=False):
+        inner = 4 if "4" in strategy else 1
+        found = {
+            devices: measured(strategy, topology)
+            for topology in TOPOLOGIES
+            if (devices := topology_devices(TrainConfig(plan_topology=topology))) >= inner
+        }
+        for devices, (sent, planned, least) in found.items():
+            ratios = f"{sent / least:.2f} | {sent / planned:.2f}" if least else "- | -"
+            row = f"| {strategy} | {devices} | {size(sent)} | {size(planned)} | {size(least)} | {ratios} |"
+            print(row, flush=True)
+        curves.append(Curve(strategy, colour, False, [(n, float(one[0])) for n, one in found.items()]))
+        curves.append(Curve(f"{strategy}, least", colour, True, [(n, float(one[2])) for n, one in found.items()]))
+    if "plot" in options:
+        Path(options["plot"]).write_text(drawn("Bytes sent by a device in a step, against devices", curves, size))
+
+
+if __name__ == "__main__":
+    main()

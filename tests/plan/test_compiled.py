@@ -1,0 +1,88 @@
+"""The plan beside what the TPU's own compiler makes of the same step. No TPU is needed, and none is looked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretraining.config.errors import ConfigError
+from pretraining.config.training import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+BASE: dict[str, Any] = {"plan": True, "plan_device_kind": "tpu-v6e", "plan_topology": "2x2", "plan_compile": True}
+# Wide enough that no part is smaller than a tile of the device, 8 x 128 values.
+MODEL: dict[str, Any] = {
+    "model_variant": "custom", "num_layers": 4, "hidden_size": 512, "intermediate_size": 1536, "vocab_size": 4096,
+    "num_attention_heads": 4, "num_kv_heads": 4, "seq_length": 512, "batch_size": 2, "sharding_strategy": "fsdp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"plan_topology": ""}, "--plan_compile=True +needs --plan_topology"),
+        ({"plan_topology": "4"}, "plan_topology=4 +of tpu-v6e needs 2 axes, such as 4x4"),
+        ({"plan_topology": "4x4x4"}, "needs 2 axes"),
+        ({"plan_topology": "4x4", "plan_devices": 8}, "has 16 chips, and plan_devices=8"),
+        ({"plan_device_kind": "h100"}, "is a slice of TPUs, and plan_device_kind=h100; use tpu-v4"),
+        ({"plan_search": True}, "compiles one configuration"),
+        ({"engine": "torch"}, "compiles what the xla engine runs"),
+        ({"plan": False}, "plan_compile=True +needs --plan=True"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_before_anything_starts(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig.from_flags({**BASE, **MODEL, **fields})
+
+
+def test_missing_packages_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretraining.plan import compiled
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs torch_xla, jax, libtpu: pip install .* -r requirements-tpu-aot.txt"):
+        compiled.compile_step(TrainConfig(**BASE), 4)
+
+
+needs_compiler = pytest.mark.skipif(
+    not all(find_spec(name) for name in ("torch_xla", "jax", "libtpu")), reason="needs requirements-tpu-aot.txt"
+)
+
+
+def compiled(folder: Path, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """What main_training.py prints and writes."""
+    flags = [f"--{name}={value}" for name, value in {**BASE, **MODEL, **fields}.items()]
+    command = [sys.executable, "main_training.py", *flags, f"--plan_json={folder / 'plan.json'}"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, check=True)
+    return done.stdout, json.loads((folder / "plan.json").read_text())
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("fields", [{}, {"fsdp_activation_checkpointing": True, "gradient_accumulation_steps": 2}])
+def test_what_is_held_and_sent_and_multiplied_is_what_the_plan_says(tmp_path: Path, fields: dict[str, Any]) -> None:
+    said, plan = compiled(tmp_path, **fields)
+    truth, planned = plan["compiled"], plan["bytes_per_device"]
+    sums = planned["gradients"] if fields else 0
+    held = planned["parameters"] + planned["moments"] + sums
+    assert held <= truth["held_bytes"] <= held + 4096  # and three scalars, a tile each
+    assert truth["flops"] == pytest.approx(plan["executed_flops"], rel=0.1)
+    assert sum(truth["sent_bytes"].values()) == pytest.approx(sum(c["bytes"] for c in plan["collectives"]), rel=0.2)
+    assert "compiled       for v6e:2x2" in said
+    assert [program["name"] for program in truth["programs"]] == (["micro-batch", "update"] if fields else ["step"])
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_what_the_plan_calls_too_big_the_compiler_refuses(tmp_path: Path) -> None:
+    big = {"model_variant": "llama3_8b", "num_layers": 8, "hidden_size": 4096, "intermediate_size": 14336}
+    said, plan = compiled(tmp_path, **big, sharding_strategy="ddp", seq_length=4096, batch_size=8)
+    assert plan["fits"] is False
+    assert "Ran out of memory" in plan["compiled"]["refused"]
+    assert "so does the plan" in said

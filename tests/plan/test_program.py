@@ -1,0 +1,69 @@
+"""What is read from a program's text is what its arithmetic comes to. The programs are the compiler's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from pretraining.plan.program import collectives, product_flops, totals
+
+# A loop of four turns in steps of two that passes a part on, as a TPU's compiler writes a gathered product: the counter
+# is not noted, the collective in the fusion is spread over two instructions of one channel.
+WINDOWED = """
+%windowed_dot_general_body_ag.1 (param: (bf16[8,256], u32[])) -> (bf16[8,256], u32[]) {
+  %two = u32[]{:T(128)} constant(2)
+  %param = (bf16[8,256]{1,0:T(8,128)(2,1)}, u32[]{:T(128)}) parameter(0)
+  %part = bf16[8,256]{1,0:T(8,128)(2,1)} get-tuple-element(%param), index=0
+  %count = u32[]{:T(128)} get-tuple-element(%param), index=1
+  %start = (bf16[8,256]{1,0}, bf16[8,256]{1,0}, u32[], u32[]) collective-permute-start(%part), channel_id=1
+  %done = bf16[8,256]{1,0} collective-permute-done(%start)
+  %first = f32[4,16]{1,0} fusion(%part), kind=kOutput, calls=%fused.1
+  %next = u32[]{:T(128)} add(%count, %two)
+  ROOT %out = (bf16[8,256]{1,0}, u32[]{:T(128)}) tuple(%done, %next)
+}
+
+%fused.1 (p: bf16[8,256]) -> f32[4,16] {
+  %a = bf16[2,4,32]{2,1,0} parameter(0)
+  %b = bf16[2,32,16]{2,1,0} parameter(1)
+  %all-gather.1 = bf16[16,256]{1,0} all-gather(%p), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %product = f32[2,4,16]{2,1,0} convolution(%a, %b), window={size=2 stride=1 lhs_dilate=2}, dim_labels=0bf_0io->0bf
+}
+
+%cond.1 (param: (bf16[8,256], u32[])) -> pred[] {
+  %bound = u32[]{:T(128)} constant(8)
+  %param.1 = (bf16[8,256]{1,0}, u32[]{:T(128)}) parameter(0)
+  %turn = u32[]{:T(128)} get-tuple-element(%param.1), index=1
+  ROOT %less = pred[]{:T(512)} compare(%turn, %bound), direction=LT
+}
+
+ENTRY %main.1 (x: bf16[8,256]) -> f32[4] {
+  %x = bf16[8,256]{1,0} parameter(0)
+  %begin = u32[] constant(0)
+  %all-gather.2 = bf16[16,256]{1,0} all-gather(%x), channel_id=9, replica_groups={{0,1,2,3}}, dimensions={0}
+  %tuple = (bf16[8,256]{1,0}, u32[]) tuple(%x, %begin)
+  %while.1 = (bf16[8,256]{1,0}, u32[]) while(%tuple), condition=%cond.1, body=%windowed_dot_general_body_ag.1
+  %sum = f32[64]{0} all-reduce(%x), channel_id=3, replica_groups=[2,2]<=[4], to_apply=%add
+  %cut = f32[64]{0} all-reduce(%x), channel_id=4, replica_groups=[1,4]<=[4], to_apply=%add
+  %slice = f32[16]{0} dynamic-slice(%cut, %begin), dynamic_slice_sizes={16}
+  %scattered = f32[16]{0} reduce-scatter(%x), channel_id=5, replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+  ROOT %swapped = bf16[8,256]{1,0} all-to-all(%x), channel_id=6, replica_groups={{0,1},{2,3}}, dimensions={0}
+}
+"""
+
+
+def test_loops_count_their_turns_and_parts_of_a_collective_count_once() -> None:
+    part, gathered = 8 * 256 * 2, 16 * 256 * 2
+    assert totals(collectives(WINDOWED)) == {
+        "all-gather": 4 * part + gathered * 3 // 4,  # of the loop's four turns, and of the channel in two instructions
+        "all-reduce": 2 * 64 * 4 // 2,  # over two
+        "reduce-scatter": 2 * 64 * 4 * 3 // 4,  # the one that is cut at once, and the one that says so
+        "all-to-all": part // 2,
+    }
+
+
+def test_a_batched_product_written_as_a_convolution_counts_what_it_multiplies() -> None:
+    assert product_flops(WINDOWED) == 4 * 2 * (2 * 4 * 16 * 32)
+
+
+def test_a_loop_without_a_counter_is_said_not_guessed() -> None:
+    with pytest.raises(ValueError, match="does not count"):
+        collectives(WINDOWED.replace("direction=LT", "direction=NE"))
