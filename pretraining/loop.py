@@ -235,12 +235,14 @@ def _record(
     spike = is_spike(figures["loss"], run.recent)
     run.recent.append(figures["loss"])
     norm = {"param_norm": run.engine.parameter_norm(run.model)} if run.config.log_param_norm else {}
+    scale = {"loss_scale": figures["loss_scale"]} if "loss_scale" in figures else {}
     return {
         "step": step,
         "loss": figures["loss"],
         "loss_spike": spike,
-        "grad_norm": figures["grad_norm"],
+        **({"grad_norm": figures["grad_norm"]} if run.config.log_grad_norm else {}),
         **norm,
+        **scale,
         "learning_rate": rate,
         "tokens_seen": run.tokens_seen(step),
         "samples_seen": run.tokens_seen(step) // run.config.seq_length,

@@ -72,6 +72,7 @@ FREE = (
     "profiler_rank0_only",
     "profile_start_step",
     "profile_num_steps",
+    *("memory_profiling", "log_grad_norm", "log_param_norm"),
     "compile_cache_dir",
     "low_cpu_fsdp",
     "num_workers",

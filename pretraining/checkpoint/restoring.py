@@ -24,6 +24,7 @@ from pretraining.config.lora import adapters_alone, is_adapter
 from pretraining.config.training import TrainConfig
 from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Engine
+from pretraining.parallel.loss_scale import NAME as LOSS_SCALE
 
 
 def check_source(config: TrainConfig, log_dir: Path) -> None:
@@ -87,6 +88,8 @@ class Restoring:
                 if adapters_alone(self.config):
                     self._lay_base()
                 state = self._state(fresh=self._lacks_moments(checkpoint))
+                if LOSS_SCALE not in checkpoint.manifest.tensors:
+                    state.pop(LOSS_SCALE, None)  # trained in another precision so far: its first one
                 if adapters_alone(self.config):
                     state = {name: value for name, value in state.items() if name in checkpoint.manifest.tensors}
                 self._load(checkpoint, state)
@@ -135,7 +138,8 @@ class Restoring:
 
     def _shared(self, checkpoint: Checkpoint, state: State, *, weights_only: bool) -> State:
         """The part of `state` that the checkpoint has too: all of it, and nothing else, with strict_load."""
-        there = {name for name in checkpoint.manifest.tensors if is_weight(name) or not weights_only}
+        there = {name for name in checkpoint.manifest.tensors if is_weight(name) or not weights_only} - {LOSS_SCALE}
+        state = {name: value for name, value in state.items() if name != LOSS_SCALE}  # a new run has its own
         tensors = checkpoint.manifest.tensors
         if HEAD not in state and tensors.get(HEAD) is tensors.get(EMBEDDING):
             there.discard(HEAD)  # one matrix there, and one here

@@ -157,8 +157,9 @@ class TrainConfig:
     """Refines mixed_precision: "auto" (mixed_bf16 if mixed_precision, else fp32), "fp32", "mixed_bf16",
     "mixed_bf16_sr" (the bf16 copy of the parameters that products read is rounded stochastically), "bf16_sr"
     (parameters, gradients and optimizer state in bf16, no fp32 copy; what the optimizer writes is rounded
-    stochastically), "autocast" (products in bf16, everything between them in fp32, as torch.autocast does) or "manual"
-    (mixed_bf16 with the three settings below). A pair that contradicts is an error."""
+    stochastically), "autocast" (products in bf16, everything between them in fp32, as torch.autocast does), "fp16"
+    (as mixed_bf16 with fp16 in place of bf16 and the loss scale below; torch engine) or "manual" (mixed_bf16 with the
+    three settings below). A pair that contradicts is an error."""
     master_weights: bool | None = None
     """precision=manual: keep parameters and optimizer state in fp32. False: in bf16. None: True."""
     fp32_grad_acc: bool | None = None
@@ -166,6 +167,17 @@ class TrainConfig:
     stochastic_rounding: bool | None = None
     """precision=manual: round to bf16 stochastically, in the mean exactly; deterministic, the same on every mesh. None:
     False, to nearest."""
+    loss_scale: float = 0.0
+    """precision=fp16: what the loss is multiplied by before the backward pass, so that small gradients survive. 0:
+    dynamic, halved when gradients overflow (that step is left out) and doubled after loss_scale_window without."""
+    initial_scale_power: int = 16
+    """precision=fp16, dynamic: the first scale is 2 to this power."""
+    loss_scale_window: int = 1000
+    """precision=fp16, dynamic: steps without an overflow after which the scale doubles, at least 1."""
+    loss_scale_hysteresis: int = 2
+    """precision=fp16, dynamic: overflows before the scale is halved, at least 1; counted anew when it doubles."""
+    min_loss_scale: float = 1.0
+    """precision=fp16, dynamic: the smallest scale; overflows at it count for max_skipped_steps."""
     reduce_dtype: str = "auto"
     """Of the gradients' sum over devices: "fp32", "bf16" or "auto". torch engine: auto is fp32. xla engine: auto alone,
     which is the parameters' dtype."""
@@ -211,6 +223,8 @@ class TrainConfig:
     """Decay norm weights and biases too."""
     grad_clip_thresh: float = 1.0
     """Global L2 norm above which gradients are scaled down. 0: never."""
+    grad_clip_norm_type: float = 2.0
+    """The norm that is reported and clipped by: p of the p-norm over all gradients, at least 1; 0 is the largest."""
     training_stage: str = "initial"
     """fms-fsdp's name for two schedules: "initial" leaves lr_schedule as it is, "annealing" is
     lr_schedule=fms_annealing."""
@@ -443,6 +457,8 @@ class TrainConfig:
     """Project that the tracker files the run under."""
     tracker_run_id: str = ""
     """Tracker's id of the run, to continue one that it knows. Empty: the name of log_dir."""
+    log_grad_norm: bool = True
+    """Report the gradients' norm before clipping, which costs nothing: clipping needs it."""
     log_param_norm: bool = False
     """Report param_norm too: the L2 norm of all parameters, each counted once however it is split or shared."""
     log_step_timing: bool = False
@@ -459,6 +475,9 @@ class TrainConfig:
     """First traced step, 1-based."""
     profile_num_steps: int = 3
     """Traced steps, at least 1."""
+    memory_profiling: bool = False
+    """torch engine on CUDA, with use_profiler: also record who holds memory in the traced steps, to
+    <log_dir>/profile/memory_<process>.pickle, which pytorch.org/memory_viz shows."""
     use_torch_compile: bool = True
     """torch engine on CUDA: compile each block. The xla engine always compiles; CPUs run eagerly."""
     compile_cache_dir: str = ""

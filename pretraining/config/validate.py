@@ -83,6 +83,10 @@ RANGES = {
     **dict.fromkeys(("pipeline_parallel_size", "virtual_pipeline_size"), POSITIVE),
     "kv_replication": NOT_NEGATIVE,
     "collective_timeout": POSITIVE,
+    "loss_scale": NOT_NEGATIVE,
+    "initial_scale_power": Range(lambda value: 0 <= value <= 32, "must be between 0 and 32"),
+    **dict.fromkeys(("loss_scale_window", "loss_scale_hysteresis"), POSITIVE),
+    "min_loss_scale": ABOVE_ZERO,
     "checkpoint_num_layers": POSITIVE,
     "learning_rate": ABOVE_ZERO,
     "adam_beta1": DECAY,
@@ -90,6 +94,7 @@ RANGES = {
     "optimizer_eps": ABOVE_ZERO,
     "weight_decay": NOT_NEGATIVE,
     "grad_clip_thresh": NOT_NEGATIVE,
+    "grad_clip_norm_type": Range(lambda value: value == 0 or value >= 1, "must be at least 1, or 0 for the largest"),
     **dict.fromkeys(("lr_warmup_steps", "lr_hold_steps", "lr_constant_steps", "min_lr"), NOT_NEGATIVE),
     "lr_warmup_ratio": DECAY,
     **dict.fromkeys(("lr_decay_steps", "lr_step_size", "lr_d_model"), POSITIVE),
@@ -171,7 +176,7 @@ CHOICES: dict[str, Collection[str]] = {
     "lora_bias": ("none", "all", "lora_only"),
     "lora_init": ("default", "gaussian"),
     "lora_save_mode": ("adapter", "base_and_adapter", "merged"),
-    "precision": ("auto", "fp32", "mixed_bf16", "mixed_bf16_sr", "bf16_sr", "autocast", "manual"),
+    "precision": ("auto", "fp32", "mixed_bf16", "mixed_bf16_sr", "bf16_sr", "autocast", "fp16", "manual"),
     "reduce_dtype": ("auto", "fp32", "bf16"),
     "optimizer": OPTIMIZERS,
     "training_stage": ("initial", "annealing"),
@@ -389,6 +394,8 @@ def _stages_divide(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(flag(config, "pipeline_parallel_size"), remedy)
     if config.plan_devices % stages:
         yield Problem(flag(config, "pipeline_parallel_size"), f"does not divide plan_devices={config.plan_devices}")
+    elif stages > 1 and config.plan_topology:
+        yield Problem(flag(config, "plan_topology"), "has no place for stages; use plan_devices")
 
 
 def _positions_reach(config: TrainConfig) -> Iterator[Problem]:
@@ -597,6 +604,26 @@ def _precision_agrees(config: TrainConfig) -> Iterator[Problem]:
             yield Problem(flag(config, name), remedy)
 
 
+def _scale_has_a_use(config: TrainConfig) -> Iterator[Problem]:
+    given = [
+        field.name for field in fields(config) if field.name in SCALING and getattr(config, field.name) != field.default
+    ]
+    for name in given:
+        if precision_mode(config) != "fp16":
+            yield Problem(
+                flag(config, name), f"is for precision=fp16; precision={precision_mode(config)} needs no scale"
+            )
+        elif config.loss_scale and name != "loss_scale":
+            yield Problem(flag(config, name), f"is of the dynamic scale; loss_scale={config.loss_scale} is fixed")
+
+
+def _half_needs_torch(config: TrainConfig) -> Iterator[Problem]:
+    if config.precision == "fp16" and config.engine == "xla":
+        remedy = "is the torch engine's: TPUs and Trainium have bf16, which needs no scale; use mixed_bf16"
+        yield Problem("--precision=fp16", remedy)
+
+
+SCALING = (*("loss_scale", "initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"),)
 BY_HAND = ("master_weights", "fp32_grad_acc", "stochastic_rounding")
 
 
@@ -704,6 +731,11 @@ def _profile_is_reached(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(flag(config, "profile_start_step"), remedy)
 
 
+def _memory_is_traced(config: TrainConfig) -> Iterator[Problem]:
+    if config.memory_profiling and not config.use_profiler:
+        yield Problem("--memory_profiling=True", "records the steps that use_profiler traces; give --use_profiler=True")
+
+
 _DIMENSIONS = (
     *("model_variant", "num_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_kv_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings", "rope_theta", "seq_length"),
@@ -715,7 +747,7 @@ RULES = (
     Rule(_kv_heads_repeat, ("kv_replication", "tensor_parallel_size", *_DIMENSIONS)),
     Rule(_tokens_divide, ("seq_length", "context_parallel_size", "sequence_parallel", "tensor_parallel_size")),
     Rule(_group_has_a_use, ("sharding_group_size", "sharding_strategy")),
-    Rule(_pipeline_is_planned_at_most, ("pipeline_parallel_size", "virtual_pipeline_size", "plan", "plan_devices")),
+    Rule(_pipeline_is_planned_at_most, ("pipeline_parallel_size", "virtual_pipeline_size", *PLAN, *_DIMENSIONS)),
     Rule(_positions_reach, _DIMENSIONS),
     Rule(_norm_has_a_bias, ("norm_bias", "norm_type")),
     Rule(_rotation_has_pairs, ("position_embedding_type", "rotary_percentage", "rope_scaling_type", *_DIMENSIONS)),
@@ -732,11 +764,14 @@ RULES = (
     Rule(_optimizer_has_what_is_given, ("optimizer", "optimizer_args", "weight_decay", *FLAGS.values())),
     Rule(_relative_step_has_no_rate, ("optimizer", "optimizer_args", "learning_rate")),
     Rule(_precision_agrees, ("precision", "mixed_precision", *BY_HAND)),
+    Rule(_scale_has_a_use, ("precision", "mixed_precision", *SCALING)),
+    Rule(_half_needs_torch, ("precision", "engine")),
     Rule(_device_suits_engine, ("engine", "device", "cpu_offload")),
     Rule(_weights_match, ("weights", "datasets", "valid_weights", "valid_datasets")),
     Rule(_separator_has_one_name, ("sep_token", "eos_token")),
     Rule(_sequence_has_room, ("bol_token", "seq_length")),
     Rule(_log_scale_grows, ("checkpoint_scale", "checkpoint_interval")),
+    Rule(_memory_is_traced, ("memory_profiling", "use_profiler")),
     Rule(_profile_is_reached, ("use_profiler", "profile_start_step", "profile_num_steps", "num_steps")),
 )
 

@@ -113,8 +113,13 @@ LOSS_ROWS = 4096
 LossAndGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
-def loss_and_gradient(logits: Tensor, labels: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """See LossAndGradient. Elementwise but for two sums per row, so that a compiler makes it one pass or two."""
+def loss_and_gradient(
+    logits: Tensor, labels: Tensor, vocabulary: int, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See LossAndGradient. Elementwise but for two sums per row, so that a compiler makes it one pass or two.
+
+    The gradient is multiplied by `factor` while it is fp32.
+    """
     wide = without_padding(logits.float(), vocabulary)
     trained = labels != IGNORED
     normaliser = wide.logsumexp(-1, keepdim=True)  # [R, 1]
@@ -122,7 +127,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, vocabulary: int) -> tuple[
     loss = ((normaliser[:, 0] - torch.where(chosen, wide, 0).sum(-1)) * trained).sum()
     probability = (wide - normaliser).exp()
     gradient = torch.where(chosen, probability - 1, probability) * trained[:, None]
-    return loss, gradient.to(logits.dtype)
+    return loss, (gradient if factor is None else gradient * factor).to(logits.dtype)
 
 
 def head_loss(

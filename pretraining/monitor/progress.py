@@ -20,7 +20,7 @@ def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
             _position(record["step"], num_steps),
             f"loss {number(record['loss'], 7, 4)}",
             f"lr {record['learning_rate']:.2e}",
-            f"grad norm {number(record['grad_norm'], 7, 3)}",
+            *((f"grad norm {number(record['grad_norm'], 7, 3)}",) if "grad_norm" in record else ()),
             f"{record['tokens_per_second']:>9,.0f} tokens/s",
             f"MFU {percent(record['mfu'])}",
             f"ETA {duration(remaining)}",

@@ -36,6 +36,7 @@ MODES = {
     "mixed_bf16_sr": Precision(stream=NARROW, products=NARROW, rounds=True),
     "bf16_sr": Precision(NARROW, NARROW, NARROW, NARROW, NARROW, rounds=True),
     "autocast": Precision(products=NARROW),
+    "fp16": Precision(stream=torch.float16, products=torch.float16),
 }
 
 

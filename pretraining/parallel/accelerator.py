@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from pretraining.config.errors import UserError
+
+EVENTS = 100_000  # of memory that are kept: some steps of a small model, about 100 MB of file
 
 
 def cuda_gpus() -> int:
@@ -68,6 +71,18 @@ def synchronize(device: torch.device) -> None:
     """Wait until `device` has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def record_memory() -> None:
+    """From here on, note every allocation on the GPU and where it was asked for."""
+    torch.cuda.memory._record_memory_history(max_entries=EVENTS)
+
+
+def dump_memory(path: Path) -> None:
+    """Write what was noted, as pytorch.org/memory_viz reads it, and stop noting."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def compiles(device: torch.device) -> bool:

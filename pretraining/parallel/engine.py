@@ -68,7 +68,7 @@ class StepResult(Protocol):
 
         Of a step: "loss" (mean over every trained token of the global batch), "grad_norm" (before clipping),
         "updates", "refused" and "first_refused" (optimizer steps of this process so far, how many were refused
-        because loss or gradient was not finite, and the first of those, from 1; 0 is none).
+        because loss or gradient was not finite, and the first of those, from 1; 0 is none), with fp16 "loss_scale".
         Of an evaluation: "loss" and "tokens" (trained positions).
         """
         ...

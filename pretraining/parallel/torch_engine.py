@@ -6,13 +6,15 @@ waits for the device only where its result is read.
 
 from __future__ import annotations
 
+import math
 import os
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,13 +40,13 @@ from pretraining.config.variants import model_shape
 from pretraining.models.dropout import Noise, following, noise_of
 from pretraining.models.init import initial_weight
 from pretraining.models.llama import Block, Llama, Rope
-from pretraining.models.ops import IGNORED, LossAndGradient, document_mask, loss_and_gradient
+from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
 from pretraining.noise import keys, noise
 from pretraining.optim.optimizer import Optimizer, Slot
 from pretraining.optim.precision import precision_of
 from pretraining.optim.rounding import rounded
 from pretraining.optim.rules import Adam, Moment, State
-from pretraining.parallel import accelerator
+from pretraining.parallel import accelerator, loss_scale
 from pretraining.parallel.engine import Batch, Mesh, lost_peers_told, numbered
 from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
@@ -82,8 +84,9 @@ class TorchEngine:
         self.config = config
         self.device = accelerator.open_device(config.device)
         self.device_name = accelerator.device_name(self.device)
-        if config.cpu_offload and self.device.type != "cuda":
-            raise UserError(f"--cpu_offload=True works on CUDA alone, not on {self.device_name}; leave it out")
+        for name in ("cpu_offload", "memory_profiling"):
+            if getattr(config, name) and self.device.type != "cuda":
+                raise UserError(f"--{name}=True works on CUDA alone, not on {self.device_name}; leave it out")
         refuse_what_is_for_xla(config)
         self.home = torch.device("cpu") if config.cpu_offload else self.device  # of shards, gradients and moments
         self.process_index, self.process_count = _from_torchrun("RANK", 0), _from_torchrun("WORLD_SIZE", 1)
@@ -135,7 +138,7 @@ class TorchEngine:
         self._recompute_modules(model)
         model.to("meta").to(self.precision.stored)
         self._shapes = {name: weight.shape for name, weight in model.named_parameters()}
-        self._loss_and_gradient: LossAndGradient = loss_and_gradient
+        self._loss_and_gradient: Callable[..., tuple[Tensor, Tensor]] = loss_and_gradient
         if self.compiles:
             self._compile(model)
         if self.device_mesh is not None:
@@ -211,6 +214,8 @@ class TorchEngine:
         self._sums: dict[str, Tensor] = {}  # of gradients that are added up in another dtype than their parameters'
         self.totals = torch.zeros(2, device=self.device)  # loss and trained tokens of this step so far, of this process
         self.health = torch.zeros(len(HEALTH), device=self.home)
+        narrow = self.precision.products == torch.float16
+        self.loss_scale = loss_scale.LossScale(self.config, self.home) if narrow else None
         self._round_copies()
 
     def _moment(self, slot: Slot, shape: torch.Size, moment: Moment) -> Tensor:
@@ -254,10 +259,17 @@ class TorchEngine:
         positions, segments, labels = inputs.get("positions"), inputs.get("segments"), inputs["labels"].long()
         tokens, dtype = inputs["tokens"], self.precision.stream
         inner, noise = self._loss_and_gradient, None
+        if self.loss_scale:
+            inner = partial(inner, factor=self._factor().to(self.device))
         if "cells" in inputs:
             noise = noise_of(self.config.seed, self._counters[0].to(self.device), inputs["cells"])
         loss = model.loss(tokens, labels, positions, segments, dtype, self._run_blocks, inner, noise)
         return loss, (labels != IGNORED).sum().float()
+
+    def _factor(self) -> Tensor:
+        """By which fp16 multiplies the gradients of a summed loss: its scale is that of a micro-batch's mean."""
+        assert self.loss_scale is not None
+        return self.loss_scale.scale / (self.config.batch_size * self.config.seq_length)
 
     def _recompute_modules(self, model: Llama) -> None:
         """Where modules of a chosen block are recomputed, and not all of it, they see to that themselves."""
@@ -298,13 +310,15 @@ class TorchEngine:
         FSDP hands back gradients averaged over data-parallel ranks; what is wanted is their sum over trained tokens.
         """
         gradients = self._sums or {n: _local(w.grad) for n, w in self._weights.items() if w.grad is not None}
-        sums = torch.cat((self.totals.to(self.home), self._square(gradients)))
+        kind = self.config.grad_clip_norm_type or math.inf
+        sums = torch.cat((self.totals.to(self.home), self._powers(gradients, kind)))
         self._sum_over_processes(sums)
         ranks = self.mesh.data_ranks
         count = sums[1] / self.mesh.tensor  # tensor ranks count the same tokens
-        loss, norm = sums[0] / sums[1], sums[2].sqrt() * ranks / count
-        accepted = judge(self.health, torch.isfinite(loss) & torch.isfinite(norm), self.config.max_skipped_steps)
-        divisor = count / ranks
+        divisor = count / ranks * (self._factor() if self.loss_scale else 1)
+        largest = self._largest(gradients) if math.isinf(kind) else sums[2] ** (1 / kind)
+        loss, norm = sums[0] / sums[1], largest / divisor
+        accepted = self._judged(loss, norm)
         if limit := self.config.grad_clip_thresh:
             divisor = divisor / (limit / (norm + 1e-6)).clamp(max=1.0)
         step = self._fused_step if self._is_fused(optimizer) else self._plain_step
@@ -314,14 +328,36 @@ class TorchEngine:
         self._sums = {}
         for weight in self._weights.values():
             weight.grad = None
-        return Figures(("loss", "grad_norm", *HEALTH), torch.cat((torch.stack((loss, norm)), self.health)))
+        figures = {"loss": loss, "grad_norm": norm, **dict(zip(HEALTH, self.health, strict=True))}
+        if self.loss_scale:
+            figures["loss_scale"] = self.loss_scale.scale
+        return Figures(tuple(figures), torch.stack(tuple(figures.values())))
 
-    def _square(self, held: dict[str, Tensor]) -> Tensor:
-        """This process's part of the squared norm of what is split like the parameters of these names, [1]."""
+    def _judged(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Whether this step may be applied. What fp16's scale makes overflow is left out, and counted as nothing."""
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        if not self.loss_scale:
+            return judge(self.health, finite, self.config.max_skipped_steps)
+        counted = judge(self.health, finite | self.loss_scale.excuses(loss), self.config.max_skipped_steps)
+        self.loss_scale.update(finite)
+        return counted & finite
+
+    def _powers(self, held: dict[str, Tensor], kind: float = 2.0) -> Tensor:
+        """This process's part of the sum of powers that makes the norm of what is split like the parameters of these
+        names, [1]; 0 for the largest, which is no sum."""
+        if math.isinf(kind):
+            return torch.zeros(1, device=self.home)
         split = [part for name, part in held.items() if tensor_dimension(name) is not None]
         whole = [part for name, part in held.items() if tensor_dimension(name) is None]
-        square = nn.utils.get_total_norm(split).square() + nn.utils.get_total_norm(whole).square() / self.mesh.tensor
-        return square[None] / self.mesh.replica  # replicas hold the same
+        norms = [nn.utils.get_total_norm(parts, kind) ** kind for parts in (split, whole)]
+        return (norms[0] + norms[1] / self.mesh.tensor)[None] / self.mesh.replica  # replicas hold the same
+
+    def _largest(self, held: dict[str, Tensor]) -> Tensor:
+        """Of all values, their sign left out."""
+        top = nn.utils.get_total_norm(list(held.values()), math.inf)
+        if self.process_count > 1:
+            dist.all_reduce(top, dist.ReduceOp.MAX)
+        return top
 
     def _is_fused(self, optimizer: Optimizer) -> bool:
         """AdamW in fp32: torch has one kernel for all parameters, 5 to 10 times faster than one for each operation."""
@@ -426,7 +462,7 @@ class TorchEngine:
     @torch.no_grad()
     def parameter_norm(self, model: Llama) -> float:
         """See engine.Engine."""
-        square = self._square({name: _local(weight) for name, weight in self._weights.items()})
+        square = self._powers({name: _local(weight) for name, weight in self._weights.items()})
         self._sum_over_processes(square)
         return square.sqrt().item()
 
@@ -444,6 +480,8 @@ class TorchEngine:
             for moment, held in slot.state.items():
                 logical[f"optimizer.{moment}.{slot.name}"] = self._logical(slot.name, held)
         logical["optimizer.step"] = optimizer.updates
+        if self.loss_scale:
+            logical[loss_scale.NAME] = self.loss_scale.state
         return logical
 
     def _logical(self, name: str, held: Tensor) -> Tensor:
@@ -497,15 +535,19 @@ class TorchEngine:
 
     def start_trace(self, folder: str) -> None:
         """See engine.Engine."""
-        worker = f"process_{self.process_index}"
+        worker, self._trace_folder = f"process_{self.process_index}", Path(folder)
         handler = tensorboard_trace_handler(folder, worker_name=worker)
         self._trace = profile(activities=supported_activities(), on_trace_ready=handler)
         self._trace.start()
+        if self.config.memory_profiling:
+            accelerator.record_memory()
 
     def stop_trace(self) -> None:
         """See engine.Engine."""
         accelerator.synchronize(self.device)
         self._trace.stop()
+        if self.config.memory_profiling:
+            accelerator.dump_memory(self._trace_folder / f"memory_{self.process_index}.pickle")
 
     def close(self) -> None:
         """See engine.Engine."""

@@ -89,7 +89,9 @@ class VocabularyParallelLoss:
     def __init__(self, ranks: DeviceMesh) -> None:
         self.ranks = ranks
 
-    def __call__(self, logits: Tensor, labels: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, logits: Tensor, labels: Tensor, vocabulary: int, factor: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         first, group = self.ranks.get_local_rank() * logits.shape[-1], self.ranks.get_group()
         wide = without_padding(logits.float(), vocabulary - first)
         chosen = first + torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]  # [R, V / ranks]
@@ -99,7 +101,8 @@ class VocabularyParallelLoss:
         normaliser, trained = top + total.log(), labels != IGNORED
         probability = (wide - normaliser[:, None]).exp()
         gradient = torch.where(chosen, probability - 1, probability) * trained[:, None]
-        return ((normaliser - label) * trained).sum(), gradient.to(logits.dtype)
+        scaled = gradient if factor is None else gradient * factor
+        return ((normaliser - label) * trained).sum(), scaled.to(logits.dtype)
 
     def input(self, x: Tensor) -> Tensor:
         """`x` as every rank multiplies it with its own rows of the head."""

@@ -86,7 +86,7 @@ class XlaEngine:
         self.mesh = resolve_mesh(config, devices, self.local_devices)
         self.layout = layout_of(config, self.mesh)
         resolve_batch(config, self.mesh.data_ranks)
-        refuse_another_reduction(config)
+        refuse_what_is_for_torch(config)
         # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
         self.data_size = min(self.process_count, self.mesh.data_ranks)
         self.data_rank = self.process_index * self.data_size // self.process_count
@@ -284,7 +284,8 @@ class XlaEngine:
         """Mean gradients, clip, step; refuse the update on the device if anything is not finite."""
         loss, count = self.totals[0] / self.totals[1], self.totals[1]
         gradients = {slot.name: self._mean_gradient(slot, count) for slot in optimizer.slots}
-        norm = nn.utils.get_total_norm(list(gradients.values()), foreach=False)
+        kind = self.config.grad_clip_norm_type or math.inf
+        norm = nn.utils.get_total_norm(list(gradients.values()), kind, foreach=False)
         if limit := self.config.grad_clip_thresh:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             gradients = {name: gradient * scale for name, gradient in gradients.items()}
@@ -443,8 +444,10 @@ class XlaEngine:
             torch.distributed.destroy_process_group()
 
 
-def refuse_another_reduction(config: TrainConfig) -> None:
-    """ConfigError where gradients would be added up over devices in another dtype than asked for."""
+def refuse_what_is_for_torch(config: TrainConfig) -> None:
+    """ConfigError where gradients would be added up over devices in another dtype than asked for, and for fp16."""
+    if config.precision == "fp16":
+        raise ConfigError([Problem("--precision=fp16", "the xla engine has none; use mixed_bf16, or --engine=torch")])
     stored = {torch.float32: "fp32", torch.bfloat16: "bf16"}[precision_of(config).stored]
     if config.reduce_dtype not in ("auto", stored):
         remedy = f"the xla engine adds gradients up in the parameters' dtype, {stored} here; leave it out"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,28 @@ def trained(documents: bool = False, **fields: Any) -> dict[str, Any]:
         }  # fmt: skip
     finally:
         engine.close()
+
+
+def test_memory_of_traced_steps_is_written(tmp_path: Path) -> None:
+    config = TrainConfig(**{**TOY, **SIZES, "use_profiler": True, "memory_profiling": True})
+    engine = TorchEngine(config)
+    try:
+        model = engine.place(build_model(config))
+        optimizer = build_optimizer(config, model.named_parameters())
+        engine.prepare(optimizer)
+        engine.start_trace(str(tmp_path))
+        engine.train_step(model, optimizer, batch_of(config, documents=False), 3e-3).read()
+        engine.stop_trace()
+    finally:
+        engine.close()
+    snapshot = pickle.loads((tmp_path / "memory_0.pickle").read_bytes())
+    assert any(event["action"] == "alloc" for trace in snapshot["device_traces"] for event in trace)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_fp16_learns_as_fp32_does(documents: bool) -> None:
+    fp16 = trained(documents, precision="fp16", mixed_precision=True)
+    assert_same(fp16, trained(documents), 2e-2)
 
 
 def assert_same(got: dict[str, Any], reference: dict[str, Any], tolerance: float) -> None:

@@ -41,8 +41,12 @@ RANDOM: dict[str, Fields] = {  # what is drawn anew at every step
         **{"fsdp_activation_checkpointing": True, "sharding_strategy": "ddp"},
     },
 }
+BY_NORM: dict[str, Fields] = {
+    "1-norm": {**FSDP, "grad_clip_norm_type": 1.0, "grad_clip_thresh": 20.0},
+    "largest": {**FSDP, "grad_clip_norm_type": 0.0, "grad_clip_thresh": 0.01},
+}
 RESUMED = (*WHOLE_TENSORS, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout")
-CASES = {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM}
+CASES = {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM}
 
 
 def stopped(folder: Path) -> dict[str, Fields]:
@@ -135,6 +139,17 @@ def test_the_same_values_are_dropped_on_every_mesh_and_engine(case: str, folder:
         assert got["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
         assert got["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
     assert alone["loss"] != on_torch(ALONE)["fp32"]["loss"]
+
+
+@pytest.mark.parametrize("case", BY_NORM)
+def test_gradients_are_clipped_by_the_norm_asked_for_on_every_mesh_and_engine(case: str, folder: Path) -> None:
+    alone, plain = on_torch(ALONE)[case], on_torch(ALONE)["fp32"]
+    for got in (on_torch(2)[case], on_xla(folder)[case]):
+        assert got["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert got["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+    assert alone["loss"][2:] != plain["loss"][2:]
+    first, usual = alone["grad_norm"][0], plain["grad_norm"][0]  # of the same gradients
+    assert first > usual if case == "1-norm" else first < usual
 
 
 def test_parameters_take_the_bytes_of_their_precision() -> None:

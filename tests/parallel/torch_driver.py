@@ -33,7 +33,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     engine = TorchEngine(config)
     model, optimizer = begun(engine, config)
     stream = open_stream(config, engine.data_rank, engine.data_size)
-    losses, norms, refused = [], [], []
+    losses, norms, refused, scales = [], [], [], []
     for step in range(config.num_steps):
         if halfway and step == 4:
             if not Path(halfway).exists():
@@ -47,12 +47,13 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
         losses.append(read["loss"])
         norms.append(read["grad_norm"])
         refused.append([read["refused"], read["first_refused"]])
+        scales.append(read.get("loss_scale"))
     evaluation = engine.evaluate(model, stream.batch(0)).read()["loss"]
     counted = float(engine.state(model, optimizer)["optimizer.step"])
     held = engine.bytes_per_device(model, optimizer)
     return {
         "loss": losses, "grad_norm": norms, "refused": refused, "evaluation": evaluation, "bytes": held,
-        "updates": counted,
+        "updates": counted, "loss_scale": scales,
     }  # fmt: skip
 
 

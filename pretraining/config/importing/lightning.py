@@ -260,7 +260,7 @@ EXP_MANAGER = {
     "exp_manager.log_local_rank_0_only": no_op("the first process alone writes"),
     "exp_manager.log_global_rank_0_only": no_op("the first process alone writes"),
     "exp_manager.log_parameter_norm": to("log_param_norm"),
-    "exp_manager.log_gradient_norm": no_op("always reported"),
+    "exp_manager.log_gradient_norm": to("log_grad_norm"),
     "exp_manager.log_step_timing": to("log_step_timing"),
     "exp_manager.enable_recovery_time_instrumentation": choice(
         {True: implied("checkpoints are timed too", log_step_timing=True), False: rests("off")}

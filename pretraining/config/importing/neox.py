@@ -158,7 +158,6 @@ _OFF = {
     "alignment recipes": ("dpo_*", "kto_*", "reinforce_*", "label_data_paths", "*_label_data_paths"),
     "another place for checkpoints": ("s3_path", "serve_model_weights"),
     "stopping before train_iters": ("exit_interval",),
-    "traces of memory": ("memory_profiling",),
     "another way to pack documents": ("enforce_sample_length",),
 }
 
