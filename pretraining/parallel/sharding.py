@@ -56,6 +56,10 @@ REPEATED_HEADS = (
     Row("*.[kv]_proj.weight", (None, (*SHARD, "tensor"))),
     Row("*.[kv]_proj.bias", (None,)),
 )
+# Without tensor ranks, as q_proj is, which often has the same shape: the compiler makes the optimizer's scalars as
+# large as a parameter once for each shape, laid out like one of them, and moves them about for the other (of llama3_8b
+# on 16 TPUs eleven all-to-alls of 128 MiB in every step, benchmarks/RESULTS.md).
+WITHOUT_TENSOR_RANKS = (Row("*.o_proj.weight", (None, SHARD)),)
 
 BATCH_AXES = ("replica", "shard")  # the data-parallel ranks
 TOKENS: Spec = (BATCH_AXES, "context")  # [rows, tokens]
@@ -136,7 +140,7 @@ class Layout(NamedTuple):
         return self.activation(WHOLE_HEADS if keys and self.whole_heads else spec)
 
     def _spec(self, name: str, split: bool) -> Spec:
-        spec = spec_of(name, repeated_heads=self.repeated_heads)
+        spec = spec_of(name, repeated_heads=self.repeated_heads, tensor_ranks=self.mesh.tensor)
         return on_mesh(spec if split else whole_along_shard(spec), self.mesh._asdict())
 
 
@@ -155,9 +159,10 @@ def layout_of(config: TrainConfig, mesh: Mesh) -> Layout:
     return Layout(mesh, STRATEGIES[config.sharding_strategy], repeated, whole, config.sequence_parallel)
 
 
-def spec_of(name: str, *, repeated_heads: bool = False) -> Spec:
+def spec_of(name: str, *, repeated_heads: bool = False, tensor_ranks: int = 2) -> Spec:
     """The row of `name` (a Hugging Face parameter name, or one whose layer index is left out)."""
-    for row in (*REPEATED_HEADS, *LLAMA_SHARDING) if repeated_heads else LLAMA_SHARDING:
+    exceptions = (*(REPEATED_HEADS if repeated_heads else ()), *(WITHOUT_TENSOR_RANKS if tensor_ranks == 1 else ()))
+    for row in (*exceptions, *LLAMA_SHARDING):
         if fnmatchcase(name, row.pattern):
             return row.spec
     raise KeyError(f"no row of the sharding table matches {name}")

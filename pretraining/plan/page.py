@@ -11,7 +11,7 @@ from pretraining.monitor.figures import flop, percent, size
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import axes_of
 from pretraining.plan.compiled import Truth
-from pretraining.plan.plan import EFFICIENCY, USABLE, Plan, nearest_fit
+from pretraining.plan.plan import USABLE, Plan, nearest_fit
 from pretraining.plan.stages import idle
 
 FIELDS = (  # what a change of the layout is made of
@@ -88,8 +88,8 @@ def _time(plan: Plan) -> list[str]:
     return [
         f"FLOP/token     {flop(plan.flops)} (6 N + 12 L d S)",
         f"step           {plan.step_seconds:.3f} s predicted, MFU {percent(plan.mfu)}: computation "
-        f"{plan.compute_seconds:.3f} s at {EFFICIENCY:.0%} of {flop(plan.kind.peak.flops)}/s, recomputation included; "
-        f"{plan.hidden_seconds:.3f} s of communication behind it, {plan.exposed_seconds:.3f} s of it not hidden",
+        f"{plan.compute_seconds:.3f} s at {plan.kind.efficiency:.0%} of {flop(plan.kind.peak.flops)}/s, recomputation "
+        f"included; {plan.hidden_seconds:.3f} s of communication behind it, {plan.exposed_seconds:.3f} s not hidden",
         f"assumed        {plan.kind.link / 1e9:,.0f} GB/s within {plan.kind.per_host} devices, "
         f"{plan.kind.network / 1e9:,.0f} GB/s beyond",
     ]

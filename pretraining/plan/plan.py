@@ -1,9 +1,8 @@
 """A configuration on devices that are not there: what it holds, what it sends, how long a step takes, whether it fits.
 
-The step's time assumes: matrix products at EFFICIENCY of the peak; collectives of parameters and gradients hidden
-behind them, so that the longer of the two counts; those of activations not hidden; a pipeline's stages idle as long as
-it takes to fill and drain; a mesh axis that reaches over
-hosts at the network's rate, others at the link's.
+The step's time assumes: operations at the kind's efficiency; collectives of parameters and gradients hidden behind
+them, so that the longer of the two counts; those of activations not hidden; a pipeline's stages idle as long as it
+takes to fill and drain; a mesh axis that reaches over hosts at the network's rate, others at the link's.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from pretraining.plan.stages import Stage, idle, staged, stages
 from pretraining.plan.state import State, Weight, state_of, weights_of
 from pretraining.plan.traffic import Collective, collectives
 
-EFFICIENCY = 0.6  # of the peak, by matrix products alone: what large Llamas reach on H100 and TPU v5p
-USABLE = 0.92  # of the memory: the rest is the runtime's, and fragments
+USABLE = 0.92  # of the memory: the rest is the runtime's, and fragments (a CUDA context and NCCL take 2 to 4 GiB)
 
 
 class Plan(NamedTuple):
@@ -88,7 +86,7 @@ def plan_of(config: TrainConfig) -> Plan:
         sent,
         flops,
         executed,
-        executed / (kind.peak.flops * EFFICIENCY),
+        executed / (kind.peak.flops * kind.efficiency),
         sum(seconds.values()) - exposed,
         exposed,
     )

@@ -136,6 +136,8 @@ def _collective(where: str, line: str, times: int, parts: Computations) -> Sent 
         whole *= ranks
     if operation == "all-reduce" and _is_cut(name, where, parts):
         operation = "reduce-scatter"
+    elif operation == "all-reduce" and _is_laid_out(line, parts[where], parts):
+        operation = "all-gather"
     return Sent(operation, stands_for(operation, where), [shape for _, shape in sizes], whole, ranks, times)
 
 
@@ -162,6 +164,17 @@ def _is_cut(name: str, where: str, parts: Computations) -> bool:
     bodies = [re.search(r"calls=%([\w.-]+)", user) for user in users]
     texts = [parts[body[1]] if body else [user] for user, body in zip(users, bodies, strict=True)]
     return bool(users) and all(any(" dynamic-slice(" in line for line in text) for text in texts)
+
+
+def _is_laid_out(line: str, lines: list[str], parts: Computations) -> bool:
+    """Whether what is added up are parts, each in its own place: an all-gather, as a TPU's compiler writes it on a
+    cube of 64 chips."""
+    first = re.search(r" all-reduce(?:-start)?\(%([\w.-]+)", line)
+    made = first and next((other for other in lines if f"%{first[1]} = " in other), "")
+    if made and (element := re.search(r" get-tuple-element\(%([\w.-]+)\)", made)):
+        made = next((other for other in lines if f"%{element[1]} = " in other), "")
+    body = re.search(r"calls=%([\w.-]+)", made or "")
+    return any(" dynamic-update-slice(" in other for other in (parts[body[1]] if body else [made or ""]))
 
 
 def totals(found: list[Sent]) -> dict[str, int]:

@@ -19,6 +19,7 @@ from pretraining.models.init import on_meta
 from pretraining.optim.optimizer import build_optimizer, reduced
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.engine import Mesh
+from pretraining.parallel.mesh import kv_repeats
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import Layout, Spec, layout_of, parts
 from pretraining.plan.stages import WHOLE, Stage
@@ -129,7 +130,8 @@ def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
     shape = model_shape(config)
     tokens, width = config.batch_size * config.seq_length / mesh.context, precision_of(config).stream.itemsize
     queries = shape.num_attention_heads * shape.head_dim / mesh.tensor
-    keys = shape.num_kv_heads * shape.head_dim / min(mesh.tensor, shape.num_kv_heads)
+    used = shape.num_kv_heads * kv_repeats(config, shape)  # heads, those that are copied for use among them
+    keys = shape.head_dim * (used / mesh.tensor if used % mesh.tensor == 0 else shape.num_kv_heads)
     wide = (3 if shape.gated else 2) * shape.intermediate_size / mesh.tensor
     return 4 * stream_bytes(config, mesh) + tokens * width * (2 * queries + 4 * keys + wide)
 

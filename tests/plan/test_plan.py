@@ -20,6 +20,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.validate import PLAN_KINDS
 from pretraining.plan.kinds import KINDS
 from pretraining.plan.plan import USABLE, nearest_fit, plan_of, search
+from pretraining.plan.stages import idle
 from pretraining.plan.traffic import ring
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +80,45 @@ def test_a_plan_without_devices_or_their_kind_is_refused(fields: dict[str, Any],
     given = {"plan": True, "plan_devices": 64, "plan_device_kind": "h100", "use_dummy_dataset": True, **fields}
     with pytest.raises(ConfigError, match=message):
         TrainConfig.from_flags(given)
+
+
+PIPED: dict[str, Any] = {
+    **{"model_variant": "llama3_70b", "sharding_strategy": "ddp", "tensor_parallel_size": 8, "plan_devices": 256},
+    **{"batch_size": 1, "gradient_accumulation_steps": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pipeline_parallel_size": 6}, "does not divide num_layers=80"),
+        ({"pipeline_parallel_size": 16, "plan_devices": 8}, "does not divide plan_devices=8"),
+        ({"pipeline_parallel_size": 4, "virtual_pipeline_size": 3}, "= 12 does not divide num_layers=80"),
+        ({"virtual_pipeline_size": 2}, "needs pipeline_parallel_size above 1"),
+        ({"pipeline_parallel_size": 4, "plan": False, "plan_devices": 0, "plan_device_kind": ""}, "no pipeline yet"),
+    ],
+)
+def test_stages_that_do_not_divide_are_refused_and_training_with_any(fields: dict[str, Any], message: str) -> None:
+    given = {"plan": True, "plan_devices": 256, "plan_device_kind": "h100", "use_dummy_dataset": True, **PIPED}
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig.from_flags({**given, **fields})
+
+
+def test_stages_split_the_layers_and_idle_as_the_schedule_says() -> None:
+    whole, piped = plan_of(config(**PIPED)), plan_of(config(**PIPED, pipeline_parallel_size=8))
+    blocks = [sum(w.bytes for w in plan.weights if ".layers." in w.name) for plan in (whole, piped)]
+    assert blocks[0] == 8 * blocks[1]
+    assert piped.stage.number == 0  # eight micro-batches wait in the first, and one in the last
+    assert not any("lm_head" in weight.name for weight in piped.weights)
+    assert piped.state.activations == pytest.approx(whole.state.activations, rel=1e-6)
+    assert whole.executed == pytest.approx(8 * piped.executed)  # of eight times the tokens
+    assert idle(piped.config) == 7 / 16
+    halves = plan_of(config(**PIPED, pipeline_parallel_size=8, virtual_pipeline_size=2))
+    assert idle(halves.config) == 7 / 32
+    assert halves.state.activations > piped.state.activations
+    few = {**PIPED, "gradient_accumulation_steps": 1}
+    recomputed = plan_of(config(**few, pipeline_parallel_size=8, fsdp_activation_checkpointing=True))
+    assert recomputed.stage.last  # where few activations wait, the logits decide
 
 
 def test_sizes_that_do_not_divide_are_refused_as_they_are_in_training() -> None:

@@ -28,6 +28,10 @@ WINDOWED = """
   ROOT %product = f32[2,4,16]{2,1,0} convolution(%a, %b), window={size=2 stride=1 lhs_dilate=2}, dim_labels=0bf_0io->0bf
 }
 
+%fused.2 (zeros: bf16[16,256], p: bf16[8,256]) -> bf16[16,256] {
+  ROOT %laid-out = bf16[16,256]{1,0} dynamic-update-slice(%zeros, %p, %here, %here)
+}
+
 %cond.1 (param: (bf16[8,256], u32[])) -> pred[] {
   %bound = u32[]{:T(128)} constant(8)
   %param.1 = (bf16[8,256]{1,0}, u32[]{:T(128)}) parameter(0)
@@ -44,6 +48,8 @@ ENTRY %main.1 (x: bf16[8,256]) -> f32[4] {
   %sum = f32[64]{0} all-reduce(%x), channel_id=3, replica_groups=[2,2]<=[4], to_apply=%add
   %cut = f32[64]{0} all-reduce(%x), channel_id=4, replica_groups=[1,4]<=[4], to_apply=%add
   %slice = f32[16]{0} dynamic-slice(%cut, %begin), dynamic_slice_sizes={16}
+  %place = bf16[16,256]{1,0} fusion(%zeros, %x), kind=kLoop, calls=%fused.2
+  %laid = bf16[16,256]{1,0} all-reduce(%place), channel_id=7, replica_groups={{0,1,2,3}}, to_apply=%add
   %scattered = f32[16]{0} reduce-scatter(%x), channel_id=5, replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
   ROOT %swapped = bf16[8,256]{1,0} all-to-all(%x), channel_id=6, replica_groups={{0,1},{2,3}}, dimensions={0}
 }
@@ -53,7 +59,8 @@ ENTRY %main.1 (x: bf16[8,256]) -> f32[4] {
 def test_loops_count_their_turns_and_parts_of_a_collective_count_once() -> None:
     part, gathered = 8 * 256 * 2, 16 * 256 * 2
     assert totals(collectives(WINDOWED)) == {
-        "all-gather": 4 * part + gathered * 3 // 4,  # of the loop's four turns, and of the channel in two instructions
+        # of the loop's four turns, of the channel in two instructions, and of the sum of parts, each in its place
+        "all-gather": 4 * part + 2 * gathered * 3 // 4,
         "all-reduce": 2 * 64 * 4 // 2,  # over two
         "reduce-scatter": 2 * 64 * 4 * 3 // 4,  # the one that is cut at once, and the one that says so
         "all-to-all": part // 2,
