@@ -11,6 +11,7 @@ from pretraining.monitor.figures import flop, percent, size
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import axes_of
 from pretraining.plan.compiled import Truth
+from pretraining.plan.engines import engine_of
 from pretraining.plan.plan import USABLE, Plan, nearest_fit
 from pretraining.plan.stages import idle
 
@@ -32,7 +33,8 @@ def _head(plan: Plan) -> list[str]:
     mask = block_mask(config, shape.num_layers)
     return [
         f"plan           {config.model_variant}, {shape.parameters:,} parameters, {config.sharding_strategy}",
-        f"devices        {config.plan_devices:,} x {plan.kind.name} ({size(plan.kind.memory)}): {axes}",
+        f"devices        {config.plan_devices:,} x {plan.kind.name} ({size(plan.kind.memory)}): {axes}; "
+        f"{engine_of(config)} engine",
         f"batch          {config.tokens_per_step:,} tokens a step: {config.global_batch_size:,} sequences of "
         f"{config.seq_length:,}; {config.batch_size} a rank and pass, {config.gradient_accumulation_steps} passes",
         f"recomputed     {sum(mask)} of {len(mask)} blocks",

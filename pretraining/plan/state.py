@@ -16,12 +16,14 @@ from torch import nn
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape, padded_vocabulary
 from pretraining.models.init import on_meta
+from pretraining.models.ops import LOSS_ROWS
 from pretraining.optim.optimizer import build_optimizer, reduced
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.engine import Mesh
 from pretraining.parallel.mesh import kv_repeats
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.sharding import Layout, Spec, layout_of, parts
+from pretraining.parallel.sharding import Layout, Spec, parts
+from pretraining.plan.engines import TorchLayout, engine_of, layout_in
 from pretraining.plan.stages import WHOLE, Stage
 
 
@@ -59,7 +61,7 @@ def local(shape: Iterable[int], spec: Spec, mesh: Mesh) -> int:
 
 def weights_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> list[Weight]:
     """Every parameter and its sharding, those of all blocks as one."""
-    layout, stored = layout_of(config, mesh), precision_of(config).stored.itemsize
+    layout, stored = layout_in(config, mesh), precision_of(config).stored.itemsize
     found: dict[str, list[torch.Size]] = {}
     for name, weight in _held(config, stage):
         found.setdefault(re.sub(r"\.layers\.\d+\.", ".layers.*.", name), []).append(weight.shape)
@@ -77,7 +79,7 @@ def _held(config: TrainConfig, stage: Stage) -> Iterator[tuple[str, nn.Parameter
 
 def state_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> State:
     """Everything that one device holds at the end of a forward pass, its largest moment."""
-    layout, precision = layout_of(config, mesh), precision_of(config)
+    layout, precision = layout_in(config, mesh), precision_of(config)
     slots = build_optimizer(config, _held(config, stage)).slots
     weights = weights_of(config, mesh, stage)
     gradients = moments = 0
@@ -137,17 +139,26 @@ def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
 
 
 def logits(config: TrainConfig, mesh: Mesh) -> int:
-    """Bytes of the output head's result, its fp32 copy and its gradient, of one micro-batch."""
-    tokens = config.batch_size * config.seq_length // mesh.context
-    return tokens * padded_vocabulary(config) // mesh.tensor * (precision_of(config).stream.itemsize + 8)
+    """Bytes of the output head's result, its fp32 copy and its gradient, of one micro-batch; in the torch engine of a
+    piece of it, with the fp32 sum of the head's gradient over the pieces."""
+    tokens, width = config.batch_size * config.seq_length // mesh.context, precision_of(config).stream.itemsize
+    rows = padded_vocabulary(config) // mesh.tensor
+    if engine_of(config) == "torch":
+        return rows * (min(tokens, LOSS_ROWS) * (2 * width + 4) + 4 * model_shape(config).hidden_size)
+    return tokens * rows * (width + 8)
 
 
-def _gathered(config: TrainConfig, layout: Layout, mesh: Mesh, weights: list[Weight]) -> int:
-    """Two blocks' parameters, the one that runs and the one fetched ahead, and the larger of embedding and head."""
+def _gathered(config: TrainConfig, layout: Layout | TorchLayout, mesh: Mesh, weights: list[Weight]) -> int:
+    """Parameters as the products read them, of two blocks, the one that runs and the one fetched ahead, and the larger
+    of embedding and head. The torch engine keeps both of these, and where it frees nothing all blocks."""
+    precision = precision_of(config)
+    blocks = [math.prod(weight.shape) for weight in weights if ".layers." in weight.name]
+    outer = [math.prod(weight.shape) for weight in weights if ".layers." not in weight.name]
+    if isinstance(layout, TorchLayout):
+        if mesh.shard == 1 and precision.products == precision.stored:
+            return 0
+        held = 2 if layout.frees else model_shape(config).num_layers
+        return precision.products.itemsize * (held * sum(blocks) + sum(outer)) // mesh.tensor
     if not layout.split.parameters or mesh.shard * mesh.context == 1:
         return 0
-    width = precision_of(config).products.itemsize
-    blocks = [w for w in weights if ".layers." in w.name]
-    outer = [w for w in weights if ".layers." not in w.name]
-    block = sum(math.prod(weight.shape) for weight in blocks) // mesh.tensor
-    return width * (2 * block + max((math.prod(weight.shape) for weight in outer), default=0) // mesh.tensor)
+    return precision.products.itemsize * (2 * sum(blocks) + max(outer, default=0)) // mesh.tensor

@@ -15,6 +15,7 @@ from pretraining.optim.precision import precision_of
 from pretraining.parallel.engine import Mesh
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import STRATEGIES
+from pretraining.plan.engines import TorchLayout, engine_of, layout_in
 from pretraining.plan.stages import WHOLE, Stage
 from pretraining.plan.state import Weight, stream_bytes, weights_of
 
@@ -36,8 +37,13 @@ def ring(whole: float, ranks: int, *, both: bool = False) -> int:
 
 def collectives(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> list[Collective]:
     """Everything that a step communicates; scalars left out."""
+    layout = layout_in(config, mesh)
     found = [
-        *_of_parameters(config, mesh, stage),
+        *(
+            _of_shards(config, mesh, stage, layout.frees)
+            if isinstance(layout, TorchLayout)
+            else _of_parameters(config, mesh, stage)
+        ),
         *_of_activations(config, mesh),
         *_between_stages(config, mesh, stage),
     ]
@@ -95,6 +101,24 @@ def _of_parameters(config: TrainConfig, mesh: Mesh, stage: Stage) -> list[Collec
     return [Collective("gradients", "all-reduce", ("replica", *along), passes * least, least)]
 
 
+def _of_shards(config: TrainConfig, mesh: Mesh, stage: Stage, frees: bool) -> list[Collective]:
+    """FSDP2's: each block is gathered for its forward pass, and again for its backward pass where it was freed between;
+    embedding and head once. Replicas add up after the last micro-batch."""
+    passes, precision = config.gradient_accumulation_steps or 1, precision_of(config)
+    weights = weights_of(config, mesh, stage)
+    blocks = [weight for weight in weights if ".layers." in weight.name]
+    forward = ring(_bytes_along(weights, mesh, precision.products.itemsize), mesh.shard)
+    backward = ring(_bytes_along(blocks, mesh, precision.products.itemsize), mesh.shard) if frees else 0
+    wide = _bytes_along(weights, mesh, precision.reduced.itemsize)
+    scatter = ring(wide, mesh.shard)
+    return [
+        Collective("parameters, forward", "all-gather", ("shard",), passes * forward, forward),
+        Collective("parameters, backward", "all-gather", ("shard",), passes * backward, backward),
+        Collective("gradients", "reduce-scatter", ("shard",), passes * scatter, scatter),
+        _over_replicas(wide // mesh.shard, mesh, 1),
+    ]
+
+
 def _between_stages(config: TrainConfig, mesh: Mesh, stage: Stage) -> list[Collective]:
     """Every piece of layers gives its result on, and the gradient of what it took back: to and from both neighbours but
     at the two ends, where the first piece takes from nobody and the last gives to nobody."""
@@ -118,7 +142,8 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     # Attention and feed-forward end in partial sums. So does the gradient by what a matrix takes: by that of queries,
     # keys and values, and by that of gate and up, each on its own, where one sum for each norm would do. A recomputed
     # block adds up again what its attention gave, for the feed-forward layer needs it. And the embedding and the head.
-    backward = 3 + (2 if shape.gated else 1)
+    # The torch engine adds up once where attention and feed-forward begin.
+    backward = 2 if engine_of(config) == "torch" else 3 + (2 if shape.gated else 1)
     sums = sum(2 + backward + recomputed for recomputed in mask) + 2
     split = ring(stream, mesh.tensor, both=True)
     keys = 2 * tokens * mesh.context * shape.num_kv_heads * shape.head_dim // mesh.tensor * width

@@ -1,0 +1,45 @@
+"""Where the two engines differ in how a step holds its state: the XLA engine by the sharding table, FSDP2 by rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pretraining.config.training import TrainConfig
+from pretraining.parallel.engine import Mesh
+from pretraining.parallel.sharding import Layout, Spec, layout_of, on_mesh, spec_of
+from pretraining.parallel.torch_tensor import shard_dimension, tensor_dimension
+
+
+class TorchLayout(NamedTuple):
+    """How the torch engine splits everything: along the first dimension, or with tensor ranks as the table says."""
+
+    mesh: Mesh
+    frees: bool  # whether a block's gathered parameters go between its forward and its backward pass
+
+    def parameter(self, name: str) -> Spec:
+        """How a parameter is held."""
+        along, rank = (shard_dimension(name), tensor_dimension(name)) if self.mesh.tensor > 1 else (0, None)
+        axes = ["tensor" if i == rank else "shard" if i == along else None for i in range(len(spec_of(name)))]
+        return on_mesh(tuple(axes), self.mesh._asdict())
+
+    def gradient(self, name: str) -> Spec:
+        """How its gradient is held: FSDP2 splits all three alike."""
+        return self.parameter(name)
+
+    def moment(self, name: str) -> Spec:
+        """How the optimizer's state of it is held."""
+        return self.parameter(name)
+
+
+def engine_of(config: TrainConfig) -> str:
+    """The engine that would run: what was asked for, or what `auto` takes on this kind of device."""
+    if config.engine != "auto":
+        return config.engine
+    return "xla" if config.plan_device_kind.startswith(("tpu", "trn")) else "torch"
+
+
+def layout_in(config: TrainConfig, mesh: Mesh) -> Layout | TorchLayout:
+    """The layout of `config` in its engine."""
+    if engine_of(config) == "xla":
+        return layout_of(config, mesh)
+    return TorchLayout(mesh, mesh.shard > 1 and config.sharding_strategy != "zero2")

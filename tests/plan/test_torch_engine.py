@@ -1,0 +1,62 @@
+"""The plan of the torch engine: what a process holds is the live engine's to the byte, what it sends within a tenth."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretraining.config.training import TrainConfig
+from pretraining.plan.plan import Plan, plan_of
+from tests.parallel.launch import environment, launched
+from tests.parallel.toy import TOY
+
+pytestmark = pytest.mark.slow
+
+Fields = dict[str, Any]
+CASES: dict[str, Fields] = {
+    "ddp": {"sharding_strategy": "ddp", "batch_size": 4},
+    "zero2": {"sharding_strategy": "zero2", "batch_size": 4},
+    "fsdp": {"sharding_strategy": "fsdp", "batch_size": 4},
+    "fsdp, recomputed": {"sharding_strategy": "fsdp", "batch_size": 4, "fsdp_activation_checkpointing": True},
+    "hsdp, accumulated": {"sharding_strategy": "hsdp", "sharding_group_size": 2, "batch_size": 1},
+    "fsdp x tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 8},
+    "tensor, recomputed": {
+        **{"sharding_strategy": "ddp", "tensor_parallel_size": 4, "batch_size": 16},
+        "fsdp_activation_checkpointing": True,
+    },
+}
+
+
+@functools.cache
+def live() -> dict[str, Any]:
+    """What the driver printed."""
+    command = launched(4, str(Path(__file__).with_name("torch_driver.py")), json.dumps(CASES))
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    return found
+
+
+def planned(case: str) -> Plan:
+    asked = {"plan": True, "plan_devices": 4, "plan_device_kind": "h100"}
+    return plan_of(TrainConfig(**{**TOY, **CASES[case], **asked}))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_and_optimizer_state_are_the_live_engine_s_to_the_byte(case: str) -> None:
+    state = planned(case).state
+    assert {"parameters": state.parameters, "moments": state.moments} == live()[case]["bytes"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_collectives_are_those_that_the_engine_calls_within_a_tenth(case: str) -> None:
+    sent = {kind: count for kind, count in live()[case]["sent"].items() if count}
+    expected: dict[str, int] = {}
+    for one in planned(case).collectives:
+        expected[one.operation] = expected.get(one.operation, 0) + one.bytes
+    assert expected == pytest.approx(sent, rel=0.1)

@@ -1,0 +1,81 @@
+"""What a step of the torch engine holds and sends: counted where it calls torch.distributed, on gloo.
+
+    torchrun --nproc-per-node=4 torch_driver.py '{"case": {"field": value}, ...}'
+
+Process 0 prints JSON: by case, bytes of parameters and moments, and bytes that leave the process in a training step,
+by operation. Scalars and small sums are left out, as the plan leaves them out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pretraining.config.training import TrainConfig
+from pretraining.data import open_stream
+from pretraining.parallel import torch_tensor
+from pretraining.parallel.torch_engine import TorchEngine
+from pretraining.plan.traffic import ring
+from tests.parallel.again import begun
+from tests.parallel.toy import TOY
+
+SMALL = 4096  # bytes: norms of all blocks and three numbers a row are no more in this model
+
+
+def counted(sent: Counter[str], name: str, operation: str, whole: str) -> None:
+    """Have calls of dist.<name> counted; `whole` is the argument that has the whole tensor."""
+    real: Callable[..., Any] = getattr(dist, name)
+
+    def call(*given: Any, **named: Any) -> Any:
+        place = {"output_tensor": 0, "output": 0, "input_tensor": 1, "input": 1, "tensor": 0}[whole]
+        tensor = next((named[key] for key in (whole, f"{whole}_tensor") if key in named), None)
+        tensor = given[place] if tensor is None else tensor
+        count, ranks = tensor.numel() * tensor.element_size(), dist.get_world_size(named.get("group"))
+        if count > SMALL:
+            sent[operation] += ring(count, ranks, both=operation == "all-reduce")
+        return real(*given, **named)
+
+    setattr(dist, name, call)
+
+
+def counted_functional(sent: Counter[str]) -> None:
+    """The same of the sums over tensor ranks, which autograd runs."""
+    real = torch_tensor.funcol.all_reduce
+
+    def call(part: Tensor, kind: str, group: dist.ProcessGroup) -> Tensor:
+        if part.numel() * part.element_size() > SMALL:
+            sent["all-reduce"] += ring(part.numel() * part.element_size(), group.size(), both=True)
+        return real(part, kind, group)
+
+    torch_tensor.funcol.all_reduce = call
+
+
+def run_case(fields: dict[str, Any], sent: Counter[str]) -> dict[str, Any]:
+    """One step of the toy with these fields."""
+    config = TrainConfig(**{**TOY, "device": "cpu", **fields})
+    engine = TorchEngine(config)
+    model, optimizer = begun(engine, config)
+    batch = open_stream(config, engine.data_rank, engine.data_size).batch(0)
+    sent.clear()
+    engine.train_step(model, optimizer, batch, 1e-3).read()
+    return {"bytes": engine.bytes_per_device(model, optimizer), "sent": dict(sent)}
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    totals: Counter[str] = Counter()
+    counted(totals, "all_gather_into_tensor", "all-gather", "output_tensor")
+    counted(totals, "reduce_scatter_tensor", "reduce-scatter", "input")
+    counted(totals, "all_reduce", "all-reduce", "tensor")
+    counted_functional(totals)
+    outcomes = {case: run_case(fields, totals) for case, fields in json.loads(sys.argv[1]).items()}
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(outcomes))
+    dist.destroy_process_group()
