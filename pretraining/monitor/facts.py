@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pretraining.config.training import TrainConfig
+from pretraining.config.validate import precision_mode
 from pretraining.config.variants import ModelShape
 from pretraining.monitor.figures import amount, flop, size
 from pretraining.monitor.flops import flops_per_token, peak_of
 from pretraining.monitor.memory import StateBytes
+from pretraining.optim.precision import precision_of
 
 
 def describe(
@@ -36,6 +38,7 @@ def describe(
         ("FLOP/token", _flops(config, shape)),
         ("devices", _devices(mesh, device_name)),
         ("batch", _batch(config, mesh)),
+        ("precision", _precision(config)),
         ("memory/device", _memory(whole, parts)),
         ("recomputed", _mask(recompute)),
         ("learning rate", _rates(config, rates)),
@@ -67,6 +70,18 @@ def _batch(config: TrainConfig, mesh: Mapping[str, int]) -> str:
     passes = f"{config.batch_size} per device and pass, {config.gradient_accumulation_steps} passes"
     total = f"{amount(tokens * config.num_steps)} tokens in {config.num_steps:,} steps"
     return f"{tokens:,} tokens/step = {rows} ({passes}); {total}"
+
+
+def _precision(config: TrainConfig) -> str:
+    chosen = precision_of(config)
+    names = ("stream", "products", "stored", "gradients", "state")
+    told = ("activations", "products", "parameters", "gradients", "optimizer state")
+    listed = [f"{what} {_short(getattr(chosen, name))}" for what, name in zip(told, names, strict=True)]
+    return f"{precision_mode(config)}: {', '.join(listed)}{'; rounded stochastically' if chosen.rounds else ''}"
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
 
 
 def _memory(whole: StateBytes, parts: Mapping[str, int]) -> str:

@@ -9,6 +9,9 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.engine import Engine
 
+CASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16")  # torch-xla's variables
+NO = ("", "0", "false")
+
 
 def open_engine(config: TrainConfig) -> Engine:
     """The engine that `config` asks for, its mesh open and the batch fields of `config` resolved.
@@ -49,8 +52,17 @@ def _has_xla() -> bool:
     return importlib.util.find_spec("torch_xla") is not None
 
 
+def refuse_hidden_casts() -> None:
+    """UserError where a variable would have torch-xla narrow every number behind the back of --precision."""
+    given = [f"{name}={os.environ[name]}" for name in CASTS if os.environ.get(name, "0").lower() not in NO]
+    if given:
+        remedy = "unset it, and say what is meant with --precision (bf16_sr keeps no fp32 copy)"
+        raise UserError(f"{', '.join(given)} in the environment turns all of torch-xla's fp32 into 16 bits; {remedy}")
+
+
 def _open(config: TrainConfig, name: str) -> Engine:
     if name == "xla":
+        refuse_hidden_casts()
         from pretraining.parallel.xla import XlaEngine
 
         return XlaEngine(config)

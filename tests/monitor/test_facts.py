@@ -50,6 +50,15 @@ def test_memory_is_a_quarter_of_the_state_on_four_shards() -> None:
     assert facts()["memory/device"].startswith("25.10 GiB of state (parameters 6.28 GiB, gradients 6.28 GiB, moments")
 
 
+def test_every_dtype_of_the_precision_is_said() -> None:
+    mixed = "mixed_bf16: activations bf16, products bf16, parameters fp32, gradients fp32, optimizer state fp32"
+    assert facts()["precision"] == mixed
+    by_hand = facts(precision="manual", master_weights=False, stochastic_rounding=True)["precision"]
+    kept = "parameters bf16, gradients fp32, optimizer state bf16; rounded stochastically"
+    assert by_hand == f"manual: activations bf16, products bf16, {kept}"
+    assert facts(precision="fp16")["precision"].startswith("fp16: activations fp16, products fp16, parameters fp32")
+
+
 def test_an_unknown_device_is_never_guessed() -> None:
     assert facts("CPU")["MFU against"].startswith("n/a")
 

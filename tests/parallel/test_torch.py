@@ -15,7 +15,7 @@ import torch
 
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
-from pretraining.parallel.select import choose
+from pretraining.parallel.select import choose, refuse_hidden_casts
 from pretraining.parallel.torch_engine import TorchEngine
 from tests.parallel.launch import ALONE, environment, launched
 
@@ -166,6 +166,15 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
     assert "nobody has tested" in choose(TrainConfig(engine="torch", device="tpu"))[1]
     with pytest.raises(UserError, match="torch_xla is not installed"):
         chosen(gpus=0, xla=False, engine="xla")
+
+
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_a_variable_that_narrows_everything_unseen_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("XLA_USE_BF16", value)
+    with pytest.raises(UserError, match=f"XLA_USE_BF16={value} in the environment .*--precision"):
+        refuse_hidden_casts()
+    monkeypatch.setenv("XLA_USE_BF16", "0")
+    refuse_hidden_casts()
 
 
 def test_what_this_engine_does_not_have_is_refused_all_at_once() -> None:
