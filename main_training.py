@@ -35,6 +35,7 @@ def main(**flags: str) -> int:
     from pretraining.monitor.memory import StateBytes, check_memory
     from pretraining.monitor.metrics import open_metrics
     from pretraining.optim.optimizer import build_optimizer, whole_state
+    from pretraining.optim.precision import dtypes_told
     from pretraining.optim.schedule import learning_rate, telling_steps
     from pretraining.parallel.mesh import notes
     from pretraining.parallel.recompute import block_mask
@@ -58,6 +59,7 @@ def main(**flags: str) -> int:
         parts=state_parts(config, engine.mesh),
         device_name=engine.device_name,
         recompute=block_mask(config, shape.num_layers),
+        dtypes=dtypes_told(config),
         rates={step: learning_rate(config, step) for step in telling_steps(config)},
     )
     say("\n".join([facts, *notes(config, shape, engine.mesh, engine.name)]))

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import precision_mode
 from pretraining.config.variants import ModelShape
 from pretraining.monitor.figures import amount, flop, size
 from pretraining.monitor.flops import flops_per_token, peak_of
 from pretraining.monitor.memory import StateBytes
-from pretraining.optim.precision import precision_of
 
 
 def describe(
@@ -25,12 +23,13 @@ def describe(
     device_name: str,
     recompute: Sequence[bool],
     rates: Mapping[int, float],
+    dtypes: str,
 ) -> str:
     """The derived facts as lines of text.
 
     mesh: axis -> size. whole: bytes of one copy of the state. parts: into how many parts "parameters", "gradients" and
     "moments" are split. recompute: True for each block whose activations are computed again. rates: learning rates of
-    some 0-based updates. The batch fields of `config` must be resolved (global_batch_size and
+    some 0-based updates. dtypes: of what, as optim/precision.py tells them. The batch fields of `config` must be resolved (global_batch_size and
     gradient_accumulation_steps not None).
     """
     rows = [
@@ -38,7 +37,7 @@ def describe(
         ("FLOP/token", _flops(config, shape)),
         ("devices", _devices(mesh, device_name)),
         ("batch", _batch(config, mesh)),
-        ("precision", _precision(config)),
+        ("precision", dtypes),
         ("memory/device", _memory(whole, parts)),
         ("recomputed", _mask(recompute)),
         ("learning rate", _rates(config, rates)),
@@ -70,18 +69,6 @@ def _batch(config: TrainConfig, mesh: Mapping[str, int]) -> str:
     passes = f"{config.batch_size} per device and pass, {config.gradient_accumulation_steps} passes"
     total = f"{amount(tokens * config.num_steps)} tokens in {config.num_steps:,} steps"
     return f"{tokens:,} tokens/step = {rows} ({passes}); {total}"
-
-
-def _precision(config: TrainConfig) -> str:
-    chosen = precision_of(config)
-    names = ("stream", "products", "stored", "gradients", "state")
-    told = ("activations", "products", "parameters", "gradients", "optimizer state")
-    listed = [f"{what} {_short(getattr(chosen, name))}" for what, name in zip(told, names, strict=True)]
-    return f"{precision_mode(config)}: {', '.join(listed)}{'; rounded stochastically' if chosen.rounds else ''}"
-
-
-def _short(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
 
 
 def _memory(whole: StateBytes, parts: Mapping[str, int]) -> str:

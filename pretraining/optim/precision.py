@@ -58,3 +58,17 @@ def _by_hand(config: TrainConfig) -> Precision:
 def compute_dtype(config: TrainConfig) -> torch.dtype:
     """The dtype of the activations between blocks."""
     return precision_of(config).stream
+
+
+def dtypes_told(config: TrainConfig) -> str:
+    """The mode and what has which dtype, in a line."""
+    chosen = precision_of(config)
+    told = {"stream": "activations", "products": "products", "stored": "parameters", "gradients": "gradients"}
+    listed = [
+        f"{words} {_short(getattr(chosen, name))}" for name, words in {**told, "state": "optimizer state"}.items()
+    ]
+    return f"{precision_mode(config)}: {', '.join(listed)}{'; rounded stochastically' if chosen.rounds else ''}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

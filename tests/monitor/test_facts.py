@@ -12,6 +12,7 @@ from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.flops import Meter, flops_per_token, peak_of
 from pretraining.monitor.memory import StateBytes
 from pretraining.monitor.summary import summary
+from pretraining.optim.precision import dtypes_told
 from pretraining.optim.schedule import learning_rate, telling_steps
 
 SIZE = VARIANTS["llama2_7b"].parameters
@@ -28,6 +29,7 @@ def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str
         parts={"parameters": 4, "gradients": 4, "moments": 4},
         device_name=device_name,
         recompute=[False, True, False, False],
+        dtypes=dtypes_told(config),
         rates={step: learning_rate(config, step) for step in telling_steps(config)},
     )
     return {line[:14].strip(): line[15:] for line in text.splitlines()}
