@@ -92,8 +92,12 @@ def main(**flags: str) -> int:
     meter = Meter(
         config.tokens_per_step, engine.mesh.size, flops_per_token(shape, config.seq_length), peak_of(engine.device_name)
     )
-    valid, test = held.get("valid"), held.get("test")
-    code = train(Run(config, engine, model, optimizer, stream, valid, test, checkpoints, metrics, meter, start, tokens))
+    code = train(
+        Run(
+            *(config, engine, model, optimizer, stream, held.get("valid"), held.get("test")),
+            *(checkpoints, metrics, meter, start, tokens),
+        )
+    )
     engine.close()
     return code
 

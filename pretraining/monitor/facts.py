@@ -29,8 +29,8 @@ def describe(
 
     mesh: axis -> size. whole: bytes of one copy of the state. parts: into how many parts "parameters", "gradients" and
     "moments" are split. recompute: True for each block whose activations are computed again. rates: learning rates of
-    some 0-based updates. dtypes: of what, as optim/precision.py tells them. The batch fields of `config` must be resolved (global_batch_size and
-    gradient_accumulation_steps not None).
+    some 0-based updates. dtypes: what has which, as optim/precision.py tells it. The batch fields of `config` must be
+    resolved (global_batch_size and gradient_accumulation_steps not None).
     """
     rows = [
         ("model", _model(config, shape)),
