@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")  # no look for a TPU, and none for a cloud's metadata
+# No look for a TPU, none for a cloud's metadata, and no lock, for nothing here uses a device.
+os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 import numpy as np
 from jax._src.interpreters import mlir

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 BASE: dict[str, Any] = {"plan": True, "plan_device_kind": "tpu-v6e", "plan_topology": "2x2", "plan_compile": True}
 # Wide enough that no part is smaller than a tile of the device, 8 x 128 values.
 MODEL: dict[str, Any] = {
-    "model_variant": "custom", "num_layers": 4, "hidden_size": 512, "intermediate_size": 1536, "vocab_size": 4096,
-    "num_attention_heads": 4, "num_kv_heads": 4, "seq_length": 512, "batch_size": 2, "sharding_strategy": "fsdp",
+    "model_variant": "custom", "num_layers": 4, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 8192,
+    "num_attention_heads": 8, "num_kv_heads": 8, "seq_length": 1024, "batch_size": 1, "sharding_strategy": "fsdp",
 }  # fmt: skip
 
 
@@ -81,8 +81,9 @@ def test_what_is_held_and_sent_and_multiplied_is_what_the_plan_says(tmp_path: Pa
 @pytest.mark.slow
 @needs_compiler
 def test_what_the_plan_calls_too_big_the_compiler_refuses(tmp_path: Path) -> None:
-    big = {"model_variant": "llama3_8b", "num_layers": 8, "hidden_size": 4096, "intermediate_size": 14336}
-    said, plan = compiled(tmp_path, **big, sharding_strategy="ddp", seq_length=4096, batch_size=8)
+    wide = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128256}
+    big = {**wide, "num_layers": 32, "sharding_strategy": "ddp"}  # 96 GB of state: said at once
+    said, plan = compiled(tmp_path, **big)
     assert plan["fits"] is False
     assert "Ran out of memory" in plan["compiled"]["refused"]
     assert "so does the plan" in said
