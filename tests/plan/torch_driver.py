@@ -71,8 +71,9 @@ def run_case(fields: dict[str, Any], sent: Counter[str]) -> dict[str, Any]:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     totals: Counter[str] = Counter()
-    counted(totals, "all_gather_into_tensor", "all-gather", "output_tensor")
-    counted(totals, "reduce_scatter_tensor", "reduce-scatter", "input")
+    newer = hasattr(dist, "all_gather_single")  # names of torch 2.13, under which FSDP2 calls them there
+    counted(totals, "all_gather_single" if newer else "all_gather_into_tensor", "all-gather", "output_tensor")
+    counted(totals, "reduce_scatter_single" if newer else "reduce_scatter_tensor", "reduce-scatter", "input")
     counted(totals, "all_reduce", "all-reduce", "tensor")
     counted_functional(totals)
     outcomes = {case: run_case(fields, totals) for case, fields in json.loads(sys.argv[1]).items()}
