@@ -20,13 +20,15 @@ from typing import Any, NamedTuple
 # No look for a TPU, none for a cloud's metadata, and no lock, for nothing here uses a device.
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
+import jaxlib.mlir.ir
 import numpy as np
 from jax._src.interpreters import mlir
 from jax._src.lib import _jax, xla_client
 from jax.experimental import topologies
-from jaxlib.mlir import ir
 
 from pretraining.plan.compiled import Compiled
+
+ir: Any = jaxlib.mlir.ir  # its stubs lack half of what it has
 
 
 class Slice(NamedTuple):
