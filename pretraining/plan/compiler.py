@@ -51,7 +51,7 @@ class Slice(NamedTuple):
 
 def main(folder: Path, topology: str) -> None:
     """Compile every program of `folder`; the first that is refused is the last."""
-    found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **_chips(topology))
     devices = Slice(tuple(found.devices))
     results: list[Compiled] = []
     for program in json.loads((folder / "programs.json").read_text()):
@@ -59,6 +59,11 @@ def main(folder: Path, topology: str) -> None:
         if results[-1].refused:
             break
     (folder / "compiled.json").write_text(json.dumps([result._asdict() for result in results]))
+
+
+def _chips(topology: str) -> dict[str, str]:
+    """One device a chip, as torch-xla and jax count them on hosts; libtpu takes the two cores of a v4 for two."""
+    return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
 
 
 def _compiled(folder: Path, program: dict[str, Any], devices: Slice) -> Compiled:

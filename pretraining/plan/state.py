@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-import torch
 from torch import nn
 
 from pretraining.config.training import TrainConfig
@@ -24,7 +23,10 @@ from pretraining.parallel.mesh import kv_repeats
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import Layout, Spec, parts
 from pretraining.plan.engines import TorchLayout, engine_of, layout_in
+from pretraining.plan.kinds import laid_out
 from pretraining.plan.stages import WHOLE, Stage
+
+T = TypeVar("T")
 
 
 class Weight(NamedTuple):
@@ -34,7 +36,7 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     tensors: int  # such ones
     spec: Spec
-    bytes: int  # of one device, all of them together
+    bytes: int  # of one device, all of them together, as its memory lays them out
 
 
 class State(NamedTuple):
@@ -53,23 +55,36 @@ class State(NamedTuple):
         return sum(self)
 
 
-def local(shape: Iterable[int], spec: Spec, mesh: Mesh) -> int:
-    """Elements of one device's part; an uneven split is padded."""
-    sizes = mesh._asdict()
-    return math.prod(-(-extent // parts(axis, sizes)) for extent, axis in zip(shape, spec, strict=True))
+class Device(NamedTuple):
+    """One of the mesh."""
+
+    kind: str
+    mesh: Mesh
+
+    def holds(self, shape: Iterable[int], spec: Spec, tensors: int, width: int) -> int:
+        """Bytes of `tensors` tensors of a shape, stacked where there are several; an uneven split is padded."""
+        sizes = self.mesh._asdict()
+        part = [-(-extent // parts(axis, sizes)) for extent, axis in zip(shape, spec, strict=True)]
+        return laid_out(self.kind, [tensors, *part] if tensors > 1 else part, width)
 
 
 def weights_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> list[Weight]:
     """Every parameter and its sharding, those of all blocks as one."""
     layout, stored = layout_in(config, mesh), precision_of(config).stored.itemsize
-    found: dict[str, list[torch.Size]] = {}
-    for name, weight in _held(config, stage):
-        found.setdefault(re.sub(r"\.layers\.\d+\.", ".layers.*.", name), []).append(weight.shape)
+    device = Device(config.plan_device_kind, mesh)
     return [
-        Weight(name, tuple(shapes[0]), len(shapes), spec, len(shapes) * stored * local(shapes[0], spec, mesh))
-        for name, shapes in found.items()
+        Weight(name, tuple(found[0].shape), len(found), spec, device.holds(found[0].shape, spec, len(found), stored))
+        for name, found in _by_name(_held(config, stage)).items()
         for spec in [layout.parameter(name)]
     ]
+
+
+def _by_name(named: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    """Those of all blocks under one name, with * for the number."""
+    found: dict[str, list[T]] = {}
+    for name, one in named:
+        found.setdefault(re.sub(r"\.layers\.\d+\.", ".layers.*.", name), []).append(one)
+    return found
 
 
 def _held(config: TrainConfig, stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
@@ -81,14 +96,15 @@ def state_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> State:
     """Everything that one device holds at the end of a forward pass, its largest moment."""
     layout, precision = layout_in(config, mesh), precision_of(config)
     slots = build_optimizer(config, _held(config, stage)).slots
-    weights = weights_of(config, mesh, stage)
+    weights, device = weights_of(config, mesh, stage), Device(config.plan_device_kind, mesh)
     gradients = moments = 0
-    for slot in slots:
-        gradients += local(slot.weight.shape, layout.gradient(slot.name), mesh) * precision.stored.itemsize
+    for name, found in _by_name((slot.name, slot) for slot in slots).items():
+        slot, tensors = found[0], len(found)
+        gradients += device.holds(slot.weight.shape, layout.gradient(name), tensors, precision.stored.itemsize)
         for moment in slot.rule.moments(slot.ndim).values():
             shape = reduced(slot.weight.shape, moment)
-            spec = tuple(a if extent > 1 else None for a, extent in zip(layout.moment(slot.name), shape, strict=True))
-            moments += local(shape, spec, mesh) * precision.state.itemsize
+            spec = tuple(a if extent > 1 else None for a, extent in zip(layout.moment(name), shape, strict=True))
+            moments += device.holds(shape, spec, tensors, precision.state.itemsize)
     copies = 2 if precision.copies else 1
     return State(
         copies * sum(weight.bytes for weight in weights),
@@ -159,6 +175,10 @@ def _gathered(config: TrainConfig, layout: Layout | TorchLayout, mesh: Mesh, wei
             return 0
         held = 2 if layout.frees else model_shape(config).num_layers
         return precision.products.itemsize * (held * sum(blocks) + sum(outer)) // mesh.tensor
-    if not layout.split.parameters or mesh.shard * mesh.context == 1:
+    ranks = mesh.shard * mesh.context
+    if not layout.split.parameters or ranks == 1:
         return 0
-    return precision.products.itemsize * (2 * sum(blocks) + max(outer, default=0)) // mesh.tensor
+    # Over 64 chips of v5p libtpu gathers by a sum of parts laid out among zeros, which takes that room once more; over
+    # 32 it does not, nor over 64 of a v4, v5e or v6e (benchmarks/RESULTS.md).
+    times = 2 if config.plan_device_kind == "tpu-v5p" and ranks >= 64 else 1
+    return times * precision.products.itemsize * (2 * sum(blocks) + max(outer, default=0)) // mesh.tensor

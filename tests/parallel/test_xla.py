@@ -139,6 +139,11 @@ def test_nothing_compiles_after_the_first_step(devices: int) -> None:
 
 
 @pytest.mark.parametrize("devices", CASES)
+def test_a_step_waits_for_no_device_until_its_figures_are_read(devices: int) -> None:
+    assert {case: got["unread_fetches"] for case, got in outcome(devices)[0].items() if got["unread_fetches"]} == {}
+
+
+@pytest.mark.parametrize("devices", CASES)
 def test_no_activation_is_replicated_against_our_will(devices: int) -> None:
     assert "nvoluntary full rematerialization" not in outcome(devices)[1]
 

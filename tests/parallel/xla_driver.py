@@ -3,7 +3,8 @@
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python xla_driver.py '{"case": {"field": value}, ...}'
 
 Prints JSON: by case, the loss and gradient norm of each of 8 steps, the compilations after each step and after an
-evaluation and a look at the state, the evaluation's loss, and the bytes that one device holds.
+evaluation and a look at the state, the evaluation's loss, the bytes that one device holds, and how often two steps
+whose figures nobody reads fetch something from a device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch_xla.debug.metrics as met
 
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
@@ -50,7 +53,11 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     state = engine.state(model, optimizer)
     for tensor in state.values():
         tensor.shards.host(next(iter(tensor.shards.regions)))
-    engine.train_step(model, optimizer, stream.batch(0), learning_rate(config, 0)).read()
+    before = fetched()
+    for _ in range(2):
+        result = engine.train_step(model, optimizer, stream.batch(0), learning_rate(config, 0))
+    unread = fetched() - before
+    result.read()
     return {
         "loss": losses,
         "grad_norm": norms,
@@ -58,8 +65,14 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
         "compilations": [count - compiled[0] for count in compiled],
         "late_compilations": engine.compilations() - warmed,
         "evaluation": evaluation,
+        "unread_fetches": unread,
         "bytes": engine.bytes_per_device(model, optimizer),
     }
+
+
+def fetched() -> int:
+    """Transfers from a device so far."""
+    return int(met.metric_data("TransferFromDeviceTime")[0])
 
 
 if __name__ == "__main__":

@@ -47,7 +47,14 @@ HELD: dict[str, Fields] = {
 
 
 def planned(case: str) -> Plan:
-    fields = {"num_kv_heads": 4, **HELD[case], "plan": True, "plan_devices": 8, "plan_device_kind": "tpu-v5e"}
+    fields = {
+        "num_kv_heads": 4,
+        **HELD[case],
+        "plan": True,
+        "plan_devices": 8,
+        "engine": "xla",
+        "plan_device_kind": "h100",
+    }
     return plan_of(TrainConfig(**{**TOY, **fields}))
 
 

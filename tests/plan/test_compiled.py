@@ -17,7 +17,6 @@ from pretraining.config.training import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 BASE: dict[str, Any] = {"plan": True, "plan_device_kind": "tpu-v6e", "plan_topology": "2x2", "plan_compile": True}
-# Wide enough that no part is smaller than a tile of the device, 8 x 128 values.
 MODEL: dict[str, Any] = {
     "model_variant": "custom", "num_layers": 4, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 8192,
     "num_attention_heads": 8, "num_kv_heads": 8, "seq_length": 1024, "batch_size": 1, "sharding_strategy": "fsdp",
@@ -76,6 +75,31 @@ def test_what_is_held_and_sent_and_multiplied_is_what_the_plan_says(tmp_path: Pa
     assert sum(truth["sent_bytes"].values()) == pytest.approx(sum(c["bytes"] for c in plan["collectives"]), rel=0.2)
     assert "compiled       for v6e:2x2" in said
     assert [program["name"] for program in truth["programs"]] == (["micro-batch", "update"] if fields else ["step"])
+
+
+# No extent fills a tile of the device, 8 x 128 values: most of what is held is padding.
+NARROW: dict[str, Any] = {
+    "hidden_size": 72, "intermediate_size": 160, "num_attention_heads": 6, "num_kv_heads": 3, "num_layers": 3,
+    "vocab_size": 500, "seq_length": 64,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"plan_device_kind": "tpu-v4", "plan_topology": "2x2x1"},
+        {"precision": "bf16_sr", "mixed_precision": True, "optimizer": "adafactor"},
+        {"optimizer": "novograd", "tensor_parallel_size": 2, "sharding_strategy": "zero1", "num_kv_heads": 6},
+    ],
+)
+def test_parts_smaller_than_a_tile_of_the_device_are_counted_as_it_keeps_them(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    _, plan = compiled(tmp_path, **{**NARROW, **fields})
+    held = plan["bytes_per_device"]["parameters"] + plan["bytes_per_device"]["moments"]
+    assert plan["compiled"]["held_bytes"] == held + 3 * 512  # rate, whether to go on, and the count of updates
 
 
 @pytest.mark.slow
