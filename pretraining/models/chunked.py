@@ -29,6 +29,7 @@ class Seen(NamedTuple):
     window: int | None = None  # this many, its own included
     noise: Tensor | None = None  # [B, T] int32: without those that are dropped, see models/dropout.py
     rate: float = 0.0  # how many
+    rank: int = 0  # whose part of the heads these are
 
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Seen | None = None) -> Tensor:
@@ -56,8 +57,9 @@ class _Chunked(torch.autograd.Function):
         window: int | None,
         noise: Tensor | None,
         rate: float,
+        rank: int,
     ) -> Tensor:
-        seen = Seen(segments, window, noise, rate)
+        seen = Seen(segments, window, noise, rate, rank)
         outputs, totals = [], []
         for first, last in pieces(q.shape[3]):
             low = _lowest(first, window)
@@ -68,13 +70,13 @@ class _Chunked(torch.autograd.Function):
             totals.append(total)
         y, total = torch.cat(outputs, 3), torch.cat(totals, 3)  # [B, K, G, T, E], [B, K, G, T, 1]
         ctx.save_for_backward(q, k, v, y, total, segments, noise)
-        ctx.window, ctx.rate = window, rate
+        ctx.window, ctx.rate, ctx.rank = window, rate, rank
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, total, segments, noise = ctx.saved_tensors
-        looks = Seen(segments, ctx.window, noise, ctx.rate)
+        looks = Seen(segments, ctx.window, noise, ctx.rate, ctx.rank)
         scale = 1 / math.sqrt(q.shape[-1])
         shift = (grad.float() * y.float()).sum(-1, keepdim=True)  # [B, K, G, T, 1]
         grad_q, grad_k, grad_v = [], torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
@@ -91,7 +93,7 @@ class _Chunked(torch.autograd.Function):
             weights = _kept(weights, looks, first, low)
             grad_k = grad_k + torch.nn.functional.pad(_over_queries(by_scores, here), unseen)
             grad_v = grad_v + torch.nn.functional.pad(_over_queries(weights.to(q.dtype), part), unseen)
-        return torch.cat(grad_q, 3), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+        return torch.cat(grad_q, 3), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None, None
 
 
 def _lowest(first: int, window: int | None) -> int:
@@ -120,7 +122,9 @@ def _kept(weights: Tensor, seen: Seen, first: int, low: int) -> Tensor:
     if seen.noise is None:
         return weights
     _, kv_heads, groups, count, keys = weights.shape
-    heads = torch.arange(kv_heads * groups, dtype=torch.int32, device=weights.device).view(kv_heads, groups, 1, 1)
+    head = seen.rank * kv_heads * groups
+    heads = torch.arange(head, head + kv_heads * groups, dtype=torch.int32, device=weights.device)
+    heads = heads.view(kv_heads, groups, 1, 1)
     columns = torch.arange(low, low + keys, dtype=torch.int32, device=weights.device)
     queries = seen.noise[:, None, None, first : first + count, None]  # [B, 1, 1, C, 1]
     return weights * kept(joined(joined(queries, heads), columns), seen.rate)

@@ -11,9 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pretraining.config.lora import PROJECTIONS
 from pretraining.noise import high, joined, keys, mixed
 
 EMBEDDING, ATTENDED, FED, ACTIVATION, WEIGHTS, LORA = range(6)  # where values are dropped; from LORA on, adapters
+# Where a tensor rank may see a part of the channels: what goes into down_proj and o_proj
+IN_PARTS = (ACTIVATION, *(LORA + i for i, name in enumerate(PROJECTIONS) if name.endswith(("o_proj", "down_proj"))))
 
 
 class Noise(NamedTuple):
@@ -21,6 +24,7 @@ class Noise(NamedTuple):
 
     cells: Tensor  # [B, T] int32: a hash for each token of the global batch
     layer: Tensor  # int32 scalar
+    rank: int = 0  # whose part of heads and feed-forward channels is seen here
 
     def at(self, site: int) -> Tensor:
         """[B, T] int32, of this block and this site."""
@@ -42,7 +46,8 @@ def dropped(x: Tensor, rate: float, noise: Noise | None, site: int) -> Tensor:
     """`x` [B, T, C] with the share `rate` of its values at 0, and the others scaled to keep the mean."""
     if noise is None or not rate:
         return x
-    channels = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+    first = noise.rank * x.shape[-1] if site in IN_PARTS else 0
+    channels = torch.arange(first, first + x.shape[-1], dtype=torch.int32, device=x.device)
     return x * kept(joined(noise.at(site)[..., None], channels), rate).to(x.dtype)
 
 

@@ -24,5 +24,12 @@ class Linear(nn.Linear, Module):
 
     def forward(self, x: Tensor, noise: Noise | None = None) -> Tensor:
         """`noise` is for those that drop some of their input (models/lora.py)."""
-        y = linear(x, self.weight)
+        return self.biased(self.product(x, noise))
+
+    def product(self, x: Tensor, noise: Noise | None = None) -> Tensor:
+        """Without the bias: what parts of the input give adds up to what all of it gives."""
+        return linear(x, self.weight)
+
+    def biased(self, y: Tensor) -> Tensor:
+        """A product with the bias, where there is one."""
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -111,7 +111,7 @@ class Attention(Module):
             return segments
         if noise is None or not self.dropout:
             return Seen(segments, self.window)
-        return Seen(segments, self.window, noise.at(WEIGHTS), self.dropout)
+        return Seen(segments, self.window, noise.at(WEIGHTS), self.dropout, noise.rank)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -18,9 +18,9 @@ class AdaptedLinear(Linear):
         self.lora_A, self.lora_B = Linear(inputs, config.lora_rank), Linear(config.lora_rank, outputs)
         self.scale, self.dropout, self.site = lora_scale(config), config.lora_dropout, site
 
-    def forward(self, x: Tensor, noise: Noise | None = None) -> Tensor:
+    def product(self, x: Tensor, noise: Noise | None = None) -> Tensor:
         added = self.lora_B(self.lora_A(dropped(x, self.dropout, noise, self.site)))
-        return super().forward(x) + self.scale * added
+        return super().product(x) + self.scale * added
 
 
 def adapt(config: TrainConfig, model: nn.Module) -> None:

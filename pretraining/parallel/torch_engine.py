@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -54,6 +54,7 @@ from pretraining.parallel.recompute import block_mask, recomputed_modules
 from pretraining.parallel.sharding import BATCH_AXES, state_parts
 from pretraining.parallel.torch_tensor import (
     VocabularyParallelLoss,
+    add_up_parts,
     own_part,
     placements,
     shard_dimension,
@@ -110,8 +111,9 @@ class TorchEngine:
         with lost_peers_told(self.process_index, self.config.collective_timeout):
             if not dist.is_initialized():
                 self._join(launched)
-            sizes = (self.mesh.replica, self.mesh.shard, self.mesh.tensor)
-            return init_device_mesh(self.device.type, sizes, mesh_dim_names=(*BATCH_AXES, "tensor"))
+            # Tensor ranks are neighbours; FSDP splits what each of them has, which is the order of the axes.
+            grid = torch.arange(self.process_count).view(self.mesh.replica, self.mesh.shard, self.mesh.tensor)
+            return DeviceMesh(self.device.type, grid.transpose(1, 2), mesh_dim_names=("replica", "tensor", "shard"))
 
     def _join(self, launched: bool) -> None:
         """Open the process group that `close` leaves; torchrun's environment says where the others are."""
@@ -263,6 +265,7 @@ class TorchEngine:
             inner = partial(inner, factor=self._factor().to(self.device))
         if "cells" in inputs:
             noise = noise_of(self.config.seed, self._counters[0].to(self.device), inputs["cells"])
+            noise = noise._replace(rank=self.process_index % self.mesh.tensor)
         loss = model.loss(tokens, labels, positions, segments, dtype, self._run_blocks, inner, noise)
         return loss, (labels != IGNORED).sum().float()
 
@@ -310,6 +313,8 @@ class TorchEngine:
         FSDP hands back gradients averaged over data-parallel ranks; what is wanted is their sum over trained tokens.
         """
         gradients = self._sums or {n: _local(w.grad) for n, w in self._weights.items() if w.grad is not None}
+        if self.mesh.tensor > 1 and self.device_mesh is not None:
+            add_up_parts(gradients, self.device_mesh["tensor"])
         kind = self.config.grad_clip_norm_type or math.inf
         sums = torch.cat((self.totals.to(self.home), self._powers(gradients, kind)))
         self._sum_over_processes(sums)
@@ -571,10 +576,6 @@ def refuse_what_is_for_xla(config: TrainConfig) -> None:
     asked["sharding_strategy"] = config.sharding_strategy == "zero1"
     asked["sequence_parallel"], asked["dump_sharding"] = config.sequence_parallel, bool(config.dump_sharding)
     asked["tensor_parallel_size"] = bool(shape.num_kv_heads % ranks or shape.vocab_size % ranks)
-    forms = ("lora_rank", "attn_bias", "mlp_bias", "qk_norm", "tie_word_embeddings")
-    for name in (*forms, "attention_dropout", "ffn_dropout"):
-        remedies[name] = f"the torch engine does not split it over tensor_parallel_size={ranks}; leave it out"
-        asked[name] = bool(ranks > 1 and getattr(config, name))
     names = [name for name in remedies if asked[name]]
     if names:
         raise ConfigError([Problem(f"--{n}={getattr(config, n)}", f"{remedies[n]}, or --engine=xla") for n in names])

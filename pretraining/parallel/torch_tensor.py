@@ -6,7 +6,9 @@ up where a row-parallel matrix ends, their gradients where a column-parallel one
 
 from __future__ import annotations
 
-from typing import Any
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,20 +18,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from pretraining.models.dropout import Noise
+from pretraining.models.linear import Linear
 from pretraining.models.llama import Llama
 from pretraining.models.ops import IGNORED, without_padding
-from pretraining.parallel.sharding import SHARD, spec_of
+from pretraining.parallel.sharding import SHARD, axes_of, spec_of
 
-COLUMN_INPUTS, ROW_OUTPUTS = ("self_attn", "mlp"), ("self_attn.o_proj", "mlp.down_proj")
+COLUMN_INPUTS, ROW_PARALLEL = ("self_attn", "mlp"), ("self_attn.o_proj", "mlp.down_proj")
+# Whole on every rank, and used on a rank's own heads or channels: each has a part of their gradient.
+USED_IN_PARTS = (
+    *("*.[qk]_norm.*", "*.[qkv]_proj.lora_A.*", "*.gate_proj.lora_A.*", "*.up_proj.lora_A.*"),
+    *("*.o_proj.lora_B.*", "*.down_proj.lora_B.*"),
+)
 
 
 def tensor_dimension(name: str) -> int | None:
     """The dimension of the parameter `name` that tensor ranks split; None: it is whole on each."""
-    return next((i for i, axis in enumerate(spec_of(name)) if axis == "tensor"), None)
+    return next((i for i, axis in enumerate(spec_of(name)) if "tensor" in axes_of(axis)), None)
 
 
 def shard_dimension(name: str) -> int:
-    """The dimension that FSDP splits: the table's, and the only one of what the table replicates."""
+    """The dimension that FSDP splits: the table's, and the first of what the table replicates or splits along both."""
     return next((i for i, axis in enumerate(spec_of(name)) if axis == SHARD), 0)
 
 
@@ -39,15 +48,16 @@ def split_over_ranks(model: Llama, ranks: DeviceMesh) -> None:
         if (dim := tensor_dimension(name)) is not None:
             module, _, short = name.rpartition(".")
             part = weight.detach().chunk(ranks.size(), dim)[0].clone()
-            setattr(model.get_submodule(module), short, nn.Parameter(part))
+            setattr(model.get_submodule(module), short, nn.Parameter(part, weight.requires_grad))
     group = ranks.get_group()
     for block in model.model.layers:
         for name in COLUMN_INPUTS:
             block.get_submodule(name).register_forward_pre_hook(
                 lambda _, given: (_GradientsAdded.apply(given[0], group), *given[1:])
             )
-        for name in ROW_OUTPUTS:
-            block.get_submodule(name).register_forward_hook(lambda _, __, out: _Added.apply(out, group))
+        for name in ROW_PARALLEL:
+            projection = cast(Linear, block.get_submodule(name))
+            projection.forward = partial(_added_up, projection, group)  # type: ignore[method-assign]
     model.model.embed_tokens.forward = _Lookup(model.model.embed_tokens, ranks).look_up  # type: ignore[method-assign, assignment]
 
 
@@ -62,9 +72,19 @@ def own_part(whole: Tensor, name: str, shape: torch.Size, tensor: tuple[int, int
 
 
 def placements(name: str) -> tuple[Placement, Placement, Placement]:
-    """How `name` lies on the mesh replica x shard x tensor."""
+    """How `name` lies on the mesh replica x tensor x shard: FSDP splits what tensor ranks have."""
     dim = tensor_dimension(name)
-    return Replicate(), Shard(shard_dimension(name)), Replicate() if dim is None else Shard(dim)
+    return Replicate(), Replicate() if dim is None else Shard(dim), Shard(shard_dimension(name))
+
+
+def add_up_parts(gradients: dict[str, Tensor], ranks: DeviceMesh) -> None:
+    """The gradients, in place, of what is USED_IN_PARTS, in one collective; those of a whole step, by name."""
+    parts = [grad for name, grad in gradients.items() if any(fnmatchcase(name, p) for p in USED_IN_PARTS)]
+    if parts:
+        whole = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(whole, group=ranks.get_group())
+        for part, added in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+            part.copy_(added.view_as(part))
 
 
 class _Lookup:
@@ -108,6 +128,11 @@ class VocabularyParallelLoss:
         """`x` as every rank multiplies it with its own rows of the head."""
         copied: Tensor = _GradientsAdded.apply(x, self.ranks.get_group())
         return copied
+
+
+def _added_up(projection: Linear, group: dist.ProcessGroup, x: Tensor, noise: Noise | None = None) -> Tensor:
+    """What a row-parallel projection gives: its bias counts once."""
+    return projection.biased(_Added.apply(projection.product(x, noise), group))
 
 
 class _Added(torch.autograd.Function):

@@ -19,7 +19,8 @@ class TorchLayout(NamedTuple):
     def parameter(self, name: str) -> Spec:
         """How a parameter is held."""
         along, rank = (shard_dimension(name), tensor_dimension(name)) if self.mesh.tensor > 1 else (0, None)
-        axes = ["tensor" if i == rank else "shard" if i == along else None for i in range(len(spec_of(name)))]
+        split = [(rank, "tensor"), (along, "shard")]  # FSDP what a tensor rank has
+        axes = [tuple(axis for dim, axis in split if dim == i) for i in range(len(spec_of(name)))]
         return on_mesh(tuple(axes), self.mesh._asdict())
 
     def gradient(self, name: str) -> Spec:

@@ -30,8 +30,19 @@ FEW: dict[str, Fields] = {
 }
 HSDP: Fields = {"sharding_strategy": "hsdp", "sharding_group_size": 2}
 TENSOR: Fields = {"tensor_parallel_size": 2}
+# What a tensor rank must not count twice, and what it has a part of the gradient of.
+FORMS: dict[str, Fields] = {
+    "biases": {"attn_bias": True, "mlp_bias": True, "norm_type": "layernorm", "norm_bias": True, "learning_rate": 1e-3},
+    "normed and tied": {"qk_norm": True, "tie_word_embeddings": True},
+    "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1, "mlp_bias": True},
+    "adapters": {
+        **{"lora_rank": 4, "lora_target_modules": ".*_proj", "lora_dropout": 0.1, "attn_bias": True, "mlp_bias": True},
+        **{"lora_bias": "all", "lora_modules_to_save": "norm", "learning_rate": 3e-2, "lora_init": "gaussian"},
+    },
+    "whole tensors": {"optimizer": "novograd", "learning_rate": 3e-3, "attn_bias": True, "qk_norm": True},
+}
 CASES: dict[int, dict[str, Fields]] = {
-    ALONE: {**FEW, "bf16": {"mixed_precision": True}},
+    ALONE: {**FEW, **FORMS, "bf16": {"mixed_precision": True}},
     1: FEW,
     2: {**FEW, "uneven": {**FSDP, "vocab_size": 511}},
     4: {
@@ -46,6 +57,7 @@ CASES: dict[int, dict[str, Fields]] = {
         "tensor 4": {**FSDP, "tensor_parallel_size": 4, "batch_size": 8},
         "fsdp x tensor, all blocks": {**FSDP, **TENSOR, **ALL_BLOCKS, "batch_size": 4},
         "hsdp x tensor, built first": {**HSDP, "sharding_group_size": 1, **TENSOR, "low_cpu_fsdp": False},
+        **{name: {**FSDP, **TENSOR, **ALL_BLOCKS, "batch_size": 2, **fields} for name, fields in FORMS.items()},
         "modules": {
             **{**FSDP, **ALL_BLOCKS, "selective_checkpointing": "2", "batch_size": 4},
             **{"checkpoint_granularity": "selective", "checkpoint_modules": "mlp_activation,norm"},
@@ -61,7 +73,7 @@ EXACT = [
     (processes, case)
     for processes, cases in CASES.items()
     for case in cases
-    if not any(word in case for word in ("bf16", "poisoned", "uneven"))
+    if not any(word in case for word in ("bf16", "poisoned", "uneven", *FORMS))
 ]
 
 
@@ -83,6 +95,15 @@ def test_losses_and_gradient_norms_are_those_of_one_process(processes: int, case
     assert got["grad_norm"] == pytest.approx(reference["grad_norm"], abs=1e-5)
     assert got["evaluation"] == pytest.approx(reference["evaluation"], abs=1e-5)
     assert got["loss"][-1] < got["loss"][0] - 0.3
+
+
+@slow
+@pytest.mark.parametrize("form", FORMS)
+def test_another_form_of_the_model_has_the_same_losses_on_tensor_ranks(form: str) -> None:
+    reference, got = outcome(ALONE)[form], outcome(4)[form]
+    for figure in ("loss", "grad_norm", "evaluation"):
+        assert got[figure] == pytest.approx(reference[figure], abs=1e-5)
+    assert got["loss"][-1] < got["loss"][0]
 
 
 @slow

@@ -87,15 +87,18 @@ def test_a_run_moves_between_the_engines_bit_for_bit_and_goes_on(tmp_path: Path)
     assert_same_course(tmp_path / "to_xla", tmp_path / "torch")
 
 
-def test_a_run_moves_to_tensor_ranks_and_back_bit_for_bit_and_goes_on(tmp_path: Path) -> None:
+# Biases of columns are split twice along their only dimension.
+@pytest.mark.parametrize("form", [{}, {"attn_bias": True, "mlp_bias": True, "tie_word_embeddings": True}])
+def test_a_run_moves_to_tensor_ranks_and_back_bit_for_bit_and_goes_on(tmp_path: Path, form: dict[str, Any]) -> None:
     driver = str(ROOT / "tests/parallel/resave_driver.py")
-    split = {**ON_TORCH, "sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 4}
-    call(train_command(tmp_path / "alone", ALONE, **ON_TORCH))
+    alone = {**ON_TORCH, **form}
+    split = {**alone, "sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 4}
+    call(train_command(tmp_path / "alone", ALONE, **alone))
     saved = tmp_path / "alone/checkpoints/step_4"
 
     call(launched(4, driver, str(saved), str(tmp_path / "split"), json.dumps(split)))
     assert_same_bits(saved, tmp_path / "split/step_4")
-    call(launched(ALONE, driver, str(tmp_path / "split/step_4"), str(tmp_path / "back"), json.dumps(ON_TORCH)))
+    call(launched(ALONE, driver, str(tmp_path / "split/step_4"), str(tmp_path / "back"), json.dumps(alone)))
     assert_same_bits(saved, tmp_path / "back/step_4")
 
     call(train_command(continued(tmp_path / "alone", tmp_path / "on"), 4, **split))

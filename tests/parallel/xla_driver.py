@@ -28,6 +28,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     """Eight steps of the toy with these fields."""
     halfway = fields.pop("halfway", None)  # folder to save the run to after 4 steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
+    alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     config = TrainConfig(**{**TOY, **fields})
     engine = XlaEngine(config)
     model, optimizer = begun(engine, config)
@@ -39,6 +40,8 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
             model, optimizer = continued(engine, config, step, Path(halfway))
         rate = learning_rate(config, step)
         batch = stream.batch(step)
+        if alike:
+            batch = {name: array[:1].repeat(len(array), axis=0) for name, array in batch.items()}
         if step == poison:
             batch = {name: array.copy() for name, array in batch.items()}
             batch["labels"][:] = -100  # no trained token: 0 / 0
