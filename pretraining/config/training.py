@@ -41,8 +41,8 @@ class TrainConfig:
     """Rows of the embedding and of the output head; every token id must be below it. None: the variant's (no default
     for "custom")."""
     make_vocab_size_divisible_by: int = 1
-    """xla engine: rows of the embedding and of the output head are padded to a multiple of this x tensor_parallel_size.
-    Rows of padding are zero, take no part in the loss and do not stand in checkpoints."""
+    """Rows of the embedding and of the output head are padded to a multiple of this x tensor_parallel_size. Rows of
+    padding are zero, take no part in the loss and do not stand in checkpoints."""
     max_position_embeddings: int | None = None
     """Longest sequence the model is made for, in tokens, at least seq_length. None: the variant's, or seq_length
     for "custom"."""
@@ -115,7 +115,7 @@ class TrainConfig:
     "zero2" (gradients too), "fsdp" (all split over all devices), "hsdp" (all split within groups of sharding_group_size
     devices, replicated across groups). fsdp needs the least memory; hsdp keeps its gathers within a host; zero1 gathers
     parameters once a step instead of twice a pass, where they fit whole; ddp is for models small beside the device.
-    Any case."""
+    The torch engine splits parameters between steps with all but ddp. Any case."""
     sharding_group_size: int = 0
     """hsdp: data-parallel ranks per sharding group, a divisor of devices / (tensor_parallel_size x
     context_parallel_size). 0: those of one host."""
@@ -125,8 +125,8 @@ class TrainConfig:
     smallest batch, are too large for one device. A divisor of num_attention_heads and intermediate_size;
     on the torch engine of num_kv_heads and vocab_size too. 1: none."""
     sequence_parallel: bool = False
-    """xla engine, with tensor_parallel_size: between matrix products the tokens of a row are split over the tensor
-    ranks too, so that norms and residuals are neither held nor computed more than once."""
+    """With tensor_parallel_size: between matrix products the tokens of a row are split over the tensor ranks too, so
+    that norms and residuals are neither held nor computed more than once."""
     context_parallel_size: int = 1
     """xla engine: devices that share the tokens of a row, for sequences whose activations are too large for one device;
     keys and values are gathered for attention. Parameters are split over them as over data-parallel ranks. 1: none."""

@@ -33,10 +33,10 @@ def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Siz
     if module == "lora_A" and config.lora_init == "default":  # PEFT's: uniform within 1 / sqrt(inputs)
         return torch.rand(shape, generator=generator_of(config, name)).mul_(2).sub_(1).div_(math.sqrt(shape[1]))
     method = config.output_init_method if module in RESIDUAL_OUTPUTS else config.init_method
-    std = 1 / config.lora_rank if module == "lora_A" else deviation(method, config, layers, shape)
-    generator = generator_of(config, name)
     used = min(shape[0], model_shape(config).vocab_size) if module in VOCABULARIES else shape[0]
-    used_shape = (used, *shape[1:])
+    used_shape = torch.Size((used, *shape[1:]))
+    std = 1 / config.lora_rank if module == "lora_A" else deviation(method, config, layers, used_shape)
+    generator = generator_of(config, name)
     if method == "xavier_uniform":
         weight = torch.rand(used_shape, generator=generator).mul_(2).sub_(1).mul_(math.sqrt(3) * std)
     else:

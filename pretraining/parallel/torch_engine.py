@@ -38,7 +38,7 @@ from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.dropout import Noise, following, noise_of
-from pretraining.models.init import initial_weight
+from pretraining.models.init import VOCABULARIES, initial_weight
 from pretraining.models.llama import Block, Llama, Rope
 from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
 from pretraining.noise import keys, noise
@@ -52,10 +52,13 @@ from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules
 from pretraining.parallel.sharding import BATCH_AXES, state_parts
+from pretraining.parallel.torch_state import PaddedPart
 from pretraining.parallel.torch_tensor import (
     VocabularyParallelLoss,
     add_up_parts,
+    all_tokens,
     own_part,
+    own_tokens,
     placements,
     shard_dimension,
     split_over_ranks,
@@ -135,7 +138,7 @@ class TorchEngine:
         one, which needs no copy beside the collective, or with tensor ranks the table's.
         """
         given = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
-        layers = model.shape.num_layers
+        layers, self.vocabulary = model.shape.num_layers, model.shape.vocab_size
         self._recomputed = block_mask(self.config, layers)
         self._recompute_modules(model)
         model.to("meta").to(self.precision.stored)
@@ -145,7 +148,7 @@ class TorchEngine:
             self._compile(model)
         if self.device_mesh is not None:
             if self.mesh.tensor > 1:
-                split_over_ranks(model, self.device_mesh["tensor"])
+                split_over_ranks(model, self.device_mesh["tensor"], self.config.sequence_parallel)
                 head = VocabularyParallelLoss(self.device_mesh["tensor"])
                 model.model.norm.register_forward_hook(lambda _, __, x: head.input(x))
                 self._loss_and_gradient = head
@@ -170,9 +173,9 @@ class TorchEngine:
         # The rotary table stays fp32: inputs are not cast.
         precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=chosen.reduced, cast_forward_inputs=False)
         offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
-        # zero2 keeps what was gathered for the backward pass. Alone, a shard is the whole, and freeing its bf16 copy
-        # means casting it twice.
-        frees = self.mesh.shard > 1 and self.config.sharding_strategy != "zero2"
+        # zero1 and zero2 keep what was gathered for the backward pass. Alone, a shard is the whole, and freeing its
+        # bf16 copy means casting it twice.
+        frees = self.mesh.shard > 1 and self.config.sharding_strategy not in ("zero1", "zero2")
         options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
         options["mesh"] = grid["shard"] if self.mesh.replica == 1 else grid[BATCH_AXES]
         if self.mesh.tensor > 1:
@@ -229,9 +232,14 @@ class TorchEngine:
 
     def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> Figures:
         """See engine.Engine. Gradients are summed over a shard group after every micro-batch, which keeps them split,
-        and over its replicas (across hosts) after the last."""
+        and over its replicas (across hosts) after the last. With zero1 they are whole until the last, and parameters
+        are gathered once a step."""
+        whole = self.config.sharding_strategy == "zero1"
         for inputs, last in self._feed(numbered(self.config, batch, self.data_rank)):
-            if isinstance(model, FSDPModule):
+            if isinstance(model, FSDPModule) and whole:
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+            elif isinstance(model, FSDPModule):
                 model.set_requires_all_reduce(last)
             loss, count = self._loss(model, inputs)
             loss.backward()
@@ -298,13 +306,16 @@ class TorchEngine:
                 noise = following(noise)
             return x
 
+        split = self.config.sequence_parallel and self.mesh.tensor > 1
+        ranks = self.device_mesh["tensor"] if self.device_mesh and split else None
+        x = own_tokens(x, ranks) if ranks else x
         queue = list(zip(blocks, self._recomputed, strict=True))
         size = self.config.checkpoint_num_layers
         for part in (queue[first : first + size] for first in range(0, len(queue), size)):
             chosen = [block for block, _ in part]
             x = checkpoint(run, x, noise, *chosen, **RECOMPUTED) if part[0][1] else run(x, noise, *chosen)
             noise = noise and noise._replace(layer=noise.layer + len(chosen))
-        return x
+        return all_tokens(x, ranks) if ranks else x
 
     @torch.no_grad()
     def _update(self, optimizer: Optimizer, rate: float) -> Figures:
@@ -314,7 +325,7 @@ class TorchEngine:
         """
         gradients = self._sums or {n: _local(w.grad) for n, w in self._weights.items() if w.grad is not None}
         if self.mesh.tensor > 1 and self.device_mesh is not None:
-            add_up_parts(gradients, self.device_mesh["tensor"])
+            add_up_parts(gradients, self.device_mesh["tensor"], self.config.sequence_parallel)
         kind = self.config.grad_clip_norm_type or math.inf
         sums = torch.cat((self.totals.to(self.home), self._powers(gradients, kind)))
         self._sum_over_processes(sums)
@@ -431,14 +442,18 @@ class TorchEngine:
         key = keys(self.config.seed, [prefix + slot.name])[0].to(held.device)
         return noise(key, step, held.shape, self._starts(slot.name, held))
 
-    def _starts(self, name: str, held: Tensor) -> list[int]:
+    def _own(self, name: str) -> Tensor:
+        """What this process holds of a parameter."""
+        return _local(self._weights[name])
+
+    def _starts(self, name: str, held: Tensor) -> tuple[int, ...]:
         """Where this process's shard begins in the whole tensor, by dimension."""
-        whole = torch.empty(self._shapes[name], device="meta")
-        offset, starts = self._own_part(name, whole, self._slots[name].weight).storage_offset(), []
-        for stride, extent in zip(whole.stride(), held.shape, strict=True):
-            starts.append(offset // stride if extent > 1 else 0)
+        whole, own = torch.empty(self._shapes[name], device="meta"), self._own(name)
+        offset, starts = self._own_part(name, whole, own).storage_offset(), []
+        for stride, extent, mine in zip(whole.stride(), held.shape, own.shape, strict=True):
+            starts.append(offset // stride if extent == mine else 0)
             offset %= stride
-        return starts
+        return tuple(starts)
 
     @torch.no_grad()
     def _round_copies(self) -> None:
@@ -478,21 +493,30 @@ class TorchEngine:
         kept = {
             name: self._slots[name].weight if name in self._slots else _local(w) for name, w in self._weights.items()
         }
-        logical: dict[str, Any] = {name: self._logical(name, held) for name, held in kept.items()}
+        logical: dict[str, Any] = {name: self._saved(name, held) for name, held in kept.items()}
         if optimizer is None:
             return logical
         for slot in optimizer.slots:
             for moment, held in slot.state.items():
-                logical[f"optimizer.{moment}.{slot.name}"] = self._logical(slot.name, held)
+                logical[f"optimizer.{moment}.{slot.name}"] = self._saved(slot.name, held)
         logical["optimizer.step"] = optimizer.updates
         if self.loss_scale:
             logical[loss_scale.NAME] = self.loss_scale.state
         return logical
 
+    def _saved(self, name: str, held: Tensor) -> Tensor:
+        """`held`, split as the parameter `name` is, as a checkpoint has it: no rows of padding."""
+        whole, own = self._shapes[name], self._own(name).shape
+        padded = name.split(".")[-2] in VOCABULARIES and whole[0] > self.vocabulary and held.shape[0] == own[0]
+        if not padded:
+            return self._logical(name, held)
+        columns = whole[1] if held.shape[1] == own[1] else 1
+        return PaddedPart(held, self._starts(name, held), torch.Size((self.vocabulary, columns)))
+
     def _logical(self, name: str, held: Tensor) -> Tensor:
         """`held` as this process's part of a whole that is split as the parameter `name` is; where that is split and
         `held` has one value for all, it is everybody's."""
-        weight, part = self._weights[name], self._slots[name].weight if name in self._slots else held
+        weight, part = self._weights[name], self._own(name)
         if not isinstance(weight, DTensor):
             return held
         mesh, placed = weight.device_mesh, weight.placements
@@ -564,18 +588,16 @@ def refuse_what_is_for_xla(config: TrainConfig) -> None:
     """ConfigError listing every setting that this engine does not have, and sizes that it cannot split."""
     shape, ranks = model_shape(config), config.tensor_parallel_size
     remedies = {
-        "sharding_strategy": "FSDP keeps parameters split between steps; use zero2, fsdp, hsdp or ddp",
-        "sequence_parallel": "the torch engine keeps the residual stream whole on tensor ranks; leave it out",
+        "sequence_parallel": "the torch engine drops nothing of a split stream; leave hidden_dropout out",
         "context_parallel_size": "the torch engine splits no sequences; leave it out",
-        "make_vocab_size_divisible_by": "the torch engine pads no vocabulary; leave it out",
         "kv_replication": "the torch engine repeats no key/value heads; leave it out",
         "dump_sharding": "the torch engine writes none; leave it out",
-        "tensor_parallel_size": f"does not divide num_kv_heads={shape.num_kv_heads} and vocab_size={shape.vocab_size}",
+        "tensor_parallel_size": f"does not divide num_kv_heads={shape.num_kv_heads}",
     }
-    asked = {name: getattr(config, name) > 1 for name in remedies if name.endswith(("_size", "_by", "_replication"))}
-    asked["sharding_strategy"] = config.sharding_strategy == "zero1"
-    asked["sequence_parallel"], asked["dump_sharding"] = config.sequence_parallel, bool(config.dump_sharding)
-    asked["tensor_parallel_size"] = bool(shape.num_kv_heads % ranks or shape.vocab_size % ranks)
+    asked = {name: getattr(config, name) > 1 for name in remedies if name.endswith(("_size", "_replication"))}
+    asked["sequence_parallel"] = config.sequence_parallel and bool(config.hidden_dropout)
+    asked["dump_sharding"] = bool(config.dump_sharding)
+    asked["tensor_parallel_size"] = bool(shape.num_kv_heads % ranks)
     names = [name for name in remedies if asked[name]]
     if names:
         raise ConfigError([Problem(f"--{n}={getattr(config, n)}", f"{remedies[n]}, or --engine=xla") for n in names])

@@ -1,7 +1,8 @@
 """Tensor parallelism of the torch engine: every rank holds its part of a matrix as a plain tensor.
 
 Which part, the sharding table says; FSDP then splits that part along the other axis of its row. Partial sums are added
-up where a row-parallel matrix ends, their gradients where a column-parallel one begins (Megatron's f and g).
+up where a row-parallel matrix ends, their gradients where a column-parallel one begins (Megatron's f and g). With
+sequence_parallel they are added up and scattered over tokens, and gathered again (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ USED_IN_PARTS = (
     *("*.[qk]_norm.*", "*.[qkv]_proj.lora_A.*", "*.gate_proj.lora_A.*", "*.up_proj.lora_A.*"),
     *("*.o_proj.lora_B.*", "*.down_proj.lora_B.*"),
 )
+# The same with sequence_parallel: used on a rank's own tokens.
+USED_ON_TOKENS = ("*.input_layernorm.*", "*.post_attention_layernorm.*", "*.o_proj.bias", "*.down_proj.bias")
 
 
 def tensor_dimension(name: str) -> int | None:
@@ -42,7 +45,7 @@ def shard_dimension(name: str) -> int:
     return next((i for i, axis in enumerate(spec_of(name)) if axis == SHARD), 0)
 
 
-def split_over_ranks(model: Llama, ranks: DeviceMesh) -> None:
+def split_over_ranks(model: Llama, ranks: DeviceMesh, sequence: bool) -> None:
     """Narrow every split parameter of `model`, on the meta device, to one rank's part, and add up what is partial."""
     for name, weight in list(model.named_parameters()):
         if (dim := tensor_dimension(name)) is not None:
@@ -50,14 +53,15 @@ def split_over_ranks(model: Llama, ranks: DeviceMesh) -> None:
             part = weight.detach().chunk(ranks.size(), dim)[0].clone()
             setattr(model.get_submodule(module), short, nn.Parameter(part, weight.requires_grad))
     group = ranks.get_group()
+    enter, leave = (_Gathered, _Scattered) if sequence else (_GradientsAdded, _Added)
     for block in model.model.layers:
         for name in COLUMN_INPUTS:
             block.get_submodule(name).register_forward_pre_hook(
-                lambda _, given: (_GradientsAdded.apply(given[0], group), *given[1:])
+                lambda _, given: (enter.apply(given[0], group), *given[1:])
             )
         for name in ROW_PARALLEL:
             projection = cast(Linear, block.get_submodule(name))
-            projection.forward = partial(_added_up, projection, group)  # type: ignore[method-assign]
+            projection.forward = partial(_added_up, projection, leave, group)  # type: ignore[method-assign]
     model.model.embed_tokens.forward = _Lookup(model.model.embed_tokens, ranks).look_up  # type: ignore[method-assign, assignment]
 
 
@@ -77,9 +81,10 @@ def placements(name: str) -> tuple[Placement, Placement, Placement]:
     return Replicate(), Replicate() if dim is None else Shard(dim), Shard(shard_dimension(name))
 
 
-def add_up_parts(gradients: dict[str, Tensor], ranks: DeviceMesh) -> None:
+def add_up_parts(gradients: dict[str, Tensor], ranks: DeviceMesh, sequence: bool) -> None:
     """The gradients, in place, of what is USED_IN_PARTS, in one collective; those of a whole step, by name."""
-    parts = [grad for name, grad in gradients.items() if any(fnmatchcase(name, p) for p in USED_IN_PARTS)]
+    patterns = (*USED_IN_PARTS, *(USED_ON_TOKENS if sequence else ()))
+    parts = [grad for name, grad in gradients.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if parts:
         whole = torch.cat([part.flatten() for part in parts])
         dist.all_reduce(whole, group=ranks.get_group())
@@ -130,9 +135,27 @@ class VocabularyParallelLoss:
         return copied
 
 
-def _added_up(projection: Linear, group: dist.ProcessGroup, x: Tensor, noise: Noise | None = None) -> Tensor:
+def own_tokens(x: Tensor, ranks: DeviceMesh) -> Tensor:
+    """[B, T, D], the same on all ranks -> [B, T / ranks, D], each rank's own."""
+    part: Tensor = _Cut.apply(x, ranks.get_group())
+    return part
+
+
+def all_tokens(x: Tensor, ranks: DeviceMesh) -> Tensor:
+    """[B, T / ranks, D] -> [B, T, D], for what is the same on all ranks from here on."""
+    whole: Tensor = _Joined.apply(x, ranks.get_group())
+    return whole
+
+
+def _added_up(
+    projection: Linear,
+    leave: type[torch.autograd.Function],
+    group: dist.ProcessGroup,
+    x: Tensor,
+    noise: Noise | None = None,
+) -> Tensor:
     """What a row-parallel projection gives: its bias counts once."""
-    return projection.biased(_Added.apply(projection.product(x, noise), group))
+    return projection.biased(leave.apply(projection.product(x, noise), group))
 
 
 class _Added(torch.autograd.Function):
@@ -158,6 +181,72 @@ class _GradientsAdded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, part: Tensor) -> tuple[Tensor, None]:
         return _sum(part, ctx.group), None
+
+
+class _Scattered(torch.autograd.Function):
+    """Parts of all tokens [B, T, D] in, the sum over the ranks of a rank's own tokens [B, T / ranks, D] out."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scatter(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad, ctx.group), None
+
+
+class _Gathered(torch.autograd.Function):
+    """A rank's own tokens in, all of them out, of whose gradient each rank makes part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, part: Tensor) -> tuple[Tensor, None]:
+        return _scatter(part, ctx.group), None
+
+
+class _Cut(torch.autograd.Function):
+    """The same on all ranks in, a rank's own tokens out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad, ctx.group), None
+
+
+class _Joined(torch.autograd.Function):
+    """A rank's own tokens in, all of them out, whose gradient is the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _own(grad, ctx.group), None
+
+
+def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole: Tensor = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), 1, group))
+    return whole
+
+
+def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    part: Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(x.contiguous(), "sum", 1, group))
+    return part
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.engine import Mesh
-from pretraining.parallel.sharding import Layout, Spec, layout_of, on_mesh, spec_of
+from pretraining.parallel.sharding import Layout, Spec, layout_of, on_mesh, spec_of, whole_along_shard
 from pretraining.parallel.torch_tensor import shard_dimension, tensor_dimension
 
 
@@ -15,6 +15,7 @@ class TorchLayout(NamedTuple):
 
     mesh: Mesh
     frees: bool  # whether a block's gathered parameters go between its forward and its backward pass
+    once: bool  # whether parameters are gathered, and gradients scattered, once a step (zero1)
 
     def parameter(self, name: str) -> Spec:
         """How a parameter is held."""
@@ -24,8 +25,9 @@ class TorchLayout(NamedTuple):
         return on_mesh(tuple(axes), self.mesh._asdict())
 
     def gradient(self, name: str) -> Spec:
-        """How its gradient is held: FSDP2 splits all three alike."""
-        return self.parameter(name)
+        """How its gradient is held between micro-batches: FSDP2 splits all three alike, but with zero1."""
+        spec = self.parameter(name)
+        return whole_along_shard(spec) if self.once else spec
 
     def moment(self, name: str) -> Spec:
         """How the optimizer's state of it is held."""
@@ -43,4 +45,5 @@ def layout_in(config: TrainConfig, mesh: Mesh) -> Layout | TorchLayout:
     """The layout of `config` in its engine."""
     if engine_of(config) == "xla":
         return layout_of(config, mesh)
-    return TorchLayout(mesh, mesh.shard > 1 and config.sharding_strategy != "zero2")
+    strategy = config.sharding_strategy
+    return TorchLayout(mesh, mesh.shard > 1 and strategy not in ("zero1", "zero2"), strategy == "zero1")

@@ -40,7 +40,7 @@ def collectives(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> list[C
     layout = layout_in(config, mesh)
     found = [
         *(
-            _of_shards(config, mesh, stage, layout.frees)
+            _of_shards(config, mesh, stage, layout)
             if isinstance(layout, TorchLayout)
             else _of_parameters(config, mesh, stage)
         ),
@@ -101,14 +101,15 @@ def _of_parameters(config: TrainConfig, mesh: Mesh, stage: Stage) -> list[Collec
     return [Collective("gradients", "all-reduce", ("replica", *along), passes * least, least)]
 
 
-def _of_shards(config: TrainConfig, mesh: Mesh, stage: Stage, frees: bool) -> list[Collective]:
+def _of_shards(config: TrainConfig, mesh: Mesh, stage: Stage, layout: TorchLayout) -> list[Collective]:
     """FSDP2's: each block is gathered for its forward pass, and again for its backward pass where it was freed between;
-    embedding and head once. Replicas add up after the last micro-batch."""
-    passes, precision = config.gradient_accumulation_steps or 1, precision_of(config)
+    embedding and head once. Replicas add up after the last micro-batch. With zero1 all of it comes once a step."""
+    passes = 1 if layout.once else config.gradient_accumulation_steps or 1
+    precision = precision_of(config)
     weights = weights_of(config, mesh, stage)
     blocks = [weight for weight in weights if ".layers." in weight.name]
     forward = ring(_bytes_along(weights, mesh, precision.products.itemsize), mesh.shard)
-    backward = ring(_bytes_along(blocks, mesh, precision.products.itemsize), mesh.shard) if frees else 0
+    backward = ring(_bytes_along(blocks, mesh, precision.products.itemsize), mesh.shard) if layout.frees else 0
     wide = _bytes_along(weights, mesh, precision.reduced.itemsize)
     scatter = ring(wide, mesh.shard)
     return [
@@ -139,6 +140,8 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     passes, width = config.gradient_accumulation_steps or 1, precision_of(config).stream.itemsize
     tokens = config.batch_size * config.seq_length // mesh.context
     stream = tokens * shape.hidden_size * width
+    if config.sequence_parallel and engine_of(config) == "torch":
+        return _of_tokens(mask, ring(stream, mesh.tensor), passes)
     # Attention and feed-forward end in partial sums. So does the gradient by what a matrix takes: by that of queries,
     # keys and values, and by that of gate and up, each on its own, where one sum for each norm would do. A recomputed
     # block adds up again what its attention gave, for the feed-forward layer needs it. And the embedding and the head.
@@ -154,4 +157,18 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
         Collective(
             "keys and values", "all-gather", ("context",), passes * gathers * gathered, 2 * len(mask) * gathered
         ),
+    ]
+
+
+def _of_tokens(mask: tuple[bool, ...], moved: int, passes: int) -> list[Collective]:
+    """The torch engine's with sequence_parallel: tokens are gathered where attention and feed-forward begin, added up
+    and scattered where they end, and the other way round backward. A recomputed block does all of it again but the last
+    scatter. Embedding and head add up whole; the stream is cut after the one and joined before the other."""
+    gathers = sum(4 + 2 * recomputed for recomputed in mask) + 2
+    scatters = sum(4 + recomputed for recomputed in mask)
+    along, blocks = ("tensor",), 4 * len(mask)
+    return [
+        Collective("stream, outside", "all-reduce", along, passes * 4 * moved, passes * 4 * moved),
+        Collective("tokens", "all-gather", along, passes * gathers * moved, passes * blocks * moved),
+        Collective("partial sums", "reduce-scatter", along, passes * scatters * moved, passes * blocks * moved),
     ]

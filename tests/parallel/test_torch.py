@@ -31,18 +31,21 @@ FEW: dict[str, Fields] = {
 HSDP: Fields = {"sharding_strategy": "hsdp", "sharding_group_size": 2}
 TENSOR: Fields = {"tensor_parallel_size": 2}
 # What a tensor rank must not count twice, and what it has a part of the gradient of.
+BIASES: Fields = {"attn_bias": True, "mlp_bias": True, "norm_type": "layernorm", "norm_bias": True}
 FORMS: dict[str, Fields] = {
-    "biases": {"attn_bias": True, "mlp_bias": True, "norm_type": "layernorm", "norm_bias": True, "learning_rate": 1e-3},
+    "biases": {**BIASES, "learning_rate": 1e-3},
+    "biases, sequence": {**BIASES, "learning_rate": 1e-3, "qk_norm": True},
     "normed and tied": {"qk_norm": True, "tie_word_embeddings": True},
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1, "mlp_bias": True},
     "adapters": {
         **{"lora_rank": 4, "lora_target_modules": ".*_proj", "lora_dropout": 0.1, "attn_bias": True, "mlp_bias": True},
         **{"lora_bias": "all", "lora_modules_to_save": "norm", "learning_rate": 3e-2, "lora_init": "gaussian"},
     },
+    "padded": {"vocab_size": 500, "make_vocab_size_divisible_by": 24},
     "whole tensors": {"optimizer": "novograd", "learning_rate": 3e-3, "attn_bias": True, "qk_norm": True},
 }
 CASES: dict[int, dict[str, Fields]] = {
-    ALONE: {**FEW, **FORMS, "bf16": {"mixed_precision": True}},
+    ALONE: {**FEW, **FORMS, "padded": {"vocab_size": 500}, "bf16": {"mixed_precision": True}},
     1: FEW,
     2: {**FEW, "uneven": {**FSDP, "vocab_size": 511}},
     4: {
@@ -53,11 +56,18 @@ CASES: dict[int, dict[str, Fields]] = {
         "fsdp, accumulated": {**FSDP, "batch_size": 1},
         "hsdp": {**HSDP, "batch_size": 4},
         "hsdp, all blocks, accumulated": {**HSDP, **ALL_BLOCKS, "batch_size": 1},
+        "zero1": {"sharding_strategy": "zero1"},
+        "zero1, all blocks, accumulated": {"sharding_strategy": "zero1", **ALL_BLOCKS, "batch_size": 1},
         "zero2": {"sharding_strategy": "zero2"},
         "tensor 4": {**FSDP, "tensor_parallel_size": 4, "batch_size": 8},
         "fsdp x tensor, all blocks": {**FSDP, **TENSOR, **ALL_BLOCKS, "batch_size": 4},
+        "sequence": {**FSDP, **TENSOR, "sequence_parallel": True, "batch_size": 4},
+        "sequence, all blocks": {**FSDP, "tensor_parallel_size": 4, "sequence_parallel": True, **ALL_BLOCKS},
         "hsdp x tensor, built first": {**HSDP, "sharding_group_size": 1, **TENSOR, "low_cpu_fsdp": False},
-        **{name: {**FSDP, **TENSOR, **ALL_BLOCKS, "batch_size": 2, **fields} for name, fields in FORMS.items()},
+        **{
+            name: {**FSDP, **TENSOR, **ALL_BLOCKS, "batch_size": 2, **fields, "sequence_parallel": "seq" in name}
+            for name, fields in FORMS.items()
+        },
         "modules": {
             **{**FSDP, **ALL_BLOCKS, "selective_checkpointing": "2", "batch_size": 4},
             **{"checkpoint_granularity": "selective", "checkpoint_modules": "mlp_activation,norm"},
@@ -199,7 +209,7 @@ def test_a_variable_that_narrows_everything_unseen_is_refused(monkeypatch: pytes
 
 
 def test_what_this_engine_does_not_have_is_refused_all_at_once() -> None:
-    asked: Fields = {"sharding_strategy": "zero1", "context_parallel_size": 2, "dump_sharding": "there.json"}
+    asked: Fields = {"kv_replication": 2, "context_parallel_size": 2, "dump_sharding": "there.json"}
     with pytest.raises(ConfigError) as refused:
         TorchEngine(TrainConfig(model_variant="tiny", device="cpu", **asked))
     for name in asked:

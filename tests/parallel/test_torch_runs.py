@@ -87,12 +87,20 @@ def test_a_run_moves_between_the_engines_bit_for_bit_and_goes_on(tmp_path: Path)
     assert_same_course(tmp_path / "to_xla", tmp_path / "torch")
 
 
-# Biases of columns are split twice along their only dimension.
-@pytest.mark.parametrize("form", [{}, {"attn_bias": True, "mlp_bias": True, "tie_word_embeddings": True}])
-def test_a_run_moves_to_tensor_ranks_and_back_bit_for_bit_and_goes_on(tmp_path: Path, form: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("form", "more"),
+    [
+        ({}, {}),
+        ({"attn_bias": True, "mlp_bias": True}, {}),  # biases of columns are split twice along their only dimension
+        ({"vocab_size": 500}, {"make_vocab_size_divisible_by": 24}),
+    ],
+)
+def test_a_run_moves_to_tensor_ranks_and_back_bit_for_bit_and_goes_on(
+    tmp_path: Path, form: dict[str, Any], more: dict[str, Any]
+) -> None:
     driver = str(ROOT / "tests/parallel/resave_driver.py")
     alone = {**ON_TORCH, **form}
-    split = {**alone, "sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 4}
+    split = {**alone, **more, "sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 4}
     call(train_command(tmp_path / "alone", ALONE, **alone))
     saved = tmp_path / "alone/checkpoints/step_4"
 

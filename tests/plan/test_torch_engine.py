@@ -20,11 +20,20 @@ pytestmark = pytest.mark.slow
 Fields = dict[str, Any]
 CASES: dict[str, Fields] = {
     "ddp": {"sharding_strategy": "ddp", "batch_size": 4},
+    "zero1, accumulated": {"sharding_strategy": "zero1", "batch_size": 1},
     "zero2": {"sharding_strategy": "zero2", "batch_size": 4},
     "fsdp": {"sharding_strategy": "fsdp", "batch_size": 4},
     "fsdp, recomputed": {"sharding_strategy": "fsdp", "batch_size": 4, "fsdp_activation_checkpointing": True},
     "hsdp, accumulated": {"sharding_strategy": "hsdp", "sharding_group_size": 2, "batch_size": 1},
     "fsdp x tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 8},
+    "sequence": {
+        **{"sharding_strategy": "ddp", "tensor_parallel_size": 4, "sequence_parallel": True, "batch_size": 16},
+        **{"fsdp_activation_checkpointing": True, "selective_checkpointing": "2"},
+    },
+    "biases, padded": {
+        **{"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 8, "attn_bias": True},
+        **{"mlp_bias": True, "make_vocab_size_divisible_by": 384},
+    },
     "tensor, recomputed": {
         **{"sharding_strategy": "ddp", "tensor_parallel_size": 4, "batch_size": 16},
         "fsdp_activation_checkpointing": True,

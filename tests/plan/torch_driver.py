@@ -45,16 +45,18 @@ def counted(sent: Counter[str], name: str, operation: str, whole: str) -> None:
     setattr(dist, name, call)
 
 
-def counted_functional(sent: Counter[str]) -> None:
-    """The same of the sums over tensor ranks, which autograd runs."""
-    real: Callable[..., Tensor] = funcol.all_reduce
+def counted_functional(sent: Counter[str], name: str, operation: str) -> None:
+    """The same of what tensor ranks exchange, which autograd runs."""
+    real: Callable[..., Tensor] = getattr(funcol, name)
 
-    def call(part: Tensor, kind: str, group: dist.ProcessGroup) -> Tensor:
-        if part.numel() * part.element_size() > SMALL:
-            sent["all-reduce"] += ring(part.numel() * part.element_size(), group.size(), both=True)
-        return real(part, kind, group)
+    def call(part: Tensor, *how: Any) -> Tensor:
+        ranks = how[-1].size()
+        whole = part.numel() * part.element_size() * (ranks if operation == "all-gather" else 1)
+        if whole > SMALL:
+            sent[operation] += ring(whole, ranks, both=operation == "all-reduce")
+        return real(part, *how)
 
-    setattr(funcol, "all_reduce", call)  # noqa: B010  mypy lets no function of a module be assigned
+    setattr(funcol, name, call)
 
 
 def run_case(fields: dict[str, Any], sent: Counter[str]) -> dict[str, Any]:
@@ -75,7 +77,9 @@ if __name__ == "__main__":
     counted(totals, "all_gather_single" if newer else "all_gather_into_tensor", "all-gather", "output_tensor")
     counted(totals, "reduce_scatter_single" if newer else "reduce_scatter_tensor", "reduce-scatter", "input")
     counted(totals, "all_reduce", "all-reduce", "tensor")
-    counted_functional(totals)
+    counted_functional(totals, "all_reduce", "all-reduce")
+    counted_functional(totals, "all_gather_tensor", "all-gather")
+    counted_functional(totals, "reduce_scatter_tensor", "reduce-scatter")
     outcomes = {case: run_case(fields, totals) for case, fields in json.loads(sys.argv[1]).items()}
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(outcomes))
