@@ -6,12 +6,10 @@ waits for the device only where its result is read.
 
 from __future__ import annotations
 
-import math
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,8 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.optim.adamw import adamw
+from torch.distributed.tensor import Shard
 from torch.profiler import profile, supported_activities, tensorboard_trace_handler
 from torch.utils.checkpoint import checkpoint
 
@@ -38,45 +35,27 @@ from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.dropout import Noise, following, noise_of
-from pretraining.models.init import VOCABULARIES, initial_weight
+from pretraining.models.init import initial_weight
 from pretraining.models.llama import Block, Llama, Rope
 from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
-from pretraining.noise import keys, noise
-from pretraining.optim.optimizer import Optimizer, Slot
+from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
-from pretraining.optim.rounding import rounded
-from pretraining.optim.rules import Adam, Moment, State
 from pretraining.parallel import accelerator, loss_scale
 from pretraining.parallel.engine import Batch, Mesh, lost_peers_told, numbered
-from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules
 from pretraining.parallel.sharding import BATCH_AXES, state_parts
-from pretraining.parallel.torch_state import PaddedPart
+from pretraining.parallel.torch_state import Parts
 from pretraining.parallel.torch_tensor import (
     VocabularyParallelLoss,
-    add_up_parts,
     all_tokens,
-    own_part,
     own_tokens,
-    placements,
     shard_dimension,
     split_over_ranks,
-    tensor_dimension,
 )
+from pretraining.parallel.torch_update import Figures, Update, sum_over_processes
 
 RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no random state is ever drawn on
-
-
-class Figures:
-    """Scalars of one step, still on the device."""
-
-    def __init__(self, names: tuple[str, ...], values: Tensor) -> None:
-        self._names, self._values = names, values
-
-    def read(self) -> dict[str, float]:
-        """One transfer for all of them."""
-        return dict(zip(self._names, self._values.tolist(), strict=True))
 
 
 class TorchEngine:
@@ -138,11 +117,11 @@ class TorchEngine:
         one, which needs no copy beside the collective, or with tensor ranks the table's.
         """
         given = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
-        layers, self.vocabulary = model.shape.num_layers, model.shape.vocab_size
+        layers = model.shape.num_layers
         self._recomputed = block_mask(self.config, layers)
         self._recompute_modules(model)
         model.to("meta").to(self.precision.stored)
-        self._shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        parts = self.held = Parts(model, self.mesh, self.device_mesh, self.process_index)
         self._loss_and_gradient: Callable[..., tuple[Tensor, Tensor]] = loss_and_gradient
         if self.compiles:
             self._compile(model)
@@ -154,16 +133,15 @@ class TorchEngine:
                 self._loss_and_gradient = head
             self._shard(model, self.device_mesh)
         model.to_empty(device=self.home)
-        self._weights = dict(model.named_parameters())
+        parts.take(model)
 
         def fill(name: str) -> None:
-            weight = self._weights[name]
-            value = given[name] if given else initial_weight(self.config, layers, name, self._shapes[name])
-            _local(weight).copy_(self._own_part(name, value, _local(weight)))
+            value = given[name] if given else initial_weight(self.config, layers, name, parts.shapes[name])
+            parts.own(name).copy_(parts.of(name, value))
 
         # torch's generator leaves the interpreter free
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.local_processes)) as pool:
-            list(pool.map(fill, self._weights))
+            list(pool.map(fill, parts.weights))
         return model
 
     def _shard(self, model: Llama, grid: DeviceMesh) -> None:
@@ -186,11 +164,6 @@ class TorchEngine:
         fully_shard(model, reshard_after_forward=False, **options)
         register_fsdp_forward_method(model, "loss")
 
-    def _own_part(self, name: str, whole: Tensor, held: Tensor) -> Tensor:
-        above, rank = divmod(self.process_index, self.mesh.tensor)
-        shard = (above % self.mesh.shard, self.mesh.shard)
-        return own_part(whole, name, held.shape, (rank, self.mesh.tensor), shard)
-
     def _compile(self, model: Llama) -> None:
         """One compiled function serves all blocks, so compile time does not grow with depth.
 
@@ -205,28 +178,9 @@ class TorchEngine:
         self._document_mask = torch.compile(document_mask)
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Hand this process's shards to the optimizer as plain tensors, and make their state.
-
-        A plain tensor costs no DTensor dispatch, and takes the masks of a fused step in every version of torch.
-        """
-        self._slots = {slot.name: slot for slot in optimizer.slots}
-        for slot in optimizer.slots:
-            held = _local(slot.weight)
-            slot.weight = held.clone() if self.precision.copies else held
-            slot.begin(self._moment)
-        optimizer.updates = torch.zeros((), device=self.home)
-        self._counters = [optimizer.updates, *(torch.zeros((), device=self.home) for _ in optimizer.slots[1:])]
-        self._sums: dict[str, Tensor] = {}  # of gradients that are added up in another dtype than their parameters'
-        self.totals = torch.zeros(2, device=self.device)  # loss and trained tokens of this step so far, of this process
-        self.health = torch.zeros(len(HEALTH), device=self.home)
-        narrow = self.precision.products == torch.float16
-        self.loss_scale = loss_scale.LossScale(self.config, self.home) if narrow else None
-        self._round_copies()
-
-    def _moment(self, slot: Slot, shape: torch.Size, moment: Moment) -> Tensor:
-        if moment.initial is None:
-            return slot.weight.to(self.precision.state, copy=True)
-        return torch.full(shape, moment.initial, dtype=self.precision.state, device=self.home)
+        """See engine.Engine."""
+        ranks = self.device_mesh["tensor"] if self.device_mesh and self.mesh.tensor > 1 else None
+        self.update = Update(self.config, self.precision, self.held, optimizer, self.home, ranks)
 
     # ---- Running
 
@@ -243,16 +197,8 @@ class TorchEngine:
                 model.set_requires_all_reduce(last)
             loss, count = self._loss(model, inputs)
             loss.backward()
-            self.totals += torch.stack((loss.detach(), count))
-            if self.precision.gradients != self.precision.stored:
-                self._accumulate()
-        return self._update(optimizer, learning_rate)
-
-    def _accumulate(self) -> None:
-        for name, weight in self._weights.items():
-            if weight.grad is not None:
-                grad, weight.grad = _local(weight.grad).to(self.precision.gradients), None
-                self._sums[name] = self._sums[name] + grad if name in self._sums else grad
+            self.update.take(loss, count)
+        return self.update.apply(learning_rate)
 
     def _feed(self, batch: Batch) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """This process's rows as micro-batches on the device, and whether it is the last."""
@@ -269,18 +215,13 @@ class TorchEngine:
         positions, segments, labels = inputs.get("positions"), inputs.get("segments"), inputs["labels"].long()
         tokens, dtype = inputs["tokens"], self.precision.stream
         inner, noise = self._loss_and_gradient, None
-        if self.loss_scale:
-            inner = partial(inner, factor=self._factor().to(self.device))
+        if self.update.loss_scale:
+            inner = partial(inner, factor=self.update.factor().to(self.device))
         if "cells" in inputs:
-            noise = noise_of(self.config.seed, self._counters[0].to(self.device), inputs["cells"])
+            noise = noise_of(self.config.seed, self.update.optimizer.updates.to(self.device), inputs["cells"])
             noise = noise._replace(rank=self.process_index % self.mesh.tensor)
         loss = model.loss(tokens, labels, positions, segments, dtype, self._run_blocks, inner, noise)
         return loss, (labels != IGNORED).sum().float()
-
-    def _factor(self) -> Tensor:
-        """By which fp16 multiplies the gradients of a summed loss: its scale is that of a micro-batch's mean."""
-        assert self.loss_scale is not None
-        return self.loss_scale.scale / (self.config.batch_size * self.config.seq_length)
 
     def _recompute_modules(self, model: Llama) -> None:
         """Where modules of a chosen block are recomputed, and not all of it, they see to that themselves."""
@@ -318,162 +259,12 @@ class TorchEngine:
         return all_tokens(x, ranks) if ranks else x
 
     @torch.no_grad()
-    def _update(self, optimizer: Optimizer, rate: float) -> Figures:
-        """One collective for loss, tokens and norm; then mean, clip and step, which is nothing where it is refused.
-
-        FSDP hands back gradients averaged over data-parallel ranks; what is wanted is their sum over trained tokens.
-        """
-        gradients = self._sums or {n: _local(w.grad) for n, w in self._weights.items() if w.grad is not None}
-        if self.mesh.tensor > 1 and self.device_mesh is not None:
-            add_up_parts(gradients, self.device_mesh["tensor"], self.config.sequence_parallel)
-        kind = self.config.grad_clip_norm_type or math.inf
-        sums = torch.cat((self.totals.to(self.home), self._powers(gradients, kind)))
-        self._sum_over_processes(sums)
-        ranks = self.mesh.data_ranks
-        count = sums[1] / self.mesh.tensor  # tensor ranks count the same tokens
-        divisor = count / ranks * (self._factor() if self.loss_scale else 1)
-        largest = self._largest(gradients) if math.isinf(kind) else sums[2] ** (1 / kind)
-        loss, norm = sums[0] / sums[1], largest / divisor
-        accepted = self._judged(loss, norm)
-        if limit := self.config.grad_clip_thresh:
-            divisor = divisor / (limit / (norm + 1e-6)).clamp(max=1.0)
-        step = self._fused_step if self._is_fused(optimizer) else self._plain_step
-        step(optimizer, gradients, rate, divisor, accepted)
-        self._round_copies()
-        self.totals.zero_()
-        self._sums = {}
-        for weight in self._weights.values():
-            weight.grad = None
-        figures = {"loss": loss, "grad_norm": norm, **dict(zip(HEALTH, self.health, strict=True))}
-        if self.loss_scale:
-            figures["loss_scale"] = self.loss_scale.scale
-        return Figures(tuple(figures), torch.stack(tuple(figures.values())))
-
-    def _judged(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Whether this step may be applied. What fp16's scale makes overflow is left out, and counted as nothing."""
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        if not self.loss_scale:
-            return judge(self.health, finite, self.config.max_skipped_steps)
-        counted = judge(self.health, finite | self.loss_scale.excuses(loss), self.config.max_skipped_steps)
-        self.loss_scale.update(finite)
-        return counted & finite
-
-    def _powers(self, held: dict[str, Tensor], kind: float = 2.0) -> Tensor:
-        """This process's part of the sum of powers that makes the norm of what is split like the parameters of these
-        names, [1]; 0 for the largest, which is no sum."""
-        if math.isinf(kind):
-            return torch.zeros(1, device=self.home)
-        split = [part for name, part in held.items() if tensor_dimension(name) is not None]
-        whole = [part for name, part in held.items() if tensor_dimension(name) is None]
-        norms = [nn.utils.get_total_norm(parts, kind) ** kind for parts in (split, whole)]
-        return (norms[0] + norms[1] / self.mesh.tensor)[None] / self.mesh.replica  # replicas hold the same
-
-    def _largest(self, held: dict[str, Tensor]) -> Tensor:
-        """Of all values, their sign left out."""
-        top = nn.utils.get_total_norm(list(held.values()), math.inf)
-        if self.process_count > 1:
-            dist.all_reduce(top, dist.ReduceOp.MAX)
-        return top
-
-    def _is_fused(self, optimizer: Optimizer) -> bool:
-        """AdamW in fp32: torch has one kernel for all parameters, 5 to 10 times faster than one for each operation."""
-        wide = all(dtype == torch.float32 for dtype in self.precision[2:5])
-        return wide and all(type(slot.rule) is Adam and slot.rule.decoupled for slot in optimizer.slots)
-
-    def _fused_step(
-        self, optimizer: Optimizer, gradients: dict[str, Tensor], rate: float, divisor: Tensor, accepted: Tensor
-    ) -> None:
-        """AdamW on gradients / `divisor`; refused, nothing changes, the count of updates included.
-
-        The two are the masks that torch's fused optimizers take from its GradScaler.
-        """
-        for decay in sorted({slot.decay for slot in optimizer.slots}):
-            chosen = [(i, slot) for i, slot in enumerate(optimizer.slots) if slot.decay == decay]
-            rule: Any = chosen[0][1].rule
-            adamw(
-                [slot.weight for _, slot in chosen],
-                [gradients[slot.name] for _, slot in chosen],
-                [slot.state["exp_avg"] for _, slot in chosen],
-                [slot.state["exp_avg_sq"] for _, slot in chosen],
-                [],
-                [self._counters[i] for i, _ in chosen],
-                fused=True,
-                grad_scale=divisor,
-                found_inf=(~accepted).float(),
-                amsgrad=False,
-                maximize=False,
-                lr=rate,
-                weight_decay=decay,
-                **{"beta1": rule.beta1, "beta2": rule.beta2, "eps": rule.eps},
-            )
-
-    def _plain_step(
-        self, optimizer: Optimizer, gradients: dict[str, Tensor], rate: float, divisor: Tensor, accepted: Tensor
-    ) -> None:
-        """Any optimizer's rule, parameter by parameter."""
-        step, rates = optimizer.updates + 1, torch.tensor(rate, device=self.home)
-        for slot in optimizer.slots:
-            gradient = gradients[slot.name].float() / divisor
-            weight, state = self._updated(slot, gradient, step, rates)
-            for name, new in state.items():
-                self._write(slot.state[name], new, slot, f"{name}.", step, accepted)
-            self._write(slot.weight, weight, slot, "", step, accepted)
-        optimizer.updates.copy_(torch.where(accepted, step, optimizer.updates))
-
-    def _updated(self, slot: Slot, gradient: Tensor, step: Tensor, rate: Tensor) -> tuple[Tensor, State]:
-        """New weight and state of this process's shard; a rule that looks at whole tensors gets them as DTensors."""
-        if not slot.rule.whole or not isinstance(self._weights[slot.name], DTensor):
-            return slot.updated(gradient, step, rate)
-        held = {"": slot.weight, **slot.state}
-        wholes: dict[str, Any] = {name: self._logical(slot.name, tensor) for name, tensor in held.items()}
-        whole = replace(slot, weight=wholes.pop(""), state=wholes)
-        weight, state = whole.updated(self._logical(slot.name, gradient), step, rate)
-        return _part_like(whole.weight, weight), {
-            name: _part_like(whole.state[name], new) for name, new in state.items()
-        }
-
-    def _write(self, held: Tensor, new: Tensor, slot: Slot, prefix: str, step: Tensor, accepted: Tensor) -> None:
-        """An accepted update to where its tensor is, rounded as the precision says."""
-        if held.dtype != new.dtype and self.precision.rounds:
-            new = rounded(new, self._noise(slot, prefix, held, step))
-        held.copy_(torch.where(accepted, new.to(held.dtype), held))
-
-    def _noise(self, slot: Slot, prefix: str, held: Tensor, step: Tensor) -> Tensor:
-        key = keys(self.config.seed, [prefix + slot.name])[0].to(held.device)
-        return noise(key, step, held.shape, self._starts(slot.name, held))
-
-    def _own(self, name: str) -> Tensor:
-        """What this process holds of a parameter."""
-        return _local(self._weights[name])
-
-    def _starts(self, name: str, held: Tensor) -> tuple[int, ...]:
-        """Where this process's shard begins in the whole tensor, by dimension."""
-        whole, own = torch.empty(self._shapes[name], device="meta"), self._own(name)
-        offset, starts = self._own_part(name, whole, own).storage_offset(), []
-        for stride, extent, mine in zip(whole.stride(), held.shape, own.shape, strict=True):
-            starts.append(offset // stride if extent == mine else 0)
-            offset %= stride
-        return tuple(starts)
-
-    @torch.no_grad()
-    def _round_copies(self) -> None:
-        """What the model runs on, where that is a rounded copy of what the optimizer keeps."""
-        if self.precision.copies:
-            for slot in self._slots.values():
-                bits = self._noise(slot, "", slot.weight, self._counters[0])
-                _local(self._weights[slot.name]).copy_(rounded(slot.weight, bits))
-
-    def _sum_over_processes(self, sums: Tensor) -> None:
-        if self.process_count > 1:
-            dist.all_reduce(sums)
-
-    @torch.no_grad()
     def evaluate(self, model: Llama, batch: Batch) -> Figures:
         """See engine.Engine."""
         totals = torch.zeros(2, device=self.device)
         for inputs, _ in self._feed(batch):
             totals += torch.stack(self._loss(model, inputs))
-        self._sum_over_processes(totals)
+        sum_over_processes(totals)
         for module in model.modules():  # without a backward pass, what was gathered to stay would
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -482,69 +273,37 @@ class TorchEngine:
     @torch.no_grad()
     def parameter_norm(self, model: Llama) -> float:
         """See engine.Engine."""
-        square = self._powers({name: _local(weight) for name, weight in self._weights.items()})
-        self._sum_over_processes(square)
+        square = self.update.powers({name: self.held.own(name) for name in self.held.weights})
+        sum_over_processes(square)
         return square.sqrt().item()
 
     # ---- Logical state
 
     def state(self, model: Llama, optimizer: Optimizer | None) -> dict[str, Any]:
         """See engine.Engine: the live tensors, DTensors where they are split."""
-        kept = {
-            name: self._slots[name].weight if name in self._slots else _local(w) for name, w in self._weights.items()
-        }
-        logical: dict[str, Any] = {name: self._saved(name, held) for name, held in kept.items()}
+        slots, held = self.update.slots, self.held
+        kept = {name: slots[name].weight if name in slots else held.own(name) for name in held.weights}
+        logical: dict[str, Any] = {name: held.saved(name, tensor) for name, tensor in kept.items()}
         if optimizer is None:
             return logical
         for slot in optimizer.slots:
-            for moment, held in slot.state.items():
-                logical[f"optimizer.{moment}.{slot.name}"] = self._saved(slot.name, held)
+            for moment, tensor in slot.state.items():
+                logical[f"optimizer.{moment}.{slot.name}"] = held.saved(slot.name, tensor)
         logical["optimizer.step"] = optimizer.updates
-        if self.loss_scale:
-            logical[loss_scale.NAME] = self.loss_scale.state
+        if self.update.loss_scale:
+            logical[loss_scale.NAME] = self.update.loss_scale.state
         return logical
-
-    def _saved(self, name: str, held: Tensor) -> Tensor:
-        """`held`, split as the parameter `name` is, as a checkpoint has it: no rows of padding."""
-        whole, own = self._shapes[name], self._own(name).shape
-        padded = name.split(".")[-2] in VOCABULARIES and whole[0] > self.vocabulary and held.shape[0] == own[0]
-        if not padded:
-            return self._logical(name, held)
-        columns = whole[1] if held.shape[1] == own[1] else 1
-        return PaddedPart(held, self._starts(name, held), torch.Size((self.vocabulary, columns)))
-
-    def _logical(self, name: str, held: Tensor) -> Tensor:
-        """`held` as this process's part of a whole that is split as the parameter `name` is; where that is split and
-        `held` has one value for all, it is everybody's."""
-        weight, part = self._weights[name], self._own(name)
-        if not isinstance(weight, DTensor):
-            return held
-        mesh, placed = weight.device_mesh, weight.placements
-        if self.mesh.tensor > 1:
-            assert self.device_mesh is not None
-            mesh, placed = self.device_mesh, placements(name)
-        sizes = zip(self._shapes[name], part.shape, held.shape, strict=True)
-        shape = torch.Size(whole if mine == own else 1 for whole, mine, own in sizes)
-        alike = [not isinstance(p, Shard) or part.shape[p.dim] == held.shape[p.dim] for p in placed]
-        placed = tuple(p if same else Replicate() for p, same in zip(placed, alike, strict=True))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(held, mesh, placed, run_check=False, shape=shape, stride=stride)
 
     @torch.no_grad()
     def commit(self, state: dict[str, Any]) -> None:
-        """See engine.Engine: loading has written into the live tensors, the count into one of many."""
-        for counter in self._counters[1:]:
-            counter.copy_(self._counters[0])
-        if "optimizer.step" not in state:
-            for slot in self._slots.values():
-                slot.begin(self._moment)  # one may be a copy of the weight
-        self._round_copies()
+        """See engine.Engine: loading has written into the live tensors."""
+        self.update.loaded(restarted="optimizer.step" not in state)
 
     # ---- Figures
 
     def bytes_per_device(self, model: Llama, optimizer: Optimizer) -> dict[str, int]:
         """See engine.Engine: measured on this process's shards."""
-        parameters = [_local(weight) for weight in self._weights.values()]
+        parameters = [self.held.own(name) for name in self.held.weights]
         if self.precision.copies:
             parameters += [slot.weight for slot in optimizer.slots]
         groups = {"parameters": parameters, "moments": [t for slot in optimizer.slots for t in slot.state.values()]}
@@ -614,15 +373,3 @@ def refuse_uneven_columns(config: TrainConfig, mesh: Mesh) -> None:
 
 def _from_torchrun(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
-
-
-def _part_like(old: Any, new: Any) -> Tensor:
-    """Of the DTensor `new`, what this process holds where it lies as `old` does."""
-    part: Tensor = new.redistribute(placements=old.placements).to_local()
-    return part
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """What this process holds of `tensor`; writing to it writes there."""
-    held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return held.detach()
