@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 ROWS, LENGTH, HIDDEN, LAYERS = TOY["global_batch_size"], TOY["seq_length"], TOY["hidden_size"], TOY["num_layers"]
 
 
-def program(folder: Path, **fields: Any) -> str:
-    """The optimised HLO of the toy's training step."""
+def program(folder: Path, stage: str = "after_optimizations", **fields: Any) -> str:
+    """The HLO of the toy's training step, optimised or ("before_optimizations") as it was traced."""
     case = {"the case": {"sharding_strategy": "ddp", "batch_size": ROWS, "num_kv_heads": 8, "num_steps": 1, **fields}}
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONPATH": str(ROOT)}
     environment["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
@@ -27,7 +27,7 @@ def program(folder: Path, **fields: Any) -> str:
     subprocess.run(
         [sys.executable, driver, json.dumps(case)], env=environment, check=True, capture_output=True, timeout=600
     )
-    return max((path.read_text() for path in folder.glob("*after_optimizations.txt")), key=len)
+    return max((path.read_text() for path in folder.glob(f"*{stage}.txt")), key=len)
 
 
 def results(text: str, operation: str) -> list[tuple[int, ...]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.parallel.hlo import program
 from tests.parallel.launch import ALONE, environment, launched
 
 pytestmark = pytest.mark.slow
@@ -47,3 +49,22 @@ def test_many_equal_micro_batches_add_up_to_one_in_fp32_and_not_in_bf16(engine: 
     found = norms(engine)
     assert found["fp32"] == pytest.approx(found["one"], rel=1e-6)
     assert abs(found["bf16"] / found["one"] - 1) > 1e-3  # 64 sums, each rounded to 8 bits
+
+
+def traced(folder: Path, **fields: Any) -> str:
+    """The step as it is traced: a CPU's compiler would make fp32 of all products."""
+    pytest.importorskip("torch_xla")
+    return program(folder, "before_optimizations", sharding_strategy="fsdp", batch_size=2, **fields)
+
+
+def test_in_fp32_nothing_is_narrower(tmp_path: Path) -> None:
+    assert "bf16[" not in traced(tmp_path, precision="fp32")
+
+
+@pytest.mark.parametrize("precision", ["mixed_bf16", "autocast"])
+def test_weights_are_multiplied_in_bf16_and_kept_in_fp32(tmp_path: Path, precision: str) -> None:
+    text = traced(tmp_path, mixed_precision=True, precision=precision)
+    by_weights = 3 * (7 + 1)  # seven projections and the head, forward and the gradients of both factors
+    assert len(re.findall(r"= bf16\[[\d,]*\]\S* dot\(", text)) >= by_weights
+    kept = next(line for line in text.splitlines() if "entry_computation_layout" in line)
+    assert "bf16[" not in kept  # what goes into a step and what lives on after it
