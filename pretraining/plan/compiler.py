@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -61,9 +62,13 @@ def main(folder: Path, topology: str) -> None:
     (folder / "compiled.json").write_text(json.dumps([result._asdict() for result in results]))
 
 
-def _chips(topology: str) -> dict[str, str]:
-    """One device a chip, as torch-xla and jax count them on hosts; libtpu takes the two cores of a v4 for two."""
-    return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
+def _chips(topology: str) -> dict[str, Any]:
+    """What libtpu has to be told of a slice: that a host has 2 x 2 chips or fewer, and of a v4 that a chip is one device,
+    as torch-xla and jax count them, and not its two cores."""
+    generation, _, axes = topology.partition(":")
+    rows, columns = map(int, axes.split("x")[:2])
+    told = {"chips_per_host_bounds": (math.gcd(2, rows), math.gcd(2, columns), 1)}
+    return {**told, "chip_config_name": "megacore"} if generation == "v4" else told
 
 
 def _compiled(folder: Path, program: dict[str, Any], devices: Slice) -> Compiled:

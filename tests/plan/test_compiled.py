@@ -90,6 +90,7 @@ NARROW: dict[str, Any] = {
     "fields",
     [
         {"plan_device_kind": "tpu-v4", "plan_topology": "2x2x1"},
+        {"plan_device_kind": "tpu-v5e", "plan_topology": "1x1", "sharding_strategy": "ddp"},
         {"precision": "bf16_sr", "mixed_precision": True, "optimizer": "adafactor"},
         {"optimizer": "novograd", "tensor_parallel_size": 2, "sharding_strategy": "zero1", "num_kv_heads": 6},
     ],
