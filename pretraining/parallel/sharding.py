@@ -68,18 +68,25 @@ STREAM_OF_SEQUENCE: Spec = (BATCH_AXES, ("context", "tensor"), None)  # the same
 LOGITS: Spec = (*TOKENS, "tensor")  # [rows, tokens, vocabulary]
 
 # What a module of a block takes or gives, [rows, tokens, features]; None stands for the stream between blocks.
-ACTIVATIONS: tuple[tuple[str, str, Spec | None], ...] = (
+Activation = tuple[str, str, Spec | None]
+Activations = tuple[Activation, ...]
+# Held with data-parallel ranks alone, too, where the compiler would find the one way there is for all others: where
+# o_proj's columns are split over more ranks than there are heads, the split of its gradient reaches back through the
+# heads, and the activations of all ranks are gathered to make it (benchmarks/RESULTS.md).
+HEADS: Activation = ("self_attn.o_proj", "input", (*TOKENS, "tensor"))
+ACTIVATIONS: Activations = (
     ("self_attn", "input", STREAM),  # with sequence_parallel, here tokens are gathered
     ("self_attn.q_proj", "output", (*TOKENS, "tensor")),
     ("self_attn.k_proj", "output", (BATCH_AXES, None, "tensor")),  # every query sees all keys: gathered along context
     ("self_attn.v_proj", "output", (BATCH_AXES, None, "tensor")),
+    HEADS,
     ("self_attn.o_proj", "output", None),  # here partial sums are added up, or added up and scattered
     ("mlp", "input", STREAM),
     ("mlp.gate_proj", "output", (*TOKENS, "tensor")),
     ("mlp.up_proj", "output", (*TOKENS, "tensor")),
     ("mlp.down_proj", "output", None),
 )
-HEAD_ACTIVATIONS: tuple[tuple[str, str, Spec | None], ...] = (
+HEAD_ACTIVATIONS: Activations = (
     ("model.norm", "output", STREAM),
     ("lm_head", "output", LOGITS),
 )
@@ -129,6 +136,12 @@ class Layout(NamedTuple):
     def stream(self) -> Spec:
         """How the residual stream is held between blocks, [rows, tokens, hidden]."""
         return self.activation(STREAM_OF_SEQUENCE if self.sequence_parallel else STREAM)
+
+    def activations(self, table: Activations) -> Activations:
+        """Those of `table` that have to be said on this mesh."""
+        if self.mesh.context * self.mesh.tensor > 1:
+            return table
+        return tuple(row for row in table if row == HEADS and self.mesh.shard > 1)
 
     def activation(self, spec: Spec | None) -> Spec:
         """A spec of the activations' tables on this mesh."""

@@ -24,7 +24,7 @@ from pretraining.models.dropout import Noise, following
 from pretraining.models.llama import Llama, Rope
 from pretraining.noise import high
 from pretraining.parallel.recompute import ScanGroup
-from pretraining.parallel.sharding import ACTIVATIONS, Layout, Spec, on_mesh
+from pretraining.parallel.sharding import ACTIVATIONS, Activations, Layout, Spec, on_mesh
 
 # Under SPMD the scan's backward ties gradients to their inputs with shard_as, which needs jax and torchax (and
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.
@@ -147,17 +147,12 @@ def _from_floats(parts: Sequence[Tensor]) -> Noise:
     return Noise((high << 16) | low, layer)
 
 
-def place_activations(
-    root: nn.Module, table: Iterable[tuple[str, str, Spec | None]], mesh: xs.Mesh, layout: Layout
-) -> int:
-    """Hold what the modules of `table` take and give where it says; the number of modules.
-
-    Where tokens, heads and channels are whole, nothing is said: the compiler finds the one way there is.
-    """
-    if layout.mesh.context * layout.mesh.tensor == 1:
-        return 0
+def place_activations(root: nn.Module, table: Activations, mesh: xs.Mesh, layout: Layout) -> int:
+    """Hold what the modules of `table` take and give where it says; the number of modules."""
     placed = 0
-    present = [row for row in table if row[0] in dict(root.named_modules())]  # not every feed-forward has a gate
+    present = [
+        row for row in layout.activations(table) if row[0] in dict(root.named_modules())
+    ]  # not every feed-forward has a gate
     for name, side, spec in present:
         module, wanted = root.get_submodule(name), layout.of_module(name, spec)
         if side == "input":

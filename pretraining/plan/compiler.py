@@ -63,8 +63,8 @@ def main(folder: Path, topology: str) -> None:
 
 
 def _chips(topology: str) -> dict[str, Any]:
-    """What libtpu has to be told of a slice: that a host has 2 x 2 chips or fewer, and of a v4 that a chip is one device,
-    as torch-xla and jax count them, and not its two cores."""
+    """What libtpu has to be told of a slice: that a host has 2 x 2 chips or fewer, and of a v4 that a chip is one
+    device, as torch-xla and jax count them, and not its two cores."""
     generation, _, axes = topology.partition(":")
     rows, columns = map(int, axes.split("x")[:2])
     told = {"chips_per_host_bounds": (math.gcd(2, rows), math.gcd(2, columns), 1)}
