@@ -7,6 +7,7 @@ sequence_parallel they are added up and scattered over tokens, and gathered agai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
@@ -53,11 +54,11 @@ def split_over_ranks(model: Llama, ranks: DeviceMesh, sequence: bool) -> None:
             part = weight.detach().chunk(ranks.size(), dim)[0].clone()
             setattr(model.get_submodule(module), short, nn.Parameter(part, weight.requires_grad))
     group = ranks.get_group()
-    enter, leave = (_Gathered, _Scattered) if sequence else (_GradientsAdded, _Added)
+    enter, leave = (GATHERED, SCATTERED) if sequence else (GRADIENTS_ADDED, ADDED)
     for block in model.model.layers:
         for name in COLUMN_INPUTS:
             block.get_submodule(name).register_forward_pre_hook(
-                lambda _, given: (enter.apply(given[0], group), *given[1:])
+                lambda _, given: (_exchanged(given[0], group, enter), *given[1:])
             )
         for name in ROW_PARALLEL:
             projection = cast(Linear, block.get_submodule(name))
@@ -104,8 +105,7 @@ class _Lookup:
         rows = tokens - self.ranks.get_local_rank() * len(weight)
         elsewhere = (rows < 0) | (rows >= len(weight))
         found = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
-        added: Tensor = _Added.apply(found, self.ranks.get_group())
-        return added
+        return _exchanged(found, self.ranks.get_group(), ADDED)
 
 
 class VocabularyParallelLoss:
@@ -131,108 +131,51 @@ class VocabularyParallelLoss:
 
     def input(self, x: Tensor) -> Tensor:
         """`x` as every rank multiplies it with its own rows of the head."""
-        copied: Tensor = _GradientsAdded.apply(x, self.ranks.get_group())
-        return copied
+        return _exchanged(x, self.ranks.get_group(), GRADIENTS_ADDED)
 
 
 def own_tokens(x: Tensor, ranks: DeviceMesh) -> Tensor:
     """[B, T, D], the same on all ranks -> [B, T / ranks, D], each rank's own."""
-    part: Tensor = _Cut.apply(x, ranks.get_group())
-    return part
+    return _exchanged(x, ranks.get_group(), CUT)
 
 
 def all_tokens(x: Tensor, ranks: DeviceMesh) -> Tensor:
     """[B, T / ranks, D] -> [B, T, D], for what is the same on all ranks from here on."""
-    whole: Tensor = _Joined.apply(x, ranks.get_group())
-    return whole
+    return _exchanged(x, ranks.get_group(), JOINED)
 
 
 def _added_up(
     projection: Linear,
-    leave: type[torch.autograd.Function],
+    leave: tuple[Between, Between],
     group: dist.ProcessGroup,
     x: Tensor,
     noise: Noise | None = None,
 ) -> Tensor:
     """What a row-parallel projection gives: its bias counts once."""
-    return projection.biased(leave.apply(projection.product(x, noise), group))
+    return projection.biased(_exchanged(projection.product(x, noise), group, leave))
 
 
-class _Added(torch.autograd.Function):
-    """Parts in, their sum over the ranks out; the gradient is every part's."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(part, group)
+class _Exchange(torch.autograd.Function):
+    """Something between ranks, and what that is for gradients."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GradientsAdded(torch.autograd.Function):
-    """The same on all ranks, each of which makes part of its gradient."""
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: Between, backward: Between) -> Tensor:
+        ctx.group, ctx.opposite = group, backward
+        return forward(x, group)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, part: Tensor) -> tuple[Tensor, None]:
-        return _sum(part, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.opposite(grad, ctx.group), None, None, None
 
 
-class _Scattered(torch.autograd.Function):
-    """Parts of all tokens [B, T, D] in, the sum over the ranks of a rank's own tokens [B, T / ranks, D] out."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
+def _exchanged(x: Tensor, group: dist.ProcessGroup, how: tuple[Between, Between]) -> Tensor:
+    """Forward as the first of `how` says, backward as the second."""
+    given: Tensor = _Exchange.apply(x, group, *how)
+    return given
 
 
-class _Gathered(torch.autograd.Function):
-    """A rank's own tokens in, all of them out, of whose gradient each rank makes part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, part: Tensor) -> tuple[Tensor, None]:
-        return _scatter(part, ctx.group), None
-
-
-class _Cut(torch.autograd.Function):
-    """The same on all ranks in, a rank's own tokens out."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
-
-
-class _Joined(torch.autograd.Function):
-    """A rank's own tokens in, all of them out, whose gradient is the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own(grad, ctx.group), None
+def _same(x: Tensor, _: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
 
 
 def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -252,3 +195,12 @@ def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _sum(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
     added: Tensor = funcol.wait_tensor(funcol.all_reduce(x.contiguous(), operation, group))
     return added
+
+
+Between = Callable[[Tensor, dist.ProcessGroup], Tensor]
+ADDED = (_sum, _same)  # parts in, their sum out, whose gradient is every part's
+GRADIENTS_ADDED = (_same, _sum)  # the same on all ranks, each of which makes part of its gradient
+SCATTERED = (_scatter, _gather)  # parts of all tokens [B, T, D] in, the sum of a rank's own [B, T / ranks, D] out
+GATHERED = (_gather, _scatter)  # a rank's own tokens in, all of them out, of whose gradient each rank makes part
+CUT = (_own, _gather)  # the same on all ranks in, a rank's own tokens out
+JOINED = (_gather, _own)  # a rank's own tokens in, all of them out, whose gradient is the same on all ranks
