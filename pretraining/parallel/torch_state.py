@@ -84,8 +84,8 @@ class Parts:
 
     def starts(self, name: str, held: Tensor) -> tuple[int, ...]:
         """Where `held`, split as the parameter `name` is, begins in the whole tensor, by dimension."""
-        offset, starts = self.of(name, torch.empty(self.shapes[name], device="meta")).storage_offset(), []
         whole = torch.empty(self.shapes[name], device="meta")
+        offset, starts = self.of(name, whole).storage_offset(), []
         for stride, extent, mine in zip(whole.stride(), held.shape, self.own(name).shape, strict=True):
             starts.append(offset // stride if extent == mine else 0)
             offset %= stride
