@@ -61,9 +61,8 @@ def test_in_fp32_nothing_is_narrower(tmp_path: Path) -> None:
     assert "bf16[" not in traced(tmp_path, precision="fp32")
 
 
-@pytest.mark.parametrize("precision", ["mixed_bf16", "autocast"])
-def test_weights_are_multiplied_in_bf16_and_kept_in_fp32(tmp_path: Path, precision: str) -> None:
-    text = traced(tmp_path, mixed_precision=True, precision=precision)
+def test_weights_are_multiplied_in_bf16_and_kept_in_fp32(tmp_path: Path) -> None:
+    text = traced(tmp_path, mixed_precision=True)
     by_weights = 3 * (7 + 1)  # seven projections and the head, forward and the gradients of both factors
     assert len(re.findall(r"= bf16\[[\d,]*\]\S* dot\(", text)) >= by_weights
     kept = next(line for line in text.splitlines() if "entry_computation_layout" in line)

@@ -33,19 +33,18 @@ TENSOR: Fields = {"tensor_parallel_size": 2}
 # What a tensor rank must not count twice, and what it has a part of the gradient of.
 BIASES: Fields = {"attn_bias": True, "mlp_bias": True, "norm_type": "layernorm", "norm_bias": True}
 FORMS: dict[str, Fields] = {
-    "biases": {**BIASES, "learning_rate": 1e-3},
     "biases, sequence": {**BIASES, "learning_rate": 1e-3, "qk_norm": True},
-    "normed and tied": {"qk_norm": True, "tie_word_embeddings": True},
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1, "mlp_bias": True},
     "adapters": {
         **{"lora_rank": 4, "lora_target_modules": ".*_proj", "lora_dropout": 0.1, "attn_bias": True, "mlp_bias": True},
         **{"lora_bias": "all", "lora_modules_to_save": "norm", "learning_rate": 3e-2, "lora_init": "gaussian"},
     },
-    "padded": {"vocab_size": 500, "make_vocab_size_divisible_by": 24},
+    "padded": {"vocab_size": 500, "make_vocab_size_divisible_by": 24, "qk_norm": True, "tie_word_embeddings": True},
     "whole tensors": {"optimizer": "novograd", "learning_rate": 3e-3, "attn_bias": True, "qk_norm": True},
 }
+UNPADDED: Fields = {**FORMS["padded"], "make_vocab_size_divisible_by": 1}
 CASES: dict[int, dict[str, Fields]] = {
-    ALONE: {**FEW, **FORMS, "padded": {"vocab_size": 500}, "bf16": {"mixed_precision": True}},
+    ALONE: {**FEW, **FORMS, "padded": UNPADDED, "bf16": {"mixed_precision": True}},
     1: FEW,
     2: {**FEW, "uneven": {**FSDP, "vocab_size": 511}},
     4: {

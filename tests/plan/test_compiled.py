@@ -90,9 +90,8 @@ NARROW: dict[str, Any] = {
     "fields",
     [
         {"plan_device_kind": "tpu-v4", "plan_topology": "2x2x1"},
-        {"plan_device_kind": "tpu-v5e", "plan_topology": "1x1", "sharding_strategy": "ddp"},
+        {"plan_device_kind": "tpu-v5e", "plan_topology": "1x1", "sharding_strategy": "ddp", "optimizer": "novograd"},
         {"precision": "bf16_sr", "mixed_precision": True, "optimizer": "adafactor"},
-        {"optimizer": "novograd", "tensor_parallel_size": 2, "sharding_strategy": "zero1", "num_kv_heads": 6},
     ],
 )
 def test_parts_smaller_than_a_tile_of_the_device_are_counted_as_it_keeps_them(
