@@ -1,0 +1,100 @@
+"""Tiny fp32 runs of both engines whose figures are recorded: `python -m tests.golden.runs --record`.
+
+The figures are compared bit for bit where torch, the instruction set and the number of cores are those of the record,
+and to 1e-5 elsewhere, because another kernel or another split of a sum over threads rounds differently. Record them
+again only with a reason that belongs into the commit message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).with_name("losses.json")
+CHECKPOINT = Path(__file__).with_name("checkpoint")
+RUN = Path("runs/golden")  # relative, so that the checkpoint names no path of the machine that wrote it
+STEPS = 10
+FLAGS: dict[str, Any] = {
+    "model_variant": "custom",
+    "num_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 128,
+    "seq_length": 32,
+    "use_dummy_dataset": True,
+    "global_batch_size": 16,
+    "batch_size": 2,
+    "num_steps": STEPS,
+    "learning_rate": 1e-2,
+    "mixed_precision": False,
+    "sharding_strategy": "fsdp",
+    "fsdp_activation_checkpointing": True,
+    "selective_checkpointing": "1/2",
+    "report_interval": 1,
+    "run_name": "golden",
+}
+# The checkpoint's model is small enough to be kept in the repository.
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "vocab_size": 64,
+    "num_steps": 6,
+    "checkpoint_interval": 4,
+}
+ENGINES: dict[str, dict[str, Any]] = {"xla": {"engine": "xla"}, "torch": {"engine": "torch", "device": "cpu"}}
+
+
+def environment() -> dict[str, str]:
+    """Eight virtual devices for the xla engine, two threads for the torch engine."""
+    return {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "OMP_NUM_THREADS": "2"}
+
+
+def train(folder: Path, **fields: Any) -> list[dict[str, float]]:
+    """Run the script in `folder`, and return loss, gradient norm and learning rate of each step."""
+    folder.mkdir(exist_ok=True)
+    flags = [f"--{name}={value}" for name, value in {**FLAGS, **fields}.items()]
+    command = [sys.executable, str(ROOT / "main_training.py"), *flags]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
+    return [{name: record[name] for name in ("loss", "grad_norm", "learning_rate")} for record in records]
+
+
+def continue_checkpoint(folder: Path, **fields: Any) -> list[dict[str, float]]:
+    """Run the steps that follow the kept checkpoint."""
+    shutil.copytree(CHECKPOINT, folder / RUN / "checkpoints")
+    return train(folder, **SMALL, **fields)
+
+
+def machine() -> dict[str, Any]:
+    """Return what the last bit of a sum depends on."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__.partition("+")[0], "instructions": instructions, "cores": os.cpu_count()}
+
+
+def record() -> None:
+    """Write the figures of this machine, and where there is none yet the checkpoint that must load forever."""
+    with tempfile.TemporaryDirectory() as folder:
+        losses = {name: train(Path(folder, name), **engine) for name, engine in ENGINES.items()}
+        if not CHECKPOINT.exists():
+            train(Path(folder, "small"), **SMALL, **ENGINES["torch"])
+            shutil.copytree(Path(folder, "small") / RUN / "checkpoints" / "step_4", CHECKPOINT / "step_4")
+        losses["continued"] = continue_checkpoint(Path(folder, "continued"), **ENGINES["torch"])
+    RECORD.write_text(json.dumps({"machine": machine(), **losses}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--record"], __doc__
+    record()

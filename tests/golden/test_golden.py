@@ -1,0 +1,42 @@
+"""The figures of tiny runs do not change unless somebody means them to, and old checkpoints load."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden.runs import ENGINES, RECORD, continue_checkpoint, machine, train
+
+pytestmark = pytest.mark.slow
+Figures = list[dict[str, float]]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name == "xla" and not find_spec("torch_xla"):
+        pytest.skip("torch-xla is not installed")
+    return name
+
+
+def assert_recorded(figures: Figures, name: str, *, exact: bool = True) -> None:
+    record: dict[str, Any] = json.loads(RECORD.read_text())
+    if exact and record["machine"] == machine():
+        assert figures == record[name]
+        return
+    assert len(figures) == len(record[name])
+    for here, there in zip(figures, record[name], strict=True):
+        assert here == pytest.approx(there, rel=1e-5)
+
+
+def test_losses_of_a_tiny_run_are_those_recorded(engine: str, tmp_path: Path) -> None:
+    assert_recorded(train(tmp_path / "run", **ENGINES[engine]), engine)
+
+
+def test_the_kept_checkpoint_continues_on_both_engines(engine: str, tmp_path: Path) -> None:
+    figures = continue_checkpoint(tmp_path / "run", **ENGINES[engine])
+    assert_recorded(figures, "continued", exact=engine == "torch")
