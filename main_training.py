@@ -7,9 +7,9 @@ import sys
 from dataclasses import asdict
 
 from pretraining.config.flags import run
-from pretraining.config.importing.report import tell_import
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.importing.report import tell_import
 
 
 def main(**flags: str) -> int:

@@ -142,7 +142,7 @@ def page(current: str) -> str:
     match = re.fullmatch(f"(.*{re.escape(BEGIN)}\n).*(\n{re.escape(END)}.*)", current, re.DOTALL)
     if not match or current.count(BEGIN) + current.count(END) != 2:
         raise ValueError(f"{PAGE.name} must hold the line {BEGIN} and, below it, the line {END}, once each")
-    from pretraining.config.importing.migration import migration_tables
+    from pretraining.importing.migration import migration_tables
 
     return f"{match[1]}\n{tables()}\n\n{migration_tables(_cell)}\n{match[2]}"
 

@@ -187,11 +187,11 @@ def config_from_flags(flags: Mapping[str, object]) -> TrainConfig:
     """
     given = with_file(flags)
     if given.get("import_config"):
-        from pretraining.config.importing.resolve import import_flags
+        from pretraining.importing.resolve import import_flags
 
         return import_flags(given)
     if given.get("model_config_path"):
-        from pretraining.config.importing.huggingface import model_config
+        from pretraining.importing.huggingface import model_config
 
         given = {**model_config(given), **given}
     values = read_values(given)
@@ -206,7 +206,7 @@ def with_file(flags: Mapping[str, object]) -> dict[str, object]:
     """`flags` over what --config_file says: TOML, or the config.json of a run, with our own names."""
     if not flags.get("config_file"):
         return dict(flags)
-    from pretraining.config.importing.reading import read_file
+    from pretraining.importing.reading import read_file
 
     return {**read_file(Path(str(flags["config_file"]))), **{k: v for k, v in flags.items() if k != "config_file"}}
 

@@ -19,9 +19,9 @@ from pretraining.checkpoint.huggingface import from_train_config, is_huggingface
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors, save
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.importing.huggingface import model_config
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.importing.huggingface import model_config
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.config.importing.files import put, tree, write
 from tests.end_to_end.small import ROOT, environment
+from tests.importing.files import put, tree, write
 
 pytestmark = pytest.mark.slow
 

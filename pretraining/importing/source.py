@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import UserError
-from pretraining.config.importing import interpolation, nemo, neox, nxdt
-from pretraining.config.importing.reading import leaves, read_file
-from pretraining.config.importing.rules import Source, Table
+from pretraining.importing import interpolation, nemo, neox, nxdt
+from pretraining.importing.reading import leaves, read_file
+from pretraining.importing.rules import Source, Table
 
 TABLES: dict[str, Table] = {"nxdt": nxdt.TABLE, "nemo": nemo.TABLE, "neox": neox.TABLE}
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
-from pretraining.config.importing.interpolation import resolve
-from pretraining.config.importing.reading import leaves, read_file
+from pretraining.importing.interpolation import resolve
+from pretraining.importing.reading import leaves, read_file
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_what_is_no_number_stays_text(tmp_path: Path, text: str) -> None:
 def test_every_float_that_python_writes_is_read_back(number: float) -> None:
     import yaml
 
-    from pretraining.config.importing.reading import _loader
+    from pretraining.importing.reading import _loader
 
     assert yaml.load(repr(number), Loader=_loader()) == number
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.config.importing.rules import (
+from pretraining.importing.rules import (
     Reading,
     Rule,
     Source,

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from pretraining.config.document import PAGE
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.importing.reading import leaves, read_file
-from pretraining.config.importing.report import as_data, as_text, tell_import
-from pretraining.config.importing.resolve import ORIGIN, Import, import_source
-from pretraining.config.importing.resolve import settings as settings_of
-from pretraining.config.importing.source import TABLES
-from pretraining.config.importing.support import ALWAYS, find_rule
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.importing.reading import leaves, read_file
+from pretraining.importing.report import as_data, as_text, tell_import
+from pretraining.importing.resolve import ORIGIN, Import, import_source
+from pretraining.importing.resolve import settings as settings_of
+from pretraining.importing.source import TABLES
+from pretraining.importing.support import ALWAYS, find_rule
 from pretraining.optim.schedule import learning_rate
-from tests.config.importing.files import FILES, drop, put, tree, write
+from tests.importing.files import FILES, drop, put, tree, write
 
 KINDS = tuple(FILES)
 ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True"}  # what none of the files says
@@ -488,7 +488,7 @@ def test_fields_of_origin_are_fields() -> None:
 
 
 def test_the_importer_needs_neither_torch_nor_numpy() -> None:
-    code = "import sys, pretraining.config.importing.report, pretraining.optim.schedule; "
+    code = "import sys, pretraining.importing.report, pretraining.optim.schedule; "
     subprocess.run(
         [sys.executable, "-c", code + "assert not {'torch', 'numpy'} & {*sys.modules}"], check=True, cwd=PAGE.parent
     )

@@ -11,10 +11,10 @@ from typing import Any
 
 from pretraining.config.errors import UserError
 from pretraining.config.flags import first_rank, with_file
-from pretraining.config.importing.resolve import Import, Record, import_source, settings
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import parse_steps
 from pretraining.config.variants import model_shape
+from pretraining.importing.resolve import Import, Record, import_source, settings
 
 STATUSES = ("mapped", "implied", "ignored", "unsupported")
 

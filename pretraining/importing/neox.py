@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pretraining.config.importing.neox_model import ARCHITECTURE, GATED, OPTIM, PARAMS, of_2022, ours
-from pretraining.config.importing.neox_run import RUN, batch_agrees
-from pretraining.config.importing.nxdt import pipeline
-from pretraining.config.importing.rules import (
+from pretraining.importing.neox_model import ARCHITECTURE, GATED, OPTIM, PARAMS, of_2022, ours
+from pretraining.importing.neox_run import RUN, batch_agrees
+from pretraining.importing.nxdt import pipeline
+from pretraining.importing.rules import (
     Reading,
     Rule,
     Source,

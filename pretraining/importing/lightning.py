@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.importing.rules import (
+from pretraining.importing.rules import (
     Reading,
     Rule,
     Source,

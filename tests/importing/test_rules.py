@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.config.importing.megatron_optim import SCHEDULES
-from pretraining.config.importing.neox import era_of
-from pretraining.config.importing.neox_model import feed_forward
-from pretraining.config.importing.resolve import Import, import_source
-from pretraining.config.importing.rules import Source
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import SCHEDULES as OURS
 from pretraining.config.variants import model_shape
-from tests.config.importing.files import put, tree, write
+from pretraining.importing.megatron_optim import SCHEDULES
+from pretraining.importing.neox import era_of
+from pretraining.importing.neox_model import feed_forward
+from pretraining.importing.resolve import Import, import_source
+from pretraining.importing.rules import Source
+from tests.importing.files import put, tree, write
 
 ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True", "import_only": "True"}
 
@@ -256,7 +256,7 @@ def test_the_folder_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_report_is_json_whatever_the_source_holds(tmp_path: Path) -> None:
-    from pretraining.config.importing.report import as_data
+    from pretraining.importing.report import as_data
 
     report = as_data(found("nemo", tmp_path, {"model.data.data_prefix": "/c/a"}))
     assert json.loads(json.dumps(report)) == report

@@ -12,13 +12,13 @@ from typing import Any
 
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.flags import Values, field_types, read_values
-from pretraining.config.importing.huggingface import model_config
-from pretraining.config.importing.interpolation import MISSING
-from pretraining.config.importing.rules import Rule, default_of, refused
-from pretraining.config.importing.source import Opened, open_source
-from pretraining.config.importing.support import find_rule, nearest, supported
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import comma_separated
+from pretraining.importing.huggingface import model_config
+from pretraining.importing.interpolation import MISSING
+from pretraining.importing.rules import Rule, default_of, refused
+from pretraining.importing.source import Opened, open_source
+from pretraining.importing.support import find_rule, nearest, supported
 
 # How the configuration came to be: no part of the configuration itself.
 ORIGIN = (

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.config.importing.rules import (
+from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
+from pretraining.importing.rules import (
     Reading,
     Rule,
     Source,
@@ -19,7 +20,6 @@ from pretraining.config.importing.rules import (
     to,
     unless,
 )
-from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
 
 # ---- optimizer
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.config.importing.megatron import mixture
-from pretraining.config.importing.rules import (
+from pretraining.importing.megatron import mixture
+from pretraining.importing.rules import (
     Reading,
     Rule,
     Source,

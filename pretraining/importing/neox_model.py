@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from pretraining.config.importing.megatron_optim import argument_text, betas_of
-from pretraining.config.importing.rules import (
+from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
+from pretraining.importing.megatron_optim import argument_text, betas_of
+from pretraining.importing.rules import (
     Reading,
     Rule,
     Source,
@@ -22,7 +23,6 @@ from pretraining.config.importing.rules import (
     to,
     whole,
 )
-from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
 
 GATED = ("swiglu", "geglu", "reglu")
 

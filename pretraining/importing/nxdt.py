@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pretraining.config.importing import lightning, megatron, megatron_optim
-from pretraining.config.importing.rules import (
+from pretraining.importing import lightning, megatron, megatron_optim
+from pretraining.importing.rules import (
     Reading,
     Rule,
     Source,

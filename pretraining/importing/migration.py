@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pretraining.config.flags import field_types
-from pretraining.config.importing import huggingface
-from pretraining.config.importing.rules import Rule, Table, no_op, off, to
-from pretraining.config.importing.source import TABLES
+from pretraining.importing import huggingface
+from pretraining.importing.rules import Rule, Table, no_op, off, to
+from pretraining.importing.source import TABLES
 
 _AXES = ("tensor_parallel_size", "pipeline_parallel_size")
 FMS = Table(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pretraining.config.importing import lightning, megatron, megatron_optim
-from pretraining.config.importing.nxdt import SEQUENCE_PARALLEL, pipeline, virtual_pipeline
-from pretraining.config.importing.rules import (
+from pretraining.importing import lightning, megatron, megatron_optim
+from pretraining.importing.nxdt import SEQUENCE_PARALLEL, pipeline, virtual_pipeline
+from pretraining.importing.rules import (
     Reading,
     Rule,
     Source,

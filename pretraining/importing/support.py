@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from pretraining.config.flags import coerce, field_types
-from pretraining.config.importing.rules import Reading, Rule, Table
 from pretraining.config.validate import CHOICES, LISTS
+from pretraining.importing.rules import Reading, Rule, Table
 
 # Of fields that TrainConfig does not have: the values that the recipe has anyway. Any other is unsupported.
 ALWAYS: dict[str, tuple[Any, ...]] = {

@@ -8,8 +8,8 @@ from typing import Any
 
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.flags import field_types
-from pretraining.config.importing.reading import leaves, read_file
-from pretraining.config.importing.rules import (
+from pretraining.importing.reading import leaves, read_file
+from pretraining.importing.rules import (
     Reading,
     Rule,
     Source,
@@ -23,7 +23,7 @@ from pretraining.config.importing.rules import (
     to,
     unless,
 )
-from pretraining.config.importing.support import find_rule, nearest, supported
+from pretraining.importing.support import find_rule, nearest, supported
 
 
 def _scaling(value: Any, source: Source) -> Reading:
