@@ -1,0 +1,196 @@
+"""Compare the imports of the source with the tables of CONTRIBUTING.md.
+
+The rules are read from CONTRIBUTING.md, the imports from the syntax trees; nothing is imported. An import inside a
+function, under TYPE_CHECKING or through `import_module("name")` counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "pretraining"
+ANY = "every room"
+
+# Violations that remain. A violation that is not listed fails the test, and so does an entry that is no longer one.
+KNOWN = {
+    "pretraining.checkpoint.checkpoints imports pretraining.monitor.memory",
+    "pretraining.checkpoint.restoring imports pretraining.parallel.loss_scale",
+    "pretraining.config.document imports pretraining.importing.migration",
+    "pretraining.config.flags imports pretraining.importing.huggingface",
+    "pretraining.config.flags imports pretraining.importing.reading",
+    "pretraining.config.flags imports pretraining.importing.resolve",
+}
+
+
+@dataclass
+class Rules:
+    """The two tables of CONTRIBUTING.md."""
+
+    may_import: dict[str, list[str]] = field(default_factory=dict)  # room -> rooms, or modules as "room/module"
+    must_not_import: dict[str, list[str]] = field(default_factory=dict)  # room -> libraries
+    only_in: dict[str, str] = field(default_factory=dict)  # library -> pattern of the files that may import it
+
+
+def read_rules(document: str) -> Rules:
+    """Return the rules that the tables of `document` state."""
+    rules = Rules()
+    rows = [line.strip("|").split("|") for line in document.splitlines() if line.startswith("| `")]
+    for first, *cells in rows:
+        subject = first.strip().strip("`")
+        names = [re.findall(r"`([^`]+)`", cell) for cell in cells]
+        if len(cells) == 1:
+            rules.only_in[subject] = names[0][0]
+        else:
+            _, may, must_not = names
+            rules.may_import[subject] = list(rules.may_import) if ANY in cells[1] else may
+            rules.must_not_import[subject] = must_not
+    return rules
+
+
+def source_files(root: Path) -> dict[str, Path]:
+    """Return the modules of the package and of the top-level scripts."""
+    files = [*root.glob("*.py"), *root.glob(f"{PACKAGE}/**/*.py")]
+    return {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+
+def room_of(module: str) -> str:
+    """Return the folder or module below the package, or the top-level script."""
+    return module.removeprefix(f"{PACKAGE}.").partition(".")[0]
+
+
+def imported_names(tree: ast.Module, module: str, is_package: bool) -> Iterator[str]:
+    """Yield the dotted name of everything that a module imports, and every dotted name that it uses."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=source, names=names, level=level):
+                parents = module.split(".")[: len(module.split(".")) - level + is_package] if level else []
+                yield from (".".join([*parents, *([source] if source else []), alias.name]) for alias in names)
+            case ast.Call(func=ast.Name(id="import_module") | ast.Attribute(attr="import_module"), args=[name, *_]):
+                yield ast.literal_eval(name)
+            case ast.Attribute():
+                yield ast.unparse(node)
+
+
+def longest_module(name: str, modules: dict[str, Path]) -> str | None:
+    """Return the module of ours that the dotted name lies in."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def violations(root: Path, rules: Rules) -> set[str]:
+    """Return every import below `root` that breaks the rules, and every room without a row."""
+    modules = source_files(root)
+    rooms = {room_of(module) for module in modules} - {PACKAGE}
+    found = {f"{room} has no row" for room in rooms - set(rules.may_import)}
+    for module, path in modules.items():
+        if room_of(module) in rules.may_import:
+            tree, is_package = ast.parse(path.read_text()), path.name == "__init__.py"
+            for name in imported_names(tree, module, is_package):
+                if target := longest_module(name, modules):
+                    found |= broken_room_rules(module, target, name, rules)
+                else:
+                    found |= broken_library_rules(module, str(path.relative_to(root)), name, rules)
+            found |= private_attributes(tree, module, is_package, modules)
+    return found
+
+
+def broken_library_rules(module: str, path: str, name: str, rules: Rules) -> set[str]:
+    """Return what `module` breaks by importing `name` from a library."""
+    forbidden = rules.must_not_import[room_of(module)]
+    elsewhere = [library for library, place in rules.only_in.items() if not fnmatch(path, place)]
+    return {
+        f"{module} imports {library}" for library in (*forbidden, *elsewhere) if f"{name}.".startswith(f"{library}.")
+    }
+
+
+def broken_room_rules(module: str, target: str, name: str, rules: Rules) -> set[str]:
+    """Return what `module` breaks by importing `name` from our module `target`."""
+    allowed = rules.may_import[room_of(module)]
+    found = set()
+    as_path = target.removeprefix(f"{PACKAGE}.").replace(".", "/")
+    if room_of(target) != room_of(module) and room_of(target) not in allowed and as_path not in allowed:
+        found.add(f"{module} imports {target}")
+    if target != module and any(map(is_private, name.split("."))):
+        found.add(f"{module} imports the private {name}")
+    return found
+
+
+def private_attributes(tree: ast.Module, module: str, is_package: bool, modules: dict[str, Path]) -> set[str]:
+    """Return the private names that a module reads as attributes of our modules."""
+    imported = {name.rpartition(".")[2]: name for name in imported_names(tree, module, is_package) if name in modules}
+    return {
+        f"{module} imports the private {imported[node.value.id]}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported
+        if is_private(node.attr)
+    }
+
+
+def is_private(name: str) -> bool:
+    """Return whether a name starts with one underscore."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.fixture(scope="module")
+def rules() -> Rules:
+    return read_rules((ROOT / "CONTRIBUTING.md").read_text())
+
+
+def test_every_import_follows_the_tables_of_contributing_md(rules: Rules) -> None:
+    found = violations(ROOT, rules)
+    assert not found - KNOWN, "new violations of CONTRIBUTING.md"
+    assert not KNOWN - found, "no longer violations: remove them from KNOWN"
+
+
+def test_the_table_of_rooms_has_no_cycle_and_no_row_without_files(rules: Rules) -> None:
+    rooms = list(rules.may_import)
+    for room, allowed in rules.may_import.items():
+        assert {name.partition("/")[0] for name in allowed} <= set(rooms[: rooms.index(room)]), room
+    modules = source_files(ROOT)
+    named = {name.replace("/", ".") for allowed in rules.may_import.values() for name in allowed} | set(rooms)
+    assert all(name in modules or f"{PACKAGE}.{name}" in modules for name in named)
+    assert set(rules.only_in) == {"torch_xla", "torch.cuda"}
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "imported"),
+    [
+        ("config/flags", "def f():\n    import pretraining.data.corpus", "pretraining.data.corpus"),
+        ("config/flags", "from pretraining import data", "pretraining.data"),
+        ("config/flags", "from ..data import corpus", "pretraining.data.corpus"),
+        ("config/flags", "import numpy as np", "numpy"),
+        ("data/more", "if TYPE_CHECKING:\n    from torch import Tensor", "torch"),
+        ("data/more", "torch = import_module('torch.utils')", "torch"),
+        ("data/more", "from .corpus import _cache", "the private pretraining.data.corpus._cache"),
+        ("data/more", "from . import corpus\ncorpus._cache()", "the private pretraining.data.corpus._cache"),
+        ("models/llama", "import torch_xla.core", "torch_xla"),
+        ("parallel/xla", "import torch, torch_xla\ntorch.cuda.synchronize()", "torch.cuda"),
+        ("parallel/xla", "from torch import cuda", "torch.cuda"),
+        ("checkpoint/store", "from pretraining.parallel.mesh import Mesh", "pretraining.parallel.mesh"),
+    ],
+)
+def test_each_kind_of_violation_is_found(tmp_path: Path, rules: Rules, path: str, source: str, imported: str) -> None:
+    files = {"data/__init__": "", "data/corpus": "", "parallel/mesh": "", "parallel/engine": "import torch"}
+    files |= {"checkpoint/manifest": "from pretraining.parallel.engine import Engine", path: source}
+    for name, text in files.items():
+        file = (tmp_path / PACKAGE / name).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert violations(tmp_path, rules) == {f"{PACKAGE}.{path.replace('/', '.')} imports {imported}"}
+
+
+def test_a_room_without_a_row_is_found(tmp_path: Path, rules: Rules) -> None:
+    (tmp_path / PACKAGE / "new").mkdir(parents=True)
+    (tmp_path / PACKAGE / "new" / "module.py").touch()
+    assert violations(tmp_path, rules) == {"new has no row"}
