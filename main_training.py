@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 
+from pretraining.config.devices import kind_of
 from pretraining.config.flags import run
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -31,7 +32,7 @@ def main(**flags: str) -> int:
     from pretraining.loop import Run, train
     from pretraining.models.init import build_model, on_meta
     from pretraining.monitor.facts import data_lines, describe, placed_line
-    from pretraining.monitor.flops import Meter, flops_per_token, peak_of
+    from pretraining.monitor.flops import Meter, flops_per_token
     from pretraining.monitor.memory import StateBytes, check_memory
     from pretraining.monitor.metrics import open_metrics
     from pretraining.optim.optimizer import build_optimizer, whole_state
@@ -90,7 +91,7 @@ def main(**flags: str) -> int:
 
     # Loop
     meter = Meter(
-        config.tokens_per_step, engine.mesh.size, flops_per_token(shape, config.seq_length), peak_of(engine.device_name)
+        config.tokens_per_step, engine.mesh.size, flops_per_token(shape, config.seq_length), kind_of(engine.device_name)
     )
     code = train(
         Run(

@@ -30,10 +30,11 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pretraining.config.devices import kind_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.init import build_model
-from pretraining.monitor.flops import Meter, flops_per_token, peak_of
+from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel import accelerator
 from pretraining.parallel.torch_engine import TorchEngine
@@ -177,7 +178,7 @@ def figures(config: TrainConfig, measured: dict[str, Any], device_name: str) -> 
     if "failed" in measured:
         return measured
     flops = flops_per_token(model_shape(config), config.seq_length)
-    meter = Meter(config.batch_size * config.seq_length, 1, flops, peak_of(device_name))
+    meter = Meter(config.batch_size * config.seq_length, 1, flops, kind_of(device_name))
     return measured | meter.speed(measured["seconds"])
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.published
 
-The first two set the efficiency of their kinds of device (plan/kinds.py), so they say nothing; the others do. Where a
+The first two set the efficiency of their kinds of device (config/devices.py), so only the others say anything. Where a
 source leaves the batch open (MaxText, NxD), one is assumed, and recomputation of every block where there is any.
 """
 

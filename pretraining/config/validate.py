@@ -13,6 +13,7 @@ from dataclasses import fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.errors import Problem
 from pretraining.config.lora import MODULES, PROJECTIONS, adapted, matches
 from pretraining.config.optimizers import FLAGS, OPTIMIZERS, hyperparameters, is_like, parse_arguments
@@ -150,13 +151,6 @@ SCHEDULES = {
 }
 NEEDED = {"noam": ("lr_d_model",), "step": ("lr_step_size", "lr_gamma"), "exponential_lr": ("lr_gamma",)}
 CURVE = tuple(dict.fromkeys(name for names in SCHEDULES.values() for name in names))  # every field of some schedule
-
-# Of pretraining/plan/kinds.py, which may not be imported here; a test keeps the two equal.
-PLAN_KINDS = (
-    *("a100-40", "a100-80", "h100", "h200", "b200", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "trn1", "trn2"),
-)
-
-TOPOLOGY_AXES = {"tpu-v4": 3, "tpu-v5e": 2, "tpu-v5p": 3, "tpu-v6e": 2}  # of a slice, by plan_device_kind
 
 CHOICES: dict[str, Collection[str]] = {
     "model_variant": (*VARIANTS, CUSTOM),
@@ -475,9 +469,10 @@ def _topology_fits(config: TrainConfig) -> Iterator[Problem]:
     """The slice is one of its kind's, and as large as said."""
     if not (config.plan_topology and config.plan_device_kind):
         return
-    subject, axes = flag(config, "plan_topology"), TOPOLOGY_AXES.get(config.plan_device_kind)
-    if axes is None:
-        remedy = f"is a slice of TPUs, and plan_device_kind={config.plan_device_kind}; use {', '.join(TOPOLOGY_AXES)}"
+    subject, axes = flag(config, "plan_topology"), PLAN_KINDS[config.plan_device_kind].topology_axes
+    if not axes:
+        tpus = ", ".join(name for name, kind in PLAN_KINDS.items() if kind.topology_axes)
+        remedy = f"is a slice of TPUs, and plan_device_kind={config.plan_device_kind}; use {tpus}"
         yield Problem(subject, remedy)
         return
     if not re.fullmatch(r"[1-9]\d*" + r"x[1-9]\d*" * (axes - 1), config.plan_topology):

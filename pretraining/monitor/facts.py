@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pretraining.config.devices import kind_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape
 from pretraining.monitor.figures import amount, flop, size
-from pretraining.monitor.flops import flops_per_token, peak_of
+from pretraining.monitor.flops import flops_per_token
 from pretraining.monitor.memory import StateBytes
 
 
@@ -88,10 +89,8 @@ def _rates(config: TrainConfig, rates: Mapping[int, float]) -> str:
 
 
 def _peak(device_name: str) -> str:
-    peak = peak_of(device_name)
-    return (
-        "n/a: the peak of this device is not known" if peak is None else f"{flop(peak.flops)}/s dense bf16, {peak.name}"
-    )
+    kind = kind_of(device_name)
+    return f"{flop(kind.peak_flops)}/s dense bf16, {kind.title}" if kind else "n/a: the peak of this device is unknown"
 
 
 def data_lines(facts: Mapping[str, Any]) -> str:

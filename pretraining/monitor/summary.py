@@ -21,7 +21,8 @@ def summary(meter: Meter, first_step: float, step_times: Sequence[float], memory
         return _table([*rows, ("peak memory", memory)])
     median = statistics.median(step_times)
     speed = meter.speed(median)
-    peak = f"of {flop(meter.peak.flops)}/s, {meter.peak.name}, dense bf16" if meter.peak else "peak unknown"
+    kind = meter.kind
+    peak = f"of {flop(kind.peak_flops)}/s, {kind.title}, dense bf16" if kind else "peak unknown"
     rows = [
         ("median step", f"{median:.4g} s over {len(step_times)} reports"),
         ("tokens/s", f"{speed['tokens_per_second']:,.0f} on {meter.devices} devices"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.engine import Mesh
 from pretraining.parallel.sharding import Layout, Spec, layout_of, on_mesh, spec_of, whole_along_shard
@@ -38,7 +39,7 @@ def engine_of(config: TrainConfig) -> str:
     """The engine that would run: what was asked for, or what `auto` takes on this kind of device."""
     if config.engine != "auto":
         return config.engine
-    return "xla" if config.plan_device_kind.startswith(("tpu", "trn")) else "torch"
+    return PLAN_KINDS[config.plan_device_kind].engine
 
 
 def layout_in(config: TrainConfig, mesh: Mesh) -> Layout | TorchLayout:

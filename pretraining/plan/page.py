@@ -90,7 +90,7 @@ def _time(plan: Plan) -> list[str]:
     return [
         f"FLOP/token     {flop(plan.flops)} (6 N + 12 L d S)",
         f"step           {plan.step_seconds:.3f} s predicted, MFU {percent(plan.mfu)}: computation "
-        f"{plan.compute_seconds:.3f} s at {plan.kind.efficiency:.0%} of {flop(plan.kind.peak.flops)}/s, recomputation "
+        f"{plan.compute_seconds:.3f} s at {plan.kind.efficiency:.0%} of {flop(plan.kind.peak_flops)}/s, recomputation "
         f"included; {plan.hidden_seconds:.3f} s of communication behind it, {plan.exposed_seconds:.3f} s not hidden",
         f"assumed        {plan.kind.link / 1e9:,.0f} GB/s within {plan.kind.per_host} devices, "
         f"{plan.kind.network / 1e9:,.0f} GB/s beyond",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from pretraining.config.devices import PLAN_KINDS, DeviceKind
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
@@ -20,7 +21,6 @@ from pretraining.monitor.flops import flops_per_token
 from pretraining.parallel.engine import Mesh
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask
-from pretraining.plan.kinds import KINDS, Kind
 from pretraining.plan.stages import Stage, idle, staged, stages
 from pretraining.plan.state import State, Weight, state_of, weights_of
 from pretraining.plan.traffic import Collective, collectives
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     """What follows from a configuration on so many devices of a kind."""
 
     config: TrainConfig  # with its batch resolved
-    kind: Kind
+    kind: DeviceKind
     mesh: Mesh  # of one stage's devices
     stage: Stage  # of a pipeline, the one that holds most: what follows is its
     weights: list[Weight]
@@ -57,13 +57,13 @@ class Plan(NamedTuple):
     @property
     def mfu(self) -> float:
         """Share of the peak that the model's own operations take."""
-        work = self.flops * self.config.tokens_per_step / (self.kind.peak.flops * self.config.plan_devices)
+        work = self.flops * self.config.tokens_per_step / (self.kind.peak_flops * self.config.plan_devices)
         return work / self.step_seconds
 
 
 def plan_of(config: TrainConfig) -> Plan:
     """The plan that --plan_devices and --plan_device_kind ask for. ConfigError where sizes do not divide."""
-    kind, config = KINDS[config.plan_device_kind], replace(config)
+    kind, config = PLAN_KINDS[config.plan_device_kind], replace(config)
     devices = config.plan_devices // config.pipeline_parallel_size
     mesh = resolve_mesh(config, devices, min(kind.per_host, devices))
     resolve_batch(config, mesh.data_ranks)
@@ -86,7 +86,7 @@ def plan_of(config: TrainConfig) -> Plan:
         sent,
         flops,
         executed,
-        executed / (kind.peak.flops * kind.efficiency),
+        executed / (kind.peak_flops * kind.efficiency),
         sum(seconds.values()) - exposed,
         exposed,
     )
@@ -104,7 +104,7 @@ def executed_flops(config: TrainConfig, weights: list[Weight]) -> float:
     return flops_per_token(shape, config.seq_length).causal + scores + share * 2 * (again + scores)
 
 
-def _rate(one: Collective, mesh: Mesh, kind: Kind) -> float:
+def _rate(one: Collective, mesh: Mesh, kind: DeviceKind) -> float:
     """Bytes a second along the axes: the last axis of the mesh has neighbours, the first the devices furthest apart."""
     if one.axes == ("stage",):
         return kind.network if mesh.size >= kind.per_host else kind.link
@@ -152,7 +152,7 @@ def search(config: TrainConfig) -> list[Plan]:
 
 
 def _meshes(config: TrainConfig) -> Iterator[TrainConfig]:
-    kind = KINDS[config.plan_device_kind]
+    kind = PLAN_KINDS[config.plan_device_kind]
     tensors = [t for t in (1, 2, 4, 8, 16) if config.plan_devices % t == 0 and t <= kind.per_host]
     contexts = [c for c in (1, 2, 4) if config.plan_devices % c == 0]
     for strategy in ("ddp", "zero1", "fsdp", "hsdp"):

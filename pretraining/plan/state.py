@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import nn
 
+from pretraining.config.devices import PLAN_KINDS, DeviceKind
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape, padded_vocabulary
 from pretraining.models.init import on_meta
@@ -23,8 +24,8 @@ from pretraining.parallel.mesh import kv_repeats
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import Layout, Spec, parts
 from pretraining.plan.engines import TorchLayout, engine_of, layout_in
-from pretraining.plan.kinds import laid_out
 from pretraining.plan.stages import WHOLE, Stage
+from pretraining.plan.tiles import bytes_in_memory
 
 T = TypeVar("T")
 
@@ -58,20 +59,20 @@ class State(NamedTuple):
 class Device(NamedTuple):
     """One of the mesh."""
 
-    kind: str
+    kind: DeviceKind
     mesh: Mesh
 
     def holds(self, shape: Iterable[int], spec: Spec, tensors: int, width: int) -> int:
         """Bytes of `tensors` tensors of a shape, stacked where there are several; an uneven split is padded."""
         sizes = self.mesh._asdict()
         part = [-(-extent // parts(axis, sizes)) for extent, axis in zip(shape, spec, strict=True)]
-        return laid_out(self.kind, [tensors, *part] if tensors > 1 else part, width)
+        return bytes_in_memory(self.kind, [tensors, *part] if tensors > 1 else part, width)
 
 
 def weights_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> list[Weight]:
     """Every parameter and its sharding, those of all blocks as one."""
     layout, stored = layout_in(config, mesh), precision_of(config).stored.itemsize
-    device = Device(config.plan_device_kind, mesh)
+    device = Device(PLAN_KINDS[config.plan_device_kind], mesh)
     return [
         Weight(name, tuple(found[0].shape), len(found), spec, device.holds(found[0].shape, spec, len(found), stored))
         for name, found in _by_name(_held(config, stage)).items()
@@ -96,7 +97,7 @@ def state_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> State:
     """Everything that one device holds at the end of a forward pass, its largest moment."""
     layout, precision = layout_in(config, mesh), precision_of(config)
     slots = build_optimizer(config, _held(config, stage)).slots
-    weights, device = weights_of(config, mesh, stage), Device(config.plan_device_kind, mesh)
+    weights, device = weights_of(config, mesh, stage), Device(PLAN_KINDS[config.plan_device_kind], mesh)
     gradients = moments = 0
     for name, found in _by_name((slot.name, slot) for slot in slots).items():
         slot, tensors = found[0], len(found)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from pretraining.config.devices import kind_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.monitor.facts import describe, placed_line
-from pretraining.monitor.flops import Meter, flops_per_token, peak_of
+from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.monitor.memory import StateBytes
 from pretraining.monitor.summary import summary
 from pretraining.optim.precision import dtypes_told
@@ -80,7 +81,7 @@ def test_the_placed_line_shows_the_share_of_a_copy_that_one_device_holds() -> No
 
 
 def meter(device: str) -> Meter:
-    return Meter(4096, 8, flops_per_token(VARIANTS["llama3_194m_4k"], 512), peak_of(device))
+    return Meter(4096, 8, flops_per_token(VARIANTS["llama3_194m_4k"], 512), kind_of(device))
 
 
 def test_the_summary_is_the_median_of_the_steps_that_did_not_compile() -> None:

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from pretraining.config.devices import DEVICE_KINDS, PLAN_KINDS, DeviceKind, kind_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.models.llama import Llama
-from pretraining.monitor.flops import PEAKS, Meter, Peak, flops_per_token, peak_of
+from pretraining.monitor.flops import Meter, flops_per_token
 
 
 @pytest.mark.parametrize("variant", ["tiny", "llama2_7b", "llama3_8b", "llama3_70b"])
@@ -30,7 +31,7 @@ def test_the_formula_equals_the_matrix_products_of_the_model(variant: str) -> No
 def test_fms_fsdps_published_mfu_of_7b_on_a100_is_met() -> None:
     # README of fms-fsdp: 4550 tokens/s on each A100 is an MFU of 0.68 with the embedding counted in N.
     shape = VARIANTS["llama2_7b"]
-    meter = Meter(4550, 1, flops_per_token(shape, 4096), peak_of("NVIDIA A100-SXM4-80GB"))
+    meter = Meter(4550, 1, flops_per_token(shape, 4096), kind_of("NVIDIA A100-SXM4-80GB"))
     mfu = meter.speed(1.0)["mfu"]
     assert mfu is not None
     embedding = 6 * shape.vocab_size * shape.hidden_size * 4550 / 312e12
@@ -65,27 +66,36 @@ def test_the_two_conventions_differ_by_11_percent_for_llama3_8b_at_8192() -> Non
     ],
 )
 def test_a_device_is_known_by_the_name_its_runtime_gives(device: str, name: str) -> None:
-    peak = peak_of(device)
-    assert peak is not None
-    assert peak.name == name
+    kind = kind_of(device)
+    assert kind is not None
+    assert kind.title == name
 
 
 @pytest.mark.parametrize("device", ["CPU", "", "NVIDIA L4", "TPU", "NEURON", "NVIDIA GeForce RTX 4090", "AMD MI300X"])
 def test_an_unknown_device_has_no_peak_and_no_mfu(device: str) -> None:
-    speed = Meter(1000, 1, flops_per_token(VARIANTS["tiny"], 64), peak_of(device)).speed(0.5)
+    speed = Meter(1000, 1, flops_per_token(VARIANTS["tiny"], 64), kind_of(device)).speed(0.5)
     assert speed["mfu"] is None
     assert speed["mfu_causal"] is None
     assert speed["tokens_per_second"] == 2000
 
 
 def test_no_row_of_the_table_is_hidden_by_one_above_it() -> None:
-    for i, (words, _) in enumerate(PEAKS):
-        assert not any(all(any(w in word for word in words) for w in above) for above, _ in PEAKS[:i]), words
+    rows = [(alias, kind.name) for kind in DEVICE_KINDS for alias in kind.aliases]
+    for i, (words, name) in enumerate(rows):
+        assert not any(all(any(w in word for word in words) for w in above) for above, _ in rows[:i]), name
+    assert len({kind.name for kind in DEVICE_KINDS}) == len(DEVICE_KINDS)
+
+
+@pytest.mark.parametrize("kind", PLAN_KINDS.values(), ids=lambda kind: kind.name)
+def test_a_kind_that_can_be_planned_for_has_every_figure(kind: DeviceKind) -> None:
+    assert min(kind.peak_flops, kind.memory, kind.link, kind.network) > 1e9
+    assert kind.per_host > 1 and 0 < kind.efficiency < 1
+    assert (kind.topology_axes > 0) == (kind.engine == "xla") == kind.name.startswith("tpu")
 
 
 @given(st.integers(1, 10**6), st.integers(1, 64), st.floats(1e-3, 1e3))
 def test_the_keys_of_a_step_agree_with_each_other(tokens: int, devices: int, seconds: float) -> None:
-    meter = Meter(tokens, devices, flops_per_token(VARIANTS["tiny"], 512), Peak("a device", 1e12))
+    meter = Meter(tokens, devices, flops_per_token(VARIANTS["tiny"], 512), DeviceKind("", "a device", (), 1e12))
     speed = meter.speed(seconds)
     assert speed["tokens_per_second"] == pytest.approx(tokens / seconds)
     assert speed["tokens_per_second_per_device"] == pytest.approx(tokens / seconds / devices)

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import PLAN_KINDS
-from pretraining.plan.kinds import KINDS
+from pretraining.plan.engines import engine_of
 from pretraining.plan.plan import USABLE, nearest_fit, plan_of, search
 from pretraining.plan.stages import idle
 from pretraining.plan.traffic import ring
@@ -32,9 +32,9 @@ def config(**fields: Any) -> TrainConfig:
     return TrainConfig(**{**base, **planned, **fields})
 
 
-def test_every_kind_that_the_flag_takes_is_in_the_table_with_a_peak() -> None:
-    assert set(PLAN_KINDS) == KINDS.keys()
-    assert all(kind.peak.flops > 1e13 for kind in KINDS.values())
+@pytest.mark.parametrize("kind", PLAN_KINDS)
+def test_a_kind_of_device_is_planned_for_the_engine_that_runs_on_it(kind: str) -> None:
+    assert engine_of(config(plan_device_kind=kind)) == ("xla" if kind.startswith("tpu") else "torch")
 
 
 def test_the_page_shows_everything_and_needs_neither_data_nor_devices(tmp_path: Path) -> None:
