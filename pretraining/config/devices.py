@@ -43,12 +43,8 @@ DEVICE_KINDS = (
     # cloud.google.com/tpu/docs: v6e, v5p, v5e, v4; bandwidth of a chip's interconnect, both directions together.
     # TPU_ACCELERATOR_TYPE says "v5litepod", PJRT "v5 lite" and "v6 lite".
     DeviceKind(
-        name="tpu-v6e", title="TPU v6e", aliases=(("tpu", "v6e"), ("tpu", "v6 lite")), peak_flops=918e12,
-        memory=32 * GIB, link=224e9, network=224e9, per_host=8, efficiency=0.50, engine="xla", topology_axes=2,
-    ),
-    DeviceKind(
-        name="tpu-v5p", title="TPU v5p", aliases=(("tpu", "v5p"),), peak_flops=459e12,
-        memory=95 * GIB, link=300e9, network=300e9, per_host=4, efficiency=0.70, engine="xla", topology_axes=3,
+        name="tpu-v4", title="TPU v4", aliases=(("tpu", "v4"),), peak_flops=275e12,
+        memory=32 * GIB, link=150e9, network=150e9, per_host=4, efficiency=0.55, engine="xla", topology_axes=3,
     ),
     DeviceKind(
         name="tpu-v5e", title="TPU v5e", aliases=(("tpu", "v5e"), ("tpu", "v5lite"), ("tpu", "v5 lite")),
@@ -56,8 +52,12 @@ DEVICE_KINDS = (
         memory=16 * GIB, link=100e9, network=100e9, per_host=8, efficiency=0.65, engine="xla", topology_axes=2,
     ),
     DeviceKind(
-        name="tpu-v4", title="TPU v4", aliases=(("tpu", "v4"),), peak_flops=275e12,
-        memory=32 * GIB, link=150e9, network=150e9, per_host=4, efficiency=0.55, engine="xla", topology_axes=3,
+        name="tpu-v5p", title="TPU v5p", aliases=(("tpu", "v5p"),), peak_flops=459e12,
+        memory=95 * GIB, link=300e9, network=300e9, per_host=4, efficiency=0.70, engine="xla", topology_axes=3,
+    ),
+    DeviceKind(
+        name="tpu-v6e", title="TPU v6e", aliases=(("tpu", "v6e"), ("tpu", "v6 lite")), peak_flops=918e12,
+        memory=32 * GIB, link=224e9, network=224e9, per_host=8, efficiency=0.50, engine="xla", topology_axes=2,
     ),
     # awsdocs-neuron: Trainium (190 TFLOP/s and 32 GiB on two NeuronCores, NeuronLink-v2 768 GB/s a chip; trn1.32xlarge
     # has 800 Gbit/s for 32 cores), Trainium2 (667 TFLOP/s and 96 GiB on eight NeuronCores, two to a device (LNC=2),
