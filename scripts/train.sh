@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Train: bash scripts/train.sh [--flag=value ...]
 #
-# The settings below, then your flags: of a flag given twice the last counts. Without data of your own it prepares a
-# small corpus first, the source files of Python's standard library, and ends with a sample from the trained model.
-# With --config_file or --import_config that file takes the place of the settings below.
-# Returns the training's exit code: 0 finished, 2 a mistake in the flags, 3 training stopped itself, 143 and 130 after
-# a signal. The same command again continues.
+# Passes the settings below and then your flags to main_training.py; of a repeated flag the last value counts. Without
+# data of your own it first prepares a small corpus, the source code of Python's standard library, and at the end prints
+# a sample of the trained model. With --config_file or --import_config, the settings below are not used.
+# Returns the exit code of the training: 0 finished, 2 a mistake in the configuration, 3 training stopped itself, 143
+# after SIGTERM, 130 after SIGINT. The same command again continues the run.
 #
-# Several processes: NPROC or NPROC_PER_NODE (default: the CUDA GPUs of this host), and on each of several hosts NNODES,
-# NODE_RANK, MASTER_ADDR and MASTER_PORT. The xla engine takes one process per host, which drives all its devices.
+# Several processes: NPROC or NPROC_PER_NODE (default: the number of CUDA GPUs of this host). Several hosts: NNODES,
+# NODE_RANK, MASTER_ADDR and MASTER_PORT on each. The xla engine runs one process per host, which uses all its devices.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -19,46 +19,47 @@ settings=(
     --fsdp_activation_checkpointing=True
     --selective_checkpointing=1/2
 
-    # 16 sequences of 256: 4096 tokens a step
+    # 16 sequences of 256: 4096 tokens per step
     --seq_length=256
     --global_batch_size=16
     --batch_size=2
     --num_steps=140
     --learning_rate=3e-3
-    --init_std=0.07  # 1 / sqrt(hidden): the usual 0.02 suits widths of thousands, and learns slower here
-    # A CPU has no bf16 units: a step takes several times as long in mixed precision. On TPUs, leave this out.
+    --init_std=0.07  # 1 / sqrt(hidden_size): 0.02 suits hidden sizes of thousands, and learns more slowly here
+    # fp32, because most CPUs have no bf16 units: a step in mixed precision takes several times as long. On TPUs and
+    # GPUs, remove this.
     --mixed_precision=False
 
     --report_interval=1
     --checkpoint_interval=35
 )
-# Only with the prepared corpus
+# Only for the prepared corpus
 corpus=data/stdlib
 corpus_settings=(--run_name=quickstart --val_interval=35 --val_steps=4 --val_sanity_steps=-1)
 
 main() {
     NPROC=${NPROC:-${NPROC_PER_NODE:-}}
     set_up requirements.txt
-    if asks_for_help "$@"; then
+    if has_help_flag "$@"; then
         exec "$python" main_training.py --help
     fi
     choose_devices
     local flags=("${settings[@]}") folder code=0
-    if brings_config "$@"; then
+    if has_config_file "$@"; then
         flags=()
-    elif ! names_data "$@"; then
+    elif ! has_data "$@"; then
         prepare_corpus
     fi
     flags+=("$@")
     folder=$(run_folder "${flags[@]}")
     launch "${flags[@]}" || code=$?
-    if [[ $code == 0 && ${NODE_RANK:-0} == 0 ]] && ! names_data "$@" && ! brings_config "$@"; then
-        show_sample "$folder"
+    if [[ $code == 0 && ${NODE_RANK:-0} == 0 ]] && ! has_data "$@" && ! has_config_file "$@"; then
+        print_sample "$folder"
     fi
     return "$code"
 }
 
-# Ready at once where it is prepared already. Adds the flags that train on it.
+# Does nothing if the corpus exists. Appends the flags that train on it to `flags`.
 prepare_corpus() {
     lock
     "$python" -m pretraining.data.prepare --stdlib --output="$corpus"
@@ -69,11 +70,11 @@ prepare_corpus() {
     done < "$corpus/flags.txt"
 }
 
-asks_for_help() {
+has_help_flag() {
     [[ " $* " == *" --help "* || " $* " == *" -h "* ]]
 }
 
-names_data() {
+has_data() {
     local word
     for word in "$@"; do
         case ${word//-/_} in __data_path* | __use_dummy_dataset | __use_dummy_dataset=[TtYy1]*) return 0 ;; esac
@@ -81,8 +82,8 @@ names_data() {
     return 1
 }
 
-# A configuration file says what the settings above say, and names its data.
-brings_config() {
+# A configuration file replaces the settings above and names its data.
+has_config_file() {
     local word
     for word in "$@"; do
         case ${word//-/_} in __import_config* | __config_file*) return 0 ;; esac
@@ -90,9 +91,9 @@ brings_config() {
     return 1
 }
 
-# A host without accelerator: XLA's CPU backend, as eight devices.
+# Without an accelerator, use the CPU backend of XLA with eight virtual devices.
 choose_devices() {
-    if ! on_tpu_host && [[ $(gpus) == 0 ]]; then
+    if ! is_tpu_host && [[ $(count_gpus) == 0 ]]; then
         export PJRT_DEVICE=${PJRT_DEVICE:-CPU}
     fi
     if [[ ${PJRT_DEVICE:-} == CPU ]]; then
@@ -100,25 +101,26 @@ choose_devices() {
     fi
 }
 
-# Not every line is a GPU: without a driver nvidia-smi writes its complaint to stdout, and MIG slices stand indented.
-gpus() {
+# Only a line that begins with "GPU " is a GPU: nvidia-smi prints errors to stdout, too, and indents MIG slices.
+count_gpus() {
     nvidia-smi -L 2> /dev/null | grep -c '^GPU ' || true
 }
 
-# Checks the flags before anything is launched. Its remarks are shown only if they are wrong; training repeats them.
+# Check the flags before any process starts, and print the run's folder. Notes are printed only together with an error,
+# because training prints them again.
 run_folder() {
-    local said
-    if ! said=$("$python" -m pretraining.config.flags "$@" 2>&1); then
-        say "$said"
+    local output
+    if ! output=$("$python" -m pretraining.config.flags "$@" 2>&1); then
+        log "$output"
         exit 2
     fi
-    echo "${said##*$'\n'}"
+    echo "${output##*$'\n'}"
 }
 
 launch() {
-    local processes=${NPROC:-$(gpus)} hosts=${NNODES:-1} codes code=0
-    if ((processes * hosts <= 1)) || drives_all_devices "$@"; then
-        attended "$python" main_training.py "$@"
+    local processes=${NPROC:-$(count_gpus)} hosts=${NNODES:-1} codes code=0
+    if ((processes * hosts <= 1)) || uses_one_process "$@"; then
+        run_attended "$python" main_training.py "$@"
         return
     fi
     local rendezvous=(--standalone)
@@ -126,31 +128,31 @@ launch() {
         rendezvous=(--node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
     fi
     codes=$(mktemp -d)
-    EXIT_CODES=$codes attended "$python" -m torch.distributed.run --nnodes="$hosts" --nproc-per-node="$processes" \
+    EXIT_CODES=$codes run_attended "$python" -m torch.distributed.run --nnodes="$hosts" --nproc-per-node="$processes" \
         "${rendezvous[@]}" main_training.py "$@" || code=$?
     first_failure "$codes" "$code"
 }
 
-drives_all_devices() {
+uses_one_process() {
     [[ -n ${PJRT_DEVICE:-} && ${NPROC:-1} == 1 ]] || [[ " $* " == *" --engine=xla "* || " $* " == *" --engine xla "* ]]
 }
 
-# Runs a command so that a SIGTERM to this script reaches it too, and returns its exit code. bash makes what it runs in
-# the background deaf to Ctrl-C, which is undone; the terminal sends that one to both.
-attended() {
-    local child code signalled
+# Run a command in the background, pass SIGTERM on to it, and return its exit code. bash starts background commands with
+# SIGINT ignored, so Python restores its default; on Ctrl-C the terminal signals both processes.
+run_attended() {
+    local child code signal_received
     "$python" -c 'import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])' "$@" &
     child=$!
-    trap 'signalled=yes; kill -TERM "$child" 2> /dev/null || true' TERM
-    trap 'signalled=yes' INT
+    trap 'signal_received=yes; kill -TERM "$child" 2> /dev/null || true' TERM
+    trap 'signal_received=yes' INT
     while
-        signalled="" code=0
+        signal_received="" code=0
         wait "$child" || code=$?
-        [[ -n $signalled ]] && kill -0 "$child" 2> /dev/null
+        [[ -n $signal_received ]] && kill -0 "$child" 2> /dev/null
     do :; done
-    if [[ -n $signalled ]]; then
+    if [[ -n $signal_received ]]; then
         code=0
         wait "$child" || code=$?
     fi
@@ -158,7 +160,7 @@ os.execv(sys.argv[1], sys.argv[1:])' "$@" &
     return "$code"
 }
 
-# torchrun turns every exit code into 1; each process leaves its own in a file. The first that failed says why.
+# torchrun replaces every exit code by 1, so each process writes its own to a file. Return the first failure's code.
 first_failure() {
     local code=$2 first="" file
     for file in "$1"/*; do
@@ -171,8 +173,8 @@ first_failure() {
     return "$code"
 }
 
-show_sample() {
-    say ""
+print_sample() {
+    log ""
     "$python" -m pretraining.generate "$1" --prompt="def main(" --max_new_tokens=120
 }
 

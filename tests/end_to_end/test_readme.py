@@ -42,7 +42,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    stamp = "source scripts/setup.sh; requirements_state requirements.txt > .venv/installed-requirements.txt"
+    stamp = "source scripts/setup.sh; installation_state requirements.txt > .venv/installed-requirements.txt"
     subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
     return folder
 

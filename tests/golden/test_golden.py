@@ -33,6 +33,7 @@ def assert_recorded(figures: Figures, name: str, *, exact: bool = True) -> None:
         assert here == pytest.approx(there, rel=1e-5)
 
 
+@pytest.mark.quick
 def test_losses_of_a_tiny_run_are_those_recorded(engine: str, tmp_path: Path) -> None:
     assert_recorded(train(tmp_path / "run", **ENGINES[engine]), engine)
 
