@@ -16,13 +16,12 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.adapter import adapter_folder
 from pretraining.checkpoint.files import FolderLock, set_aside
 from pretraining.checkpoint.folder import find_checkpoints, keep_newest, sweep
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.restoring import Restoring, check_policy, checkpoint_folder
-from pretraining.checkpoint.store import HostBuffer, PendingSave, State, is_weight
+from pretraining.checkpoint.store import HostBuffer, LogicalTensors, PendingSave, is_weight
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone, is_trained
 from pretraining.config.training import TrainConfig
@@ -76,16 +75,13 @@ class Checkpoints:
         for path in found.skipped:
             self._peers.say(f"{path} has no marker, so its save was never finished; it is ignored")
         check_policy(self._config, found)
-        restoring = Restoring(self._config, self._peers, engine, model, optimizer)
-        if found.committed:
-            facts, damaged = restoring.continue_from(found.committed)
-            self._set_aside(damaged)
-            self._saved = facts.step
-            return facts
-        start = restoring.start_from(Path(self._config.ckpt_load_path)) if self._config.ckpt_load_path else None
-        if folder := adapter_folder(self._config):
-            restoring.take_adapter(folder)
-        return start
+        restoring = Restoring(self._config, self._peers, engine.state(model, optimizer))
+        if not found.committed:
+            return restoring.start()
+        facts, damaged = restoring.continue_from(found.committed)
+        self._set_aside(damaged)
+        self._saved = facts.step
+        return facts
 
     def _set_aside(self, damaged: list[Path]) -> None:
         """If this run saves: else the next removal of old checkpoints would count these, and keep them alone."""
@@ -105,7 +101,7 @@ class Checkpoints:
             return is_power(step, interval)
         return step > 0 and step % interval == 0
 
-    def save(self, step: int, state: State, facts: Facts) -> None:
+    def save(self, step: int, state: LogicalTensors, facts: Facts) -> None:
         """Save `state`, or begin to: with async_checkpointing it may change as soon as this returns.
 
         Does nothing where checkpoint_interval is 0 or the step is saved already. A save that fails is reported;
@@ -132,7 +128,7 @@ class Checkpoints:
             return self._config.save_optimizer
         return not adapters_alone(self._config) or is_trained(self._config, name)
 
-    def _planned(self, state: State, facts: Facts) -> PendingSave:
+    def _planned(self, state: LogicalTensors, facts: Facts) -> PendingSave:
         dtype = DTYPES_ON_DISK[self._config.checkpoint_dtype]
         return PendingSave(self.folder, state, facts, self._peers, dtype=dtype, workers=self._config.ckpt_io_workers)
 

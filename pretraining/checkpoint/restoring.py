@@ -9,8 +9,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from pretraining.checkpoint.adapter import adapter_folder, open_adapter
 from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start
 from pretraining.checkpoint.files import UnreadableError
@@ -18,12 +16,11 @@ from pretraining.checkpoint.folder import CHECKPOINTS, Found, find_checkpoints
 from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, open_source
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.store import State, is_weight, load
+from pretraining.checkpoint.store import is_weight, load
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone, is_adapter
 from pretraining.config.training import TrainConfig
-from pretraining.optim.optimizer import Optimizer
-from pretraining.parallel.engine import Engine
+from pretraining.parallel.engine import TrainingState
 from pretraining.parallel.loss_scale import NAME as LOSS_SCALE
 
 
@@ -67,13 +64,11 @@ def check_policy(config: TrainConfig, found: Found) -> None:
 
 @dataclass(frozen=True)
 class Restoring:
-    """Fills a placed model and its optimizer; every method is collective over `peers`."""
+    """Fills the state of a placed model and its optimizer and commits it; every method is collective over `peers`."""
 
     config: TrainConfig
     peers: Peers
-    engine: Engine
-    model: torch.nn.Module
-    optimizer: Optimizer
+    state: TrainingState
 
     def continue_from(self, paths: list[Path]) -> tuple[Facts, list[Path]]:
         """Load the first of `paths` that can be read; its facts, and those before it that cannot.
@@ -86,74 +81,90 @@ class Restoring:
                 checkpoint = self._opened(path)
                 noted = check_resume(checkpoint.facts.config, self.config)
                 if adapters_alone(self.config):
-                    self._lay_base()
-                state = self._state(fresh=self._lacks_moments(checkpoint))
-                if LOSS_SCALE not in checkpoint.manifest.tensors:
-                    state.pop(LOSS_SCALE, None)  # trained in another precision so far: its first one
-                if adapters_alone(self.config):
-                    state = {name: value for name, value in state.items() if name in checkpoint.manifest.tensors}
-                self._load(checkpoint, state)
+                    self._load_base()
+                restart = self._lacks_moments(checkpoint)
+                self._load(checkpoint, self._names_to_continue(checkpoint, weights_only=restart))
             except UnreadableError as error:
                 if self.config.resume == "must":
                     raise
                 self.peers.say(f"{error}; the checkpoint is passed over")
                 continue
-            self.engine.commit(state)
+            self.state.commit(restart_optimizer=restart)
             if noted:
                 self.peers.say(f"changed since {path.name}: {', '.join(map(str, noted))}")
             self.peers.say(f"continuing from {path}, read in {time.perf_counter() - began:.1f} s")
             return checkpoint.facts, paths[:number]
         raise UserError(f"{paths[0].parent}: none of its checkpoints can be read; remove them to start again")
 
-    def start_from(self, source: Path) -> Facts:
-        """From a checkpoint of another run, or Hugging Face's: its weights, its moments if it has any, step 0."""
+    def _names_to_continue(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
+        """The tensors that the checkpoint must hold."""
+        names = [name for name in self.state if is_weight(name) or not weights_only]
+        if adapters_alone(self.config):
+            return [name for name in names if name in checkpoint.manifest.tensors]
+        # A run that was trained in another precision so far has no loss scale: it starts with the first one.
+        return [name for name in names if name != LOSS_SCALE or name in checkpoint.manifest.tensors]
+
+    def start(self) -> Facts | None:
+        """Load ckpt_load_path's weights and lora_load_path's adapter, if they are set."""
+        facts, restart = None, True
+        if self.config.ckpt_load_path:
+            facts, restart = self._load_other_run(Path(self.config.ckpt_load_path))
+        if folder := adapter_folder(self.config):
+            self._load_adapter(folder)
+            restart = True
+        if self.config.ckpt_load_path or folder:
+            self.state.commit(restart_optimizer=restart)
+        return facts
+
+    def _load_other_run(self, source: Path) -> tuple[Facts, bool]:
+        """Load a checkpoint of another run, or Hugging Face's weights; the facts of step 0, and whether it has no
+        optimizer state to continue with."""
         checkpoint = self._opened(source)
         noted = check_start(checkpoint.facts.config, self.config)
         adapts = self.config.lora_rank and not any(map(is_adapter, checkpoint.manifest.tensors))
         fresh = self.config.load_weights_only or bool(adapts) or self._lacks_moments(checkpoint)
-        state = self._shared(checkpoint, self._state(fresh=fresh), weights_only=fresh)
-        self._load(checkpoint, state)
-        self.engine.commit(state)
+        self._load(checkpoint, self._shared_names(checkpoint, weights_only=fresh))
         if noted:
             self.peers.say(f"other than in {checkpoint.path}: {', '.join(map(str, noted))}")
         self.peers.say(f"starting at step 0 from {'the weights of ' if fresh else ''}{checkpoint.path}")
-        return replace(checkpoint.facts, step=0, tokens_seen=0, data=None)
+        return replace(checkpoint.facts, step=0, tokens_seen=0, data=None), fresh
 
-    def _lay_base(self) -> None:
-        """The weights under the adapters, where they are not those that the seed gives."""
+    def _load_base(self) -> None:
+        """Load the frozen weights below the adapters, where ckpt_load_path has them."""
         if self.config.ckpt_load_path:
             base = self._opened(Path(self.config.ckpt_load_path))
-            state = {name: value for name, value in self._state(fresh=True).items() if name in base.manifest.tensors}
-            self._load(base, state)
-            self.engine.commit(state)
+            self._load(base, [name for name in self.state if is_weight(name) and name in base.manifest.tensors])
 
-    def take_adapter(self, folder: Path) -> None:
-        """Adapters of PEFT's format, in place of new ones."""
+    def _load_adapter(self, folder: Path) -> None:
+        """Load an adapter in PEFT's format."""
         opened: list[Checkpoint] = []
         self.peers.agree(lambda: opened.append(open_adapter(folder, self.config)))
-        state = {name: self._state(fresh=True)[name] for name in opened[0].manifest.tensors}
-        self._load(opened[0], state)
-        self.engine.commit(state)
+        self._load(opened[0], list(opened[0].manifest.tensors))
         self.peers.say(f"adapters of {folder}")
 
-    def _shared(self, checkpoint: Checkpoint, state: State, *, weights_only: bool) -> State:
-        """The part of `state` that the checkpoint has too: all of it, and nothing else, with strict_load."""
-        there = {name for name in checkpoint.manifest.tensors if is_weight(name) or not weights_only} - {LOSS_SCALE}
-        state = {name: value for name, value in state.items() if name != LOSS_SCALE}  # a new run has its own
+    def _shared_names(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
+        """The tensors that state and checkpoint have in common; with strict_load, neither may have others.
+
+        The loss scale is not among them: a new run starts with its own.
+        """
         tensors = checkpoint.manifest.tensors
-        if HEAD not in state and tensors.get(HEAD) is tensors.get(EMBEDDING):
+        here, there = (
+            {name for name in names if is_weight(name) or not weights_only} - {LOSS_SCALE}
+            for names in (self.state, tensors)
+        )
+        if HEAD not in here and tensors.get(HEAD) is tensors.get(EMBEDDING):
             there.discard(HEAD)  # one matrix there, and one here
-        new = {name for name in state.keys() - there if is_adapter(name) and is_weight(name)}
+        new = {name for name in here - there if is_adapter(name) and is_weight(name)}
         lists = {
-            "only in the model": sorted(state.keys() - there - new),
-            "only in the checkpoint": sorted(there - state.keys()),
+            "only in the model": sorted(here - there - new),
+            "only in the checkpoint": sorted(there - here),
         }
         told = "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)
         if told and self.config.strict_load:
             raise UserError(f"{checkpoint.path}: {told}; --strict_load=False loads what both have")
         if told:
             self.peers.say(f"{checkpoint.path}: not loaded, {told}")
-        return {name: value for name, value in state.items() if name in there}
+        return sorted(here & there)
 
     def _opened(self, path: Path) -> Checkpoint:
         """Read in every process, so that all agree whether it can be."""
@@ -167,9 +178,5 @@ class Restoring:
             self.peers.say(f"{checkpoint.path} holds no optimizer state: moments start at zero")
         return lacking
 
-    def _state(self, *, fresh: bool) -> State:
-        """What is to be loaded; with `fresh` moments the weights alone."""
-        return self.engine.state(self.model, None if fresh else self.optimizer)
-
-    def _load(self, checkpoint: Checkpoint, state: State) -> None:
-        load(checkpoint, state, self.peers, self.config.ckpt_io_workers)
+    def _load(self, checkpoint: Checkpoint, names: list[str]) -> None:
+        load(checkpoint, {name: self.state[name] for name in names}, self.peers, self.config.ckpt_io_workers)

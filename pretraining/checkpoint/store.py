@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -40,7 +40,7 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import Written, lay_out, read_shards, write_shards
 from pretraining.config.errors import UserError
 
-State = dict[str, Any]  # logical name -> Tensor, DTensor or tensor with DCP's checkpointable protocol
+LogicalTensors = Mapping[str, Any]  # logical name -> Tensor, DTensor or tensor with DCP's checkpointable protocol
 IO_WORKERS = 8
 
 
@@ -63,7 +63,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def save(
     folder: Path,
-    state: State,
+    state: LogicalTensors,
     facts: Facts,
     peers: Peers | None = None,
     *,
@@ -81,13 +81,20 @@ class PendingSave:
     """A save that is planned. Its tensors are read when it is written, or before, when it is staged."""
 
     def __init__(
-        self, folder: Path, state: State, facts: Facts, peers: Peers, *, dtype: torch.dtype | None, workers: int
+        self,
+        folder: Path,
+        state: LogicalTensors,
+        facts: Facts,
+        peers: Peers,
+        *,
+        dtype: torch.dtype | None,
+        workers: int,
     ) -> None:
         """Collective: decide which process writes which piece."""
         self._final, self._facts, self._peers, self._workers = step_folder(folder, facts.step), facts, peers, workers
         self._partial = self._final.with_name(self._final.name + PARTIAL)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(state, is_coordinator=peers.leads)
+        planner.set_up_planner(dict(state), is_coordinator=peers.leads)
         shapes = {name: tuple(value.shape) for name, value in state.items()}
         offers = peers.agree(lambda: (planner.create_local_plan(), shapes))
         self._expected = {name: shape for _, shapes in offers for name, shape in shapes.items()}
@@ -170,7 +177,7 @@ class HostBuffer:
 class LiveSource:
     """Pieces of the live state, read from the devices when they are asked for."""
 
-    def __init__(self, planner: DefaultSavePlanner, state: State, items: list[WriteItem]) -> None:
+    def __init__(self, planner: DefaultSavePlanner, state: LogicalTensors, items: list[WriteItem]) -> None:
         self._planner, self._state = planner, state
         self._left = Counter(item.index.fqn for item in items)
 
@@ -214,7 +221,7 @@ def _verify(folder: Path, manifest: Manifest) -> None:
 # ---- Loading
 
 
-def load(checkpoint: Checkpoint, state: State, peers: Peers | None = None, workers: int = IO_WORKERS) -> None:
+def load(checkpoint: Checkpoint, state: LogicalTensors, peers: Peers | None = None, workers: int = IO_WORKERS) -> None:
     """Fill every tensor of `state` from `checkpoint`; collective over `peers`.
 
     Raises UserError, before anything is read, where a tensor is missing or has another shape, and UnreadableError
@@ -222,7 +229,7 @@ def load(checkpoint: Checkpoint, state: State, peers: Peers | None = None, worke
     """
     check_fit(checkpoint, {name: tuple(value.shape) for name, value in state.items()})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(state, _metadata(checkpoint.manifest))
+    planner.set_up_planner(dict(state), _metadata(checkpoint.manifest))
     items = planner.create_local_plan().items
     (peers or Peers()).agree(lambda: read_shards(checkpoint, items, planner.resolve_tensor, workers))
 

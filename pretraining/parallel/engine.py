@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -74,6 +74,38 @@ class StepResult(Protocol):
         ...
 
 
+class TrainingState(Mapping[str, Any]):
+    """Logical tensors of a placed model and its optimizer, by unsharded name; a load fills them and commits them once.
+
+    Parameters have Hugging Face's names, moments are `optimizer.<moment>.<name>` with the moments of the optimizer's
+    rule (exp_avg, exp_avg_sq), the update count is `optimizer.step`. Values are Tensors, DTensors or tensors with DCP's
+    checkpointable protocol. Several of them may share one host copy (the layers of a stack), so a load takes all its
+    tensors from one handle.
+    """
+
+    def __init__(self, tensors: dict[str, Any], put_back: Callable[[bool], None]) -> None:
+        """`put_back` writes what was loaded to the devices; its argument restarts the optimizer's state."""
+        self._tensors, self._put_back = tensors, put_back
+        self._is_committed = False
+
+    def __getitem__(self, name: str) -> Any:
+        assert not self._is_committed, "this state is committed: take another from the engine"
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def commit(self, *, restart_optimizer: bool = False) -> None:
+        """Put what was loaded on the devices. With `restart_optimizer`, the optimizer's state starts from zero."""
+        assert not self._is_committed, "a state is committed once"
+        self._is_committed = True
+        self._put_back(restart_optimizer)
+        self._tensors = {}
+
+
 class Engine(Protocol):
     """Opens the mesh, places a model, feeds it, runs one optimizer step, reads and writes logical state.
 
@@ -110,17 +142,8 @@ class Engine(Protocol):
         """L2 norm of all parameters, each counted once however it is split, copied or shared. Waits for the device."""
         ...
 
-    def state(self, model: Any, optimizer: Any | None) -> dict[str, Any]:
-        """Logical tensors by unsharded name, as torch.distributed.checkpoint's planners take them.
-
-        Parameters have Hugging Face's names, moments `optimizer.<moment>.<name>` with those of the optimizer's rule
-        (exp_avg, exp_avg_sq), the update count is `optimizer.step`. Values are Tensors, DTensors or tensors with DCP's
-        checkpointable protocol; loading writes into them, and `commit` puts them back on the devices.
-        """
-        ...
-
-    def commit(self, state: dict[str, Any]) -> None:
-        """Put a loaded `state` on the devices."""
+    def state(self, model: Any, optimizer: Any) -> TrainingState:
+        """Return a handle on the live state, for one save or for one load. A commit makes older handles invalid."""
         ...
 
     def bytes_per_device(self, model: Any, optimizer: Any) -> dict[str, int]:

@@ -41,7 +41,7 @@ from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator, loss_scale
-from pretraining.parallel.engine import Batch, Mesh, lost_peers_told, numbered
+from pretraining.parallel.engine import Batch, Mesh, TrainingState, lost_peers_told, numbered
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules
 from pretraining.parallel.sharding import BATCH_AXES, state_parts
@@ -279,25 +279,18 @@ class TorchEngine:
 
     # ---- Logical state
 
-    def state(self, model: Llama, optimizer: Optimizer | None) -> dict[str, Any]:
+    def state(self, model: Llama, optimizer: Optimizer) -> TrainingState:
         """See engine.Engine: the live tensors, DTensors where they are split."""
         slots, held = self.update.slots, self.held
         kept = {name: slots[name].weight if name in slots else held.own(name) for name in held.weights}
         logical: dict[str, Any] = {name: held.saved(name, tensor) for name, tensor in kept.items()}
-        if optimizer is None:
-            return logical
         for slot in optimizer.slots:
             for moment, tensor in slot.state.items():
                 logical[f"optimizer.{moment}.{slot.name}"] = held.saved(slot.name, tensor)
         logical["optimizer.step"] = optimizer.updates
         if self.update.loss_scale:
             logical[loss_scale.NAME] = self.update.loss_scale.state
-        return logical
-
-    @torch.no_grad()
-    def commit(self, state: dict[str, Any]) -> None:
-        """See engine.Engine: loading has written into the live tensors."""
-        self.update.loaded(restarted="optimizer.step" not in state)
+        return TrainingState(logical, self.update.loaded)
 
     # ---- Figures
 

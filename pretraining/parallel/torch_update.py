@@ -220,12 +220,12 @@ class Update:
                 bits = self._noise(slot, "", slot.weight, self._counters[0])
                 self.parts.own(slot.name).copy_(rounded(slot.weight, bits))
 
-    def loaded(self, restarted: bool) -> None:
-        """A checkpoint was read into the live tensors, the count into one of many; without the optimizer's state
-        (`restarted`) that begins anew."""
+    @torch.no_grad()
+    def loaded(self, restart_optimizer: bool) -> None:
+        """Copy the update count, which a load has written into one of many; see engine.TrainingState."""
         for counter in self._counters[1:]:
             counter.copy_(self._counters[0])
-        if restarted:
+        if restart_optimizer:
             for slot in self.slots.values():
                 slot.begin(self._moment)  # one may be a copy of the weight
         self._round_copies()

@@ -12,6 +12,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from pretraining.optim.optimizer import Optimizer, Slot
 from pretraining.optim.precision import precision_of
 from pretraining.optim.rounding import rounded
 from pretraining.optim.rules import Moment, State
-from pretraining.parallel.engine import Batch, numbered
+from pretraining.parallel.engine import Batch, TrainingState, numbered
 from pretraining.parallel.health import HEALTH, judge
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
@@ -94,6 +95,7 @@ class XlaEngine:
             self.local_devices / state_parts(config, self.mesh)["parameters"] if self.device_name == "CPU" else 0.0
         )
         self.xla_mesh = xs.Mesh(np.arange(devices), tuple(self.mesh), self.mesh._fields)
+        self._commits = 0
         self.config = config
         self.precision = precision_of(config)
         self.rows = config.batch_size * self.mesh.data_ranks // self.data_size  # of one micro-batch, in this process
@@ -358,19 +360,17 @@ class XlaEngine:
 
     # ---- Logical state
 
-    def state(self, model: Llama, optimizer: Optimizer | None) -> dict[str, Any]:
+    def state(self, model: Llama, optimizer: Optimizer) -> TrainingState:
         """See engine.Engine."""
         torch_xla.sync(wait=True)
-        logical: dict[str, Any] = {}
+        logical: dict[str, LogicalTensor] = {}
         for name, weight in self._kept(model).items():
             logical |= self._logical(model, name, weight, "")
-        if optimizer is None:
-            return logical
         for slot in optimizer.slots:
             for moment, held in slot.state.items():
                 logical |= self._logical(model, slot.name, held, f"optimizer.{moment}.")
         logical["optimizer.step"] = LogicalTensor(XlaShards(optimizer.updates))
-        return logical
+        return TrainingState(logical, partial(self._put_back, logical, self._commits))
 
     def _kept(self, model: Llama) -> dict[str, Tensor]:
         """Every parameter itself, and not the rounded copy that the model may run on."""
@@ -385,12 +385,14 @@ class XlaEngine:
         return {prefix + name: LogicalTensor(shards, rows=model.shape.vocab_size if padded else None)}
 
     @torch.no_grad()
-    def commit(self, state: dict[str, Any]) -> None:
-        """See engine.Engine."""
-        for shards in {id(tensor.shards): tensor.shards for tensor in state.values()}.values():
-            shards.commit()
+    def _put_back(self, logical: dict[str, LogicalTensor], commits: int, restart_optimizer: bool) -> None:
+        """Write the host copies that a load has filled to the devices; see engine.TrainingState."""
+        assert commits == self._commits, "another state was committed since: its layers would be overwritten"
+        self._commits += 1
+        for shards in {id(tensor.shards): tensor.shards for tensor in logical.values()}.values():
+            shards.put_back()
         for slot in self._optimizer.slots:
-            if "optimizer.step" not in state:
+            if restart_optimizer:
                 slot.begin(self._moment)  # one may be a copy of the weight
             if self._copies:
                 self._round_copy(slot, self._optimizer.updates)

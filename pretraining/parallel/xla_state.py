@@ -93,7 +93,6 @@ class XlaShards:
         self.users = 1  # logical tensors that share the host copy: the layers of a stack
         self._released = 0
         self._host: list[Tensor] | None = None
-        self._changed = False
         for index, (replica, cuts) in enumerate(_C._get_local_shard_replica_and_indices([tensor])[0]):
             region = tuple(slice(0, n) for n in self.shape) if cuts is Ellipsis else tuple(cuts)
             offsets = tuple(cut.start for cut in region)
@@ -103,7 +102,7 @@ class XlaShards:
                 self.primary.add(offsets)
 
     def host(self, offsets: tuple[int, ...]) -> Tensor:
-        """The shard at these offsets without its padding, in host memory; writing to it is kept for `commit`."""
+        """The shard at these offsets without its padding, in host memory; `put_back` writes it to the devices."""
         if self._host is None:
             self._host = [data for data, _ in _C._get_local_shards([self.tensor])[0]]
         index, region = self.regions[offsets]
@@ -119,9 +118,10 @@ class XlaShards:
         if self._released >= self.users:
             self.release()
 
-    def commit(self) -> None:
-        """Put the host copy, written to by a load, back on the devices."""
-        assert self._host is not None
+    def put_back(self) -> None:
+        """Write the host copy, if a load asked for it, to the devices."""
+        if self._host is None:
+            return
         if len(self.regions) == 1:
             self.tensor.copy_(self._host[0].to(self.tensor.device))
         else:

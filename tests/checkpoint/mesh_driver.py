@@ -1,9 +1,12 @@
-"""Trains and saves on every mesh of this many virtual devices, then loads every saved state on every mesh.
+"""Trains and saves on every mesh of this many virtual devices, then loads the states of others on every mesh.
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python mesh_driver.py FOLDER
 
-Prints JSON: by "SAVED LOADED", the tensors that are not bit for bit the saved ones, how many were compared, and the
-loss of the next step. States that FOLDER holds already, of another device count, are loaded too.
+Also loads an adapter into new models of LORA_MESHES, and commits an outdated state.
+
+Prints JSON: "meshes": by "SAVED LOADED", the tensors that are not bit for bit the saved ones, how many were compared,
+and the loss of the next step; "adapters": by mesh, the tensors that are not the adapter's; "outdated": whether the
+outdated state was refused. Every mesh loads the states of `sources`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
+from pretraining.checkpoint.adapter import CONFIG, MODEL, PREFIX, described
+from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import load, read_tensors, save
 from pretraining.config.training import TrainConfig
@@ -36,13 +42,15 @@ MESHES: dict[str, dict[str, Any]] = {
     "tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "make_vocab_size_divisible_by": 32},
     "context": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "context_parallel_size": 2},
 }
+LORA_MESHES = ("ddp", "fsdp")
+LORA = {"lora_rank": 2, "lora_target_modules": "q_proj,down_proj"}
 ROWS, LENGTH, VOCABULARY = 8, 16, 50  # 50 rows and a width of 20 over 8 devices: uneven splits
 Run = tuple[XlaEngine, Any, Optimizer, TrainConfig]
 
 
-def open_mesh(name: str) -> Run:
+def open_mesh(name: str, **more: Any) -> Run:
     """An engine with a small model and its optimizer on this mesh."""
-    fields = MESHES[name]
+    fields = {**MESHES[name], **more}
     inner = fields.get("tensor_parallel_size", 1) * fields.get("context_parallel_size", 1)
     config = TrainConfig(
         model_variant="custom",
@@ -82,13 +90,49 @@ def load_run(run: Run, path: Path, scratch: Path) -> dict[str, Any]:
     engine, model, optimizer, _ = run
     state = engine.state(model, optimizer)
     load(open_checkpoint(path), state)
-    engine.commit(state)
+    state.commit()
     saved, loaded = read_tensors(path), read_tensors(save_run(run, scratch))
     return {
         "differ": [name for name in saved if not torch.equal(saved[name], loaded[name])],
         "compared": len(saved.keys() & loaded.keys()),
         "loss": train(run, 2),
     }
+
+
+def load_adapter(name: str, folder: Path) -> list[str]:
+    """Start a run from a random adapter; the names of its tensors that are not the adapter's."""
+    run = open_mesh(name, **LORA, lora_load_path=str(folder), log_dir=str(folder / "run"), checkpoint_interval=0)
+    engine, model, optimizer, config = run
+    shapes = {key: tensor.shape for key, tensor in engine.state(model, optimizer).items() if ".lora_" in key}
+    adapter = {key: torch.randn(shape) for key, shape in shapes.items() if not key.startswith("optimizer.")}
+    assert len(adapter) == 12  # two matrices for each of two projections in three layers
+    folder.mkdir()
+    save_file({PREFIX + key: tensor for key, tensor in adapter.items()}, folder / MODEL)
+    (folder / CONFIG).write_text(json.dumps(described(config)))
+    Checkpoints(config, folder / "run").restore(engine, model, optimizer)
+    loaded = read_tensors(save_run(run, folder / "saved"))
+    return [key for key, tensor in adapter.items() if not torch.equal(tensor, loaded[key])]
+
+
+def refuses_outdated_state(run: Run, path: Path) -> bool:
+    """Whether a state that was taken before another one was committed can no longer be committed."""
+    engine, model, optimizer, _ = run
+    states = [engine.state(model, optimizer) for _ in range(2)]
+    for state in states:
+        load(open_checkpoint(path), state)
+    states[1].commit()
+    try:
+        states[0].commit()
+    except AssertionError:
+        return True
+    return False
+
+
+def sources(name: str) -> set[str]:
+    """The states that mesh `name` loads: its own, the next one's and that of the third after it; of eight, all."""
+    names, place = list(MESHES), list(MESHES).index(name)
+    others = {f"{names[(place + distance) % len(names)]}_{DEVICES}" for distance in (0, 1, 3)}
+    return others if DEVICES > 1 else {*(f"{other}_8" for other in names), f"{name}_1"}
 
 
 def main() -> None:
@@ -98,14 +142,18 @@ def main() -> None:
     for name, run in runs.items():
         train(run, 0), train(run, 1)
         save_run(run, root / f"{name}_{DEVICES}")
-    found = {
+    meshes = {
         f"{source.parent.name} {name}_{DEVICES}": load_run(
             run, source, root / "scratch" / f"{source.parent.name}_{name}"
         )
         for name, run in runs.items()
         for source in sorted(root.glob("*/step_2"))
+        if source.parent.name in sources(name)
     }
-    print(json.dumps(found), flush=True)
+    names = [name for name in LORA_MESHES if DEVICES > 1]
+    adapters = {name: load_adapter(name, root.parent / f"adapter_{name}") for name in names}
+    outdated = refuses_outdated_state(runs["ddp"], root / f"ddp_{DEVICES}" / "step_2")
+    print(json.dumps({"meshes": meshes, "adapters": adapters, "outdated": outdated}), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.models.ops import next_token_loss
-from pretraining.parallel.engine import Mesh
+from pretraining.parallel.engine import Mesh, TrainingState
 
 DIMENSIONS = {
     "model_variant": "custom",
@@ -39,17 +39,16 @@ class PlainEngine:
 
     name, mesh = "plain", Mesh(1, 1)
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         """See engine.Engine."""
         state: dict[str, Any] = {name: weight.detach() for name, weight in model.named_parameters()}
-        if optimizer is not None:
-            for name, weight in model.named_parameters():
-                state |= {f"optimizer.{key}.{name}": optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq")}
-            state["optimizer.step"] = next(iter(optimizer.state.values()))["step"]
-        return state
-
-    def commit(self, state: dict[str, Any]) -> None:
-        """Loading wrote into the live tensors; all parameters share one step count."""
+        trained = [
+            (name, optimizer.state[weight]) for name, weight in model.named_parameters() if weight in optimizer.state
+        ]
+        for name, moments in trained:
+            state |= {f"optimizer.{key}.{name}": moments[key] for key in ("exp_avg", "exp_avg_sq")}
+        state["optimizer.step"] = next(iter(optimizer.state.values()))["step"]
+        return TrainingState(state, lambda restart: None)  # a load writes into the live tensors
 
 
 def open_run(config: TrainConfig) -> tuple[nn.Module, torch.optim.AdamW]:

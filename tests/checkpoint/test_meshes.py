@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,13 @@ def drive(folder: Path, devices: int) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(find_spec("torch_xla") is None, reason="the xla engine needs torch-xla")
-def test_a_state_saved_on_any_mesh_loads_on_any_other_bit_for_bit(tmp_path: Path) -> None:
-    found = drive(tmp_path, devices=8)
-    alone = drive(tmp_path, devices=1)
-    assert {f"{saved} {loaded}" for saved in MESHES for loaded in MESHES} == found.keys()
+def test_a_state_saved_on_any_mesh_loads_on_another_bitwise_and_an_adapter_in_every_layer(tmp_path: Path) -> None:
+    reports = [drive(tmp_path / "states", devices) for devices in (8, 1)]
+    assert reports[0]["adapters"] == {"ddp": [], "fsdp": []}  # all layers, though they share the tensors of a stack
+    assert all(report["outdated"] for report in reports)
+    found, alone = (report["meshes"] for report in reports)
+    for position in (0, 1):  # every mesh saves a state that three load, and loads the states of three
+        assert Counter(pair.split()[position] for pair in found) == dict.fromkeys(MESHES, 3)
     assert {f"{saved} ddp_1" for saved in (*MESHES, "ddp_1")} == alone.keys()
     for pair, seen in {**found, **alone}.items():
         assert seen["differ"] == [] and seen["compared"] == TENSORS, pair

@@ -33,5 +33,5 @@ def continued(engine: Any, config: TrainConfig, step: int, folder: Path) -> Live
     live = begun(engine, config)
     state = engine.state(*live)
     load(open_checkpoint(folder / f"step_{step}"), state)
-    engine.commit(state)
+    state.commit()
     return live

@@ -25,7 +25,7 @@ def main(source: Path, target: Path, fields: dict[str, object]) -> None:
     checkpoint = open_checkpoint(source)
     state = engine.state(model, optimizer)
     load(checkpoint, state)
-    engine.commit(state)
+    state.commit()
     save(target, engine.state(model, optimizer), checkpoint.facts)
     engine.close()
 
