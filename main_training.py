@@ -10,14 +10,13 @@ from pretraining.config.devices import kind_of
 from pretraining.config.flags import run
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.importing.report import tell_import
+from pretraining.importing.flags import flags_from_files
 
 
 def main(**flags: str) -> int:
     """Configuration, engine, model, data, optimizer, checkpoint, loop."""
-    # Configuration: every mistake at once, before torch is imported; of a foreign file, what its keys came to
-    tell_import(flags)
-    config = TrainConfig.from_flags(flags)
+    # Configuration: the files that flags name are reported key by key; every mistake at once, before torch is imported
+    config = TrainConfig.from_flags(*flags_from_files(flags))
     if config.import_only:
         return 0
     if config.plan:

@@ -23,10 +23,6 @@ ANY = "every room"
 KNOWN = {
     "pretraining.checkpoint.checkpoints imports pretraining.monitor.memory",
     "pretraining.checkpoint.restoring imports pretraining.parallel.loss_scale",
-    "pretraining.config.document imports pretraining.importing.migration",
-    "pretraining.config.flags imports pretraining.importing.huggingface",
-    "pretraining.config.flags imports pretraining.importing.reading",
-    "pretraining.config.flags imports pretraining.importing.resolve",
 }
 
 

@@ -1,9 +1,6 @@
 """The documentation of every field, read from the source of the dataclass: `--help` and the tables of configs.md.
 
-    python -m pretraining.config.document --write
-
-puts the tables into configs.md between its two markers; without --write it prints the page. What stands outside the
-markers is written by hand and kept.
+pretraining/document.py writes the page.
 """
 
 from __future__ import annotations
@@ -11,18 +8,13 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import sys
 import textwrap
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config import training
 from pretraining.config.optimizers import FLAGS, OPTIMIZERS
 
-PAGE = Path(__file__).parents[2] / "configs.md"
-BEGIN = "<!-- tables: written by python -m pretraining.config.document --write -->"
-END = "<!-- end of tables -->"
 WIDTH = 100  # columns of --help
 
 
@@ -124,7 +116,7 @@ def _setting(item: tuple[str, Any]) -> str:
 
 
 def _table(group: str, fields: list[Field]) -> str:
-    rows = [f"| `{field.name}` | {_code(field.kind)} | `{field.default}` | {_cell(field.words)} |" for field in fields]
+    rows = [f"| `{field.name}` | {_code(field.kind)} | `{field.default}` | {cell(field.words)} |" for field in fields]
     return "\n".join([f"### {group}", "", "| flag | type | default | meaning |", "|---|---|---|---|", *rows])
 
 
@@ -132,33 +124,6 @@ def _code(text: str) -> str:
     return " or ".join(f"`{part}`" for part in text.split(" | "))
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text that stays inside its cell, with placeholders such as <log_dir> shown and not taken for HTML."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
-
-
-def page(current: str) -> str:
-    """`current` with fresh tables between the markers. Raises ValueError unless both are there once, in order."""
-    match = re.fullmatch(f"(.*{re.escape(BEGIN)}\n).*(\n{re.escape(END)}.*)", current, re.DOTALL)
-    if not match or current.count(BEGIN) + current.count(END) != 2:
-        raise ValueError(f"{PAGE.name} must hold the line {BEGIN} and, below it, the line {END}, once each")
-    from pretraining.importing.migration import migration_tables
-
-    return f"{match[1]}\n{tables()}\n\n{migration_tables(_cell)}\n{match[2]}"
-
-
-def main(arguments: list[str]) -> int:
-    """Print configs.md as it should be, or write it. Exit code 2 for any other argument."""
-    if arguments not in ([], ["--write"]):
-        print("usage: python -m pretraining.config.document [--write]", file=sys.stderr)
-        return 2
-    text = page(PAGE.read_text(encoding="utf-8"))
-    if arguments:
-        PAGE.write_text(text, encoding="utf-8")
-    else:
-        print(text, end="")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

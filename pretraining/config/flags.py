@@ -1,8 +1,7 @@
 """The command line, strictly: words to flags, flags to a TrainConfig, every mistake reported at once.
 
 `run(main)` is the entry of a script whose `main(**flags)` begins with `TrainConfig.from_flags(flags)`. Knows nothing
-of devices and imports nothing heavy, so a mistake costs a fraction of a second. `python -m pretraining.config.flags`
-checks a command line and prints the folder of its run.
+of devices or files and imports nothing heavy, so a mistake costs a fraction of a second.
 
 fire on its own would train on after a typo, read `--run_name=2026_08_01` as a number, `--flag=false` as a true string
 and `--norm_eps` as "no rm_eps", and drop all after `#`. Here the words are brought into the one form `--name=value`
@@ -180,35 +179,31 @@ class Values(NamedTuple):
     problems: list[Problem]
 
 
-def config_from_flags(flags: Mapping[str, object]) -> TrainConfig:
-    """The configuration of `flags`: raw text or Python values by field name. Raises ConfigError with every mistake.
+FILES = ("config_file", "import_config", "model_config_path")  # read by pretraining/importing/flags.py
 
-    Flags win over --config_file, and both over --import_config.
+
+def config_from_flags(
+    flags: Mapping[str, object], origins: Mapping[str, str] | None = None, problems: Sequence[Problem] = ()
+) -> TrainConfig:
+    """Return the configuration of `flags`: raw text or Python values by field name.
+
+    Raises ConfigError with every mistake. Reads no files. origins: "key=value in FILE" for each field whose value a
+    file gave; errors about the field name it. problems: mistakes in those files, reported with all others.
     """
-    given = with_file(flags)
-    if given.get("import_config"):
-        from pretraining.importing.resolve import import_flags
-
-        return import_flags(given)
-    if given.get("model_config_path"):
-        from pretraining.importing.huggingface import model_config
-
-        given = {**model_config(given), **given}
-    values = read_values(given)
+    assert not any(flags.get(name) for name in FILES), "flags_from_files comes first"
+    values = read_values(flags)
     if values.config.import_only or values.config.plan:
-        values = read_values(given, missing_matters=False)
-    if values.problems:
-        raise ConfigError(values.problems)
+        values = read_values(flags, missing_matters=False)
+    mistakes = [*problems, *(with_origin(problem, origins or {}) for problem in values.problems)]
+    if mistakes:
+        raise ConfigError(mistakes)
     return values.config
 
 
-def with_file(flags: Mapping[str, object]) -> dict[str, object]:
-    """`flags` over what --config_file says: TOML, or the config.json of a run, with our own names."""
-    if not flags.get("config_file"):
-        return dict(flags)
-    from pretraining.importing.reading import read_file
-
-    return {**read_file(Path(str(flags["config_file"]))), **{k: v for k, v in flags.items() if k != "config_file"}}
+def with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
+    """Return the problem with the key and file that the value of its field came from, if one did."""
+    origin = origins.get(problem.subject.removeprefix("--").partition("=")[0])
+    return Problem(problem.subject, f"{problem.remedy} [from {origin}]") if origin else problem
 
 
 def read_values(flags: Mapping[str, object], missing_matters: bool = True) -> Values:
@@ -286,11 +281,3 @@ def _expected(name: str) -> str:
         kinds.append("none")
     example = f", such as {default}" if isinstance(default, int | float) and not isinstance(default, bool) else ""
     return f"expected {' or '.join(kinds)}{example}"
-
-
-def _show_folder(**flags: str) -> None:
-    print(TrainConfig.from_flags(flags).run_folder)
-
-
-if __name__ == "__main__":
-    sys.exit(run(_show_folder))

@@ -7,9 +7,11 @@ Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from pretraining.config.errors import Problem
 
 
 @dataclass
@@ -553,11 +555,13 @@ class TrainConfig:
         self.sharding_strategy = self.sharding_strategy.lower()  # fms-fsdp's documentation writes FSDP and HSDP
 
     @classmethod
-    def from_flags(cls, flags: Mapping[str, object]) -> TrainConfig:
-        """The validated configuration of `flags`, the raw text (or Python value) of each field that is given.
+    def from_flags(
+        cls, flags: Mapping[str, object], origins: Mapping[str, str] | None = None, problems: Sequence[Problem] = ()
+    ) -> TrainConfig:
+        """Return the validated configuration of `flags`, the raw text (or Python value) of each field that is given.
 
-        Raises ConfigError with every mistake in them at once.
+        Raises ConfigError with every mistake in them, and `problems`, at once. origins: see config_from_flags.
         """
         from pretraining.config.flags import config_from_flags
 
-        return config_from_flags(flags)
+        return config_from_flags(flags, origins, problems)

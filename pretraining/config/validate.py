@@ -373,8 +373,11 @@ def _pipeline_is_planned_at_most(config: TrainConfig) -> Iterator[Problem]:
         yield from _stages_divide(config)
         return
     for name in ("pipeline_parallel_size", "virtual_pipeline_size"):
-        if getattr(config, name) > 1:
-            remedy = "training has no pipeline yet; use 1, and split with sharding_strategy or tensor_parallel_size"
+        if getattr(config, name) > 1 and not config.import_only:
+            remedy = (
+                "training has no pipeline yet; use 1, or --import_pp=fold for an imported file, and shard with "
+                "sharding_strategy or tensor_parallel_size"
+            )
             yield Problem(flag(config, name), remedy)
 
 
@@ -742,7 +745,10 @@ RULES = (
     Rule(_kv_heads_repeat, ("kv_replication", "tensor_parallel_size", *_DIMENSIONS)),
     Rule(_tokens_divide, ("seq_length", "context_parallel_size", "sequence_parallel", "tensor_parallel_size")),
     Rule(_group_has_a_use, ("sharding_group_size", "sharding_strategy")),
-    Rule(_pipeline_is_planned_at_most, ("pipeline_parallel_size", "virtual_pipeline_size", *PLAN, *_DIMENSIONS)),
+    Rule(
+        _pipeline_is_planned_at_most,
+        ("pipeline_parallel_size", "virtual_pipeline_size", "plan", "import_only", *PLAN, *_DIMENSIONS),
+    ),
     Rule(_positions_reach, _DIMENSIONS),
     Rule(_norm_has_a_bias, ("norm_bias", "norm_type")),
     Rule(_rotation_has_pairs, ("position_embedding_type", "rotary_percentage", "rope_scaling_type", *_DIMENSIONS)),

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.errors import ConfigError, Problem
-from pretraining.config.flags import field_types
-from pretraining.importing.reading import leaves, read_file
-from pretraining.importing.rules import (
-    Reading,
-    Rule,
-    Source,
-    Table,
+from pretraining.config.errors import Problem
+from pretraining.importing.convert import convert
+from pretraining.importing.mappings import (
+    Conversion,
+    ForeignConfig,
+    Format,
+    KeyMapping,
     choice,
+    ignore,
     ignored,
     mapped,
-    no_op,
-    refused,
-    rests,
+    only,
     to,
-    unless,
+    unchanged,
+    unsupported,
 )
-from pretraining.importing.support import find_rule, nearest, supported
+from pretraining.importing.reading import leaves, read_file
 
 
-def _scaling(value: Any, source: Source) -> Reading:
+def _scaling(value: Any, source: ForeignConfig) -> Conversion:
     """rope_scaling of transformers 4, rope_parameters of transformers 5: "default" is none."""
     kind = str(value).lower()
     if kind in ("none", "default"):
-        return rests("positions as they are")
+        return unchanged("positions as they are")
     if kind not in ("linear", "llama3"):
-        return refused("known are linear and llama3")
+        return unsupported("known are linear and llama3")
     return mapped(rope_scaling_type=kind)
 
 
 _SCALING = {
-    "type": Rule(_scaling, ("rope_scaling_type",), "linear, llama3"),
-    "rope_type": Rule(_scaling, ("rope_scaling_type",), "linear, llama3"),
+    "type": KeyMapping(_scaling, ("rope_scaling_type",), "linear, llama3"),
+    "rope_type": KeyMapping(_scaling, ("rope_scaling_type",), "linear, llama3"),
     "factor": to("rope_scaling_factor"),
     "low_freq_factor": to("rope_low_freq_factor"),
     "high_freq_factor": to("rope_high_freq_factor"),
@@ -47,33 +45,34 @@ _SCALING = {
 }
 
 
-def _window(value: Any, source: Source) -> Reading:
+def _window(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("model_type") == "mistral":
         return mapped(sliding_window=value)
     return ignored("read with use_sliding_window")
 
 
-def _layers(value: Any, _: Source) -> Reading:
+def _layers(value: Any, _: ForeignConfig) -> Conversion:
     if isinstance(value, list) and set(value) <= {"full_attention"}:
-        return rests("full attention in all of them")
-    return refused("layers of several kinds")
+        return unchanged("full attention in all of them")
+    return unsupported("layers of several kinds")
 
 
 ABOUT = "nothing of the model's shape"
 
-TABLE = Table(
+FORMAT = Format(
+    "huggingface",
     "Hugging Face's config.json",
     {
         "model_type": choice(
             {
-                **dict.fromkeys(("llama", "mistral"), rests("this model")),
+                **dict.fromkeys(("llama", "mistral"), unchanged("this model")),
                 "qwen3": mapped(qk_norm=True),
             }
         ),
-        "sliding_window": Rule(_window, ("sliding_window",), "of Mistral"),
-        "use_sliding_window": unless((False,), "windows in some of the layers"),
-        "max_window_layers": no_op("read with use_sliding_window"),
-        "layer_types": Rule(_layers, (), "full attention in all of them"),
+        "sliding_window": KeyMapping(_window, ("sliding_window",), "of Mistral"),
+        "use_sliding_window": only((False,), "windows in some of the layers"),
+        "max_window_layers": ignore("read with use_sliding_window"),
+        "layer_types": KeyMapping(_layers, (), "full attention in all of them"),
         "hidden_size": to("hidden_size"),
         "intermediate_size": to("intermediate_size"),
         "num_hidden_layers": to("num_layers"),
@@ -93,9 +92,9 @@ TABLE = Table(
         "hidden_act": choice(
             {name: mapped(activation=gate) for name, gate in (("silu", "swiglu"), ("gelu", "geglu"), ("relu", "reglu"))}
         ),
-        "pretraining_tp": unless((1,), "partial products in another order"),
+        "pretraining_tp": only((1,), "partial products in another order"),
         **{
-            name: no_op(ABOUT)
+            name: ignore(ABOUT)
             for name in (
                 *("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype"),
                 *("transformers_version", "use_cache", "sequence_parallel_enabled", "selective_checkpoint_enabled"),
@@ -103,35 +102,33 @@ TABLE = Table(
             )
         },
     },
-    {},
 )
 
 
-def model_config(flags: Mapping[str, object]) -> dict[str, object]:
-    """The settings that --model_config_path among `flags` stands for; none without it.
+def model_flags(path: str) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
+    """Return the settings in the config.json at `path`, "key=value in FILE" for each, and the problems.
 
-    UserError if the file cannot be read, ConfigError with every key that this recipe cannot follow.
+    Nothing where `path` is empty. Raises UserError if the file cannot be read.
     """
-    if not flags.get("model_config_path"):
-        return {}
-    path = Path(str(flags["model_config_path"]))
-    source = Source(dict(leaves(read_file(path))))
-    values: dict[str, object] = {"model_variant": "custom"}
-    problems = []
-    for key, value in source.leaves.items():
-        reading = _read(key, value, source)
-        if reading.status == "unsupported":
-            problems.append(Problem(f"{path}: {key}={value}", reading.note))
-        values |= {name: setting for name, setting in reading.values.items() if name in field_types()}
-    if problems:
-        raise ConfigError(problems)
-    return values
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    problems: list[Problem] = []
+    if not path:
+        return values, origins, problems
+    source = ForeignConfig(dict(leaves(read_file(Path(path)))))
+    values["model_variant"] = "custom"
+    for key, value in source.values.items():
+        conversion = _convert(key, value, source)
+        if conversion.status == "unsupported":
+            problems.append(Problem(f"{path}: {key}={value}", conversion.note))
+        else:
+            values |= conversion.values
+            origins |= dict.fromkeys(conversion.values, f"{key}={value} in {path}")
+    return values, origins, problems
 
 
-def _read(key: str, value: Any, source: Source) -> Reading:
-    rule = find_rule(key, TABLE)
+def _convert(key: str, value: Any, source: ForeignConfig) -> Conversion:
+    mapping = FORMAT.mapping_of(key)
     if value is None:
         return ignored("not set")
-    if rule is None:
-        return refused(f"no such key{nearest(key, TABLE)}")
-    return supported(rule.read(value, source))
+    return convert(mapping, value, source) if mapping else unsupported(FORMAT.no_such_key(key))

@@ -9,21 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pretraining.importing.rules import (
-    Reading,
-    Rule,
-    Source,
+from pretraining.importing.mappings import (
+    Conversion,
+    ForeignConfig,
+    KeyMapping,
     choice,
+    ignore,
     ignored,
     implied,
+    is_integer,
     mapped,
-    no_op,
-    off,
-    refused,
-    rests,
+    must_be_off,
+    only,
     to,
-    unless,
-    whole,
+    unchanged,
+    unsupported,
 )
 
 GLUE = "part of Lightning's machinery"
@@ -32,74 +32,74 @@ GLUE = "part of Lightning's machinery"
 # ---- trainer
 
 
-def _devices(value: Any, source: Source) -> Reading:
-    devices, nodes = source.number("trainer.devices"), source.number("trainer.num_nodes")
-    if not whole(value) or value < 1:
-        return refused("expected a whole number, at least 1")
+def _devices(value: Any, source: ForeignConfig) -> Conversion:
+    devices, nodes = source.integer("trainer.devices"), source.integer("trainer.num_nodes")
+    if not is_integer(value) or value < 1:
+        return unsupported("expected a whole number, at least 1")
     return implied(f"{devices} devices on each of {nodes} nodes", source_world_size=devices * nodes)
 
 
-def _max_steps(value: Any, source: Source) -> Reading:
+def _max_steps(value: Any, source: ForeignConfig) -> Conversion:
     if value != -1:
         return mapped(num_steps=value)
-    if source.knows("num_steps"):
+    if source.has_flag("num_steps"):
         return implied("no limit in the file", num_steps=source.flags["num_steps"])
     if source.get("trainer.max_epochs", -1) == -1:
-        return refused("no stopping criterion: max_epochs is -1 too; give --num_steps")
+        return unsupported("no stopping criterion: max_epochs is -1 too; give --num_steps")
     return implied("no limit in steps; max_epochs ends the run")
 
 
-def _max_epochs(value: Any, source: Source) -> Reading:
+def _max_epochs(value: Any, source: ForeignConfig) -> Conversion:
     return implied("-1: max_steps ends the run", num_epochs=None) if value == -1 else mapped(num_epochs=value)
 
 
-def holds_out(source: Source) -> bool:
+def holds_out(source: ForeignConfig) -> bool:
     """Whether the source, or the command line, names data to validate on."""
-    if source.knows("valid_data_path", "split", "use_dummy_dataset"):
+    if source.has_flag("valid_data_path", "split", "use_dummy_dataset"):
         return True
     keys = ("data.val_dir", "data.data_prefix.validation", "model.data.data_prefix.validation")
     shares = str(source.get("data.splits_string") or source.get("model.data.splits_string") or "").split(",")
     return any(source.get(key) for key in keys) or (len(shares) > 1 and shares[1].strip() not in ("", "0"))
 
 
-def _val_interval(value: Any, source: Source) -> Reading:
+def _val_interval(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("trainer.limit_val_batches", 1.0):
         return implied("limit_val_batches is 0: no validation", val_interval=0)
     if isinstance(value, float):
-        return refused("a share of an epoch, whose length only the data tell; give --val_interval in steps")
-    steps = source.number("trainer.max_steps", -1)
-    if whole(value) and value > steps > 0:
+        return unsupported("a share of an epoch, whose length only the data tell; give --val_interval in steps")
+    steps = source.integer("trainer.max_steps", -1)
+    if is_integer(value) and value > steps > 0:
         return implied(f"never reached within max_steps={steps}: no validation", val_interval=0)
     if not holds_out(source):
         return implied("the file names no validation data: none", val_interval=0)
     return mapped(val_interval=value)
 
 
-def validates(source: Source) -> bool:
+def validates(source: ForeignConfig) -> bool:
     """Whether val_check_interval leaves any validation."""
     return bool(_val_interval(source.get("trainer.val_check_interval", 1.0), source).values.get("val_interval"))
 
 
 def _batches(value: Any) -> int | None:
     """Lightning's limit: a whole number of batches, or a share of all: 1.0 is all of them (-1), 0.0 none."""
-    if whole(value):
+    if is_integer(value):
         return value
     return {0.0: 0, 1.0: -1}.get(value) if isinstance(value, float) else None
 
 
-def _val_batches(value: Any, _: Source) -> Reading:
+def _val_batches(value: Any, _: ForeignConfig) -> Conversion:
     count = _batches(value)
     return (
-        refused("a share of the data; give a whole number, or 1.0 for all")
+        unsupported("a share of the data; give a whole number, or 1.0 for all")
         if count is None
         else mapped(val_steps=count)
     )
 
 
-def _test_batches(value: Any, source: Source) -> Reading:
+def _test_batches(value: Any, source: ForeignConfig) -> Conversion:
     count = _batches(value)
     if count is None:
-        return refused("a share of the data; give a whole number, or 1.0 for all")
+        return unsupported("a share of the data; give a whole number, or 1.0 for all")
     shares = str(source.get("data.splits_string") or source.get("model.data.splits_string") or "").split(",")
     named = any(source.get(key) for key in ("data.test_dir", "data.data_prefix.test", "model.data.data_prefix.test"))
     if count and not named and not (len(shares) > 2 and shares[2].strip() not in ("", "0")):
@@ -107,49 +107,49 @@ def _test_batches(value: Any, source: Source) -> Reading:
     return mapped(test_steps=count)
 
 
-def _sanity(value: Any, source: Source) -> Reading:
+def _sanity(value: Any, source: ForeignConfig) -> Conversion:
     if value and not validates(source):
         return implied("without validation there is nothing to check", val_sanity_steps=0)
     return mapped(val_sanity_steps=value)
 
 
-def _each_epoch(value: Any, source: Source) -> Reading:
+def _each_epoch(value: Any, source: ForeignConfig) -> Conversion:
     if value == 1 and not validates(source):
         return ignored("without validation")
-    return refused("validation by epochs; make it null and give --val_interval in steps")
+    return unsupported("validation by epochs; make it null and give --val_interval in steps")
 
 
-def _clip(value: Any, _: Source) -> Reading:
+def _clip(value: Any, _: ForeignConfig) -> Conversion:
     if isinstance(value, int | float) and value <= 0:
         return implied("0 or less: gradients are not clipped", grad_clip_thresh=0.0)
     return mapped(grad_clip_thresh=value)
 
 
 TRAINER = {
-    "trainer.devices": Rule(_devices, ("source_world_size",), "per node; times num_nodes"),
-    "trainer.num_nodes": Rule(_devices, ("source_world_size",), "times devices"),
-    "trainer.max_epochs": Rule(_max_epochs, ("num_epochs",), "-1: none"),
-    "trainer.max_steps": Rule(_max_steps, ("num_steps",), "optimizer steps; -1: max_epochs ends the run"),
+    "trainer.devices": KeyMapping(_devices, ("source_world_size",), "per node; times num_nodes"),
+    "trainer.num_nodes": KeyMapping(_devices, ("source_world_size",), "times devices"),
+    "trainer.max_epochs": KeyMapping(_max_epochs, ("num_epochs",), "-1: none"),
+    "trainer.max_steps": KeyMapping(_max_steps, ("num_steps",), "optimizer steps; -1: max_epochs ends the run"),
     "trainer.log_every_n_steps": to("report_interval"),
-    "trainer.val_check_interval": Rule(_val_interval, ("val_interval",), "steps; beyond max_steps: 0"),
-    "trainer.check_val_every_n_epoch": Rule(_each_epoch, (), "null alone"),
-    "trainer.num_sanity_val_steps": Rule(_sanity, ("val_sanity_steps",), "-1: as many as val_steps"),
-    "trainer.limit_val_batches": Rule(_val_batches, ("val_steps",), "1 is one batch, 1.0 all of them (-1)"),
-    "trainer.limit_test_batches": Rule(_test_batches, ("test_steps",), "1 is one batch, 1.0 all of them (-1)"),
-    "trainer.gradient_clip_val": Rule(_clip, ("grad_clip_thresh",), "null: 0, never"),
-    "trainer.accumulate_grad_batches": unless((1,), "accumulation follows from the batch sizes"),
-    "trainer.gradient_clip_algorithm": unless(("norm",), "gradients are clipped by their norm"),
-    "trainer.overfit_batches": unless((0.0, 0), "a debugging aid of Lightning's"),
-    "trainer.fast_dev_run": off("a debugging aid of Lightning's"),
-    "trainer.max_time": unless((), "training ends by steps or epochs"),
-    "trainer.profiler": unless((), "use --use_profiler"),
+    "trainer.val_check_interval": KeyMapping(_val_interval, ("val_interval",), "steps; beyond max_steps: 0"),
+    "trainer.check_val_every_n_epoch": KeyMapping(_each_epoch, (), "null alone"),
+    "trainer.num_sanity_val_steps": KeyMapping(_sanity, ("val_sanity_steps",), "-1: as many as val_steps"),
+    "trainer.limit_val_batches": KeyMapping(_val_batches, ("val_steps",), "1 is one batch, 1.0 all of them (-1)"),
+    "trainer.limit_test_batches": KeyMapping(_test_batches, ("test_steps",), "1 is one batch, 1.0 all of them (-1)"),
+    "trainer.gradient_clip_val": KeyMapping(_clip, ("grad_clip_thresh",), "null: 0, never"),
+    "trainer.accumulate_grad_batches": only((1,), "accumulation follows from the batch sizes"),
+    "trainer.gradient_clip_algorithm": only(("norm",), "gradients are clipped by their norm"),
+    "trainer.overfit_batches": only((0.0, 0), "a debugging aid of Lightning's"),
+    "trainer.fast_dev_run": must_be_off("a debugging aid of Lightning's"),
+    "trainer.max_time": only((), "training ends by steps or epochs"),
+    "trainer.profiler": only((), "use --use_profiler"),
     **dict.fromkeys(
         (
             *("trainer.accelerator", "trainer.logger", "trainer.enable_checkpointing", "trainer.benchmark"),
             *("trainer.use_distributed_sampler", "trainer.replace_sampler_ddp", "trainer.enable_model_summary"),
             *("trainer.strategy", "trainer.enable_progress_bar"),
         ),
-        no_op(GLUE),
+        ignore(GLUE),
     ),
 }
 
@@ -158,54 +158,54 @@ TRAINER = {
 CALLBACK = "exp_manager.checkpoint_callback_params"
 
 
-def saves(source: Source) -> bool:
+def saves(source: ForeignConfig) -> bool:
     """Whether the source writes checkpoints at all."""
     callback = source.get("exp_manager.create_checkpoint_callback", True)
     return bool(callback) and source.get(f"{CALLBACK}.save_top_k") != 0
 
 
-def _callback(value: Any, _: Source) -> Reading:
+def _callback(value: Any, _: ForeignConfig) -> Conversion:
     return implied("checkpoint_interval says how often") if value else implied("no checkpoints", checkpoint_interval=0)
 
 
-def _save_interval(value: Any, source: Source) -> Reading:
+def _save_interval(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(checkpoint_interval=value) if saves(source) else implied("no checkpoints", checkpoint_interval=0)
 
 
-def _save_interval_default(source: Source) -> Any:
+def _save_interval_default(source: ForeignConfig) -> Any:
     """Lightning saves after each validation where no interval is given."""
     interval = source.get("trainer.val_check_interval")
-    return interval if whole(interval) else None
+    return interval if is_integer(interval) else None
 
 
-def _top_k(value: Any, _: Source) -> Reading:
+def _top_k(value: Any, _: ForeignConfig) -> Conversion:
     if value == 0:
         return implied("no checkpoints", checkpoint_interval=0)
     return mapped(keep_last_n_checkpoints=0 if value == -1 else value)
 
 
-def _monitor(value: Any, source: Source) -> Reading:
+def _monitor(value: Any, source: ForeignConfig) -> Conversion:
     if value == "step" or source.get(f"{CALLBACK}.save_top_k") == -1:
         return implied("the newest checkpoints are kept, or all")
     if value == "val_loss":
         return implied("the newest are kept: the best by val_loss is not reproduced")
-    return refused("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
+    return unsupported("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
 
 
-def _resume(value: Any, source: Source) -> Reading:
+def _resume(value: Any, source: ForeignConfig) -> Conversion:
     if not value:
         return implied("a checkpoint that is there already is an error", resume="never")
     alone = bool(source.get("exp_manager.resume_ignore_no_checkpoint", False))
     return implied("with resume_ignore_no_checkpoint", resume="auto" if alone else "must")
 
 
-def _resume_alone(value: Any, source: Source) -> Reading:
+def _resume_alone(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("exp_manager.resume_if_exists", False):
         return ignored("without resume_if_exists")
     return implied("with resume_if_exists", resume="auto" if value else "must")
 
 
-def _log_dir(_: Any, source: Source) -> Reading:
+def _log_dir(_: Any, source: ForeignConfig) -> Conversion:
     explicit = source.get("exp_manager.explicit_log_dir") or source.get("exp_manager.exp_log_dir")
     if explicit:
         return mapped(log_dir=explicit)
@@ -213,12 +213,12 @@ def _log_dir(_: Any, source: Source) -> Reading:
     return implied("exp_dir / name", log_dir=str(Path(*map(str, parts))))
 
 
-def _load_xser(value: Any, source: Source) -> Reading:
+def _load_xser(value: Any, source: ForeignConfig) -> Conversion:
     same = bool(value) == bool(source.get("exp_manager.save_xser", False))
     return implied("the format is told by the checkpoint" + ("" if same else ", whatever save_xser says"))
 
 
-def _tensorboard(value: Any, _: Source) -> Reading:
+def _tensorboard(value: Any, _: ForeignConfig) -> Conversion:
     if value:
         return implied("events are written to <log_dir>/tensorboard", tensorboard_dir="")
     return implied("events are written all the same, to <log_dir>/tensorboard", tensorboard_dir="")
@@ -228,56 +228,62 @@ ONCE = "the checkpoint records step, tokens and position itself"
 OFF = (False, None, "", 0)
 
 EXP_MANAGER = {
-    "exp_manager.explicit_log_dir": Rule(_log_dir, ("log_dir",), "wins over exp_dir"),
-    "exp_manager.exp_log_dir": Rule(_log_dir, ("log_dir",), "another spelling of explicit_log_dir"),
-    "exp_manager.exp_dir": Rule(_log_dir, ("log_dir",), "exp_dir / name"),
+    "exp_manager.explicit_log_dir": KeyMapping(_log_dir, ("log_dir",), "wins over exp_dir"),
+    "exp_manager.exp_log_dir": KeyMapping(_log_dir, ("log_dir",), "another spelling of explicit_log_dir"),
+    "exp_manager.exp_dir": KeyMapping(_log_dir, ("log_dir",), "exp_dir / name"),
     "exp_manager.name": to("run_name"),
-    "exp_manager.create_tensorboard_logger": Rule(_tensorboard, ("tensorboard_dir",), "events are always written"),
-    "exp_manager.resume_if_exists": Rule(_resume, ("resume",), "auto or must; false: never"),
-    "exp_manager.resume_ignore_no_checkpoint": Rule(_resume_alone, ("resume",), "true: auto, false: must"),
-    "exp_manager.create_checkpoint_callback": Rule(_callback, ("checkpoint_interval",), "false: 0"),
-    f"{CALLBACK}.monitor": Rule(_monitor, (), "step; val_loss keeps the newest instead of the best"),
-    f"{CALLBACK}.save_top_k": Rule(_top_k, ("keep_last_n_checkpoints", "checkpoint_interval"), "-1: all, 0: no saves"),
-    f"{CALLBACK}.mode": no_op("the newest are kept"),
-    f"{CALLBACK}.save_last": no_op("the last step is always saved"),
-    f"{CALLBACK}.filename": no_op(ONCE),
-    f"{CALLBACK}.model_parallel_size": no_op("checkpoints belong to no mesh"),
-    f"{CALLBACK}.every_n_train_steps": Rule(_save_interval, ("checkpoint_interval",), "absent: val_check_interval"),
+    "exp_manager.create_tensorboard_logger": KeyMapping(
+        _tensorboard, ("tensorboard_dir",), "events are always written"
+    ),
+    "exp_manager.resume_if_exists": KeyMapping(_resume, ("resume",), "auto or must; false: never"),
+    "exp_manager.resume_ignore_no_checkpoint": KeyMapping(_resume_alone, ("resume",), "true: auto, false: must"),
+    "exp_manager.create_checkpoint_callback": KeyMapping(_callback, ("checkpoint_interval",), "false: 0"),
+    f"{CALLBACK}.monitor": KeyMapping(_monitor, (), "step; val_loss keeps the newest instead of the best"),
+    f"{CALLBACK}.save_top_k": KeyMapping(
+        _top_k, ("keep_last_n_checkpoints", "checkpoint_interval"), "-1: all, 0: no saves"
+    ),
+    f"{CALLBACK}.mode": ignore("the newest are kept"),
+    f"{CALLBACK}.save_last": ignore("the last step is always saved"),
+    f"{CALLBACK}.filename": ignore(ONCE),
+    f"{CALLBACK}.model_parallel_size": ignore("checkpoints belong to no mesh"),
+    f"{CALLBACK}.every_n_train_steps": KeyMapping(
+        _save_interval, ("checkpoint_interval",), "absent: val_check_interval"
+    ),
     f"{CALLBACK}.use_master_weights_in_ckpt": choice(
-        {True: mapped(checkpoint_dtype="fp32"), False: rests("as in memory")}
+        {True: mapped(checkpoint_dtype="fp32"), False: unchanged("as in memory")}
     ),
     f"{CALLBACK}.save_weights_only": choice({True: mapped(save_optimizer=False), False: mapped(save_optimizer=True)}),
     f"{CALLBACK}.dirpath": to("ckpt_save_path"),
     **{
-        f"{CALLBACK}.{name}": off("checkpoints are saved by steps")
+        f"{CALLBACK}.{name}": must_be_off("checkpoints are saved by steps")
         for name in ("every_n_epochs", "train_time_interval", "save_on_train_epoch_end")
     },
-    **{f"{CALLBACK}.{name}": no_op("names of files are step_N") for name in ("prefix", "postfix")},
+    **{f"{CALLBACK}.{name}": ignore("names of files are step_N") for name in ("prefix", "postfix")},
     **{
-        f"{CALLBACK}.{name}": off(".nemo archives and best models are not written")
+        f"{CALLBACK}.{name}": must_be_off(".nemo archives and best models are not written")
         for name in ("always_save_nemo", "save_nemo_on_train_end", "save_best_model")
     },
-    "exp_manager.log_local_rank_0_only": no_op("the first process alone writes"),
-    "exp_manager.log_global_rank_0_only": no_op("the first process alone writes"),
+    "exp_manager.log_local_rank_0_only": ignore("the first process alone writes"),
+    "exp_manager.log_global_rank_0_only": ignore("the first process alone writes"),
     "exp_manager.log_parameter_norm": to("log_param_norm"),
     "exp_manager.log_gradient_norm": to("log_grad_norm"),
     "exp_manager.log_step_timing": to("log_step_timing"),
     "exp_manager.enable_recovery_time_instrumentation": choice(
-        {True: implied("checkpoints are timed too", log_step_timing=True), False: rests("off")}
+        {True: implied("checkpoints are timed too", log_step_timing=True), False: unchanged("off")}
     ),
-    "exp_manager.save_xser": no_op("checkpoints are always written shard by shard"),
-    "exp_manager.load_xser": Rule(_load_xser, (), "implied: the format is told by the checkpoint"),
-    "exp_manager.save_bf16": choice({True: mapped(checkpoint_dtype="bf16"), False: rests("as in memory")}),
+    "exp_manager.save_xser": ignore("checkpoints are always written shard by shard"),
+    "exp_manager.load_xser": KeyMapping(_load_xser, (), "implied: the format is told by the checkpoint"),
+    "exp_manager.save_bf16": choice({True: mapped(checkpoint_dtype="bf16"), False: unchanged("as in memory")}),
     "exp_manager.async_checkpointing": to("async_checkpointing"),
     "exp_manager.resume_from_checkpoint": to("ckpt_load_path"),
     "exp_manager.create_wandb_logger": choice({True: mapped(tracker="wandb"), False: mapped(tracker="")}),
     "exp_manager.wandb_logger_kwargs.project": to("tracker_project_name"),
-    "exp_manager.wandb_logger_kwargs.name": no_op("the run is named by run_name"),
-    "exp_manager.ema": off("no moving average of the weights"),
-    "exp_manager.ema.enable": off("no moving average of the weights"),
-    "exp_manager.create_early_stopping_callback": off("training does not stop early"),
+    "exp_manager.wandb_logger_kwargs.name": ignore("the run is named by run_name"),
+    "exp_manager.ema": must_be_off("no moving average of the weights"),
+    "exp_manager.ema.enable": must_be_off("no moving average of the weights"),
+    "exp_manager.create_early_stopping_callback": must_be_off("training does not stop early"),
     **{
-        f"exp_manager.create_{name}_logger": off("trackers: wandb alone")
+        f"exp_manager.create_{name}_logger": must_be_off("trackers: wandb alone")
         for name in ("mlflow", "dllogger", "clearml", "neptune")
     },
     **dict.fromkeys(
@@ -288,7 +294,7 @@ EXP_MANAGER = {
             *(f"exp_manager.{name}_logger_kwargs" for name in ("mlflow", "dllogger", "clearml", "neptune")),
             *("exp_manager.disable_validation_on_resume", "exp_manager.early_stopping_callback_params"),
         ),
-        no_op(GLUE),
+        ignore(GLUE),
     ),
 }
 
@@ -296,7 +302,7 @@ ABSENT = {
     "trainer.max_steps": -1,
     "trainer.gradient_clip_val": 0.0,
     "trainer.limit_val_batches": lambda source: (
-        None if source.leaves.get("trainer.val_check_interval") is None else 1.0
+        None if source.values.get("trainer.val_check_interval") is None else 1.0
     ),
     f"{CALLBACK}.every_n_train_steps": _save_interval_default,
 }

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from pretraining.importing.mappings import (
+    Conversion,
+    ForeignConfig,
+    Format,
+    KeyMapping,
+    ignore,
+    implied,
+    is_integer,
+    mapped,
+    must_be_off,
+    only,
+    read_with,
+    to,
+    unsupported,
+)
 from pretraining.importing.neox_model import ARCHITECTURE, GATED, OPTIM, PARAMS, of_2022, ours
 from pretraining.importing.neox_run import RUN, batch_agrees
 from pretraining.importing.nxdt import pipeline
-from pretraining.importing.rules import (
-    Reading,
-    Rule,
-    Source,
-    Table,
-    implied,
-    mapped,
-    no_op,
-    off,
-    read_with,
-    refused,
-    to,
-    unless,
-    whole,
-)
 
 # Keys that only one era's files have.
 ONLY_2022 = ("save_interval", "gas", "zero_allow_untested_optimizer", "detect_nvlink_pairs", "mlp_type")
@@ -48,23 +48,23 @@ def era_of(leaves: dict[str, Any], asked: str) -> tuple[str, str]:
 # ---- parallelism
 
 
-def _stages(value: Any, source: Source) -> Reading:
-    if not whole(value) or value < 0:
-        return refused("expected a whole number")
+def _stages(value: Any, source: ForeignConfig) -> Conversion:
+    if not is_integer(value) or value < 0:
+        return unsupported("expected a whole number")
     return pipeline(value, source) if value else implied("0 is one stage", pipeline_parallel_size=1)
 
 
-def _tensor(value: Any, _: Source) -> Reading:
+def _tensor(value: Any, _: ForeignConfig) -> Conversion:
     return mapped(tensor_parallel_size=value) if value else implied("0 is 1", tensor_parallel_size=1)
 
 
-def _zero_stage(value: Any, source: Source) -> Reading:
+def _zero_stage(value: Any, source: ForeignConfig) -> Conversion:
     names = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
-    if not whole(value) or value not in names:
-        return refused("expected one stage: 0, 1, 2 or 3")
-    stages = source.number("pipe_parallel_size", 0)
+    if not is_integer(value) or value not in names:
+        return unsupported("expected one stage: 0, 1, 2 or 3")
+    stages = source.integer("pipe_parallel_size", 0)
     if value >= 2 and stages >= 2:
-        return refused(f"stages 2 and 3 do not go with pipe_parallel_size={stages}")
+        return unsupported(f"stages 2 and 3 do not go with pipe_parallel_size={stages}")
     if value >= 2 and stages == 1:
         return implied(f"pipe_parallel_size=1 counts as 0 with stage {value}", sharding_strategy=names[value])
     return mapped(sharding_strategy=names[value])
@@ -161,23 +161,24 @@ _OFF = {
     "another way to pack documents": ("enforce_sample_length",),
 }
 
-TABLE = Table(
+FORMAT = Format(
+    "neox",
     "GPT-NeoX",
     {
-        "pipe_parallel_size": Rule(_stages, ("pipeline_parallel_size",), "0 is one stage"),
-        "model_parallel_size": Rule(_tensor, ("tensor_parallel_size",), "0 is 1"),
+        "pipe_parallel_size": KeyMapping(_stages, ("pipeline_parallel_size",), "0 is one stage"),
+        "model_parallel_size": KeyMapping(_tensor, ("tensor_parallel_size",), "0 is 1"),
         "sequence_parallel": to("sequence_parallel"),
-        "zero_optimization.stage": Rule(_zero_stage, ("sharding_strategy",), "ddp, zero1, zero2, fsdp"),
+        "zero_optimization.stage": KeyMapping(_zero_stage, ("sharding_strategy",), "ddp, zero1, zero2, fsdp"),
         **ARCHITECTURE,
         **OPTIM,
         **RUN,
         **{name: read_with("train_batch_size") for name in ("num_nodes", "num_gpus", "global_num_gpus")},
-        **{name: no_op(reason) for reason, names in _IDLE.items() for name in names},
-        **{name: off(reason) for reason, names in _OFF.items() for name in names},
-        "moe_num_experts": unless((0, 1), "mixtures of experts"),
-        "train_impl": unless(("normal",), "alignment recipes"),
-        "dataset_impl": unless(("gpt2",), "another kind of data"),
-        "pack_impl": unless(("packed",), "another way to pack documents"),
+        **{name: ignore(reason) for reason, names in _IDLE.items() for name in names},
+        **{name: must_be_off(reason) for reason, names in _OFF.items() for name in names},
+        "moe_num_experts": only((0, 1), "mixtures of experts"),
+        "train_impl": only(("normal",), "alignment recipes"),
+        "dataset_impl": only(("gpt2",), "another kind of data"),
+        "pack_impl": only(("packed",), "another way to pack documents"),
     },
     {
         # The defaults that decide what is trained (`megatron/neox_arguments/neox_args.py`).
@@ -214,18 +215,18 @@ TABLE = Table(
         "eval_interval": 1000,
         "eval_iters": 100,
         "fp16.enabled": lambda source: (
-            None if any(source.leaves.get(key) for key in ("precision", "bf16.enabled")) else False
+            None if any(source.values.get(key) for key in ("precision", "bf16.enabled")) else False
         ),
     },
     (batch_agrees,),
 )
 
 
-def _one_corpus(source: Source) -> bool:
+def _one_corpus(source: ForeignConfig) -> bool:
     """Whether NeoX would divide one corpus by `split`; --data_path stands for its data_path."""
-    apart = source.leaves.get("valid_data_paths") or source.leaves.get("valid_data_path")
-    return not apart and (source.leaves.get("data_path") is not None or source.knows("data_path"))
+    apart = source.values.get("valid_data_paths") or source.values.get("valid_data_path")
+    return not apart and (source.values.get("data_path") is not None or source.has_flag("data_path"))
 
 
-def _clips(source: Source) -> bool:
-    return any(source.leaves.get(key) is not None for key in ("clip_grad", f"{PARAMS}max_grad_norm"))
+def _clips(source: ForeignConfig) -> bool:
+    return any(source.values.get(key) is not None for key in ("clip_grad", f"{PARAMS}max_grad_norm"))

@@ -7,60 +7,60 @@ from collections.abc import Callable
 from typing import Any
 
 from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
-from pretraining.importing.megatron_optim import argument_text, betas_of
-from pretraining.importing.rules import (
-    Reading,
-    Rule,
-    Source,
+from pretraining.importing.mappings import (
+    Conversion,
+    ForeignConfig,
+    KeyMapping,
     choice,
+    ignore,
     ignored,
     implied,
+    is_integer,
     mapped,
-    no_op,
-    off,
-    refused,
-    rests,
+    must_be_off,
     to,
-    whole,
+    unchanged,
+    unsupported,
 )
+from pretraining.importing.megatron_optim import argument_text, betas_of
 
 GATED = ("swiglu", "geglu", "reglu")
 
 
-def of_2022(source: Source) -> bool:
+def of_2022(source: ForeignConfig) -> bool:
     """Whether the file is read as those of 2022."""
-    return source.facts.get("era") == "2022"
+    return source.era == "2022"
 
 
 # ---- architecture
 
 
-def _norm(value: Any, _: Source) -> Reading:
+def _norm(value: Any, _: ForeignConfig) -> Conversion:
     name = str(value).lower()
     if name in ("layernorm", "rmsnorm"):
         return mapped(norm_type=name)
     if name in ("te_layernorm", "te_rmsnorm"):
         return implied("without Transformer Engine's kernel", norm_type=name.removeprefix("te_"))
-    return refused("known are layernorm and rmsnorm")
+    return unsupported("known are layernorm and rmsnorm")
 
 
-def _eps(of: str) -> Callable[[Any, Source], Reading]:
+def _eps(of: str) -> Callable[[Any, ForeignConfig], Conversion]:
     """NeoX has an epsilon for each norm; the one of the norm in use counts."""
 
-    def read(value: Any, source: Source) -> Reading:
+    def read(value: Any, source: ForeignConfig) -> Conversion:
         norm = str(source.get("norm", "layernorm")).lower().removeprefix("te_")
         return mapped(norm_eps=value) if norm == of else ignored(f"the norm is {norm}")
 
     return read
 
 
-def _norm_bias(value: Any, source: Source) -> Reading:
+def _norm_bias(value: Any, source: ForeignConfig) -> Conversion:
     if str(source.get("norm", "layernorm")).lower().endswith("rmsnorm"):
         return implied("RMSNorm has none", norm_bias=False)
     return mapped(norm_bias=value)
 
 
-def _activation(value: Any, source: Source) -> Reading:
+def _activation(value: Any, source: ForeignConfig) -> Conversion:
     name = str(value).lower()
     if source.get("mlp_type") == "llama":
         return implied("mlp_type llama is gated: SwiGLU", activation="swiglu")
@@ -69,21 +69,21 @@ def _activation(value: Any, source: Source) -> Reading:
     known = {"gelu": "gelu", "geglu": "geglu", "relu": "relu", "swiglu": "swiglu", "reglu": "reglu", "silu": "silu"}
     known["swish"] = "silu"
     if name not in known:
-        return refused(f"known are {', '.join(known)}")
+        return unsupported(f"known are {', '.join(known)}")
     return mapped(activation=known[name])
 
 
-def feed_forward(source: Source) -> Reading:
+def feed_forward(source: ForeignConfig) -> Conversion:
     """Width of the feed-forward layer: the formulas of `megatron/model/transformer.py`, today's or the older ones.
 
     Today a gated layer takes 2/3 of the written width, rounded twice: l1 is both projections together, each half of
     it d_ff wide; where the two roundings disagree NeoX itself fails.
     """
-    hidden = source.number("hidden_size", 0)
-    written = source.get("intermediate_size") or source.number("expansion_factor", 4) * hidden
-    multiple = source.number("mlp_multiple_of")
-    if not whole(written) or hidden < 1 or multiple < 1:
-        return refused("expected whole numbers")
+    hidden = source.integer("hidden_size", 0)
+    written = source.get("intermediate_size") or source.integer("expansion_factor", 4) * hidden
+    multiple = source.integer("mlp_multiple_of")
+    if not is_integer(written) or hidden < 1 or multiple < 1:
+        return unsupported("expected whole numbers")
     if source.get("mlp_type") == "llama" or source.flags.get("neox_gated_ffn") == "legacy":
         given = source.get("intermediate_size")
         width = given or 256 * math.ceil(int(8 * hidden / 3) / 256)
@@ -94,46 +94,46 @@ def feed_forward(source: Source) -> Reading:
     return _gated(written, multiple, hidden)
 
 
-def _gated(written: int, multiple: int, hidden: int) -> Reading:
+def _gated(written: int, multiple: int, hidden: int) -> Conversion:
     narrowed = int(2 * written / 3)
     both = math.ceil(narrowed / (2 * multiple)) * 2 * multiple
     each = math.ceil(narrowed // 2 / multiple) * multiple
     if both != 2 * each:
-        return refused(f"NeoX rounds it to {both} and 2 x {each}, which disagree; give --intermediate_size")
+        return unsupported(f"NeoX rounds it to {both} and 2 x {each}, which disagree; give --intermediate_size")
     note = f"a gated layer takes 2/3 of {written}, half of it for each projection"
     if each < 2 * hidden:
         note += "; narrow: a file of before September 2024? --neox_gated_ffn=legacy takes the width as written"
     return implied(note, intermediate_size=each)
 
 
-FEED_FORWARD = Rule(lambda _, source: feed_forward(source), ("intermediate_size",), "2/3 of it where gated")
+FEED_FORWARD = KeyMapping(lambda _, source: feed_forward(source), ("intermediate_size",), "2/3 of it where gated")
 
 _INITS = ("normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal")
 
 
-def _init(name: str) -> Rule:
+def _init(name: str) -> KeyMapping:
     known = {kind: mapped(**{name: kind}) for kind in _INITS}
     return choice({**known, "single_residual_scaled_normal": mapped(**{name: "single_residual_scaled_normal"})})
 
 
-def _attention(value: Any, _: Source) -> Reading:
+def _attention(value: Any, _: ForeignConfig) -> Conversion:
     """[[types], count] pairs; layers of attention over everything before are ours, whatever their kernel."""
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        return refused("expected pairs of types and counts")
+        return unsupported("expected pairs of types and counts")
     kinds = {str(kind) for types, _ in value for kind in (types if isinstance(types, list) else [types])}
     if kinds <= {"global", "flash"}:
         return implied("the engine's own attention: the same function", attention_impl="auto")
-    return refused(f"{', '.join(sorted(kinds - {'global', 'flash'}))}: every layer attends to all before it")
+    return unsupported(f"{', '.join(sorted(kinds - {'global', 'flash'}))}: every layer attends to all before it")
 
 
-def _vocabulary_multiple(value: Any, source: Source) -> Reading:
-    theirs = max(source.number("model_parallel_size"), 1)
+def _vocabulary_multiple(value: Any, source: ForeignConfig) -> Conversion:
+    theirs = max(source.integer("model_parallel_size"), 1)
     ours = int(str(source.flags.get("tensor_parallel_size", theirs)))
-    if not whole(value) or value < 1:
-        return refused("expected a whole number, at least 1")
+    if not is_integer(value) or value < 1:
+        return unsupported("expected a whole number, at least 1")
     rows = f"rows are padded to a multiple of {value * theirs} = {value} x {theirs} tensor ranks, as in the source"
     if (value * theirs) % ours:
-        return refused(
+        return unsupported(
             f"{rows}; --tensor_parallel_size={ours} does not divide that: give --make_vocab_size_divisible_by"
         )
     return implied(rows, make_vocab_size_divisible_by=value * theirs // ours)
@@ -147,9 +147,9 @@ ARCHITECTURE = {
             *("max_position_embeddings", "hidden_dropout", "attention_dropout", "seed", "eod_mask_loss"),
         )
     },
-    "norm": Rule(_norm, ("norm_type",), "layernorm, rmsnorm"),
-    "layernorm_epsilon": Rule(_eps("layernorm"), ("norm_eps",), "with norm layernorm"),
-    "rms_norm_epsilon": Rule(_eps("rmsnorm"), ("norm_eps",), "with norm rmsnorm"),
+    "norm": KeyMapping(_norm, ("norm_type",), "layernorm, rmsnorm"),
+    "layernorm_epsilon": KeyMapping(_eps("layernorm"), ("norm_eps",), "with norm layernorm"),
+    "rms_norm_epsilon": KeyMapping(_eps("rmsnorm"), ("norm_eps",), "with norm rmsnorm"),
     "pos_emb": choice(
         {
             "rotary": mapped(position_embedding_type="rope"),
@@ -162,18 +162,18 @@ ARCHITECTURE = {
     "no_weight_tying": choice(
         {True: mapped(tie_word_embeddings=False), False: mapped(tie_word_embeddings=True)}, "not"
     ),
-    "activation": Rule(_activation, ("activation",), "gelu with bias_gelu_fusion is gelu_tanh"),
+    "activation": KeyMapping(_activation, ("activation",), "gelu with bias_gelu_fusion is gelu_tanh"),
     "bias_gelu_fusion": choice(
-        {True: implied("with activation gelu: its tanh approximation"), False: rests("gelu is exact")},
+        {True: implied("with activation gelu: its tanh approximation"), False: unchanged("gelu is exact")},
         "gelu is then gelu_tanh",
     ),
-    "mlp_type": choice({"regular": rests("as activation says"), "llama": implied("SwiGLU, with activation")}),
+    "mlp_type": choice({"regular": unchanged("as activation says"), "llama": implied("SwiGLU, with activation")}),
     "intermediate_size": FEED_FORWARD,
     "expansion_factor": FEED_FORWARD,
     "mlp_multiple_of": FEED_FORWARD,
     "gpt_j_residual": to("parallel_residual"),
-    "gpt_j_tied": off("one norm for attention and feed-forward together"),
-    "use_bias_in_norms": Rule(_norm_bias, ("norm_bias",), "RMSNorm has none"),
+    "gpt_j_tied": must_be_off("one norm for attention and feed-forward together"),
+    "use_bias_in_norms": KeyMapping(_norm_bias, ("norm_bias",), "RMSNorm has none"),
     "use_bias_in_attn_linear": to("attn_bias"),
     "use_bias_in_mlp": to("mlp_bias"),
     "init_method": _init("init_method"),
@@ -181,10 +181,10 @@ ARCHITECTURE = {
     "init_method_std": to("init_std"),
     "sliding_window_width": to("sliding_window"),
     "use_qk_layernorm": to("qk_norm"),
-    "attention_config": Rule(_attention, ("attention_impl",), "global and flash alone"),
-    "apply_query_key_layer_scaling": no_op("the factor is taken back in the fp32 softmax: the same numbers"),
-    "attention_softmax_in_fp32": no_op("the softmax is in fp32"),
-    "make_vocab_size_divisible_by": Rule(
+    "attention_config": KeyMapping(_attention, ("attention_impl",), "global and flash alone"),
+    "apply_query_key_layer_scaling": ignore("the factor is taken back in the fp32 softmax: the same numbers"),
+    "attention_softmax_in_fp32": ignore("the softmax is in fp32"),
+    "make_vocab_size_divisible_by": KeyMapping(
         _vocabulary_multiple, ("make_vocab_size_divisible_by",), "times the tensor ranks, in both"
     ),
 }
@@ -200,73 +200,73 @@ OPTIMIZERS = {
     "sm3": mapped(optimizer="sm3"),
     "madgrad_wd": mapped(optimizer="madgrad_wd"),
     "lion": mapped(optimizer="lion"),
-    "onebitadam": refused("compressed communication"),
-    "sgd": refused("NeoX's sgd is muP's"),
+    "onebitadam": unsupported("compressed communication"),
+    "sgd": unsupported("NeoX's sgd is muP's"),
 }
 
 
-def ours(source: Source) -> str:
+def ours(source: ForeignConfig) -> str:
     """The optimizer that optimizer.type comes to."""
     named = OPTIMIZERS.get(str(source.get("optimizer.type", "adam")).lower(), OPTIMIZERS["adam"])
     return str(named.values.get("optimizer", "adamw"))
 
 
-def _weight_decay(value: Any, source: Source) -> Reading:
+def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
     if DEFAULTS[ours(source)].weight_decay is None:
         return ignored("GPT-NeoX hands it to SM3, which has none")
     return mapped(weight_decay=value)
 
 
-def _decay(value: Any, source: Source) -> Reading:
+def _decay(value: Any, source: ForeignConfig) -> Conversion:
     above = source.get("weight_decay")
     if above is not None and value != above:
-        return refused(f"weight_decay={above} stands at the top too; NeoX refuses both")
+        return unsupported(f"weight_decay={above} stands at the top too; NeoX refuses both")
     return _weight_decay(value, source)
 
 
-def _max_norm(value: Any, source: Source) -> Reading:
-    if "gradient_clipping" in source.leaves or "clip_grad" in source.leaves:
+def _max_norm(value: Any, source: ForeignConfig) -> Conversion:
+    if "gradient_clipping" in source.values or "clip_grad" in source.values:
         return implied("gradient_clipping counts")
     return mapped(grad_clip_thresh=value)
 
 
-def _argument(_: Any, source: Source) -> Reading:
+def _argument(_: Any, source: ForeignConfig) -> Conversion:
     if str(source.get("optimizer.type", "adam")).lower() in ADAM_LIKE:
-        return refused("no argument of this optimizer")
+        return unsupported("no argument of this optimizer")
     given = {name: source.get(PARAMS + name) for name in ("momentum", "beta")}
     text = argument_text({name: value for name, value in given.items() if value is not None})
     return implied("all of the optimizer's own arguments", optimizer_args=text)
 
 
-def _style(value: Any, source: Source) -> Reading:
+def _style(value: Any, source: ForeignConfig) -> Conversion:
     era = "neox2022" if of_2022(source) else "neox"
     name = str(value).lower()
     if name == "constant":
         return mapped(lr_schedule="constant")
     if name not in ("linear", "cosine", "exponential"):
-        return refused("known are constant, linear, cosine and exponential")
+        return unsupported("known are constant, linear, cosine and exponential")
     return mapped(lr_schedule=f"{era}_{name}")
 
 
-def _warmup(value: Any, source: Source) -> Reading:
+def _warmup(value: Any, source: ForeignConfig) -> Conversion:
     if not isinstance(value, int | float) or not 0 <= value <= 1:
-        return refused("a share of the schedule, from 0 to 1; this looks like a number of steps")
+        return unsupported("a share of the schedule, from 0 to 1; this looks like a number of steps")
     if source.get("warmup_iters") is not None:
         return implied("warmup_iters counts")
     return mapped(lr_warmup_ratio=float(value)) if value else implied("0: none")
 
 
-def _decay_to(value: Any, source: Source) -> Reading:
+def _decay_to(value: Any, source: ForeignConfig) -> Conversion:
     rate = source.get(f"{PARAMS}lr", 0.001)
     if not all(isinstance(number, int | float) for number in (value, rate)):
-        return refused("expected a number")
+        return unsupported("expected a number")
     return implied("times the peak; no key of NeoX's own", min_lr=value * rate)
 
 
-def _decay_share(value: Any, source: Source) -> Reading:
-    steps = source.number("train_iters", 0)
+def _decay_share(value: Any, source: ForeignConfig) -> Conversion:
+    steps = source.integer("train_iters", 0)
     if not isinstance(value, int | float) or not 0 < value <= 1 or steps < 1:
-        return refused("expected a share of train_iters")
+        return unsupported("expected a share of train_iters")
     return implied(f"of train_iters={steps}", lr_decay_steps=int(value * steps))
 
 
@@ -275,24 +275,24 @@ OPTIM = {
     f"{PARAMS}lr": to("learning_rate"),
     f"{PARAMS}betas": betas_of(ours),
     f"{PARAMS}eps": to("optimizer_eps"),
-    f"{PARAMS}weight_decay": Rule(_decay, ("weight_decay",), "the same as at the top"),
-    f"{PARAMS}max_grad_norm": Rule(_max_norm, ("grad_clip_thresh",), "where gradient_clipping is absent"),
-    f"{PARAMS}momentum": Rule(_argument, ("optimizer_args",), "one of optimizer_args"),
-    f"{PARAMS}beta": Rule(_argument, ("optimizer_args",), "one of optimizer_args"),
+    f"{PARAMS}weight_decay": KeyMapping(_decay, ("weight_decay",), "the same as at the top"),
+    f"{PARAMS}max_grad_norm": KeyMapping(_max_norm, ("grad_clip_thresh",), "where gradient_clipping is absent"),
+    f"{PARAMS}momentum": KeyMapping(_argument, ("optimizer_args",), "one of optimizer_args"),
+    f"{PARAMS}beta": KeyMapping(_argument, ("optimizer_args",), "one of optimizer_args"),
     **{
-        PARAMS + name: Rule(lambda _, __: refused("of OneBitAdam"), (), "refused: of OneBitAdam")
+        PARAMS + name: KeyMapping(lambda _, __: unsupported("of OneBitAdam"), (), "refused: of OneBitAdam")
         for name in ("freeze_step", "cuda_aware", "comm_backend_name")
     },
     "gradient_clipping": to("grad_clip_thresh"),
     "clip_grad": to("grad_clip_thresh"),
-    "weight_decay": Rule(_weight_decay, ("weight_decay",), "not read by SM3"),
-    "lr_decay_style": Rule(_style, ("lr_schedule",), "neox_ or neox2022_ and the style; constant"),
+    "weight_decay": KeyMapping(_weight_decay, ("weight_decay",), "not read by SM3"),
+    "lr_decay_style": KeyMapping(_style, ("lr_schedule",), "neox_ or neox2022_ and the style; constant"),
     "lr_decay_iters": to("lr_decay_steps"),
-    "lr_decay_fraction": Rule(_decay_share, ("lr_decay_steps",), "times train_iters"),
-    "warmup": Rule(_warmup, ("lr_warmup_ratio",), "share of the schedule"),
+    "lr_decay_fraction": KeyMapping(_decay_share, ("lr_decay_steps",), "times train_iters"),
+    "warmup": KeyMapping(_warmup, ("lr_warmup_ratio",), "share of the schedule"),
     "warmup_iters": to("lr_warmup_steps", "no key of NeoX's own"),
-    "decay_lr_to": Rule(_decay_to, ("min_lr",), "times the peak"),
+    "decay_lr_to": KeyMapping(_decay_to, ("min_lr",), "times the peak"),
     "min_lr": to("min_lr"),
     "override_lr_scheduler": to("override_lr_on_resume"),
-    "use_checkpoint_lr_scheduler": no_op("the checkpoint's rate counts unless override_lr_on_resume"),
+    "use_checkpoint_lr_scheduler": ignore("the checkpoint's rate counts unless override_lr_on_resume"),
 }

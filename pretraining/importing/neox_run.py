@@ -6,27 +6,27 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.importing.megatron import mixture
-from pretraining.importing.rules import (
-    Reading,
-    Rule,
-    Source,
+from pretraining.importing.mappings import (
+    Conversion,
+    ForeignConfig,
+    KeyMapping,
     choice,
+    ignore,
     ignored,
     implied,
+    is_integer,
     mapped,
-    no_op,
     read_with,
-    refused,
-    rests,
     to,
-    whole,
+    unchanged,
+    unsupported,
 )
+from pretraining.importing.megatron import mixture
 
 # ---- batch
 
 
-def _batch(source: Source) -> tuple[int | None, int | None, int | None]:
+def _batch(source: ForeignConfig) -> tuple[int | None, int | None, int | None]:
     """(global batch, micro-batch, passes) by NeoX's rule; None where only the number of devices would tell.
 
     NeoX takes 1 for absent passes even where total and micro-batch are given and then fails; here they follow.
@@ -45,7 +45,7 @@ def _batch(source: Source) -> tuple[int | None, int | None, int | None]:
     return total, micro, passes
 
 
-def data_ranks(source: Source) -> int | None:
+def data_ranks(source: ForeignConfig) -> int | None:
     """Data-parallel ranks of the source: --source_world_size, or what the file says, by the model's ranks."""
     given = source.flags.get("source_world_size")
     devices = int(str(given)) if given else _size("global_num_gpus", source)
@@ -54,19 +54,19 @@ def data_ranks(source: Source) -> int | None:
         devices = nodes * each
     if devices is None:
         return None
-    model = max(source.number("pipe_parallel_size"), 1) * max(source.number("model_parallel_size"), 1)
+    model = max(source.integer("pipe_parallel_size"), 1) * max(source.integer("model_parallel_size"), 1)
     return max(devices // model, 1)
 
 
-def _size(key: str, source: Source) -> int | None:
+def _size(key: str, source: ForeignConfig) -> int | None:
     """A whole number from 1; None where the key is absent or holds none, which its own record says."""
-    value = source.number(key, 0)
+    value = source.integer(key, 0)
     return value if value >= 1 else None
 
 
-def _batch_key(value: Any, source: Source) -> Reading:
-    if not whole(value) or value < 1:
-        return refused("expected a whole number, at least 1")
+def _batch_key(value: Any, source: ForeignConfig) -> Conversion:
+    if not is_integer(value) or value < 1:
+        return unsupported("expected a whole number, at least 1")
     total, micro, passes = _batch(source)
     known = {"global_batch_size": total, "batch_size": micro}
     values = {name: size for name, size in known.items() if size is not None}
@@ -77,7 +77,7 @@ def _batch_key(value: Any, source: Source) -> Reading:
     return implied("train_batch_size = micro batch x accumulation x data-parallel ranks", **values)
 
 
-def batch_agrees(source: Source) -> Iterator[Problem]:
+def batch_agrees(source: ForeignConfig) -> Iterator[Problem]:
     """The three sizes of a batch are one arithmetic; refused with the micro-batches that divide."""
     total, micro, passes = _batch(source)
     ranks = data_ranks(source)
@@ -93,7 +93,7 @@ def batch_agrees(source: Source) -> Iterator[Problem]:
         yield Problem(f"train_batch_size={total}", words)
 
 
-BATCH = Rule(
+BATCH = KeyMapping(
     _batch_key,
     ("global_batch_size", "batch_size", "gradient_accumulation_steps"),
     "batch = micro batch x accumulation x ranks",
@@ -102,36 +102,36 @@ BATCH = Rule(
 # ---- data, precision, checkpoints
 
 
-def _corpus(value: Any, source: Source) -> Reading:
-    if any(f"{part}_data_path{ending}" in source.leaves for part in ("train", "valid", "test") for ending in ("", "s")):
-        return refused("excludes train, valid and test paths; leave one out")
+def _corpus(value: Any, source: ForeignConfig) -> Conversion:
+    if any(f"{part}_data_path{ending}" in source.values for part in ("train", "valid", "test") for ending in ("", "s")):
+        return unsupported("excludes train, valid and test paths; leave one out")
     return implied("Megatron's index beside its .bin", data_path=f"{value}.idx")
 
 
-def _paths(prefix: str) -> Callable[[Any, Source], Reading]:
+def _paths(prefix: str) -> Callable[[Any, ForeignConfig], Conversion]:
     """A corpus or a list of them, for training ("") or validation ("valid_"): all three kinds of paths or none."""
 
-    def read(value: Any, source: Source) -> Reading:
+    def read(value: Any, source: ForeignConfig) -> Conversion:
         kinds = ("train", "valid", "test")
         given = [kind for kind in kinds if source.get(f"{kind}_data_paths") or source.get(f"{kind}_data_path")]
         if len(given) != 3:
-            return refused("train, valid and test paths are given together, or data_path alone")
+            return unsupported("train, valid and test paths are given together, or data_path alone")
         paths = [f"{path}.idx" for path in (value if isinstance(value, list) else [value])]
         weights = source.get(f"{prefix.rstrip('_') or 'train'}_data_weights") or []
         found = mixture(paths, [str(weight) for weight in weights] or ["1.0"] * len(paths))
         values = {f"{prefix}{name}": setting for name, setting in found.values.items()}
         if prefix == "test_" and values.keys() - {"test_data_path"}:
-            return refused("a mixture to test on; name one path")
+            return unsupported("a mixture to test on; name one path")
         return found._replace(values=values)
 
     return read
 
 
-def _half(value: Any, source: Source) -> Reading:
+def _half(value: Any, source: ForeignConfig) -> Conversion:
     named = str(source.get("precision", "")).lower()
     kind = str(source.get("fp16.type", "")).lower()
     if value and named == "fp32":
-        return refused("contradicts precision=fp32")
+        return unsupported("contradicts precision=fp32")
     if value and (kind == "bfloat16" or named == "bfloat16"):
         return mapped(precision="mixed_bf16", mixed_precision=True)
     if value:
@@ -141,32 +141,32 @@ def _half(value: Any, source: Source) -> Reading:
     return mapped(precision="fp32", mixed_precision=False)
 
 
-def _save(value: Any, source: Source) -> Reading:
+def _save(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("save_interval") and not source.get("checkpoint_factor"):
-        return refused("save without save_interval or checkpoint_factor, which NeoX refuses too")
+        return unsupported("save without save_interval or checkpoint_factor, which NeoX refuses too")
     return mapped(ckpt_save_path=value)
 
 
-def _steps_text(value: Any, _: Source) -> Reading:
+def _steps_text(value: Any, _: ForeignConfig) -> Conversion:
     steps = value if isinstance(value, list) else [value]
     return mapped(extra_checkpoint_steps=",".join(map(str, steps)))
 
 
-def _validation(field: str) -> Callable[[Any, Source], Reading]:
+def _validation(field: str) -> Callable[[Any, ForeignConfig], Conversion]:
     """NeoX validates where the file has data for it; eval_interval beyond the last step is none."""
 
-    def read(value: Any, source: Source) -> Reading:
+    def read(value: Any, source: ForeignConfig) -> Conversion:
         held = source.get("split") or any(source.get(f"valid_data_path{ending}") for ending in ("", "s"))
-        if not held and not source.knows("split", "valid_data_path", "use_dummy_dataset"):
+        if not held and not source.has_flag("split", "valid_data_path", "use_dummy_dataset"):
             return implied("the file names no data to validate on: none", **{field: 0})
-        if field == "val_interval" and source.number("train_iters", 0) < source.number("eval_interval", 0):
+        if field == "val_interval" and source.integer("train_iters", 0) < source.integer("eval_interval", 0):
             return implied("never reached within train_iters: none", val_interval=0)
         return mapped(**{field: value})
 
     return read
 
 
-def _eval_iters(value: Any, source: Source) -> Reading:
+def _eval_iters(value: Any, source: ForeignConfig) -> Conversion:
     values = _validation("val_steps")(value, source).values
     shares = str(source.get("split", "")).replace("/", ",").split(",")
     tested = (len(shares) > 2 and shares[2].strip() not in ("", "0")) or source.get("test_data_paths")
@@ -174,24 +174,24 @@ def _eval_iters(value: Any, source: Source) -> Reading:
     return implied(note, **values, test_steps=value if tested else 0)
 
 
-def _budget(batches: Any, source: Source) -> str:
+def _budget(batches: Any, source: ForeignConfig) -> str:
     """Sequences that NeoX sets aside: (train_iters // eval_interval + 1) x eval_iters x batch, and for the test."""
-    total, every, steps = _batch(source)[0], source.number("eval_interval", 0), source.number("train_iters", 0)
-    if total is None or every < 1 or not whole(batches):
+    total, every, steps = _batch(source)[0], source.integer("eval_interval", 0), source.integer("train_iters", 0)
+    if total is None or every < 1 or not is_integer(batches):
         return ""
     return f": {(steps // every + 1) * batches * total} and {batches * total} sequences in NeoX"
 
 
-def _profile_stop(value: Any, source: Source) -> Reading:
+def _profile_stop(value: Any, source: ForeignConfig) -> Conversion:
     start = source.get("profile_step_start")
     if not source.get("profile"):
         return ignored("profiling is off")
-    if not whole(value) or not whole(start) or value <= start:
-        return refused("expected a step after profile_step_start")
+    if not is_integer(value) or not is_integer(start) or value <= start:
+        return unsupported("expected a step after profile_step_start")
     return implied("profile_step_stop - profile_step_start", profile_num_steps=value - start)
 
 
-def _profile_start(value: Any, source: Source) -> Reading:
+def _profile_start(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("profile"):
         return ignored("profiling is off")
     return mapped(profile_start_step=value)
@@ -205,9 +205,9 @@ RUN = {
     "train_micro_batch_size_per_gpu": BATCH,
     "gradient_accumulation_steps": BATCH,
     "gas": BATCH,
-    "data_path": Rule(_corpus, ("data_path",), "and .idx"),
+    "data_path": KeyMapping(_corpus, ("data_path",), "and .idx"),
     **{
-        f"{kind}_data_path{ending}": Rule(_paths(prefix), fields, "all three or none")
+        f"{kind}_data_path{ending}": KeyMapping(_paths(prefix), fields, "all three or none")
         for kind, prefix, fields in (
             ("train", "", ("data_path", "datasets", "weights")),
             ("valid", "valid_", ("valid_data_path", "valid_datasets", "valid_weights")),
@@ -221,17 +221,17 @@ RUN = {
         {
             "mmap": implied(".idx and .bin", file_type="megatron"),
             "infer": implied("told by the files", file_type="auto"),
-            "cached": refused("an index that is no longer written"),
+            "cached": unsupported("an index that is no longer written"),
         }
     ),
-    "num_workers": Rule(
+    "num_workers": KeyMapping(
         lambda value, _: (
-            implied("at least one", num_workers=max(value, 1)) if whole(value) else mapped(num_workers=value)
+            implied("at least one", num_workers=max(value, 1)) if is_integer(value) else mapped(num_workers=value)
         ),
         ("num_workers",),
         "at least 1",
     ),
-    "fp16.enabled": Rule(_half, ("precision", "mixed_precision"), "true: mixed_bf16; false: fp32"),
+    "fp16.enabled": KeyMapping(_half, ("precision", "mixed_precision"), "true: mixed_bf16; false: fp32"),
     "fp16.type": choice({"bfloat16": implied("with enabled"), "fp16": implied("bf16 in its place")}),
     "precision": choice(
         {
@@ -240,24 +240,24 @@ RUN = {
             "fp32": mapped(precision="fp32", mixed_precision=False),
         }
     ),
-    "bf16.enabled": choice({True: _BF16, False: rests("another key says which precision")}),
+    "bf16.enabled": choice({True: _BF16, False: unchanged("another key says which precision")}),
     **{
-        f"fp16.{name}": no_op("bf16 needs no loss scale")
+        f"fp16.{name}": ignore("bf16 needs no loss scale")
         for name in (
             *("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale", "initial_scale_power", "fp16"),
             *("auto_cast", "consecutive_hysteresis"),
         )
     },
-    "fp32_allreduce": choice({True: mapped(reduce_dtype="fp32"), False: rests("gradients are reduced in fp32")}),
+    "fp32_allreduce": choice({True: mapped(reduce_dtype="fp32"), False: unchanged("gradients are reduced in fp32")}),
     "data_types.grad_accum_dtype": choice(
         {"fp32": implied("gradients add up in fp32"), "bf16": implied("gradients add up in fp32 all the same")}
     ),
-    "save": Rule(_save, ("ckpt_save_path",), "with a period"),
+    "save": KeyMapping(_save, ("ckpt_save_path",), "with a period"),
     "load": to("ckpt_load_path"),
     "save_interval": to("checkpoint_interval"),
     "checkpoint_factor": to("checkpoint_interval"),
     "checkpoint_scale": to("checkpoint_scale"),
-    "extra_save_iters": Rule(_steps_text, ("extra_checkpoint_steps",), "comma-separated"),
+    "extra_save_iters": KeyMapping(_steps_text, ("extra_checkpoint_steps",), "comma-separated"),
     "keep_last_n_checkpoints": to("keep_last_n_checkpoints"),
     "finetune": to("load_weights_only"),
     "no_load_optim": to("load_weights_only"),
@@ -265,12 +265,12 @@ RUN = {
     "tensorboard_dir": to("tensorboard_dir"),
     "log_dir": to("log_dir"),
     "log_interval": to("report_interval"),
-    "eval_interval": Rule(_validation("val_interval"), ("val_interval",), "where the file names validation data"),
-    "eval_iters": Rule(_eval_iters, ("val_steps", "test_steps"), "of a validation, and of the test"),
-    "checkpoint_activations": Rule(
+    "eval_interval": KeyMapping(_validation("val_interval"), ("val_interval",), "where the file names validation data"),
+    "eval_iters": KeyMapping(_eval_iters, ("val_steps", "test_steps"), "of a validation, and of the test"),
+    "checkpoint_activations": KeyMapping(
         lambda value, _: mapped(fsdp_activation_checkpointing=value), ("fsdp_activation_checkpointing",)
     ),
-    "checkpoint_num_layers": Rule(
+    "checkpoint_num_layers": KeyMapping(
         lambda value, source: (
             mapped(checkpoint_num_layers=value)
             if source.get("checkpoint_activations")
@@ -283,8 +283,8 @@ RUN = {
     "log_grad_norm": to("log_grad_norm"),
     "profile": to("use_profiler"),
     "memory_profiling": to("memory_profiling"),
-    "profile_step_start": Rule(_profile_start, ("profile_start_step",)),
-    "profile_step_stop": Rule(_profile_stop, ("profile_num_steps",), "minus profile_step_start"),
+    "profile_step_start": KeyMapping(_profile_start, ("profile_start_step",)),
+    "profile_step_stop": KeyMapping(_profile_stop, ("profile_num_steps",), "minus profile_step_start"),
     "use_wandb": choice({True: mapped(tracker="wandb"), False: mapped(tracker="")}),
     "wandb_project": to("tracker_project_name"),
 }

@@ -6,22 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 from pretraining.importing import lightning, megatron, megatron_optim
-from pretraining.importing.rules import (
-    Reading,
-    Rule,
-    Source,
-    Table,
+from pretraining.importing.mappings import (
+    Conversion,
+    ForeignConfig,
+    Format,
+    KeyMapping,
     choice,
+    ignore,
     ignored,
     implied,
+    is_integer,
     mapped,
-    no_op,
-    off,
-    refused,
-    rests,
+    must_be_off,
+    only,
     to,
-    unless,
-    whole,
+    unchanged,
+    unsupported,
 )
 
 NEURON = "for Neuron's compiler and runtime alone"
@@ -32,83 +32,83 @@ MIXED = {"precision": "mixed_bf16", "mixed_precision": True}
 UNBUILT = "training has no pipelines yet: fold them with --import_pp=fold"
 
 
-def _name(value: Any, source: Source) -> Reading:
+def _name(value: Any, source: ForeignConfig) -> Conversion:
     if "mixtral" in str(value).lower():
-        return refused("a name with mixtral makes NxD Training build a mixture of experts")
+        return unsupported("a name with mixtral makes NxD Training build a mixture of experts")
     inner = source.get("exp_manager.name")
     return mapped(run_name=value) if inner in (None, value) else implied(f"exp_manager.name={inner} counts")
 
 
-def _compile_cache(value: Any, _: Source) -> Reading:
+def _compile_cache(value: Any, _: ForeignConfig) -> Conversion:
     if "://" in str(value):
         return ignored("no folder of this machine")
     return implied("XLA's cache in place of Neuron's", compile_cache_dir=value)
 
 
-def _zero1(value: Any, _: Source) -> Reading:
+def _zero1(value: Any, _: ForeignConfig) -> Conversion:
     return mapped(sharding_strategy="zero1" if value else "ddp")
 
 
-def pipeline(value: Any, source: Source) -> Reading:
+def pipeline(value: Any, source: ForeignConfig) -> Conversion:
     """Stages, or with import_pp=fold none: their devices take rows of their own, which changes no loss."""
     if str(source.flags.get("import_pp", "keep")) == "fold" and value not in (0, 1):
         return implied(f"{value} stages are folded into data parallelism", pipeline_parallel_size=1)
-    count = max(value, 1) if whole(value) else value
-    return Reading("mapped", {"pipeline_parallel_size": count}, UNBUILT if count != 1 else "")
+    count = max(value, 1) if is_integer(value) else value
+    return Conversion("mapped", {"pipeline_parallel_size": count}, UNBUILT if count != 1 else "")
 
 
-def virtual_pipeline(value: Any, source: Source) -> Reading:
+def virtual_pipeline(value: Any, source: ForeignConfig) -> Conversion:
     """Interleaved pieces of a stage, which go where the stages go."""
     if str(source.flags.get("import_pp", "keep")) == "fold" and value != 1:
         return implied("folded with the stages", virtual_pipeline_size=1)
     return mapped(virtual_pipeline_size=value)
 
 
-def _sequence_parallel(value: Any, source: Source) -> Reading:
-    if value and source.number(megatron.tensor_key(source)) == 1:
+def _sequence_parallel(value: Any, source: ForeignConfig) -> Conversion:
+    if value and source.integer(megatron.tensor_key(source)) == 1:
         return implied("off without tensor parallelism, as in the source", sequence_parallel=False)
     return mapped(sequence_parallel=value)
 
 
-SEQUENCE_PARALLEL = Rule(_sequence_parallel, ("sequence_parallel",), "off with one tensor rank")
+SEQUENCE_PARALLEL = KeyMapping(_sequence_parallel, ("sequence_parallel",), "off with one tensor rank")
 
 
-def _model_config(value: Any, source: Source) -> Reading:
-    if source.knows("model_config_path", "model_variant"):
+def _model_config(value: Any, source: ForeignConfig) -> Conversion:
+    if source.has_flag("model_config_path", "model_variant"):
         return implied("given on the command line instead")
-    path = source.folder / str(value)
+    path = source.files["model.model_config"].parent / str(value)
     if not path.is_file():
-        return refused("no such file; give --model_config_path=FILE, or --model_variant=llama3_8b or another")
+        return unsupported("no such file; give --model_config_path=FILE, or --model_variant=llama3_8b or another")
     return mapped(model_config_path=str(path))
 
 
-def _rows(value: Any, _: Source) -> Reading:
+def _rows(value: Any, _: ForeignConfig) -> Conversion:
     note = "rows are read as documents: a separator follows each, unless strip_tokens or sep_token say otherwise"
     return implied(note, data_path=value, col_name="input_ids")
 
 
-def _norm_decay(value: Any, source: Source) -> Reading:
+def _norm_decay(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("model_source") == "hf":
         return implied("as documented; NxD Training's hf path does the opposite", norm_weight_decay=value)
     return mapped(norm_weight_decay=value)
 
 
-def _weight_decay(value: Any, source: Source) -> Reading:
+def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("model_source") == "hf" and value != 0.01:
         return implied("as written; NxD Training's hf path takes 0.01 whatever is written", weight_decay=value)
     return mapped(weight_decay=value)
 
 
-def _dimension(name: str) -> Rule:
+def _dimension(name: str) -> KeyMapping:
     """A dimension; -1 leaves it to model_config."""
 
-    def read(value: Any, _: Source) -> Reading:
+    def read(value: Any, _: ForeignConfig) -> Conversion:
         return implied("-1: model_config's") if value == -1 else mapped(**{name: value})
 
-    return Rule(read, (name,), "-1: model_config's")
+    return KeyMapping(read, (name,), "-1: model_config's")
 
 
-def _of_megatron(value: Any) -> Callable[[Source], Any]:
+def _of_megatron(value: Any) -> Callable[[ForeignConfig], Any]:
     """A default of the Megatron models; the Hugging Face models take what their config.json says."""
     return lambda source: value if source.get("model_source") == "megatron" else None
 
@@ -116,23 +116,23 @@ def _of_megatron(value: Any) -> Callable[[Source], Any]:
 # ---- precision
 
 
-def _knob(name: str) -> Rule:
-    def read(value: Any, source: Source) -> Reading:
+def _knob(name: str) -> KeyMapping:
+    def read(value: Any, source: ForeignConfig) -> Conversion:
         if source.get("precision.type") != "manual":
             return ignored("read by NxD Training with type manual alone")
         return mapped(**{name: str(value).lower() in ("1", "true")})
 
-    return Rule(read, (name,), "with type manual alone")
+    return KeyMapping(read, (name,), "with type manual alone")
 
 
-def _bf16_switch(value: Any, source: Source) -> Reading:
+def _bf16_switch(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("precision.type") != "manual":
         return ignored("read by NxD Training with type manual alone")
     both = [str(source.get(f"precision.xla_{name}_bf16", "0")) for name in ("use", "downcast")]
     if both == ["1", "1"]:
-        return refused("xla_use_bf16 and xla_downcast_bf16 exclude each other")
+        return unsupported("xla_use_bf16 and xla_downcast_bf16 exclude each other")
     if both == ["0", "0"]:
-        return refused("type manual without bf16; use type fp32")
+        return unsupported("type manual without bf16; use type fp32")
     return implied("parameters and activations in bf16")
 
 
@@ -151,12 +151,12 @@ PRECISION = {
     "precision.master_weights": _knob("master_weights"),
     "precision.fp32_grad_acc": _knob("fp32_grad_acc"),
     "precision.neuron_rt_stochastic_rounding_en": _knob("stochastic_rounding"),
-    "precision.xla_use_bf16": Rule(_bf16_switch, (), "with type manual alone"),
-    "precision.xla_downcast_bf16": Rule(_bf16_switch, (), "with type manual alone"),
+    "precision.xla_use_bf16": KeyMapping(_bf16_switch, (), "with type manual alone"),
+    "precision.xla_downcast_bf16": KeyMapping(_bf16_switch, (), "with type manual alone"),
     "precision.fp32_grads_cc": choice(
-        {True: mapped(reduce_dtype="fp32"), False: rests("off")}, "true: gradients are reduced in fp32"
+        {True: mapped(reduce_dtype="fp32"), False: unchanged("off")}, "true: gradients are reduced in fp32"
     ),
-    "precision.parallel_layers_reduce_dtype": no_op("partial sums are reduced as the engine computes them"),
+    "precision.parallel_layers_reduce_dtype": ignore("partial sums are reduced as the engine computes them"),
 }
 
 # ---- LoRA
@@ -164,7 +164,7 @@ PRECISION = {
 _PEFT = "model_alignment_strategy.peft."
 
 
-def _targets(value: Any, _: Source) -> Reading:
+def _targets(value: Any, _: ForeignConfig) -> Conversion:
     names = value if isinstance(value, list) else str(value).split(",")
     if "qkv_proj" not in names:
         return mapped(lora_target_modules=",".join(map(str, names)))
@@ -172,79 +172,84 @@ def _targets(value: Any, _: Source) -> Reading:
     return implied("qkv_proj is three layers here", lora_target_modules=",".join(dict.fromkeys(split)))
 
 
-def _lora_saving(_: Any, source: Source) -> Reading:
+def _lora_saving(_: Any, source: ForeignConfig) -> Conversion:
     base, merge = (bool(source.get(_PEFT + name)) for name in ("save_lora_base", "merge_lora"))
     if merge and not base:
-        return refused("merge_lora needs save_lora_base")
+        return unsupported("merge_lora needs save_lora_base")
     mode = {(False, False): "adapter", (True, False): "base_and_adapter", (True, True): "merged"}[base, merge]
     return implied("save_lora_base with merge_lora", lora_save_mode=mode)
 
 
 LORA = {
     **{_PEFT + name: to(name) for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_bias")},
-    f"{_PEFT}target_modules": Rule(_targets, ("lora_target_modules",), "qkv_proj: q_proj,k_proj,v_proj"),
-    f"{_PEFT}save_lora_base": Rule(_lora_saving, ("lora_save_mode",), "with merge_lora"),
-    f"{_PEFT}merge_lora": Rule(_lora_saving, ("lora_save_mode",), "with save_lora_base"),
-    f"{_PEFT}save_lora_config_adapter": no_op("PEFT's files always hold it"),
-    f"{_PEFT}load_lora_from_ckpt": off("name the adapter with --lora_load_path"),
-    f"{_PEFT}lora_verbose": no_op("what is trained is always printed"),
-    "model_alignment_strategy.*": Rule(lambda _, __: refused(ALIGNMENT), (), f"refused: {ALIGNMENT}"),
+    f"{_PEFT}target_modules": KeyMapping(_targets, ("lora_target_modules",), "qkv_proj: q_proj,k_proj,v_proj"),
+    f"{_PEFT}save_lora_base": KeyMapping(_lora_saving, ("lora_save_mode",), "with merge_lora"),
+    f"{_PEFT}merge_lora": KeyMapping(_lora_saving, ("lora_save_mode",), "with save_lora_base"),
+    f"{_PEFT}save_lora_config_adapter": ignore("PEFT's files always hold it"),
+    f"{_PEFT}load_lora_from_ckpt": must_be_off("name the adapter with --lora_load_path"),
+    f"{_PEFT}lora_verbose": ignore("what is trained is always printed"),
+    "model_alignment_strategy.*": KeyMapping(lambda _, __: unsupported(ALIGNMENT), (), f"refused: {ALIGNMENT}"),
 }
 
 DISTRIBUTED = {
     "distributed_strategy.tensor_model_parallel_size": to("tensor_parallel_size"),
-    "distributed_strategy.pipeline_model_parallel_size": Rule(pipeline, ("pipeline_parallel_size",), "or import_pp"),
-    "distributed_strategy.virtual_pipeline_model_parallel_size": Rule(virtual_pipeline, ("virtual_pipeline_size",)),
+    "distributed_strategy.pipeline_model_parallel_size": KeyMapping(
+        pipeline, ("pipeline_parallel_size",), "or import_pp"
+    ),
+    "distributed_strategy.virtual_pipeline_model_parallel_size": KeyMapping(
+        virtual_pipeline, ("virtual_pipeline_size",)
+    ),
     "distributed_strategy.context_parallel_size": to("context_parallel_size"),
-    "distributed_strategy.zero1": Rule(_zero1, ("sharding_strategy",), "true: zero1, false: ddp"),
+    "distributed_strategy.zero1": KeyMapping(_zero1, ("sharding_strategy",), "true: zero1, false: ddp"),
     "distributed_strategy.sequence_parallel": SEQUENCE_PARALLEL,
     "distributed_strategy.kv_replicator": to("kv_replication"),
-    "distributed_strategy.expert_model_parallel_size": unless((1,), "mixtures of experts"),
-    "distributed_strategy.token_shuffle_group_size": unless((1,), "mixtures of experts"),
-    "distributed_strategy.pipeline_model_parallel_split_rank": unless((0,), "models with an encoder"),
+    "distributed_strategy.expert_model_parallel_size": only((1,), "mixtures of experts"),
+    "distributed_strategy.token_shuffle_group_size": only((1,), "mixtures of experts"),
+    "distributed_strategy.pipeline_model_parallel_split_rank": only((0,), "models with an encoder"),
 }
 
-TABLE = Table(
+FORMAT = Format(
+    "nxdt",
     "NxD Training",
     {
-        "name": Rule(_name, ("run_name",), "with mixtral in it: refused"),
+        "name": KeyMapping(_name, ("run_name",), "with mixtral in it: refused"),
         "model_source": choice({kind: implied("says what absent keys stand for") for kind in ("hf", "megatron")}),
         "seed": to("seed"),
         **{
-            name: no_op(NEURON)
+            name: ignore(NEURON)
             for name in (
                 *("compiler_flags", "aync_exec_max_inflight_requests", "async_exec_max_inflight_requests"),
                 *("bucket_size_collectives", "neuron_rt_exec_timeout", "neuron_experimental_compress_rg"),
                 *("trainer.lnc", "trainer.sequential_move_factor"),
             )
         },
-        "compiler_cache_url": Rule(_compile_cache, ("compile_cache_dir",), "where it is a local folder"),
+        "compiler_cache_url": KeyMapping(_compile_cache, ("compile_cache_dir",), "where it is a local folder"),
         **lightning.TRAINER,
         **lightning.EXP_MANAGER,
         **DISTRIBUTED,
         "data.micro_batch_size": to("batch_size"),
         "data.global_batch_size": to("global_batch_size"),
-        "data.train_dir": Rule(_rows, ("data_path", "col_name"), "a folder of datasets' save_to_disk"),
+        "data.train_dir": KeyMapping(_rows, ("data_path", "col_name"), "a folder of datasets' save_to_disk"),
         "data.val_dir": to("valid_data_path"),
         "data.test_dir": to("test_data_path"),
         **megatron.data_rules("data."),
         **megatron.tokenizer_rules("data.tokenizer."),
         **megatron.ARCHITECTURE,
-        "model.model_config": Rule(_model_config, ("model_config_path",), "Hugging Face's config.json"),
+        "model.model_config": KeyMapping(_model_config, ("model_config_path",), "Hugging Face's config.json"),
         "model.num_layers": _dimension("num_layers"),
         "model.hidden_size": _dimension("hidden_size"),
         "model.pipeline_cuts": to("pipeline_cuts"),
-        "model.do_layer_norm_weight_decay": Rule(_norm_decay, ("norm_weight_decay",), "as documented"),
-        "model.fusions.do_layer_norm_weight_decay": Rule(_norm_decay, ("norm_weight_decay",), "as documented"),
+        "model.do_layer_norm_weight_decay": KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented"),
+        "model.fusions.do_layer_norm_weight_decay": KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented"),
         "model.fusions.flash_attention": choice(
             {
                 value: implied("the engine's own attention: the same function", attention_impl="auto")
                 for value in (True, False)
             }
         ),
-        "model.fusions.ring_attention": off("use --context_parallel_size"),
+        "model.fusions.ring_attention": must_be_off("use --context_parallel_size"),
         **megatron_optim.OPTIM,
-        "model.optim.weight_decay": Rule(_weight_decay, ("weight_decay",), "as written"),
+        "model.optim.weight_decay": KeyMapping(_weight_decay, ("weight_decay",), "as written"),
         **PRECISION,
         **LORA,
     },

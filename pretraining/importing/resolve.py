@@ -1,7 +1,7 @@
-"""A foreign configuration and the flags beside it become the values of our fields, with a record of every key.
+"""Resolve a foreign configuration and the flags next to it to values of our fields, with a report of every key.
 
 Flags win over the file. What a table asks for that is no field of TrainConfig, or is no value that the field takes, is
-unsupported: this recipe does not do it. So a row of a table works from the day its field exists.
+unsupported, so a row of a table works from the day its field exists.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pretraining.config.errors import ConfigError, Problem
-from pretraining.config.flags import Values, field_types, read_values
+from pretraining.config.flags import field_types, read_values, with_origin
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import comma_separated
-from pretraining.importing.huggingface import model_config
+from pretraining.importing.convert import convert
+from pretraining.importing.formats import open_foreign
+from pretraining.importing.huggingface import model_flags
 from pretraining.importing.interpolation import MISSING
-from pretraining.importing.rules import Rule, default_of, refused
-from pretraining.importing.source import Opened, open_source
-from pretraining.importing.support import find_rule, nearest, supported
+from pretraining.importing.mappings import ForeignConfig, Format
 
-# How the configuration came to be: no part of the configuration itself.
+# How the configuration was made: no part of the configuration itself.
 ORIGIN = (
     *("config_file", "import_config", "import_format", "import_report", "import_strict", "import_lr_steps"),
     *("model_config_path", "import_pp", "import_only", "source_world_size", "neox_era", "neox_gated_ffn"),
 )
 
 # A flag that makes another field of the file meaningless.
-SAME_MATTER = (
+ALTERNATIVES = (
     ("precision", "mixed_precision"),
     ("lr_warmup_steps", "lr_warmup_ratio"),
     ("global_batch_size", "gradient_accumulation_steps"),
@@ -35,8 +35,8 @@ SAME_MATTER = (
 
 
 @dataclass
-class Record:
-    """What became of one key of the source."""
+class KeyReport:
+    """What one key of the foreign configuration becomes."""
 
     source_key: str
     source_value: Any  # as written
@@ -45,151 +45,121 @@ class Record:
     values: dict[str, Any] = field(default_factory=dict)  # our fields
     note: str = ""
 
-    @property
-    def problem(self) -> Problem:
-        """The record of an unsupported key as a mistake to mend."""
-        return Problem(f"{self.source_key}={self.resolved_value}", self.note)
+    def __str__(self) -> str:
+        return f"{self.source_key}={self.resolved_value}"
 
 
 @dataclass
-class Import:
+class ImportResult:
     """A foreign configuration, resolved."""
 
-    opened: Opened
-    records: list[Record]  # one for each key of the source
-    absent: list[Record]  # what its trainer takes for keys that are not there
-    values: Values
-    problems: list[Problem]  # of the source and of the configuration, all that stop the run
-    warnings: list[Problem]  # unsupported keys that --import_strict=False lets pass
+    format: Format
+    foreign: ForeignConfig
+    keys: list[KeyReport]  # one for each key of the source
+    defaults: list[KeyReport]  # what its trainer takes for keys that are absent
+    flags: dict[str, Any]  # for TrainConfig.from_flags
+    origins: dict[str, str]  # field -> "key=value in FILE"
+    problems: list[Problem]  # of the source, all that stop the run
+    warnings: list[Problem]  # unsupported keys that --import_strict=False accepts
+    config: TrainConfig  # of `flags`, with our defaults where a value cannot be read
+    config_problems: list[Problem]
 
 
-def import_source(flags: Mapping[str, object]) -> Import:
-    """Resolve --import_config with the flags beside it. UserError if no configuration can be read at all."""
-    origin = read_values({name: flags[name] for name in ORIGIN if name in flags}, missing_matters=False)
-    if origin.problems:
-        raise ConfigError(origin.problems)
-    opened = open_source(comma_separated(str(flags["import_config"])), origin.config.import_format, flags)
-    records = [_record(key, value, opened) for key, value in opened.source.leaves.items()]
-    absent = [record for record in (_default(key, opened) for key in opened.table.absent) if record]
-    merged = _merge(records + absent)
-    _overridden(records + absent, flags)
-    config = _configured(merged, flags, origin.config.import_only)
-    unsupported = [record.problem for record in records + absent if record.status == "unsupported"]
-    arithmetic = [problem for check in opened.table.checks for problem in check(opened.source)]
-    stopping = unsupported if origin.config.import_strict else []
-    own = [_traced(problem, records) for problem in config.problems]
-    warnings = [] if stopping else unsupported
-    return Import(opened, records, absent, config, [*stopping, *arithmetic, *own], warnings)
-
-
-def _configured(merged: Mapping[str, Any], flags: Mapping[str, object], only: bool) -> Values:
-    """The configuration of the file's values under the flags."""
+def import_foreign(flags: Mapping[str, object]) -> ImportResult:
+    """Resolve --import_config with the flags next to it. Raises UserError if no configuration can be read at all."""
+    own = read_values({name: flags[name] for name in ORIGIN if name in flags}, missing_matters=False)
+    if own.problems:
+        raise ConfigError(own.problems)
+    format_, foreign = open_foreign(comma_separated(str(flags["import_config"])), own.config.import_format, flags)
+    keys = [_report(key, format_, foreign) for key in foreign.values]
+    defaults = [report for key in format_.defaults for report in _report_default(key, format_, foreign)]
+    merged, origins = _merge([*keys, *defaults], foreign)
+    _override([*keys, *defaults], flags)
+    below, below_origins, problems = model_flags(str({**merged, **flags}.get("model_config_path", "")))
     given = {name: value for name, value in flags.items() if name not in ORIGIN}
-    idle = {other for pair in SAME_MATTER for other in pair if set(pair) & given.keys() and other not in given}
-    below = model_config({"model_config_path": merged.get("model_config_path"), **flags})
+    idle = {other for pair in ALTERNATIVES for other in pair if set(pair) & given.keys() and other not in given}
     values = {"model_variant": "custom", "lr_schedule": "constant", **below, **merged, **given}
-    kept = {name: value for name, value in values.items() if name not in idle and name not in ORIGIN}
-    found = read_values(kept, missing_matters=not only)
-    found.config.import_only = only
-    problems = [problem for problem in found.problems if not (only and _needs_building(problem))]
-    return Values(found.config, problems)
-
-
-def _needs_building(problem: Problem) -> bool:
-    """Pipelines are mapped before they can be trained with."""
-    return problem.subject.startswith(("--pipeline_parallel_size", "--virtual_pipeline_size"))
-
-
-def _traced(problem: Problem, records: list[Record]) -> Problem:
-    """The problem with the key that the field's value came from."""
-    name = problem.subject.removeprefix("--").partition("=")[0]
-    keys = [f"{record.source_key}={record.resolved_value}" for record in records if name in record.values]
-    way_out = ", or --import_pp=fold" if _needs_building(problem) else ""
-    return Problem(problem.subject, f"{problem.remedy}{way_out} [from {', '.join(keys)}]") if keys else problem
+    values = {name: value for name, value in values.items() if name not in ORIGIN and name not in idle}
+    origins = {name: text for name, text in {**below_origins, **origins}.items() if name not in given}
+    if own.config.import_only:
+        values["import_only"] = True
+    refused = [Problem(str(report), report.note) for report in [*keys, *defaults] if report.status == "unsupported"]
+    problems += [problem for check in format_.checks for problem in check(foreign)]
+    warnings = [] if own.config.import_strict else refused
+    problems = problems if warnings else [*refused, *problems]
+    config, mistakes = read_values(values, missing_matters=not own.config.import_only)
+    mistakes = [with_origin(problem, origins) for problem in mistakes]
+    return ImportResult(format_, foreign, keys, defaults, values, origins, problems, warnings, config, mistakes)
 
 
 # ---- one key
 
 
-def _record(key: str, value: Any, opened: Opened) -> Record:
-    raw = opened.raw.get(key)
-    rule = find_rule(key, opened.table)
-    if rule is None:
-        return Record(key, raw, value, "unsupported", {}, f"no such key{nearest(key, opened.table)}")
+def _report(key: str, format_: Format, foreign: ForeignConfig) -> KeyReport:
+    written, value, mapping = foreign.written.get(key), foreign.values[key], format_.mapping_of(key)
+    if mapping is None:
+        return KeyReport(key, written, value, "unsupported", {}, format_.no_such_key(key))
     if value == MISSING:
-        names = " or ".join(f"--{name}" for name in rule.fields) or "it"
-        flagged = {name: opened.source.flags[name] for name in rule.fields if name in opened.source.flags}
-        return Record(key, raw, value, "unsupported", flagged, f"??? has to be given: {names}")
+        names = " or ".join(f"--{name}" for name in mapping.fields) or "it"
+        flagged = {name: foreign.flags[name] for name in mapping.fields if name in foreign.flags}
+        return KeyReport(key, written, value, "unsupported", flagged, f"??? is a value that you must give: {names}")
     if value is None:
-        return Record(key, raw, value, "mapped" if rule.fields else "ignored", {}, "null: not set")
-    return _read(key, raw, value, rule, opened)
+        return KeyReport(key, written, value, "mapped" if mapping.fields else "ignored", {}, "null: not set")
+    return KeyReport(key, written, value, *convert(mapping, value, foreign))
 
 
-def _read(key: str, raw: Any, value: Any, rule: Rule, opened: Opened) -> Record:
-    try:
-        reading = rule.read(value, opened.source)
-    except (TypeError, ValueError, ArithmeticError):  # a rule computed with what is no number
-        reading = refused("this value is of another kind than the key takes")
-    checked = supported(reading)
-    return Record(key, raw, value, checked.status, checked.values, checked.note)
-
-
-def _default(key: str, opened: Opened) -> Record | None:
-    """What the source's trainer takes where the file says nothing."""
-    if opened.source.leaves.get(key) is not None:
-        return None
-    value = default_of(opened.table.absent[key], opened.source)
-    rule = find_rule(key, opened.table)
-    if value is None or rule is None:
-        return None
-    record = _read(key, None, value, rule, opened)
-    return None if record.status == "ignored" else record
+def _report_default(key: str, format_: Format, foreign: ForeignConfig) -> list[KeyReport]:
+    """Return what the trainer takes where the file does not give `key`, if it decides anything here."""
+    value, mapping = foreign.default(key), format_.mapping_of(key)
+    if foreign.values.get(key) is not None or value is None or mapping is None:
+        return []
+    report = KeyReport(key, None, value, *convert(mapping, value, foreign))
+    return [] if report.status == "ignored" else [report]
 
 
 # ---- all keys together
 
 
-def _merge(records: list[Record]) -> dict[str, Any]:
-    """The values of all records; a key that contradicts one before it becomes unsupported."""
+def _merge(reports: list[KeyReport], foreign: ForeignConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of all keys and their origins; a key that contradicts an earlier one becomes unsupported."""
     merged: dict[str, Any] = {}
-    said: dict[str, Record] = {}
-    for record in records:
-        if record.status == "unsupported":
+    setters: dict[str, list[KeyReport]] = {}
+    for report in reports:
+        if report.status == "unsupported":
             continue
-        clash = next((name for name, value in record.values.items() if merged.get(name, value) != value), None)
+        clash = next((name for name, value in report.values.items() if merged.get(name, value) != value), None)
         if clash:
-            other = said[clash]
-            record.status = "unsupported"
-            record.note = f"contradicts {other.source_key}={other.resolved_value}, which is {clash}={merged[clash]}"
+            report.status = "unsupported"
+            report.note = f"contradicts {setters[clash][0]}, which is {clash}={merged[clash]}"
             continue
-        known = {name: value for name, value in record.values.items() if name in field_types()}
-        merged.update(known)
-        said.update(dict.fromkeys(known, record))
-    return merged
+        for name in report.values.keys() & field_types().keys():
+            merged[name] = report.values[name]
+            setters.setdefault(name, []).append(report)
+    return merged, {name: _origin(setting, foreign) for name, setting in setters.items()}
 
 
-def _overridden(records: list[Record], flags: Mapping[str, object]) -> None:
-    """Flags win; a key that the command line answers is no longer unsupported."""
-    for record in records:
-        given = {name: flags[name] for name in record.values if name in flags and name not in ORIGIN}
+def _origin(reports: list[KeyReport], foreign: ForeignConfig) -> str:
+    """Return "key=value in FILE" for the keys that set one field."""
+    written = [report for report in reports if report.source_key in foreign.files]
+    keys = ", ".join(map(str, written or reports))
+    files = dict.fromkeys(str(foreign.files[report.source_key]) for report in written)
+    return f"{keys} in {' and '.join(files)}" if written else f"{keys}, the trainer's default"
+
+
+def _override(reports: list[KeyReport], flags: Mapping[str, object]) -> None:
+    """Replace values by flags; a key whose fields are all given as flags is no longer unsupported."""
+    for report in reports:
+        given = {name: flags[name] for name in report.values if name in flags and name not in ORIGIN}
         if not given:
             continue
-        said = ", ".join(f"--{name}={value}" for name, value in given.items())
-        if record.status == "unsupported" and given.keys() == record.values.keys():
-            record.status = "implied"
-            record.note = ""
-        record.values |= given
-        record.note = "; ".join(part for part in (record.note, f"overridden by command line: {said}") if part)
-
-
-def import_flags(flags: Mapping[str, object]) -> TrainConfig:
-    """The configuration of `flags`, --import_config among them. ConfigError with every mistake in both."""
-    found = import_source(flags)
-    if found.problems:
-        raise ConfigError(found.problems)
-    return found.values.config
+        words = ", ".join(f"--{name}={value}" for name, value in given.items())
+        if report.status == "unsupported" and given.keys() == report.values.keys():
+            report.status = "implied"
+            report.note = ""
+        report.values = {**report.values, **given}
+        report.note = "; ".join(part for part in (report.note, f"overridden by command line: {words}") if part)
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """A configuration as data that --config_file reads back: without how it came to be."""
+    """Return a configuration as data that --config_file reads back: without how it was made."""
     return {name: value for name, value in asdict(config).items() if name not in ORIGIN}

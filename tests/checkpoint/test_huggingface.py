@@ -21,7 +21,7 @@ from pretraining.checkpoint.store import is_weight, read_tensors, save
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
-from pretraining.importing.huggingface import model_config
+from pretraining.importing.huggingface import model_flags
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
 
@@ -88,7 +88,8 @@ def test_llama_s_relatives_travel_under_their_own_names(tmp_path: Path, fields: 
     theirs.save_pretrained(tmp_path / "back")  # as they write it, with all of their keys
     described = open_source(tmp_path / "back").facts.config
     assert {name: described[name] for name in fields} == fields
-    settings = model_config({"model_config_path": str(tmp_path / "back" / "config.json")})
+    settings, _, problems = model_flags(str(tmp_path / "back" / "config.json"))
+    assert not problems
     assert {name: settings[name] for name in fields} == fields
 
 

@@ -9,15 +9,16 @@ from dataclasses import fields
 
 import pytest
 
-from pretraining.config.document import BEGIN, END, PAGE, documented_fields, fields_in, help_text, main, page
+from pretraining.config.document import documented_fields, fields_in, help_text
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
+from pretraining.document import BEGIN, END, PAGE, main, page
 from pretraining.parallel.recompute import block_mask, scan_plan, show_mask
 
 
 def test_configs_md_is_what_the_generator_writes() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text == page(text), "run python -m pretraining.config.document --write"
+    assert text == page(text), "run python -m pretraining.document --write"
 
 
 SOURCE = '''

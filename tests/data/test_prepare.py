@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pretraining import inspect_data
 from pretraining.config.errors import UserError
 from pretraining.config.flags import config_from_flags
-from pretraining.data import inspect, open_stream, prepare
+from pretraining.data import open_stream, prepare
 from pretraining.data.text import Piece, cut_into_parts, documents, find_files
 from pretraining.data.tokenizer import open_tokenizer
 from tests.data.corpora import rows
@@ -207,7 +208,7 @@ def test_inspect_shows_the_datasets_and_the_text_of_a_step(tmp_path: Path, capsy
     flags = [*(tmp_path / "out" / "flags.txt").read_text().splitlines(), f"--index_dir={tmp_path / 'index'}"]
     more = ["--seq_length=64", "--global_batch_size=2", "--num_steps=100", "--step=3", "--verify"]
     capsys.readouterr()
-    assert inspect.main([*flags, *more]) == 0
+    assert inspect_data.main([*flags, *more]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"train +1 +1,220 +0 ", shown) and "16 to 31" in shown
     assert "1 files are what they were" in shown and "---- step 3, row 1: 64 tokens" in shown
@@ -216,5 +217,5 @@ def test_inspect_shows_the_datasets_and_the_text_of_a_step(tmp_path: Path, capsy
     raw = bytearray(shard.read_bytes())
     raw[len(raw) // 2] ^= 1
     shard.write_bytes(raw)
-    assert inspect.main([*flags, "--verify"]) == 2
+    assert inspect_data.main([*flags, "--verify"]) == 2
     assert f"{shard}: its bytes are not those it was written with" in capsys.readouterr().err

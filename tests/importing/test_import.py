@@ -4,7 +4,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,17 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretraining.config.document import PAGE
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.document import PAGE
+from pretraining.importing.convert import FIXED
+from pretraining.importing.flags import flags_from_files
+from pretraining.importing.formats import FORMATS
 from pretraining.importing.reading import leaves, read_file
-from pretraining.importing.report import as_data, as_text, tell_import
-from pretraining.importing.resolve import ORIGIN, Import, import_source
+from pretraining.importing.report import as_data, as_text
+from pretraining.importing.resolve import ORIGIN, ImportResult, import_foreign
 from pretraining.importing.resolve import settings as settings_of
-from pretraining.importing.source import TABLES
-from pretraining.importing.support import ALWAYS, find_rule
 from pretraining.optim.schedule import learning_rate
 from tests.importing.files import FILES, drop, put, tree, write
 
@@ -57,12 +58,16 @@ RESOLVED = {
 }
 
 
-def resolved(node: dict[str, Any], folder: Path, name: str = "config.yaml", **flags: object) -> Import:
-    return import_source({"import_config": write(folder, node, name), **ENOUGH, **flags})
+def resolved(node: dict[str, Any], folder: Path, name: str = "config.yaml", **flags: object) -> ImportResult:
+    return import_foreign({"import_config": write(folder, node, name), **ENOUGH, **flags})
+
+
+def from_flags(flags: Mapping[str, object]) -> TrainConfig:
+    return TrainConfig.from_flags(*flags_from_files(flags, report=False))
 
 
 def config(node: dict[str, Any], folder: Path, **flags: object) -> TrainConfig:
-    return TrainConfig.from_flags({"import_config": write(folder, node), **ENOUGH, **flags})
+    return from_flags({"import_config": write(folder, node), **ENOUGH, **flags})
 
 
 def refusal(node: dict[str, Any], folder: Path, **flags: object) -> str:
@@ -83,10 +88,10 @@ def test_the_same_training_in_three_formats_is_one_configuration(kind: str, tmp_
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_is_reported_once(kind: str, tmp_path: Path) -> None:
     found = resolved(tree(kind), tmp_path)
-    keys = [record.source_key for record in found.records]
+    keys = [record.source_key for record in found.keys]
     assert sorted(keys) == sorted(key for key, _ in leaves(tree(kind)))
-    assert {record.status for record in found.records} <= {"mapped", "implied", "ignored"}
-    assert all(record.note for record in found.records if record.status in ("implied", "ignored"))
+    assert {record.status for record in found.keys} <= {"mapped", "implied", "ignored"}
+    assert all(record.note for record in found.keys if record.status in ("implied", "ignored"))
 
 
 def test_nemo_and_the_nxdt_file_made_of_it_differ_only_where_the_report_says_so(tmp_path: Path) -> None:
@@ -100,7 +105,7 @@ def test_the_learning_rate_and_the_size_are_in_the_report(kind: str, tmp_path: P
     report = as_data(found, "0,5,11")
     # embedding and head 2 x 100 x 32; a block: q and o 2 x 32^2, k and v 2 x 32 x 16, 3 x 32 x 64, two norms of 32
     assert report["parameters"] == 2 * 100 * 32 + 32 + 2 * (2 * 32**2 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
-    assert report["learning_rate"] == {str(step): learning_rate(found.values.config, step) for step in (0, 5, 11)}
+    assert report["learning_rate"] == {str(step): learning_rate(found.config, step) for step in (0, 5, 11)}
     assert list(as_data(found)["learning_rate"]) == ["0", "3", "6", "11"]
     assert report["learning_rate"]["0"] == pytest.approx(1e-3 if kind == "neox" else 3e-3 / 4)
     assert sum(report["summary"].values()) == len(report["keys"]) == len(list(leaves(tree(kind))))
@@ -135,8 +140,8 @@ def test_neox_keys_may_have_dashes(dashed: set[str], tmp_path: Path) -> None:
 def test_yaml_and_json_are_the_same(kind: str, tmp_path: Path) -> None:
     node = read_file(Path(write(tmp_path, tree(kind))))  # numbers that are numbers in JSON too
     as_yaml, as_json = resolved(node, tmp_path), resolved(node, tmp_path, "config.json")
-    assert as_yaml.values == as_json.values
-    assert as_yaml.records == as_json.records
+    assert as_yaml.flags == as_json.flags
+    assert as_yaml.keys == as_json.keys
 
 
 @pytest.mark.parametrize("kind", ["nemo", "nxdt"])
@@ -150,17 +155,17 @@ def test_the_node_count_changes_no_training(kind: str, nodes: int, tmp_path: Pat
 @pytest.mark.parametrize("kind", KINDS)
 def test_ignored_keys_do_not_matter(kind: str, tmp_path: Path) -> None:
     before = resolved(tree(kind), tmp_path)
-    free = [r.source_key for r in before.records if r.status == "ignored" and _always_ignored(kind, r.source_key)]
+    free = [r.source_key for r in before.keys if r.status == "ignored" and _always_ignored(kind, r.source_key)]
     assert len(free) >= 2
     node = tree(kind)
     for key in free:
         put(node, key, "something else")
-    assert config(node, tmp_path) == before.values.config
+    assert config(node, tmp_path) == before.config
 
 
 def _always_ignored(kind: str, key: str) -> bool:
-    rule = find_rule(key, TABLES[kind])
-    return rule is not None and rule.words.startswith("ignored")
+    rule = FORMATS[kind].mapping_of(key)
+    return rule is not None and rule.description.startswith("ignored")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,7 +208,7 @@ JUNK: tuple[Any, ...] = (
 def test_no_value_of_any_key_leads_to_anything_but_a_report_or_an_error_for_the_user(
     kind: str, data: st.DataObject, tmp_path: Path
 ) -> None:
-    keys = [key for key in TABLES[kind].rules if "*" not in key]
+    keys = [key for key in FORMATS[kind].mappings if "*" not in key]
     chosen = data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3, unique=True))
     node = tree(kind)
     for key in chosen:
@@ -212,7 +217,7 @@ def test_no_value_of_any_key_leads_to_anything_but_a_report_or_an_error_for_the_
         found = resolved(node, tmp_path)
     except UserError:
         return
-    assert len(found.records) == len(list(leaves(node)))
+    assert len(found.keys) == len(list(leaves(node)))
     json.dumps(as_data(found), default=str)
     as_text(found, as_data(found))
 
@@ -260,7 +265,7 @@ REFUSED = [
     ("nemo", "model.fp8", True, "fp8"),
     ("nemo", "model.activation", "squared-relu", "known are gelu"),
     ("nemo", "model.activations_checkpoint_method", "block", "uniform"),
-    ("nemo", "model.tokenizer.model", "???", "has to be given"),
+    ("nemo", "model.tokenizer.model", "???", "must give"),
     ("neox", "norm", "scalenorm", "known are layernorm"),
     ("neox", "pos_emb", "alibi", "known are rotary"),
     ("neox", "activation", "mish", "known are gelu"),
@@ -300,8 +305,8 @@ def test_an_unknown_key_stops_the_run_unless_it_is_allowed(kind: str, key: str, 
     node = put(tree(kind), key, 1)
     assert f"{key}=1" in refusal(node, tmp_path)
     found = resolved(node, tmp_path, import_strict="False")
-    assert not found.problems
-    assert [record.status for record in found.records if record.source_key == key] == ["unsupported"]
+    assert not [*found.problems, *found.config_problems]
+    assert [record.status for record in found.keys if record.source_key == key] == ["unsupported"]
     assert f"warning: {key}=1" in as_text(found, as_data(found))
 
 
@@ -340,8 +345,8 @@ def test_a_dead_cosine_is_refused_with_its_key(tmp_path: Path) -> None:
 
 def test_flags_win_over_the_file_and_the_report_says_so(tmp_path: Path) -> None:
     found = resolved(tree("nemo"), tmp_path, learning_rate="1e-3")
-    assert found.values.config.learning_rate == 1e-3
-    (record,) = (record for record in found.records if record.source_key == "model.optim.lr")
+    assert found.config.learning_rate == 1e-3
+    (record,) = (record for record in found.keys if record.source_key == "model.optim.lr")
     assert "overridden by command line: --learning_rate=1e-3" in record.note
     assert record.values == {"learning_rate": "1e-3"}
 
@@ -363,7 +368,7 @@ def test_the_resolved_configuration_reads_back_as_itself(kind: str, suffix: str,
     path = tmp_path / f"dump.{suffix}"
     dump = json.dumps if suffix == "json" else yaml.safe_dump
     path.write_text(dump(settings_of(before)))
-    assert TrainConfig.from_flags({"config_file": str(path)}) == before
+    assert from_flags({"config_file": str(path)}) == before
 
 
 def test_pipelines_are_kept_for_reading_and_folded_for_training(tmp_path: Path) -> None:
@@ -372,9 +377,9 @@ def test_pipelines_are_kept_for_reading_and_folded_for_training(tmp_path: Path) 
     assert folded.pipeline_parallel_size == 1
     assert "or --import_pp=fold" in refusal(node, tmp_path)
     kept = resolved(node, tmp_path, import_only="True")
-    assert not kept.problems
-    assert kept.values.config.pipeline_parallel_size == 2
-    (record,) = (record for record in kept.records if record.source_key.endswith(".pipeline_model_parallel_size"))
+    assert not [*kept.problems, *kept.config_problems]
+    assert kept.config.pipeline_parallel_size == 2
+    (record,) = (record for record in kept.keys if record.source_key.endswith(".pipeline_model_parallel_size"))
     assert "no pipelines yet" in record.note
 
 
@@ -384,12 +389,40 @@ def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) ->
         'model_variant = "tiny"\nuse_dummy_dataset = true\nseq_length = 64\n'
         "learning_rate = 1e-3\nextra_checkpoint_steps = [1, 2]\n"
     )
-    found = TrainConfig.from_flags({"config_file": str(path), "learning_rate": "2e-3"})
+    found = from_flags({"config_file": str(path), "learning_rate": "2e-3"})
     assert (found.model_variant, found.use_dummy_dataset, found.learning_rate) == ("tiny", True, 2e-3)
     assert found.extra_checkpoint_steps == "1,2"
     path.write_text("learning_rat = 1.0\n")
     with pytest.raises(ConfigError, match=r"--learning_rat=1.0 .*did you mean --learning_rate"):
-        TrainConfig.from_flags({"config_file": str(path)})
+        from_flags({"config_file": str(path)})
+
+
+def test_a_mistake_names_the_key_and_the_file_that_it_came_from(tmp_path: Path) -> None:
+    node = put(tree("neox"), "log_interval", 0)
+    own = write(tmp_path, {"num_workers": 0, "import_config": write(tmp_path, node)}, "own.json")
+    with pytest.raises(ConfigError) as error:
+        from_flags({"config_file": own, "seq_length": "0", "batch_size": "two", **ENOUGH})
+    problems = {problem.subject: problem.remedy for problem in error.value.problems}
+    assert problems["--num_workers=0"].endswith(f"[from num_workers=0 in {own}]")
+    assert problems["--report_interval=0"].endswith(f"[from log_interval=0 in {tmp_path / 'config.yaml'}]")
+    assert (
+        "[from" not in problems["--seq_length=0"] + problems["--batch_size=two"]
+    )  # the command line's, not the file's
+
+
+def test_every_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    open_text = Path.read_text
+
+    def read_text(path: Path, **words: str) -> str:
+        read.append(path.name)
+        return open_text(path, **words)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    node = put(tree("nxdt"), "model.model_config", write(tmp_path, LLAMA, "model.json"))
+    own = write(tmp_path, {"import_config": write(tmp_path, node)}, "own.json")
+    TrainConfig.from_flags(*flags_from_files({"config_file": own, **ENOUGH}))
+    assert sorted(read) == ["config.yaml", "model.json", "own.json"]
 
 
 # ---- Hugging Face's config.json
@@ -415,7 +448,7 @@ LLAMA = {
 def test_dimensions_come_from_a_config_json_under_the_flags(tmp_path: Path) -> None:
     path = write(tmp_path, LLAMA, "model.json")
     flags = {"model_config_path": path, "use_dummy_dataset": "True", "seq_length": "16", "num_layers": "5"}
-    found = TrainConfig.from_flags(flags)
+    found = from_flags(flags)
     assert (found.model_variant, found.num_layers, found.intermediate_size, found.vocab_size) == ("custom", 5, 48, 90)
     assert (found.norm_eps, found.rope_theta, found.rope_scaling_type) == (1e-6, 5e5, "llama3")
     assert (found.rope_scaling_factor, found.rope_original_max_position) == (4.0, 16)
@@ -425,7 +458,7 @@ def test_dimensions_come_from_a_config_json_under_the_flags(tmp_path: Path) -> N
 def test_a_config_json_that_we_cannot_follow_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     path = write(tmp_path, {**LLAMA, key: value}, "model.json")
     with pytest.raises(ConfigError, match=f"{key}={value}"):
-        TrainConfig.from_flags({"model_config_path": path})
+        from_flags({"model_config_path": path})
 
 
 def test_an_nxdt_file_takes_the_dimensions_it_leaves_out_from_its_model_config(tmp_path: Path) -> None:
@@ -446,11 +479,11 @@ def test_an_nxdt_file_takes_the_dimensions_it_leaves_out_from_its_model_config(t
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_format_is_told_by_the_keys(kind: str, tmp_path: Path) -> None:
-    assert resolved(tree(kind), tmp_path).opened.kind == kind
+    assert resolved(tree(kind), tmp_path).format.name == kind
 
 
 def test_a_file_of_nobodys_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="whose file is this"):
+    with pytest.raises(UserError, match="format is unknown"):
         resolved({"lr": 1}, tmp_path)
 
 
@@ -458,10 +491,10 @@ def test_neox_files_are_merged_and_a_key_in_two_of_them_is_an_error(tmp_path: Pa
     node = tree("neox")
     rest = {key: node.pop(key) for key in ("train_iters", "optimizer")}
     both = f"{write(tmp_path, node, 'a.yml')},{write(tmp_path, rest, 'b.json')}"
-    assert TrainConfig.from_flags({"import_config": both, **ENOUGH}) == config(tree("neox"), tmp_path)
+    assert from_flags({"import_config": both, **ENOUGH}) == config(tree("neox"), tmp_path)
     write(tmp_path, {**rest, "seq-length": 16}, "b.json")
-    with pytest.raises(UserError, match=r"seq_length: stands in .*a\.yml and in .*b\.json"):
-        import_source({"import_config": both, **ENOUGH})
+    with pytest.raises(UserError, match=r"seq_length: is both in .*a\.yml and in .*b\.json"):
+        import_foreign({"import_config": both, **ENOUGH})
 
 
 def test_a_dash_and_an_underscore_are_one_key(tmp_path: Path) -> None:
@@ -474,13 +507,13 @@ def test_a_dash_and_an_underscore_are_one_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_target_is_a_field_or_known_to_be_missing(kind: str) -> None:
-    known = {field.name for field in fields(TrainConfig)} | ALWAYS.keys()
-    assert {name for rule in TABLES[kind].rules.values() for name in rule.fields} <= known
+    known = {field.name for field in fields(TrainConfig)} | FIXED.keys()
+    assert {name for rule in FORMATS[kind].mappings.values() for name in rule.fields} <= known
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_default_has_a_rule(kind: str) -> None:
-    assert TABLES[kind].absent.keys() <= TABLES[kind].rules.keys()
+    assert FORMATS[kind].defaults.keys() <= FORMATS[kind].mappings.keys()
 
 
 def test_fields_of_origin_are_fields() -> None:
@@ -531,5 +564,5 @@ def test_import_only_prints_our_own_settings_too(tmp_path: Path) -> None:
 
 
 def test_nothing_is_told_without_a_foreign_file(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_import({"model_variant": "tiny"})
+    flags_from_files({"model_variant": "tiny"})
     assert capsys.readouterr().out == ""

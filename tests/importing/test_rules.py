@@ -13,27 +13,27 @@ from hypothesis import strategies as st
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import SCHEDULES as OURS
 from pretraining.config.variants import model_shape
+from pretraining.importing.mappings import ForeignConfig
 from pretraining.importing.megatron_optim import SCHEDULES
 from pretraining.importing.neox import era_of
 from pretraining.importing.neox_model import feed_forward
-from pretraining.importing.resolve import Import, import_source
-from pretraining.importing.rules import Source
+from pretraining.importing.resolve import ImportResult, import_foreign
 from tests.importing.files import put, tree, write
 
 ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True", "import_only": "True"}
 
 
-def found(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> Import:
+def found(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> ImportResult:
     node = tree(kind)
     for key, value in changes.items():
         put(node, key, value)
-    return import_source({"import_config": write(folder, node), **ENOUGH, **flags})
+    return import_foreign({"import_config": write(folder, node), **ENOUGH, **flags})
 
 
 def config(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> TrainConfig:
     imported = found(kind, folder, changes, **flags)
-    assert not imported.problems
-    return imported.values.config
+    assert not [*imported.problems, *imported.config_problems]
+    return imported.config
 
 
 # ---- GPT-NeoX
@@ -54,12 +54,14 @@ def config(kind: str, folder: Path, changes: dict[str, Any], **flags: object) ->
 def test_the_width_of_the_feed_forward_layer(
     hidden: int, leaves: dict[str, Any], flags: dict[str, object], width: int
 ) -> None:
-    assert feed_forward(Source({"hidden_size": hidden, **leaves}, flags=flags)).values == {"intermediate_size": width}
+    assert feed_forward(ForeignConfig({"hidden_size": hidden, **leaves}, flags=flags)).values == {
+        "intermediate_size": width
+    }
 
 
 def test_a_width_that_neox_itself_cannot_build_is_refused() -> None:
     """Mistral 7B's file: 2/3 of 14336 is 9557; both projections round to 9558, one to 4778."""
-    reading = feed_forward(Source({"hidden_size": 4096, "activation": "swiglu", "intermediate_size": 14336}))
+    reading = feed_forward(ForeignConfig({"hidden_size": 4096, "activation": "swiglu", "intermediate_size": 14336}))
     assert reading.status == "unsupported"
     assert "9558 and 2 x 4778" in reading.note
 
@@ -67,7 +69,7 @@ def test_a_width_that_neox_itself_cannot_build_is_refused() -> None:
 @given(st.integers(1, 10**6), st.sampled_from([1, 2, 64, 256]))
 def test_a_gated_width_is_about_a_third_of_the_written_one(written: int, multiple: int) -> None:
     leaves = {"hidden_size": 64, "activation": "geglu", "intermediate_size": written, "mlp_multiple_of": multiple}
-    reading = feed_forward(Source(leaves))
+    reading = feed_forward(ForeignConfig(leaves))
     if reading.status != "unsupported":
         width = reading.values["intermediate_size"]
         assert width % multiple == 0
@@ -86,9 +88,7 @@ def test_the_era_is_told_by_the_keys(leaves: dict[str, Any], era: str) -> None:
 def test_absent_keys_take_the_eras_defaults(tmp_path: Path) -> None:
     node = {key: value for key, value in tree("neox").items() if key not in ("gradient_clipping", "weight_decay")}
     path = write(tmp_path, node)
-    now, then = (
-        import_source({"import_config": path, "neox_era": era, **ENOUGH}).values.config for era in ("head", "2022")
-    )
+    now, then = (import_foreign({"import_config": path, "neox_era": era, **ENOUGH}).config for era in ("head", "2022"))
     assert (now.grad_clip_thresh, now.weight_decay, now.lr_schedule) == (1.0, 0.1, "neox_cosine")
     assert (then.grad_clip_thresh, then.weight_decay, then.lr_schedule) == (0.0, 0.01, "neox2022_cosine")
 
@@ -133,10 +133,10 @@ def test_neox_sets_sequences_aside_for_validation(tmp_path: Path) -> None:
     """(320000 // 1000 + 1) x 10 x 32 to validate on and 10 x 32 to test on."""
     changes = {"train_iters": 320000, "eval_interval": 1000, "eval_iters": 10, "data_path": "/c/text"}
     imported = found("neox", tmp_path, changes)
-    (record,) = (record for record in imported.records if record.source_key == "eval_iters")
+    (record,) = (record for record in imported.keys if record.source_key == "eval_iters")
     assert "102720 and 320 sequences" in record.note
-    assert imported.values.config.split == "969, 30, 1"
-    assert imported.values.config.data_path == "/c/text.idx"
+    assert imported.config.split == "969, 30, 1"
+    assert imported.config.data_path == "/c/text.idx"
 
 
 def test_neox_mixtures_keep_their_weights(tmp_path: Path) -> None:
@@ -158,9 +158,9 @@ def test_gpt_neox_at_its_defaults_is_pythia_160m(tmp_path: Path) -> None:
     }
     node |= {"max_position_embeddings": 2048, "pos_emb": "rotary", "no_weight_tying": True, "checkpoint_factor": 10}
     path = write(tmp_path, {**node, "train_micro_batch_size_per_gpu": 4})
-    imported = import_source({"import_config": path, **ENOUGH, "vocab_size": "50304"})
-    assert not imported.problems
-    assert model_shape(imported.values.config).parameters == 162_322_944
+    imported = import_foreign({"import_config": path, **ENOUGH, "vocab_size": "50304"})
+    assert not [*imported.problems, *imported.config_problems]
+    assert model_shape(imported.config).parameters == 162_322_944
 
 
 # ---- NeMo and NxD Training
@@ -204,7 +204,7 @@ def test_every_way_to_name_a_corpus_is_read(prefix: Any, expected: tuple[str, st
 )
 def test_absent_hyperparameters_are_the_optimizers_own(name: str, eps: float, decay: float, tmp_path: Path) -> None:
     changes = {"model.optim.name": name, "model.optim.betas": None, "model.optim.weight_decay": None}
-    imported = found("nxdt", tmp_path, changes, import_strict="False").values.config
+    imported = found("nxdt", tmp_path, changes, import_strict="False").config
     assert (imported.adam_beta1, imported.adam_beta2) == (0.9, 0.999)
     assert (imported.optimizer_eps, imported.weight_decay) == (eps, decay)
 
@@ -222,8 +222,8 @@ def test_without_a_schedule_the_rate_is_constant(tmp_path: Path) -> None:
 
 def test_the_trainers_steps_count_and_not_the_schedules(tmp_path: Path) -> None:
     imported = found("nemo", tmp_path, {"model.optim.sched.max_steps": 99})
-    assert imported.values.config.lr_decay_steps is None
-    (record,) = (record for record in imported.records if record.source_key == "model.optim.sched.max_steps")
+    assert imported.config.lr_decay_steps is None
+    (record,) = (record for record in imported.keys if record.source_key == "model.optim.sched.max_steps")
     assert (record.status, "trainer.max_steps=12 counts" in record.note) == ("implied", True)
 
 

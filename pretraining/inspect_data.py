@@ -1,4 +1,4 @@
-"""What a configuration would train on: `python -m pretraining.data.inspect --data_path=FOLDER [flags of the training]`.
+"""Show what a configuration trains on: `python -m pretraining.inspect_data --data_path=FOLDER [flags of the training]`.
 
 Prints a table of the datasets, their document lengths, and with --step=K what some rows of that step say. --verify
 reads every byte and compares checksums.
@@ -20,6 +20,7 @@ from pretraining.data.index import index_folder
 from pretraining.data.stores.shard import opened
 from pretraining.data.stream import Stream, open_stream
 from pretraining.data.tokenizer import open_tokenizer
+from pretraining.importing.flags import flags_from_files
 
 _AT_ONCE = 1 << 22  # lengths read together: 16 MB
 _BAR = 40  # characters of the longest bar
@@ -27,7 +28,7 @@ _BAR = 40  # characters of the longest bar
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the options of this command; the rest are flags of the training. The exit code."""
-    parser = argparse.ArgumentParser("python -m pretraining.data.inspect", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m pretraining.inspect_data", description=__doc__, allow_abbrev=False)
     parser.add_argument("--part", default="train", choices=["train", "valid", "test"], help="of the data")
     parser.add_argument("--step", type=int, help="show rows of this step, from 0")
     parser.add_argument("--rows", type=int, default=2, help="how many")
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, flags = parser.parse_known_args(arguments)
 
     def inspect(**given: str) -> int:
-        config = TrainConfig.from_flags(given)
+        config = TrainConfig.from_flags(*flags_from_files(given, report=False))
         print("\n".join(report(config, options.part)))
         if options.verify:
             print("\n".join(verified(config, options.part)))

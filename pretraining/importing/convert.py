@@ -1,0 +1,48 @@
+"""Convert one key, and refuse what this recipe cannot do with the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pretraining.config.flags import coerce, field_types
+from pretraining.config.validate import CHOICES, LISTS
+from pretraining.importing.mappings import Conversion, ForeignConfig, KeyMapping, unsupported
+
+# Of fields that TrainConfig does not have: the values that the recipe has anyway. Any other is unsupported.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "attention_impl": ("auto",),
+    "pipeline_cuts": (),
+    "transformer_block_type": ("pre_ln",),
+}
+
+
+def convert(mapping: KeyMapping, value: Any, foreign: ForeignConfig) -> Conversion:
+    """Return the conversion, or why this recipe cannot do what it asks for."""
+    try:
+        conversion = mapping.convert(value, foreign)
+    except (TypeError, ValueError, ArithmeticError):  # a converter computed with what is no number
+        return unsupported("this value is of another kind than the key takes")
+    for name, setting in conversion.values.items():
+        if mistake := _mistake(name, setting):
+            return Conversion("unsupported", {name: setting}, mistake)
+    return conversion
+
+
+def _mistake(name: str, value: Any) -> str:
+    """Return what is wrong with a field's value, or nothing."""
+    kind = field_types().get(name)
+    if kind is None:
+        return "" if value in FIXED.get(name, ()) else f"this recipe has no {name}={value} yet"
+    try:
+        setting = coerce(value, kind)
+    except ValueError:
+        return f"{name}={value}: expected {getattr(kind, '__name__', kind)}"
+    if name in CHOICES and setting not in CHOICES[name]:
+        return f"{name}={value}: this recipe has {', '.join(choice for choice in CHOICES[name] if choice)}"
+    if name in LISTS:
+        parse, expected = LISTS[name]
+        try:
+            parse(str(setting))
+        except ValueError:
+            return f"{name}={value}: {expected}"
+    return ""
