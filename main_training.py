@@ -29,18 +29,14 @@ def main(**flags: str) -> int:
     from pretraining.checkpoint.restoring import check_source
     from pretraining.data import check_data, open_stream, parts_of
     from pretraining.loop import Run, train
-    from pretraining.models.init import build_model, on_meta
-    from pretraining.monitor.facts import data_lines, describe, placed_line
+    from pretraining.models.init import build_model
+    from pretraining.monitor.facts import data_lines, placed_line
     from pretraining.monitor.flops import Meter, flops_per_token
-    from pretraining.monitor.memory import StateBytes, check_memory
     from pretraining.monitor.metrics import open_metrics
-    from pretraining.optim.optimizer import build_optimizer, whole_state
-    from pretraining.optim.precision import dtypes_told
-    from pretraining.optim.schedule import learning_rate, telling_steps
-    from pretraining.parallel.mesh import notes
-    from pretraining.parallel.recompute import block_mask
+    from pretraining.optim.optimizer import build_optimizer
+    from pretraining.parallel.layout import unsharded_state_bytes
     from pretraining.parallel.select import open_engine
-    from pretraining.parallel.sharding import state_parts
+    from pretraining.preflight import check_host_memory, describe_run
 
     # Checkpoints and data that would stop the run: looked at before any device
     check_source(config, config.run_folder)
@@ -49,20 +45,8 @@ def main(**flags: str) -> int:
     # Engine: one mesh; the loop cannot tell one engine from the other
     engine = open_engine(config)
     say = print if engine.process_index == 0 else (lambda *_: None)
-    whole = StateBytes(**whole_state(config, on_meta(config).named_parameters()))
-    check_memory(config, shape, whole, state_copies=engine.host_copies)
-    facts = describe(
-        config,
-        shape,
-        mesh=engine.mesh._asdict(),
-        whole=whole,
-        parts=state_parts(config, engine.mesh),
-        device_name=engine.device_name,
-        recompute=block_mask(config, shape.num_layers),
-        dtypes=dtypes_told(config),
-        rates={step: learning_rate(config, step) for step in telling_steps(config)},
-    )
-    say("\n".join([facts, *notes(config, shape, engine.mesh, engine.name)]))
+    check_host_memory(config, engine)
+    say(describe_run(config, engine))
 
     # Data: the global batch of step k is a function of (data, config, k); opened first to fail before the model exists
     held = {part: open_stream(config, engine.data_rank, engine.data_size, part) for part in parts_of(config)}
@@ -71,7 +55,7 @@ def main(**flags: str) -> int:
     model = engine.place(build_model(config))
     optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
-    say(placed_line(engine.bytes_per_device(model, optimizer), whole))
+    say(placed_line(engine.bytes_per_device(model, optimizer), unsharded_state_bytes(config)))
 
     # Checkpoint: the same command continues where the newest one stands
     checkpoints = Checkpoints(config, config.run_folder)

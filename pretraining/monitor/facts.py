@@ -11,7 +11,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape
 from pretraining.monitor.figures import amount, flop, size
 from pretraining.monitor.flops import flops_per_token
-from pretraining.monitor.memory import StateBytes
 
 
 def describe(
@@ -19,8 +18,7 @@ def describe(
     shape: ModelShape,
     *,
     mesh: Mapping[str, int],
-    whole: StateBytes,
-    parts: Mapping[str, int],
+    per_device: Mapping[str, int],
     device_name: str,
     recompute: Sequence[bool],
     rates: Mapping[int, float],
@@ -28,10 +26,10 @@ def describe(
 ) -> str:
     """The derived facts as lines of text.
 
-    mesh: axis -> size. whole: bytes of one copy of the state. parts: into how many parts "parameters", "gradients" and
-    "moments" are split. recompute: True for each block whose activations are computed again. rates: learning rates of
-    some 0-based updates. dtypes: what has which, as optim/precision.py tells it. The batch fields of `config` must be
-    resolved (global_batch_size and gradient_accumulation_steps not None).
+    mesh: axis -> size. per_device: bytes of "parameters", "gradients" and "moments" on one device, as the engine's
+    layout shards them. recompute: True for each block that is recomputed. rates: learning rates of some 0-based
+    updates. dtypes: as optim/precision.py describes them. The batch fields of `config` must be resolved
+    (global_batch_size and gradient_accumulation_steps not None).
     """
     rows = [
         ("model", _model(config, shape)),
@@ -39,7 +37,7 @@ def describe(
         ("devices", _devices(mesh, device_name)),
         ("batch", _batch(config, mesh)),
         ("precision", dtypes),
-        ("memory/device", _memory(whole, parts)),
+        ("memory/device", _memory(per_device)),
         ("recomputed", _mask(recompute)),
         ("learning rate", _rates(config, rates)),
         ("MFU against", _peak(device_name)),
@@ -72,10 +70,9 @@ def _batch(config: TrainConfig, mesh: Mapping[str, int]) -> str:
     return f"{tokens:,} tokens/step = {rows} ({passes}); {total}"
 
 
-def _memory(whole: StateBytes, parts: Mapping[str, int]) -> str:
-    held = {name: count / parts[name] for name, count in whole._asdict().items()}
-    listed = ", ".join(f"{name} {size(count)}" for name, count in held.items())
-    return f"{size(sum(held.values()))} of state ({listed}), before activations"
+def _memory(per_device: Mapping[str, int]) -> str:
+    listed = ", ".join(f"{name} {size(count)}" for name, count in per_device.items())
+    return f"{size(sum(per_device.values()))} of state ({listed}), before activations"
 
 
 def _mask(recompute: Sequence[bool]) -> str:
@@ -106,14 +103,7 @@ def _dataset(dataset: Mapping[str, Any]) -> str:
     return f"{dataset['name']}: {counts}, {dataset['share']:.1%} of the mixture{passes}"
 
 
-def placed_line(bytes_per_device: Mapping[str, int], whole: StateBytes) -> str:
-    """What one device really holds of each kind of tensor, and the share that is of a whole copy.
-
-    bytes_per_device: as the engine measured it on live shards, "parameters" and "moments".
-    """
-    copies = whole._asdict()
-    parts = (
-        f"{name} {size(count)} ({count / max(copies[name], 1):.1%} of a copy)"
-        for name, count in bytes_per_device.items()
-    )
+def placed_line(measured: Mapping[str, int], unsharded: Mapping[str, int]) -> str:
+    """Describe the bytes of one device as the engine measured them on live shards, with their share of one copy."""
+    parts = (f"{name} {size(n)} ({n / max(unsharded[name], 1):.1%} of a copy)" for name, n in measured.items())
     return f"{'placed/device':<14} {', '.join(parts)}"

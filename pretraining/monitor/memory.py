@@ -1,14 +1,14 @@
-"""Will the model's state fit? Asked before a byte of it is allocated.
+"""Check that the model's state fits into the memory of this host, before any of it is allocated.
 
-Knows the configuration and the host, not the engine. Only what is certain is counted (parameters, gradients,
-moments), so a refusal is never wrong; activations come on top.
+Does not depend on an engine. Counts only what is certain (parameters, gradients, moments), so a refusal is never
+wrong; activations come on top.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
@@ -18,63 +18,48 @@ from pretraining.monitor.figures import amount, size
 CGROUP = Path("/sys/fs/cgroup")  # of this container, version 2
 
 
-class StateBytes(NamedTuple):
-    """Bytes of one whole copy of the model's state."""
-
-    parameters: int
-    gradients: int
-    moments: int  # the optimizer's: AdamW's two
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
 def check_memory(
     config: TrainConfig,
     shape: ModelShape,
-    whole: StateBytes,
     *,
-    state_copies: float,
-    processes: int = 1,
+    unsharded: Mapping[str, int],
+    per_device: Mapping[str, int],
+    host_devices: int,
+    host_processes: int,
     available: int | None = None,
 ) -> None:
     """Raise UserError if this host cannot hold what the run certainly allocates in host memory.
 
-    whole: bytes of one copy of the state. state_copies: such copies that this host holds: where the devices are CPUs,
-    the host's devices over those of a sharding group (8 virtual devices: 1 with fsdp, 8 with ddp); on accelerators 0.
-    processes: on this host; each builds a whole model first unless low_cpu_fsdp. available: bytes; None asks the host.
+    unsharded, per_device: bytes of "parameters", "gradients" and "moments", of one copy and of one device.
+    host_devices: devices that keep their state in this host's memory; 0 for accelerators. host_processes: processes of
+    this host; each builds the unsharded model first unless low_cpu_fsdp. available: bytes; None asks the host.
     """
     free = available_memory() if available is None else available
-    state = int(whole.total * state_copies)
-    build = 0 if config.low_cpu_fsdp else 4 * shape.parameters * processes
-    # The built model is gone before the moments are made, so the larger of the two decides, not their sum.
+    state = host_devices * sum(per_device.values())
+    build = 0 if config.low_cpu_fsdp else 4 * shape.parameters * host_processes
+    # The built model is freed before the moments are made, so the larger of the two decides, not their sum.
     if max(state, build) <= free:
         return
-    needs = _state_text(shape, whole, state_copies) if state > free else f"{size(build)} to build the whole model first"
-    remedy = _remedy(state, build, state_copies, free)
-    raise UserError(
-        f"--model_variant={config.model_variant} needs {needs}, but this host has {size(free)} of memory left; {remedy}"
-    )
+    if state > free:
+        listed = ", ".join(f"{name} {size(count * host_devices)}" for name, count in per_device.items())
+        needs = f"at least {size(state)} for the state of {host_devices} devices ({listed})"
+    else:
+        needs = f"{size(build)} to build the unsharded model in {host_processes} processes"
+    subject = f"--model_variant={config.model_variant}, {amount(shape.parameters)} parameters, needs {needs}"
+    remedy = _remedy(state, build, sum(unsharded.values()), free)
+    raise UserError(f"{subject}, but this host has {size(free)} of memory left; {remedy}")
 
 
-def _state_text(shape: ModelShape, whole: StateBytes, copies: float) -> str:
-    parts = {name: size(count * copies) for name, count in whole._asdict().items()}
-    listed = ", ".join(f"{name} {text}" for name, text in parts.items())
-    each = f"{whole.total / shape.parameters:.3g} bytes for each of {amount(shape.parameters)} parameters"
-    return f"at least {size(whole.total * copies)} ({listed}: {each}, {copies:g} x)"
-
-
-def _remedy(state: int, build: int, copies: float, free: int) -> str:
+def _remedy(state: int, build: int, unsharded: int, free: int) -> str:
     if state <= free:
         return "set --low_cpu_fsdp=True, which makes each shard in place"
-    if copies > 1 and max(state / copies, build) <= free:
+    if state > unsharded and max(unsharded, build) <= free:
         return "set --sharding_strategy=fsdp, which keeps one copy"
     return "choose a smaller model, or run on more hosts or on accelerators"
 
 
 def available_memory(cgroup: Path = CGROUP) -> int:
-    """Bytes that this process may still take: what the kernel has left, or the control group, if that is less."""
+    """Return the bytes that this process may still allocate: the kernel's figure, or the control group's if less."""
     limit = _text(cgroup / "memory.max")
     if not limit.isdigit():  # "max", or no control group
         return _kernel_available()
@@ -89,7 +74,7 @@ def _kernel_available() -> int:
     if meminfo.exists():
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # macOS tells only the total
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # macOS reports only the total
 
 
 def _text(path: Path) -> str:

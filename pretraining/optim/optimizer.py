@@ -78,19 +78,6 @@ def _rule(config: TrainConfig, chosen: Hyperparameters, name: str) -> Rule:
     return Muon(**own, dtype=precision_of(config).products)
 
 
-def whole_state(config: TrainConfig, named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Bytes of one whole copy of "parameters", "gradients" and "moments"; the parameters may be on the meta device."""
-    precision, named = precision_of(config), list(named_parameters)
-    stored = precision.stored.itemsize
-    slots = build_optimizer(config, named).slots
-    moments = [reduced(slot.weight.shape, m) for slot in slots for m in slot.rule.moments(slot.ndim).values()]
-    return {
-        "parameters": sum(weight.numel() for _, weight in named) * (stored + 4 * precision.copies),
-        "gradients": sum(slot.weight.numel() for slot in slots) * stored,
-        "moments": sum(shape.numel() for shape in moments) * precision.state.itemsize,
-    }
-
-
 def decays(name: str) -> bool:
     """Whether weight decay applies to the parameter of this name: not to biases and norms.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from pretraining.config.training import TrainConfig
+from pretraining.parallel.layout import Layout, TorchLayout
+from pretraining.parallel.mesh import Mesh
 
 Batch = dict[str, np.ndarray]
 
@@ -39,25 +41,6 @@ def lost_peers_told(process: int, timeout: int) -> Iterator[None]:
             raise
         told = f"process {process} lost another one of the run, which ended or gave no answer in {timeout} s"
         raise LostPeerError(f"{told} (collective_timeout): {str(error).splitlines()[0]}") from error
-
-
-class Mesh(NamedTuple):
-    """The devices as a grid, the last axis being the fastest; what each axis splits is said in sharding.py."""
-
-    replica: int
-    shard: int
-    context: int = 1
-    tensor: int = 1
-
-    @property
-    def size(self) -> int:
-        """Devices."""
-        return self.replica * self.shard * self.context * self.tensor
-
-    @property
-    def data_ranks(self) -> int:
-        """Parts that the rows of a global batch are dealt to; context and tensor ranks work on the same rows."""
-        return self.replica * self.shard
 
 
 class StepResult(Protocol):
@@ -120,7 +103,13 @@ class Engine(Protocol):
     process_count: int
     data_rank: int
     data_size: int
-    host_copies: float  # whole copies of the model's state in this host's memory; 0 where devices have their own
+    host_devices: int  # whose state is in this host's memory; 0 where devices have their own
+    host_processes: int  # of this run, on this host
+
+    @property
+    def layout(self) -> Layout | TorchLayout:
+        """How parameters, gradients and optimizer state are sharded over the mesh."""
+        ...
 
     def place(self, model: Any) -> Any:
         """The model with every parameter split over the mesh as the sharding table says."""

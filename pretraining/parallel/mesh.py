@@ -7,11 +7,30 @@ communicates most. Rows of the batch are dealt to replica x shard.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape
-from pretraining.parallel.engine import Mesh
+
+
+class Mesh(NamedTuple):
+    """The devices as a grid whose last axis is the fastest; sharding.py declares what each axis shards."""
+
+    replica: int
+    shard: int
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.replica * self.shard * self.context * self.tensor
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that get rows of a global batch of their own; context and tensor ranks share rows."""
+        return self.replica * self.shard
 
 
 def divisors(number: int) -> list[int]:

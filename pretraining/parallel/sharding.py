@@ -12,11 +12,6 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from pretraining.config.training import TrainConfig
-from pretraining.config.variants import model_shape
-from pretraining.parallel.engine import Mesh
-from pretraining.parallel.mesh import kv_repeats
-
 Axis = str | tuple[str, ...] | None  # a tuple: split along the first of them, each part along the next
 Spec = tuple[Axis, ...]  # one entry per dimension
 
@@ -91,85 +86,7 @@ HEAD_ACTIVATIONS: Activations = (
     ("lm_head", "output", LOGITS),
 )
 
-
 WHOLE_HEADS: Spec = (BATCH_AXES, None, None)  # of k_proj and v_proj where every tensor rank computes all heads
-
-
-class Split(NamedTuple):
-    """Whether a strategy splits a kind of tensor along `shard` and `context`, or keeps it whole there."""
-
-    parameters: bool
-    gradients: bool  # while micro-batches are accumulated
-    moments: bool
-
-
-STRATEGIES = {
-    "ddp": Split(parameters=False, gradients=False, moments=False),
-    "zero1": Split(parameters=False, gradients=False, moments=True),
-    "zero2": Split(parameters=False, gradients=True, moments=True),
-    "fsdp": Split(parameters=True, gradients=True, moments=True),
-    "hsdp": Split(parameters=True, gradients=True, moments=True),
-}
-
-
-class Layout(NamedTuple):
-    """The specs of one run: the tables, its mesh and its strategy. Names as in `spec_of`."""
-
-    mesh: Mesh
-    split: Split
-    repeated_heads: bool  # key/value heads that tensor ranks do not divide
-    whole_heads: bool  # of which every tensor rank computes all
-    sequence_parallel: bool
-
-    def parameter(self, name: str) -> Spec:
-        """How a parameter is held."""
-        return self._spec(name, self.split.parameters)
-
-    def gradient(self, name: str) -> Spec:
-        """How its gradient is held between micro-batches."""
-        return self._spec(name, self.split.gradients)
-
-    def moment(self, name: str) -> Spec:
-        """How the optimizer's state of it is held."""
-        return self._spec(name, self.split.moments)
-
-    def stream(self) -> Spec:
-        """How the residual stream is held between blocks, [rows, tokens, hidden]."""
-        return self.activation(STREAM_OF_SEQUENCE if self.sequence_parallel else STREAM)
-
-    def activations(self, table: Activations) -> Activations:
-        """Those of `table` that have to be said on this mesh."""
-        if self.mesh.context * self.mesh.tensor > 1:
-            return table
-        return tuple(row for row in table if row == HEADS and self.mesh.shard > 1)
-
-    def activation(self, spec: Spec | None) -> Spec:
-        """A spec of the activations' tables on this mesh."""
-        return self.stream() if spec is None else on_mesh(spec, self.mesh._asdict())
-
-    def of_module(self, name: str, spec: Spec | None) -> Spec:
-        """What the activations' tables say of the module of this name, on this mesh."""
-        keys = name.rpartition(".")[2] in ("k_proj", "v_proj")
-        return self.activation(WHOLE_HEADS if keys and self.whole_heads else spec)
-
-    def _spec(self, name: str, split: bool) -> Spec:
-        spec = spec_of(name, repeated_heads=self.repeated_heads, tensor_ranks=self.mesh.tensor)
-        return on_mesh(spec if split else whole_along_shard(spec), self.mesh._asdict())
-
-
-def state_parts(config: TrainConfig, mesh: Mesh) -> dict[str, int]:
-    """Into how many parts the strategy splits "parameters", "gradients" and "moments"."""
-    along = mesh.shard * mesh.context
-    split = STRATEGIES[config.sharding_strategy]._asdict()
-    return {kind: mesh.tensor * (along if is_split else 1) for kind, is_split in split.items()}
-
-
-def layout_of(config: TrainConfig, mesh: Mesh) -> Layout:
-    """The layout that `config` asks for on `mesh`."""
-    shape = model_shape(config)
-    repeated = shape.num_kv_heads % mesh.tensor != 0
-    whole = shape.num_kv_heads * kv_repeats(config, shape) % mesh.tensor != 0
-    return Layout(mesh, STRATEGIES[config.sharding_strategy], repeated, whole, config.sequence_parallel)
 
 
 def spec_of(name: str, *, repeated_heads: bool = False, tensor_ranks: int = 2) -> Spec:

@@ -41,16 +41,16 @@ from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator, loss_scale
-from pretraining.parallel.engine import Batch, Mesh, TrainingState, lost_peers_told, numbered
-from pretraining.parallel.mesh import resolve_batch, resolve_mesh
+from pretraining.parallel.engine import Batch, TrainingState, lost_peers_told, numbered
+from pretraining.parallel.layout import TorchLayout, shard_dimension
+from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules
-from pretraining.parallel.sharding import BATCH_AXES, state_parts
+from pretraining.parallel.sharding import BATCH_AXES
 from pretraining.parallel.torch_state import Parts
 from pretraining.parallel.torch_tensor import (
     VocabularyParallelLoss,
     all_tokens,
     own_tokens,
-    shard_dimension,
     split_over_ranks,
 )
 from pretraining.parallel.torch_update import Figures, Update, sum_over_processes
@@ -73,13 +73,13 @@ class TorchEngine:
         refuse_what_is_for_xla(config)
         self.home = torch.device("cpu") if config.cpu_offload else self.device  # of shards, gradients and moments
         self.process_index, self.process_count = _from_torchrun("RANK", 0), _from_torchrun("WORLD_SIZE", 1)
-        self.local_processes = _from_torchrun("LOCAL_WORLD_SIZE", 1)
-        self.mesh = resolve_mesh(config, self.process_count, self.local_processes)
+        self.host_processes = _from_torchrun("LOCAL_WORLD_SIZE", 1)
+        self.host_devices = self.host_processes if self.home.type == "cpu" else 0
+        self.mesh = resolve_mesh(config, self.process_count, self.host_processes)
+        self.layout = TorchLayout(self.mesh, config.sharding_strategy)
         refuse_uneven_columns(config, self.mesh)
         resolve_batch(config, self.mesh.data_ranks)
         self.data_rank, self.data_size = self.process_index // self.mesh.tensor, self.mesh.data_ranks
-        self.parts = state_parts(config, self.mesh)
-        self.host_copies = self.local_processes / self.parts["moments"] if self.home.type == "cpu" else 0.0
         self.precision = precision_of(config)
         self.compiles = config.use_torch_compile and accelerator.compiles(self.device)
         self._joined = False
@@ -140,7 +140,7 @@ class TorchEngine:
             parts.own(name).copy_(parts.of(name, value))
 
         # torch's generator leaves the interpreter free
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.local_processes)) as pool:
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.host_processes)) as pool:
             list(pool.map(fill, parts.weights))
         return model
 
@@ -151,16 +151,13 @@ class TorchEngine:
         # The rotary table stays fp32: inputs are not cast.
         precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=chosen.reduced, cast_forward_inputs=False)
         offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
-        # zero1 and zero2 keep what was gathered for the backward pass. Alone, a shard is the whole, and freeing its
-        # bf16 copy means casting it twice.
-        frees = self.mesh.shard > 1 and self.config.sharding_strategy not in ("zero1", "zero2")
         options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
         options["mesh"] = grid["shard"] if self.mesh.replica == 1 else grid[BATCH_AXES]
         if self.mesh.tensor > 1:
             dims = {weight: shard_dimension(name) for name, weight in model.named_parameters()}
             options["shard_placement_fn"] = lambda weight: Shard(dims[weight])
         for block in model.model.layers:
-            fully_shard(block, reshard_after_forward=frees, **options)
+            fully_shard(block, reshard_after_forward=self.layout.reshards_after_forward, **options)
         fully_shard(model, reshard_after_forward=False, **options)
         register_fsdp_forward_method(model, "loss")
 
@@ -188,9 +185,8 @@ class TorchEngine:
         """See engine.Engine. Gradients are summed over a shard group after every micro-batch, which keeps them split,
         and over its replicas (across hosts) after the last. With zero1 they are whole until the last, and parameters
         are gathered once a step."""
-        whole = self.config.sharding_strategy == "zero1"
         for inputs, last in self._feed(numbered(self.config, batch, self.data_rank)):
-            if isinstance(model, FSDPModule) and whole:
+            if isinstance(model, FSDPModule) and self.layout.gathers_once:
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
             elif isinstance(model, FSDPModule):

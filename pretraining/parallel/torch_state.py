@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pretraining.models.init import VOCABULARIES
 from pretraining.models.llama import Llama
-from pretraining.parallel.engine import Mesh
+from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.torch_tensor import own_part, placements
 
 

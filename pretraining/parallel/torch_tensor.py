@@ -24,7 +24,7 @@ from pretraining.models.dropout import Noise
 from pretraining.models.linear import Linear
 from pretraining.models.llama import Llama
 from pretraining.models.ops import IGNORED, without_padding
-from pretraining.parallel.sharding import SHARD, axes_of, spec_of
+from pretraining.parallel.layout import shard_dimension, tensor_dimension
 
 COLUMN_INPUTS, ROW_PARALLEL = ("self_attn", "mlp"), ("self_attn.o_proj", "mlp.down_proj")
 # Whole on every rank, and used on a rank's own heads or channels: each has a part of their gradient.
@@ -34,16 +34,6 @@ USED_IN_PARTS = (
 )
 # The same with sequence_parallel: used on a rank's own tokens.
 USED_ON_TOKENS = ("*.input_layernorm.*", "*.post_attention_layernorm.*", "*.o_proj.bias", "*.down_proj.bias")
-
-
-def tensor_dimension(name: str) -> int | None:
-    """The dimension of the parameter `name` that tensor ranks split; None: it is whole on each."""
-    return next((i for i, axis in enumerate(spec_of(name)) if "tensor" in axes_of(axis)), None)
-
-
-def shard_dimension(name: str) -> int:
-    """The dimension that FSDP splits: the table's, and the first of what the table replicates or splits along both."""
-    return next((i for i, axis in enumerate(spec_of(name)) if axis == SHARD), 0)
 
 
 def split_over_ranks(model: Llama, ranks: DeviceMesh, sequence: bool) -> None:

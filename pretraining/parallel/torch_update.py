@@ -24,8 +24,9 @@ from pretraining.optim.rounding import rounded
 from pretraining.optim.rules import Adam, Moment, State
 from pretraining.parallel import loss_scale
 from pretraining.parallel.health import HEALTH, judge
+from pretraining.parallel.layout import tensor_dimension
 from pretraining.parallel.torch_state import Parts, local
-from pretraining.parallel.torch_tensor import add_up_parts, tensor_dimension
+from pretraining.parallel.torch_tensor import add_up_parts
 
 
 class Figures:

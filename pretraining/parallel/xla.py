@@ -41,9 +41,10 @@ from pretraining.optim.rounding import rounded
 from pretraining.optim.rules import Moment, State
 from pretraining.parallel.engine import Batch, TrainingState, numbered
 from pretraining.parallel.health import HEALTH, judge
+from pretraining.parallel.layout import layout_of
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
-from pretraining.parallel.sharding import HEAD_ACTIVATIONS, TOKENS, Spec, layout_of, state_parts
+from pretraining.parallel.sharding import HEAD_ACTIVATIONS, TOKENS, Spec
 from pretraining.parallel.xla_blocks import ScannedBlocks, place_activations, stack_layers
 from pretraining.parallel.xla_state import LogicalTensor, Region, XlaShards, tensor_from_shards
 
@@ -91,9 +92,8 @@ class XlaEngine:
         # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
         self.data_size = min(self.process_count, self.mesh.data_ranks)
         self.data_rank = self.process_index * self.data_size // self.process_count
-        self.host_copies = (
-            self.local_devices / state_parts(config, self.mesh)["parameters"] if self.device_name == "CPU" else 0.0
-        )
+        self.host_devices = self.local_devices if self.device_name == "CPU" else 0
+        self.host_processes = 1
         self.xla_mesh = xs.Mesh(np.arange(devices), tuple(self.mesh), self.mesh._fields)
         self._commits = 0
         self.config = config

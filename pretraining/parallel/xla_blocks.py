@@ -23,8 +23,9 @@ from pretraining.models.chunked import PRODUCTS
 from pretraining.models.dropout import Noise, following
 from pretraining.models.llama import Llama, Rope
 from pretraining.noise import high
+from pretraining.parallel.layout import Layout
 from pretraining.parallel.recompute import ScanGroup
-from pretraining.parallel.sharding import ACTIVATIONS, Activations, Layout, Spec, on_mesh
+from pretraining.parallel.sharding import ACTIVATIONS, Activations, Spec, on_mesh
 
 # Under SPMD the scan's backward ties gradients to their inputs with shard_as, which needs jax and torchax (and
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.

@@ -54,16 +54,18 @@ def _parameters(plan: Plan) -> list[str]:
     for weight in plan.weights:
         shape = " x ".join(map(str, weight.shape))
         split = ", ".join(f"{i}: {'+'.join(axes_of(axis))}" for i, axis in enumerate(weight.spec) if axis) or "whole"
-        lines.append(f"{weight.name:<{names}}  {shape:<16} {weight.tensors:>7}  {weight.bytes:>15,}  {split}")
+        lines.append(f"{weight.name:<{names}}  {shape:<16} {weight.tensors:>7}  {plan.bytes_of(weight):>15,}  {split}")
     return lines
 
 
 def _memory(plan: Plan) -> list[str]:
-    lines = [f"{name:<14} {count:>18,} bytes/device  {size(count):>12}" for name, count in plan.state._asdict().items()]
+    lines = [
+        f"{name:<14} {count:>18,} bytes/device  {size(count):>12}" for name, count in plan.memory._asdict().items()
+    ]
     usable = USABLE * plan.kind.memory
     verdict = "fits" if plan.fits else "does not fit"
     lines.append(
-        f"{'together':<14} {plan.state.total:>18,} bytes/device  {size(plan.state.total):>12}: {verdict} in "
+        f"{'together':<14} {plan.memory.total:>18,} bytes/device  {size(plan.memory.total):>12}: {verdict} in "
         f"{size(usable)} ({USABLE:.0%} of {size(plan.kind.memory)})"
     )
     if not plan.fits:
@@ -104,7 +106,7 @@ def ranking(plans: list[Plan]) -> str:
     lines = [f"{'step s':>9} {'MFU':>6} {'memory':>11}  flags"]
     for plan in plans[:20]:
         flags = " ".join(f"--{name}={getattr(plan.config, name)}" for name in FIELDS[:-1] if _tells(plan.config, name))
-        lines.append(f"{plan.step_seconds:>9.3f} {percent(plan.mfu):>6} {size(plan.state.total):>11}  {flags}")
+        lines.append(f"{plan.step_seconds:>9.3f} {percent(plan.mfu):>6} {size(plan.memory.total):>11}  {flags}")
     return "\n".join([*lines, f"{len(plans)} meshes fit"])
 
 
@@ -119,8 +121,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "config": {name: getattr(plan.config, name) for name in FIELDS},
         "device_kind": plan.kind._asdict(),
         "mesh": {"stage": plan.stage.of, **plan.mesh._asdict()},
-        "parameters": [weight._asdict() for weight in plan.weights],
-        "bytes_per_device": {**plan.state._asdict(), "total": plan.state.total},
+        "parameters": [{**weight._asdict(), "bytes": plan.bytes_of(weight)} for weight in plan.weights],
+        "bytes_per_device": {**plan.memory._asdict(), "total": plan.memory.total},
         "fits": plan.fits,
         "flops_per_token": plan.flops,
         "executed_flops": plan.executed,
@@ -151,10 +153,10 @@ def _rows(plan: Plan, truth: Truth) -> list[tuple[str, int, int]]:
         planned[one.operation] += one.bytes
     kinds = sorted(planned.keys() | truth.sent.keys())
     accumulates = (plan.config.gradient_accumulation_steps or 1) > 1
-    held = plan.state.parameters + plan.state.moments + accumulates * plan.state.gradients
+    held = plan.memory.parameters + plan.memory.moments + accumulates * plan.memory.gradients
     return [
         ("bytes held from step to step", held, truth.held),
-        ("bytes within a step", plan.state.total - held, truth.rest),
+        ("bytes within a step", plan.memory.total - held, truth.rest),
         *((f"bytes sent, {kind}", planned[kind], truth.sent.get(kind, 0)) for kind in kinds),
         ("bytes sent together", planned.total(), sum(truth.sent.values())),
         ("FLOP of a step", int(plan.executed), truth.flops),

@@ -18,11 +18,11 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
 from pretraining.config.variants import model_shape
 from pretraining.monitor.flops import flops_per_token
-from pretraining.parallel.engine import Mesh
-from pretraining.parallel.mesh import resolve_batch, resolve_mesh
+from pretraining.parallel.layout import StateTensor
+from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask
+from pretraining.plan.memory import DeviceMemory, device_memory, tensor_bytes, tensors_of, weights_of
 from pretraining.plan.stages import Stage, idle, staged, stages
-from pretraining.plan.state import State, Weight, state_of, weights_of
 from pretraining.plan.traffic import Collective, collectives
 
 USABLE = 0.92  # of the memory: the rest is the runtime's, and fragments (a CUDA context and NCCL take 2 to 4 GiB)
@@ -35,8 +35,8 @@ class Plan(NamedTuple):
     kind: DeviceKind
     mesh: Mesh  # of one stage's devices
     stage: Stage  # of a pipeline, the one that holds most: what follows is its
-    weights: list[Weight]
-    state: State
+    weights: list[StateTensor]
+    memory: DeviceMemory
     collectives: list[Collective]
     flops: int  # per token, 6 N + 12 L d S
     executed: float  # operations that a device runs in a step
@@ -44,10 +44,14 @@ class Plan(NamedTuple):
     hidden_seconds: float  # of communication, behind the computation
     exposed_seconds: float
 
+    def bytes_of(self, weight: StateTensor) -> int:
+        """Return the bytes of a parameter on one device."""
+        return tensor_bytes(self.config, self.mesh, weight)
+
     @property
     def fits(self) -> bool:
         """Whether a device holds it."""
-        return self.state.total <= USABLE * self.kind.memory
+        return self.memory.total <= USABLE * self.kind.memory
 
     @property
     def step_seconds(self) -> float:
@@ -69,11 +73,13 @@ def plan_of(config: TrainConfig) -> Plan:
     resolve_batch(config, mesh.data_ranks)
     shape = model_shape(config)
     flops = flops_per_token(shape, config.seq_length).full
-    executed = executed_flops(config, weights_of(config, mesh)) * config.tokens_per_step / config.plan_devices
     part = staged(config)
-    states = {stage: state_of(part, mesh, stage) for stage in stages(config)}
-    stage = max(states, key=lambda one: states[one].total)
-    sent = collectives(part, mesh, stage)
+    tensors = {stage: tensors_of(part, mesh, stage) for stage in stages(config)}
+    memories = {stage: device_memory(part, mesh, held, stage) for stage, held in tensors.items()}
+    stage = max(memories, key=lambda one: memories[one].total)
+    weights = weights_of(tensors[stage])
+    executed = executed_flops(config, weights) * config.tokens_per_step / config.plan_devices
+    sent = collectives(part, mesh, weights, stage)
     seconds = {one.what: one.bytes / _rate(one, mesh, kind) for one in sent}
     exposed = sum(seconds[one.what] for one in sent if one.axes[0] in ("tensor", "context", "stage"))
     return Plan(
@@ -81,8 +87,8 @@ def plan_of(config: TrainConfig) -> Plan:
         kind,
         mesh,
         stage,
-        weights_of(part, mesh, stage),
-        states[stage],
+        weights,
+        memories[stage],
         sent,
         flops,
         executed,
@@ -92,14 +98,17 @@ def plan_of(config: TrainConfig) -> Plan:
     )
 
 
-def executed_flops(config: TrainConfig, weights: list[Weight]) -> float:
-    """Operations per token that are run, of matrix products: 6 N, and attention below the diagonal alone (6 L d S); its
-    scores once more in every backward pass (L d S); and of a recomputed block the forward pass, but not its last
-    product, whose result nobody needs again."""
+def executed_flops(config: TrainConfig, weights: list[StateTensor]) -> float:
+    """Return the operations of matrix products that are run per token, given the parameters of one stage.
+
+    6 N, attention below the diagonal (6 L d S), its scores once more in every backward pass (L d S), and of a
+    recomputed block the forward pass without its last product, whose result is not needed again.
+    """
     shape = model_shape(config)
     scores = shape.num_layers * shape.num_attention_heads * shape.head_dim * config.seq_length
     blocks = [weight for weight in weights if ".layers." in weight.name and len(weight.shape) > 1]
-    again = sum(weight.tensors * math.prod(weight.shape) for weight in blocks if "down_proj" not in weight.name)
+    stage = sum(weight.tensors * math.prod(weight.shape) for weight in blocks if "down_proj" not in weight.name)
+    again = stage * config.pipeline_parallel_size
     share = sum(block_mask(config, shape.num_layers)) / shape.num_layers
     return flops_per_token(shape, config.seq_length).causal + scores + share * 2 * (again + scores)
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.optim.precision import precision_of
-from pretraining.parallel.engine import Mesh
+from pretraining.parallel.layout import Layout, StateTensor, TorchLayout
+from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.sharding import STRATEGIES
-from pretraining.plan.engines import TorchLayout, engine_of, layout_in
+from pretraining.plan.engines import engine_of, layout_in
+from pretraining.plan.memory import stream_bytes
 from pretraining.plan.stages import WHOLE, Stage
-from pretraining.plan.state import Weight, stream_bytes, weights_of
 
 
 class Collective(NamedTuple):
@@ -35,22 +35,18 @@ def ring(whole: float, ranks: int, *, both: bool = False) -> int:
     return int((2 if both else 1) * whole * (ranks - 1) / ranks)
 
 
-def collectives(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> list[Collective]:
-    """Everything that a step communicates; scalars left out."""
+def collectives(config: TrainConfig, mesh: Mesh, weights: list[StateTensor], stage: Stage = WHOLE) -> list[Collective]:
+    """Return everything that a step of a stage with these parameters communicates, except scalars."""
     layout = layout_in(config, mesh)
-    found = [
-        *(
-            _of_shards(config, mesh, stage, layout)
-            if isinstance(layout, TorchLayout)
-            else _of_parameters(config, mesh, stage)
-        ),
-        *_of_activations(config, mesh),
-        *_between_stages(config, mesh, stage),
-    ]
+    if isinstance(layout, TorchLayout):
+        of_parameters = _of_shards(config, layout, weights)
+    else:
+        of_parameters = _of_parameters(config, layout, weights, stage)
+    found = [*of_parameters, *_of_activations(config, mesh), *_between_stages(config, mesh, stage)]
     return [one for one in found if one.bytes]
 
 
-def _bytes_along(weights: list[Weight], mesh: Mesh, width: int) -> int:
+def _bytes_along(weights: list[StateTensor], mesh: Mesh, width: int) -> int:
     """Of all matrices, as `shard` and `context` see them: a tensor rank's part, whole along both."""
     return sum(w.tensors * math.prod(w.shape) * width for w in weights if len(w.shape) > 1) // mesh.tensor
 
@@ -64,11 +60,10 @@ def _looked_up(config: TrainConfig, mesh: Mesh) -> Collective:
     return Collective("looked-up tokens", "all-to-all", ("shard",), least, least)
 
 
-def _of_parameters(config: TrainConfig, mesh: Mesh, stage: Stage) -> list[Collective]:
-    split = STRATEGIES[config.sharding_strategy]
+def _of_parameters(config: TrainConfig, layout: Layout, weights: list[StateTensor], stage: Stage) -> list[Collective]:
+    mesh, split = layout.mesh, layout.split
     passes = config.gradient_accumulation_steps or 1
     precision, ranks = precision_of(config), mesh.shard * mesh.context
-    weights = weights_of(config, mesh, stage)
     if split.parameters:
         weights = [weight for weight in weights if "embed_" not in weight.name]
     wide = _bytes_along(weights, mesh, precision.stored.itemsize)
@@ -101,15 +96,18 @@ def _of_parameters(config: TrainConfig, mesh: Mesh, stage: Stage) -> list[Collec
     return [Collective("gradients", "all-reduce", ("replica", *along), passes * least, least)]
 
 
-def _of_shards(config: TrainConfig, mesh: Mesh, stage: Stage, layout: TorchLayout) -> list[Collective]:
+def _of_shards(config: TrainConfig, layout: TorchLayout, weights: list[StateTensor]) -> list[Collective]:
     """FSDP2's: each block is gathered for its forward pass, and again for its backward pass where it was freed between;
     embedding and head once. Replicas add up after the last micro-batch. With zero1 all of it comes once a step."""
-    passes = 1 if layout.once else config.gradient_accumulation_steps or 1
-    precision = precision_of(config)
-    weights = weights_of(config, mesh, stage)
+    mesh, precision = layout.mesh, precision_of(config)
+    passes = 1 if layout.gathers_once else config.gradient_accumulation_steps or 1
     blocks = [weight for weight in weights if ".layers." in weight.name]
     forward = ring(_bytes_along(weights, mesh, precision.products.itemsize), mesh.shard)
-    backward = ring(_bytes_along(blocks, mesh, precision.products.itemsize), mesh.shard) if layout.frees else 0
+    backward = (
+        ring(_bytes_along(blocks, mesh, precision.products.itemsize), mesh.shard)
+        if layout.reshards_after_forward
+        else 0
+    )
     wide = _bytes_along(weights, mesh, precision.reduced.itemsize)
     scatter = ring(wide, mesh.shard)
     return [

@@ -15,7 +15,8 @@ from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.models.ops import next_token_loss
-from pretraining.parallel.engine import Mesh, TrainingState
+from pretraining.parallel.engine import TrainingState
+from pretraining.parallel.mesh import Mesh
 
 DIMENSIONS = {
     "model_variant": "custom",

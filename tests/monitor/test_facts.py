@@ -11,7 +11,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.flops import Meter, flops_per_token
-from pretraining.monitor.memory import StateBytes
 from pretraining.monitor.summary import summary
 from pretraining.optim.precision import dtypes_told
 from pretraining.optim.schedule import learning_rate, telling_steps
@@ -25,9 +24,8 @@ def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str
     text = describe(
         config,
         model_shape(config),
-        whole=StateBytes(4 * SIZE, 4 * SIZE, 8 * SIZE),
         mesh={"replica": 2, "shard": 4, "context": 1, "tensor": 1},
-        parts={"parameters": 4, "gradients": 4, "moments": 4},
+        per_device={"parameters": SIZE, "gradients": SIZE, "moments": 2 * SIZE},
         device_name=device_name,
         recompute=[False, True, False, False],
         dtypes=dtypes_told(config),
@@ -48,7 +46,7 @@ def test_every_fact_is_one_line_with_its_figures() -> None:
     assert said["MFU against"] == "312.00 TFLOP/s dense bf16, A100"
 
 
-def test_memory_is_a_quarter_of_the_state_on_four_shards() -> None:
+def test_memory_is_that_of_one_device() -> None:
     # 16 bytes x 6,738,415,616 / 4 / 2^30
     assert facts()["memory/device"].startswith("25.10 GiB of state (parameters 6.28 GiB, gradients 6.28 GiB, moments")
 
@@ -75,7 +73,7 @@ def test_the_learning_rate_is_shown_at_the_first_and_the_last_step(num_steps: in
 
 
 def test_the_placed_line_shows_the_share_of_a_copy_that_one_device_holds() -> None:
-    line = placed_line({"parameters": SIZE, "moments": SIZE * 8}, StateBytes(4 * SIZE, 4 * SIZE, 8 * SIZE))
+    line = placed_line({"parameters": SIZE, "moments": SIZE * 8}, {"parameters": 4 * SIZE, "moments": 8 * SIZE})
     assert "(25.0% of a copy), moments" in line
     assert line.endswith("(100.0% of a copy)")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import resource
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,67 +13,57 @@ from hypothesis import strategies as st
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
-from pretraining.models.init import on_meta
-from pretraining.monitor.memory import StateBytes, available_memory, check_memory
-from pretraining.optim.optimizer import whole_state
+from pretraining.monitor.memory import available_memory, check_memory
 
 GIB = 2**30
 
 
-@cache
-def whole(variant: str) -> StateBytes:
-    """Bytes of one copy of AdamW's state."""
-    config = TrainConfig(model_variant=variant)
-    return StateBytes(**whole_state(config, on_meta(config).named_parameters()))
-
-
-@pytest.mark.parametrize("variant", ["tiny", "llama3_8b"])
-def test_adamw_s_state_is_16_bytes_a_parameter(variant: str) -> None:
-    count = VARIANTS[variant].parameters
-    assert whole(variant) == StateBytes(4 * count, 4 * count, 8 * count)
+def check(variant: str, copies: float, processes: int = 1, free: int = 24 * GIB, **fields: Any) -> None:
+    """Check AdamW's 16 bytes a parameter, so many copies of them in the memory of a host of 8 devices."""
+    config = TrainConfig(model_variant=variant, **fields)
+    unsharded = 16 * VARIANTS[variant].parameters
+    check_memory(
+        config,
+        model_shape(config),
+        unsharded={"parameters": unsharded // 4, "moments": unsharded - unsharded // 4},
+        per_device={"parameters": int(unsharded * copies) // 8, "moments": 0},
+        host_devices=8,
+        host_processes=processes,
+        available=free,
+    )
 
 
 def test_llama2_7b_is_refused_on_a_24_gib_host_with_figures_and_without_allocating() -> None:
-    config = TrainConfig(model_variant="llama2_7b", low_cpu_fsdp=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UserError, match=r"llama2_7b needs at least 100\.41 GiB .* this host has 24\.00 GiB") as refused:
-        check_memory(config, model_shape(config), whole(config.model_variant), state_copies=1, available=24 * GIB)
+    with pytest.raises(UserError, match=r"llama2_7b, .* at least 100\.41 GiB .* this host has 24\.00 GiB") as refused:
+        check("llama2_7b", copies=1, low_cpu_fsdp=True)
     assert "\n" not in str(refused.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10 * 1024  # KiB
 
 
 def test_llama3_194m_fits_a_24_gib_host_with_one_copy() -> None:
-    config = TrainConfig(model_variant="llama3_194m_4k")
-    check_memory(config, model_shape(config), whole(config.model_variant), state_copies=1, available=24 * GIB)
+    check("llama3_194m_4k", copies=1)
 
 
 def test_copies_that_do_not_fit_are_advised_to_become_one() -> None:
-    config = TrainConfig(model_variant="llama3_194m_4k", sharding_strategy="ddp")
     with pytest.raises(UserError, match="--sharding_strategy=fsdp"):
-        check_memory(config, model_shape(config), whole(config.model_variant), state_copies=8, available=24 * GIB)
+        check("llama3_194m_4k", copies=8)
 
 
 def test_a_model_that_only_fits_shard_by_shard_is_advised_low_cpu_fsdp() -> None:
-    config = TrainConfig(model_variant="llama2_7b")
-    with pytest.raises(UserError, match="--low_cpu_fsdp=True"):
-        check_memory(
-            config, model_shape(config), whole(config.model_variant), state_copies=0, processes=8, available=100 * GIB
-        )
-    config.low_cpu_fsdp = True
-    check_memory(
-        config, model_shape(config), whole(config.model_variant), state_copies=0, processes=8, available=100 * GIB
-    )
+    with pytest.raises(UserError, match=r"in 8 processes.*--low_cpu_fsdp=True"):
+        check("llama2_7b", copies=0, processes=8, free=100 * GIB)
+    check("llama2_7b", copies=0, processes=8, free=100 * GIB, low_cpu_fsdp=True)
 
 
 @given(st.sampled_from(sorted(VARIANTS)), st.sampled_from([0.0, 0.125, 1.0, 8.0]), st.booleans(), st.integers(1, 8))
 def test_exactly_what_does_not_fit_is_refused(variant: str, copies: float, low: bool, processes: int) -> None:
-    config = TrainConfig(model_variant=variant, low_cpu_fsdp=low)
-    shape = model_shape(config)
-    needed = max(int(16 * shape.parameters * copies), 0 if low else 4 * shape.parameters * processes)
-    check_memory(config, shape, whole(variant), state_copies=copies, processes=processes, available=needed)
+    parameters = VARIANTS[variant].parameters
+    needed = max(int(16 * parameters * copies) // 8 * 8, 0 if low else 4 * parameters * processes)
+    check(variant, copies, processes, needed, low_cpu_fsdp=low)
     if needed:
         with pytest.raises(UserError):
-            check_memory(config, shape, whole(variant), state_copies=copies, processes=processes, available=needed - 1)
+            check(variant, copies, processes, needed - 1, low_cpu_fsdp=low)
 
 
 def test_this_hosts_available_memory_is_a_plausible_number_of_bytes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from pretraining.config.optimizers import OPTIMIZERS
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
-from pretraining.optim.optimizer import Optimizer, build_optimizer, decays, is_stacked, whole_state
+from pretraining.optim.optimizer import Optimizer, Slot, build_optimizer, decays, is_stacked, reduced
 from pretraining.optim.rules import Adam, Muon
 
 
@@ -99,4 +99,9 @@ def test_stacking_layers_changes_neither_the_size_of_the_state_nor_its_kind(opti
     stack = [("model.layers.mlp.up_proj.weight", torch.empty(3, 6, 4, device="meta"))]
     for _, weight in (*matrices, *stack):
         weight.requires_grad_()
-    assert whole_state(chosen, matrices) == whole_state(chosen, stack)
+
+    def values(slot: Slot) -> int:
+        return sum(reduced(slot.weight.shape, moment).numel() for moment in slot.rule.moments(slot.ndim).values())
+
+    separate, stacked = (build_optimizer(chosen, named).slots for named in (matrices, stack))
+    assert sum(map(values, separate)) == values(stacked[0])

@@ -15,10 +15,10 @@ from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, padded_vocabulary
 from pretraining.models.llama import Llama
-from pretraining.parallel.engine import Mesh
-from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
+from pretraining.parallel.layout import STRATEGIES, Layout, TorchLayout, layout_of, state_bytes, unsharded_state_bytes
+from pretraining.parallel.mesh import Mesh, kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, scan_plan, show_mask
-from pretraining.parallel.sharding import LLAMA_SHARDING, STRATEGIES, axes_of, spec_of, state_parts
+from pretraining.parallel.sharding import LLAMA_SHARDING, axes_of, spec_of
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,41 @@ def test_every_matrix_is_split_somewhere() -> None:
     assert unsplit == []
 
 
-def test_the_strategies_split_what_their_names_say() -> None:
-    mesh = Mesh(1, 4, context=2, tensor=3)
-    parts = {name: tuple(state_parts(TrainConfig(sharding_strategy=name), mesh).values()) for name in STRATEGIES}
-    assert parts == {"ddp": (3, 3, 3), "zero1": (3, 3, 24), "zero2": (3, 24, 24), "fsdp": (24,) * 3, "hsdp": (24,) * 3}
+WIDE: dict[str, Any] = {"model_variant": "llama3_8b", "num_layers": 3}  # norms are 0.01 % of its parameters
+
+
+def shares(layout: Layout | TorchLayout, strategy: str) -> tuple[int, ...]:
+    """How many times smaller a device's parameters, gradients and moments are than one copy."""
+    config = TrainConfig(**WIDE, sharding_strategy=strategy)
+    whole = unsharded_state_bytes(config).values()
+    return tuple(round(one / part) for one, part in zip(whole, state_bytes(config, layout).values(), strict=True))
+
+
+def test_the_xla_engine_shards_what_the_strategy_s_name_says() -> None:
+    mesh = Mesh(1, 4, context=2, tensor=2)
+    layouts = {name: layout_of(TrainConfig(**WIDE, sharding_strategy=name), mesh) for name in STRATEGIES}
+    assert {name: shares(layout, name) for name, layout in layouts.items()} == {
+        **{"ddp": (2, 2, 2), "zero1": (2, 2, 16), "zero2": (2, 16, 16)},
+        **{"fsdp": (16, 16, 16), "hsdp": (16, 16, 16)},
+    }
+
+
+def test_the_torch_engine_shards_parameters_with_zero1_and_zero2_too() -> None:
+    found = {name: shares(TorchLayout(Mesh(1, 8), name), name) for name in ("zero1", "zero2", "fsdp")}
+    assert found == {"zero1": (8, 1, 8), "zero2": (8, 8, 8), "fsdp": (8, 8, 8)}
+
+
+def test_bytes_include_the_padding_of_uneven_shards() -> None:
+    config = TrainConfig(model_variant="tiny")
+    held = state_bytes(config, TorchLayout(Mesh(1, 7), "fsdp"))["parameters"]
+    assert unsharded_state_bytes(config)["parameters"] / 7 < held < unsharded_state_bytes(config)["parameters"] / 6
+
+
+@pytest.mark.parametrize("variant", ["tiny", "llama3_8b"])
+def test_adamw_s_state_is_16_bytes_a_parameter(variant: str) -> None:
+    count = VARIANTS[variant].parameters
+    whole = unsharded_state_bytes(TrainConfig(model_variant=variant))
+    assert whole == {"parameters": 4 * count, "gradients": 4 * count, "moments": 8 * count}
 
 
 @pytest.mark.parametrize(

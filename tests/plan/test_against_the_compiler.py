@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pretraining.config.training import TrainConfig
+from pretraining.plan.memory import kept_activations
 from pretraining.plan.plan import Plan, plan_of
-from pretraining.plan.state import kept_activations
 from tests.parallel.hlo import LENGTH, kept, program, sent
 from tests.parallel.launch import environment
 from tests.parallel.toy import TOY
@@ -81,7 +81,7 @@ def live() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("case", HELD)
 def test_parameters_and_optimizer_state_are_the_live_engine_s_to_the_byte(case: str) -> None:
-    state = planned(case).state
+    state = planned(case).memory
     assert {"parameters": state.parameters, "moments": state.moments} == live()[case]
 
 

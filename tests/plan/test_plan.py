@@ -106,16 +106,16 @@ def test_stages_that_do_not_divide_are_refused_and_training_with_any(fields: dic
 
 def test_stages_split_the_layers_and_idle_as_the_schedule_says() -> None:
     whole, piped = plan_of(config(**PIPED)), plan_of(config(**PIPED, pipeline_parallel_size=8))
-    blocks = [sum(w.bytes for w in plan.weights if ".layers." in w.name) for plan in (whole, piped)]
+    blocks = [sum(plan.bytes_of(w) for w in plan.weights if ".layers." in w.name) for plan in (whole, piped)]
     assert blocks[0] == 8 * blocks[1]
     assert piped.stage.number == 0  # eight micro-batches wait in the first, and one in the last
     assert not any("lm_head" in weight.name for weight in piped.weights)
-    assert piped.state.activations == pytest.approx(whole.state.activations, rel=1e-6)
+    assert piped.memory.activations == pytest.approx(whole.memory.activations, rel=1e-6)
     assert whole.executed == pytest.approx(8 * piped.executed)  # of eight times the tokens
     assert idle(piped.config) == 7 / 16
     halves = plan_of(config(**PIPED, pipeline_parallel_size=8, virtual_pipeline_size=2))
     assert idle(halves.config) == 7 / 32
-    assert halves.state.activations > piped.state.activations
+    assert halves.memory.activations > piped.memory.activations
     few = {**PIPED, "gradient_accumulation_steps": 1}
     recomputed = plan_of(config(**few, pipeline_parallel_size=8, fsdp_activation_checkpointing=True))
     assert recomputed.stage.last  # where few activations wait, the logits decide
@@ -131,13 +131,13 @@ def test_sizes_that_do_not_divide_are_refused_as_they_are_in_training() -> None:
 def test_splitting_never_holds_more_and_recomputing_never_keeps_more(split: str, tensor: int, devices: int) -> None:
     base = config(sharding_strategy=split, tensor_parallel_size=tensor, plan_devices=devices)
     plan, more = plan_of(base), plan_of(replace(base, plan_devices=2 * devices))
-    assert more.state.parameters <= plan.state.parameters
-    assert more.state.moments <= plan.state.moments
+    assert more.memory.parameters <= plan.memory.parameters
+    assert more.memory.moments <= plan.memory.moments
     again = plan_of(replace(base, fsdp_activation_checkpointing=True))
-    assert again.state.activations < plan.state.activations
+    assert again.memory.activations < plan.memory.activations
     assert again.compute_seconds > plan.compute_seconds
     assert 0 < plan.mfu < 1
-    assert plan.fits == (plan.state.total <= USABLE * plan.kind.memory)
+    assert plan.fits == (plan.memory.total <= USABLE * plan.kind.memory)
 
 
 def test_a_ring_moves_what_theory_says() -> None:

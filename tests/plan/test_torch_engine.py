@@ -58,7 +58,7 @@ def planned(case: str) -> Plan:
 
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_and_optimizer_state_are_the_live_engine_s_to_the_byte(case: str) -> None:
-    state = planned(case).state
+    state = planned(case).memory
     assert {"parameters": state.parameters, "moments": state.moments} == live()[case]["bytes"]
 
 

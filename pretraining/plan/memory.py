@@ -1,119 +1,72 @@
-"""What one device holds: every parameter with its share, gradients, optimizer state, activations and logits.
+"""What one device holds: parameters, gradients, optimizer state, activations, logits and gathered parameters.
 
-From the sharding table and the rules of the optimizers alone; no device, and no tensor with values.
+Follows from the layout and the rules of the optimizers alone; no device, and no tensor with values.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from torch import nn
-
-from pretraining.config.devices import PLAN_KINDS, DeviceKind
+from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape, padded_vocabulary
-from pretraining.models.init import on_meta
 from pretraining.models.ops import LOSS_ROWS
-from pretraining.optim.optimizer import build_optimizer, reduced
 from pretraining.optim.precision import precision_of
-from pretraining.parallel.engine import Mesh
-from pretraining.parallel.mesh import kv_repeats
+from pretraining.parallel.layout import StateTensor, TorchLayout, state_tensors
+from pretraining.parallel.mesh import Mesh, kv_repeats
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.sharding import Layout, Spec, parts
-from pretraining.plan.engines import TorchLayout, engine_of, layout_in
+from pretraining.plan.engines import engine_of, layout_in
 from pretraining.plan.stages import WHOLE, Stage
 from pretraining.plan.tiles import bytes_in_memory
 
-T = TypeVar("T")
 
-
-class Weight(NamedTuple):
-    """One parameter, or those of the same name in all blocks."""
-
-    name: str  # with * for the block's number
-    shape: tuple[int, ...]
-    tensors: int  # such ones
-    spec: Spec
-    bytes: int  # of one device, all of them together, as its memory lays them out
-
-
-class State(NamedTuple):
-    """Bytes of one device."""
+class DeviceMemory(NamedTuple):
+    """Bytes of one device at the end of a forward pass, when it holds most."""
 
     parameters: int
     gradients: int
     moments: int
     activations: int
     logits: int
-    gathered: int  # parameters of a block while it runs, where they are split otherwise
+    gathered: int  # parameters of a block while it runs, where they are sharded otherwise
 
     @property
     def total(self) -> int:
-        """All of it at the time of the peak."""
+        """Sum of all of them."""
         return sum(self)
 
 
-class Device(NamedTuple):
-    """One of the mesh."""
-
-    kind: DeviceKind
-    mesh: Mesh
-
-    def holds(self, shape: Iterable[int], spec: Spec, tensors: int, width: int) -> int:
-        """Bytes of `tensors` tensors of a shape, stacked where there are several; an uneven split is padded."""
-        sizes = self.mesh._asdict()
-        part = [-(-extent // parts(axis, sizes)) for extent, axis in zip(shape, spec, strict=True)]
-        return bytes_in_memory(self.kind, [tensors, *part] if tensors > 1 else part, width)
-
-
-def weights_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> list[Weight]:
-    """Every parameter and its sharding, those of all blocks as one."""
-    layout, stored = layout_in(config, mesh), precision_of(config).stored.itemsize
-    device = Device(PLAN_KINDS[config.plan_device_kind], mesh)
-    return [
-        Weight(name, tuple(found[0].shape), len(found), spec, device.holds(found[0].shape, spec, len(found), stored))
-        for name, found in _by_name(_held(config, stage)).items()
-        for spec in [layout.parameter(name)]
-    ]
-
-
-def _by_name(named: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
-    """Those of all blocks under one name, with * for the number."""
-    found: dict[str, list[T]] = {}
-    for name, one in named:
-        found.setdefault(re.sub(r"\.layers\.\d+\.", ".layers.*.", name), []).append(one)
-    return found
-
-
-def _held(config: TrainConfig, stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
+def tensors_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> list[StateTensor]:
+    """Return every tensor of the state that a stage holds."""
     tied = model_shape(config).tie_word_embeddings
-    yield from (pair for pair in on_meta(config).named_parameters() if stage.holds(pair[0], tied))
+    return [tensor for tensor in state_tensors(config, layout_in(config, mesh)) if stage.holds(tensor.name, tied)]
 
 
-def state_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> State:
-    """Everything that one device holds at the end of a forward pass, its largest moment."""
-    layout, precision = layout_in(config, mesh), precision_of(config)
-    slots = build_optimizer(config, _held(config, stage)).slots
-    weights, device = weights_of(config, mesh, stage), Device(PLAN_KINDS[config.plan_device_kind], mesh)
-    gradients = moments = 0
-    for name, found in _by_name((slot.name, slot) for slot in slots).items():
-        slot, tensors = found[0], len(found)
-        gradients += device.holds(slot.weight.shape, layout.gradient(name), tensors, precision.stored.itemsize)
-        for moment in slot.rule.moments(slot.ndim).values():
-            shape = reduced(slot.weight.shape, moment)
-            spec = tuple(a if extent > 1 else None for a, extent in zip(layout.moment(name), shape, strict=True))
-            moments += device.holds(shape, spec, tensors, precision.state.itemsize)
-    copies = 2 if precision.copies else 1
-    return State(
-        copies * sum(weight.bytes for weight in weights),
-        gradients,
-        moments,
+def weights_of(tensors: list[StateTensor]) -> list[StateTensor]:
+    """Return the parameters among `tensors`."""
+    return [tensor for tensor in tensors if tensor.kind == "parameters"]
+
+
+def tensor_bytes(config: TrainConfig, mesh: Mesh, tensor: StateTensor) -> int:
+    """Return the bytes of `tensor` in the memory of one device: the blocks' tensors are stacked."""
+    local = tensor.local_shape(mesh)
+    stacked = (tensor.tensors, *local) if tensor.tensors > 1 else local
+    return bytes_in_memory(PLAN_KINDS[config.plan_device_kind], stacked, tensor.width)
+
+
+def device_memory(config: TrainConfig, mesh: Mesh, tensors: list[StateTensor], stage: Stage = WHOLE) -> DeviceMemory:
+    """Return what one device of a stage holds, given the stage's tensors."""
+    sums = dict.fromkeys(("parameters", "copies", "gradients", "moments"), 0)
+    for tensor in tensors:
+        sums[tensor.kind] += tensor_bytes(config, mesh, tensor)
+    return DeviceMemory(
+        sums["parameters"] + sums["copies"],
+        sums["gradients"],
+        sums["moments"],
         activations(config, mesh, stage),
         logits(config, mesh) if stage.last else 0,
-        _gathered(config, layout, mesh, weights),
+        _gathered(config, mesh, weights_of(tensors)),
     )
 
 
@@ -165,17 +118,17 @@ def logits(config: TrainConfig, mesh: Mesh) -> int:
     return tokens * rows * (width + 8)
 
 
-def _gathered(config: TrainConfig, layout: Layout | TorchLayout, mesh: Mesh, weights: list[Weight]) -> int:
+def _gathered(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> int:
     """Parameters as the products read them, of two blocks, the one that runs and the one fetched ahead, and the larger
     of embedding and head. The torch engine keeps both of these, and where it frees nothing all blocks."""
-    precision = precision_of(config)
+    precision, layout = precision_of(config), layout_in(config, mesh)
     blocks = [math.prod(weight.shape) for weight in weights if ".layers." in weight.name]
     outer = [math.prod(weight.shape) for weight in weights if ".layers." not in weight.name]
     if isinstance(layout, TorchLayout):
         if mesh.shard == 1 and precision.products == precision.stored:
             return 0
-        held = 2 if layout.frees else model_shape(config).num_layers
-        return precision.products.itemsize * (held * sum(blocks) + sum(outer)) // mesh.tensor
+        blocks_at_once = 2 if layout.reshards_after_forward else model_shape(config).num_layers
+        return precision.products.itemsize * (blocks_at_once * sum(blocks) + sum(outer)) // mesh.tensor
     ranks = mesh.shard * mesh.context
     if not layout.split.parameters or ranks == 1:
         return 0

@@ -1,0 +1,209 @@
+"""How one run shards its parameters, gradients and optimizer state, and the bytes that a device therefore holds.
+
+Each engine owns one layout. The facts printed at the start, the memory check and the plan read it, so they agree.
+Touches no device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
+from pretraining.models.init import on_meta
+from pretraining.optim.optimizer import build_optimizer, reduced
+from pretraining.optim.precision import precision_of
+from pretraining.parallel.mesh import Mesh, kv_repeats
+from pretraining.parallel.sharding import (
+    HEADS,
+    SHARD,
+    STREAM,
+    STREAM_OF_SEQUENCE,
+    WHOLE_HEADS,
+    Activations,
+    Spec,
+    axes_of,
+    on_mesh,
+    parts,
+    spec_of,
+    whole_along_shard,
+)
+
+T = TypeVar("T")
+
+
+class Split(NamedTuple):
+    """Whether a strategy shards a kind of tensor along `shard` and `context`, or replicates it there."""
+
+    parameters: bool
+    gradients: bool  # while micro-batches are accumulated
+    moments: bool
+
+
+STRATEGIES = {
+    "ddp": Split(parameters=False, gradients=False, moments=False),
+    "zero1": Split(parameters=False, gradients=False, moments=True),
+    "zero2": Split(parameters=False, gradients=True, moments=True),
+    "fsdp": Split(parameters=True, gradients=True, moments=True),
+    "hsdp": Split(parameters=True, gradients=True, moments=True),
+}
+
+
+class Layout(NamedTuple):
+    """The XLA engine's layout: the sharding table on its mesh, as the strategy asks. Names as in `spec_of`."""
+
+    mesh: Mesh
+    split: Split
+    repeated_heads: bool  # key/value heads that tensor ranks do not divide
+    whole_heads: bool  # of which every tensor rank computes all
+    sequence_parallel: bool
+
+    def parameter(self, name: str) -> Spec:
+        """Return the sharding of a parameter."""
+        return self._spec(name, self.split.parameters)
+
+    def gradient(self, name: str) -> Spec:
+        """Return the sharding of its gradient between micro-batches."""
+        return self._spec(name, self.split.gradients)
+
+    def moment(self, name: str) -> Spec:
+        """Return the sharding of its optimizer state."""
+        return self._spec(name, self.split.moments)
+
+    def stream(self) -> Spec:
+        """Return the sharding of the residual stream between blocks, [rows, tokens, hidden]."""
+        return self.activation(STREAM_OF_SEQUENCE if self.sequence_parallel else STREAM)
+
+    def activations(self, table: Activations) -> Activations:
+        """Return the rows of `table` that must be constrained on this mesh."""
+        if self.mesh.context * self.mesh.tensor > 1:
+            return table
+        return tuple(row for row in table if row == HEADS and self.mesh.shard > 1)
+
+    def activation(self, spec: Spec | None) -> Spec:
+        """Return a spec of the activations' tables on this mesh."""
+        return self.stream() if spec is None else on_mesh(spec, self.mesh._asdict())
+
+    def of_module(self, name: str, spec: Spec | None) -> Spec:
+        """Return the sharding of the activation that the tables declare for the module of this name."""
+        keys = name.rpartition(".")[2] in ("k_proj", "v_proj")
+        return self.activation(WHOLE_HEADS if keys and self.whole_heads else spec)
+
+    def _spec(self, name: str, split: bool) -> Spec:
+        spec = spec_of(name, repeated_heads=self.repeated_heads, tensor_ranks=self.mesh.tensor)
+        return on_mesh(spec if split else whole_along_shard(spec), self.mesh._asdict())
+
+
+def layout_of(config: TrainConfig, mesh: Mesh) -> Layout:
+    """Return the XLA engine's layout of `config` on `mesh`."""
+    shape = model_shape(config)
+    repeated = shape.num_kv_heads % mesh.tensor != 0
+    whole = shape.num_kv_heads * kv_repeats(config, shape) % mesh.tensor != 0
+    return Layout(mesh, STRATEGIES[config.sharding_strategy], repeated, whole, config.sequence_parallel)
+
+
+class TorchLayout(NamedTuple):
+    """The torch engine's layout: FSDP2 shards dimension 0, or with tensor ranks the dimension that the table names.
+
+    zero1 and zero2 shard parameters too: they differ from fsdp in when FSDP2 gathers, and frees what it gathered.
+    """
+
+    mesh: Mesh
+    strategy: str
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether a block's gathered parameters are freed between its forward and its backward pass.
+
+        A single shard is the whole parameter: freeing its bf16 copy means casting it twice.
+        """
+        return self.mesh.shard > 1 and self.strategy not in ("zero1", "zero2")
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether parameters are gathered, and gradients scattered, once per step instead of per micro-batch."""
+        return self.strategy == "zero1"
+
+    def parameter(self, name: str) -> Spec:
+        """Return the sharding of a parameter."""
+        along, rank = (shard_dimension(name), tensor_dimension(name)) if self.mesh.tensor > 1 else (0, None)
+        split = [(rank, "tensor"), (along, "shard")]  # FSDP shards what a tensor rank has
+        axes = [tuple(axis for dim, axis in split if dim == i) for i in range(len(spec_of(name)))]
+        return on_mesh(tuple(axes), self.mesh._asdict())
+
+    def gradient(self, name: str) -> Spec:
+        """Return the sharding of its gradient between micro-batches."""
+        spec = self.parameter(name)
+        return whole_along_shard(spec) if self.gathers_once else spec
+
+    def moment(self, name: str) -> Spec:
+        """Return the sharding of its optimizer state."""
+        return self.parameter(name)
+
+
+def tensor_dimension(name: str) -> int | None:
+    """Return the dimension of a parameter that tensor ranks split; None: each of them has all of it."""
+    return next((i for i, axis in enumerate(spec_of(name)) if "tensor" in axes_of(axis)), None)
+
+
+def shard_dimension(name: str) -> int:
+    """Return the dimension that FSDP shards where there are tensor ranks: the one the table shards alone, or 0."""
+    return next((i for i, axis in enumerate(spec_of(name)) if axis == SHARD), 0)
+
+
+# ---- Bytes
+
+
+class StateTensor(NamedTuple):
+    """The tensors of one name in all blocks: parameters, rounded copies of them, gradients or one optimizer moment."""
+
+    kind: str  # "parameters", "copies", "gradients" or "moments"
+    name: str  # of the parameter, with * for the number of the block
+    shape: tuple[int, ...]
+    tensors: int  # blocks that have one, or 1
+    spec: Spec
+    width: int  # bytes per value
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the shape of a device's shard; uneven shards are as large as the largest of them."""
+        axes = mesh._asdict()
+        return tuple(-(-extent // parts(axis, axes)) for extent, axis in zip(self.shape, self.spec, strict=True))
+
+
+def state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterator[StateTensor]:
+    """Yield every tensor that lives from step to step, or in the case of gradients from micro-batch to micro-batch."""
+    layers, precision = model_shape(config).num_layers, precision_of(config)
+    model = on_meta(replace(config, num_layers=1))  # blocks are alike: 80 of them take a second to build
+
+    def tensor(kind: str, name: str, shape: Iterable[int], spec: Spec, width: int) -> StateTensor:
+        count = layers if ".layers." in name else 1
+        return StateTensor(kind, name.replace(".layers.0.", ".layers.*."), tuple(shape), count, spec, width)
+
+    for name, weight in model.named_parameters():
+        yield tensor("parameters", name, weight.shape, layout.parameter(name), precision.stored.itemsize)
+    for slot in build_optimizer(config, model.named_parameters()).slots:
+        name, shape = slot.name, slot.weight.shape
+        if precision.copies:
+            yield tensor("copies", name, shape, layout.parameter(name), precision.stored.itemsize)
+        yield tensor("gradients", name, shape, layout.gradient(name), precision.gradients.itemsize)
+        for moment in slot.rule.moments(slot.ndim).values():
+            kept = reduced(shape, moment)
+            spec = tuple(axis if n > 1 else None for axis, n in zip(layout.moment(name), kept, strict=True))
+            yield tensor("moments", name, kept, spec, precision.state.itemsize)
+
+
+def state_bytes(config: TrainConfig, layout: Layout | TorchLayout) -> dict[str, int]:
+    """Return the bytes of "parameters" (copies included), "gradients" and "moments" on one device."""
+    sums: dict[str, int] = {"parameters": 0, "gradients": 0, "moments": 0}
+    for tensor in state_tensors(config, layout):
+        kind = "parameters" if tensor.kind == "copies" else tensor.kind
+        sums[kind] += tensor.tensors * math.prod(tensor.local_shape(layout.mesh)) * tensor.width
+    return sums
+
+
+def unsharded_state_bytes(config: TrainConfig) -> dict[str, int]:
+    """Return the bytes of one unsharded copy of "parameters", "gradients" and "moments"."""
+    return state_bytes(config, TorchLayout(Mesh(1, 1), config.sharding_strategy))
