@@ -1,11 +1,11 @@
-"""How fast checkpoints are written and read, against the disk itself, in the same run on the same disk.
+"""Measure the speed of saving and loading checkpoints relative to that of the disk.
 
-    python benchmarks/checkpoint.py --folder=DIR [--parameters=1e8] [--stream=1e9] [--repeats=3] [--workers=8]
+    python -m benchmarks.checkpoint --folder=DIR [--parameters=1e8] [--stream=1e9] [--repeats=3] [--workers=8]
 
-Plain: one sequential write of the same bytes, fsynced; one sequential read of them, not in the page cache. Ours: save
-and load of parameters and two moments in fp32 (12 bytes a parameter), hashes included. Then what training waits for
-with async_checkpointing, and how much host memory a streamed save takes over the largest tensor. Medians, and the
-plain and our measurement take turns, because disks have moods.
+Saves and loads parameters and two moments in fp32 (12 bytes per parameter), including the hashes, and compares with one
+sequential write of the same bytes with fsync and one sequential cold read. Then measures how long a training step waits
+with async_checkpointing, and how much host memory a streamed save takes relative to the largest tensor. Both
+measurements take turns, because the speed of disks varies; figures are medians.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WIDTH = 2048
 
 
 def shapes(parameters: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of about so many parameters and their moments: an embedding, a head, blocks of width 2048."""
+    """Return names and shapes of about `parameters` parameters (embedding, head, blocks) and their moments."""
     vocabulary = max(parameters // 8 // WIDTH, 1)  # a quarter in embedding and head together
     block = {"attn": (4 * WIDTH, WIDTH), "mlp": (12 * WIDTH, WIDTH), "norm": (WIDTH,)}
     per_block = 16 * WIDTH * WIDTH + WIDTH
@@ -49,21 +49,21 @@ def shapes(parameters: int) -> dict[str, tuple[int, ...]]:
 
 
 def evict(path: Path) -> None:
-    """Put a folder's files out of the page cache."""
+    """Remove the files of a folder from the page cache."""
     for file in path.iterdir():
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def timed(act: Callable[[], object]) -> float:
-    """Seconds that `act` takes."""
+def timed(function: Callable[[], object]) -> float:
+    """Return the seconds that a function takes."""
     began = time.perf_counter()
-    act()
+    function()
     return time.perf_counter() - began
 
 
 def plain_write(folder: Path, state: dict[str, torch.Tensor]) -> None:
-    """All bytes into one file, in order, fsynced."""
+    """Write all bytes to one file, with fsync."""
     folder.mkdir()
     with (folder / "bytes").open("wb", buffering=0) as file:
         for tensor in state.values():
@@ -74,40 +74,40 @@ def plain_write(folder: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def plain_read(folder: Path, buffer: bytearray) -> None:
-    """The file, block by block, into one buffer."""
+    """Read the file in blocks."""
     with (folder / "bytes").open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass
 
 
-def turn(root: Path, state: dict[str, torch.Tensor], workers: int, *, ours_first: bool) -> dict[str, float]:
-    """Seconds of one plain write and save, and of one cold plain read and load."""
+def measure_round(root: Path, state: dict[str, torch.Tensor], workers: int, *, ours_first: bool) -> dict[str, float]:
+    """Return the seconds of a plain write and a save, and of a cold plain read and a load."""
     plain, ours, buffer = root / "plain", root / "ours", bytearray(BLOCK)
-    acts: dict[str, Callable[[], object]] = {
+    functions: dict[str, Callable[[], object]] = {
         "plain_write": lambda: plain_write(plain, state),
         "save": lambda: save(ours, state, FACTS, workers=workers),
         "plain_read": lambda: plain_read(plain, buffer),
         "load": lambda: load(open_checkpoint(ours / "step_1"), state, workers=workers),
     }
     writes, reads = ["plain_write", "save"], ["plain_read", "load"]
-    seconds = {name: timed(acts[name]) for name in (writes[::-1] if ours_first else writes)}
+    seconds = {name: timed(functions[name]) for name in (writes[::-1] if ours_first else writes)}
     for folder in (plain, ours / "step_1"):
         evict(folder)
-    seconds |= {name: timed(acts[name]) for name in (reads[::-1] if ours_first else reads)}
+    seconds |= {name: timed(functions[name]) for name in (reads[::-1] if ours_first else reads)}
     for folder in (plain, ours):
         shutil.rmtree(folder)
-    os.sync()  # the next turn starts with an idle disk
+    os.sync()  # the next round starts with an idle disk
     return seconds
 
 
 def bandwidth(root: Path, parameters: int, repeats: int, workers: int) -> dict[str, float]:
-    """Seconds (medians) and the two ratios."""
+    """Return the medians in seconds, and the two ratios."""
     state = {name: torch.randn(shape) for name, shape in shapes(parameters).items()}
     size = sum(t.numel() * 4 for t in state.values())
-    turns = [turn(root, state, workers, ours_first=bool(number % 2)) for number in range(repeats)]
-    for one in turns:
+    rounds = [measure_round(root, state, workers, ours_first=bool(number % 2)) for number in range(repeats)]
+    for one in rounds:
         print({name: round(value, 2) for name, value in one.items()})
-    median = {name: statistics.median(one[name] for one in turns) for name in turns[0]}
+    median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     return {
         "gigabytes": size / 1e9,
         **median,
@@ -117,9 +117,9 @@ def bandwidth(root: Path, parameters: int, repeats: int, workers: int) -> dict[s
 
 
 def waiting(root: Path, parameters: int, repeats: int) -> dict[str, float]:
-    """Seconds that training waits for one save, synchronous and not: medians, and the first asynchronous one.
+    """Return the seconds that training waits for a save, synchronous and asynchronous.
 
-    The first takes the host memory, which the others find ready.
+    Medians without the first save, which allocates the host memory; the first asynchronous one is returned, too.
     """
     state = {name: torch.randn(shape) for name, shape in shapes(parameters).items()}
     waits = {}
@@ -136,41 +136,46 @@ def waiting(root: Path, parameters: int, repeats: int) -> dict[str, float]:
 
 
 def peak_memory() -> int:
-    """Most bytes this process has held since `reset_peak`."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
+    """Return the peak of this process's memory in bytes since `reset_peak`."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match
+    return int(match[1]) * 1024
 
 
 def reset_peak() -> int:
-    """Forget the peak; the bytes held now."""
+    """Reset the peak, and return the memory in bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_memory()
 
 
 def streamed(root: Path, parameters: int, workers: int) -> dict[str, float]:
-    """Host memory that a save of so many parameters takes over its largest tensor.
+    """Return the host memory that a streamed save takes, and its ratio to the largest tensor.
 
-    The tensors are one number each, stretched to their shape: like a device's, they have no bytes in host memory
-    until a piece is copied there, and 12 GB of them fit on a small machine.
+    The tensors are expanded from one number each: like tensors of a device, they take no host memory until a chunk is
+    copied there, so that 12 GB of them fit on a small machine.
     """
     state = {name: torch.full((1,) * len(shape), 0.5).expand(shape) for name, shape in shapes(parameters).items()}
     largest = max(tensor.numel() * 4 for tensor in state.values())
-    before = reset_peak()
+    memory_before = reset_peak()
     pending = PendingSave(root, state, FACTS, Peers(together=False), dtype=None, workers=workers)
     seconds = timed(pending.write)
     size = pending.host_bytes
     shutil.rmtree(root)
-    grown = peak_memory() - before
-    return {"gigabytes": size / 1e9, "seconds": seconds, "grown": grown / 1e9, "grown_over_largest": grown / largest}
+    growth = peak_memory() - memory_before
+    return {
+        "gigabytes": size / 1e9,
+        "seconds": seconds,
+        "growth": growth / 1e9,
+        "growth_over_largest": growth / largest,
+    }
 
 
 def main() -> None:
     """Measure and print JSON."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
+    parser.add_argument("--folder", type=Path, required=True, help="a folder on the disk to measure")
     parser.add_argument("--parameters", type=float, default=1e8)
-    parser.add_argument("--stream", type=float, default=1e9, help="parameters of the streamed save; 0: leave it out")
+    parser.add_argument("--stream", type=float, default=1e9, help="parameters of the streamed save; 0 skips it")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=8)
     flags = parser.parse_args()

@@ -1,9 +1,9 @@
-"""One step of the same small model on the same cores: both engines, and PyTorch alone, eager and compiled.
+"""Compare the step time of both engines on CPUs with plain PyTorch, eager and compiled.
 
     python -m benchmarks.cpu [--steps=21]
 
-The contenders take turns, in rounds of a few steps, so that a change of the machine's speed meets all of them. Prints
-each one's median step, and the first one's over it.
+All contenders train the same small model on the same cores. They take turns in rounds of a few steps, so that a change
+of the machine's speed affects all of them. Prints the median step of each, and the ratio of the first one's to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pretraining.models.ops import next_token_loss
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.engine import Engine
 
-ROUND = 3  # steps of one contender before the next has its turn
+ROUND = 3  # consecutive steps of one contender
 WARM_UP = 2
 FIELDS: dict[str, Any] = {
     "model_variant": "tiny",
@@ -35,17 +35,17 @@ FIELDS: dict[str, Any] = {
     "sharding_strategy": "fsdp",
     "use_dummy_dataset": True,
 }
-Step = Callable[[], None]  # waits for its result
+Step = Callable[[], None]  # returns when the loss is computed
 
 
 def batch_of(config: TrainConfig) -> dict[str, np.ndarray]:
-    """One batch of random tokens."""
+    """Return one batch of random tokens."""
     rows = np.random.default_rng(0).integers(0, 4096, (16, config.seq_length + 1)).astype(np.int32)
     return {"tokens": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}
 
 
-def of_engine(engine: Engine, config: TrainConfig) -> Step:
-    """A training step of an engine."""
+def engine_step(engine: Engine, config: TrainConfig) -> Step:
+    """Return a function that runs one training step of an engine."""
     model = engine.place(build_model(config))
     optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
@@ -57,29 +57,29 @@ def of_engine(engine: Engine, config: TrainConfig) -> Step:
     return step
 
 
-def xla(layers: int = 6) -> Step:
-    """The xla engine on one CPU device; `layers` for the time that compiling takes."""
+def xla_step(layers: int = 6) -> Step:
+    """Return a training step of the xla engine on one CPU device."""
     from pretraining.parallel.xla import XlaEngine
 
     config = TrainConfig(**FIELDS, num_layers=layers)
-    return of_engine(XlaEngine(config), config)
+    return engine_step(XlaEngine(config), config)
 
 
-def torch_engine() -> Step:
-    """The torch engine in one process."""
+def torch_step() -> Step:
+    """Return a training step of the torch engine in one process."""
     from pretraining.parallel.torch_engine import TorchEngine
 
     config = TrainConfig(**FIELDS, device="cpu")
-    return of_engine(TorchEngine(config), config)
+    return engine_step(TorchEngine(config), config)
 
 
-def plain(compiled: bool) -> Step:
-    """The same model and optimizer in PyTorch alone."""
+def plain_step(*, compiled: bool) -> Step:
+    """Return a training step of the same model and optimizer in plain PyTorch."""
     config = TrainConfig(**FIELDS)
-    built = build_model(config)
-    weights = list(built.parameters())
+    eager = build_model(config)
+    weights = list(eager.parameters())
     optimizer = torch.optim.AdamW(weights, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    model: Any = torch.compile(built) if compiled else built
+    model: Any = torch.compile(eager) if compiled else eager
     batch = {name: torch.from_numpy(array).long() for name, array in batch_of(config).items()}
 
     def step() -> None:
@@ -94,14 +94,14 @@ def plain(compiled: bool) -> Step:
 
 
 def seconds(step: Step) -> float:
-    """Wall time of one step."""
+    """Return the wall time of one step."""
     began = time.perf_counter()
     step()
     return time.perf_counter() - began
 
 
 def compare(contenders: dict[str, Step], steps: int) -> None:
-    """Print every contender's median over `steps` steps, and the first one's ratio to it."""
+    """Print the median of `steps` steps of each contender, and the ratio of the first one's to it."""
     for step in contenders.values():
         for _ in range(WARM_UP):
             step()
@@ -116,16 +116,16 @@ def compare(contenders: dict[str, Step], steps: int) -> None:
 
 
 def use_one_device() -> None:
-    """The xla engine's devices are threads of one processor: one of them has all cores."""
+    """Give the xla engine one virtual device, which uses all cores."""
     os.environ["PJRT_DEVICE"], os.environ["CPU_NUM_DEVICES"] = "CPU", "1"
 
 
 def main() -> None:
-    """See the module."""
+    """Measure and print; see the module's docstring."""
     options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
     use_one_device()
-    contenders = {"xla engine": xla(), "torch engine": torch_engine()}
-    contenders |= {"eager": plain(compiled=False), "torch.compile": plain(compiled=True)}
+    contenders = {"xla engine": xla_step(), "torch engine": torch_step()}
+    contenders |= {"eager": plain_step(compiled=False), "torch.compile": plain_step(compiled=True)}
     compare(contenders, int(options.get("steps", "21")))
 
 

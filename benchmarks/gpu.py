@@ -1,16 +1,16 @@
-"""The torch engine on one GPU beside transformers' Llama: tokens/s, both MFUs and peak memory.
+"""Compare the torch engine on one GPU with transformers' Llama: tokens/s, MFU in both conventions, peak memory.
 
     python -m benchmarks.gpu --models=llama2_1.4b --contenders=all --output=FOLDER       about 6 minutes
     python -m benchmarks.gpu --models=llama3_194m_4k,llama3_3.2b_4k --output=FOLDER      about 6 minutes
     python -m benchmarks.gpu --profile=llama2_1.4b --output=FOLDER                       about 2 minutes
     python -m pytest -p no:cacheprovider tests/parallel/test_cuda.py                     about 3 minutes
-    python -m benchmarks.gpu --models=tiny --steps=2 --device=cpu                        the script itself, anywhere
+    python -m benchmarks.gpu --models=tiny --steps=2 --device=cpu                        test of the script, no GPU
 
-All contenders train the same model on the same tokens at sequence 4096, with gradients clipped, torch.compile and
-fused AdamW. `transformers` runs as its Trainer would: fp32 parameters, autocast to bf16, SDPA; `transformers_bf16` has
-parameters and moments in bf16, which is less memory and less precision than ours. `ours_cudnn` prefers cuDNN's
-attention to the flash kernel. Each contender has a process to itself, one after the other; the time is the median of
-its steps, each waited for. Tables go to stdout, and the figures as JSON to FOLDER.
+All contenders train the same model on the same tokens, 4096 per sequence, with clipped gradients, torch.compile and
+fused AdamW. `transformers` runs as its Trainer does: fp32 parameters, autocast to bf16, SDPA. `transformers_bf16` keeps
+parameters and moments in bf16, which takes less memory and is less precise than `ours`. `ours_cudnn` prefers cuDNN's
+attention kernel to the flash kernel. Each contender runs in its own process, one after the other. Times are medians of
+steps, each of which waits for its loss. The tables go to stdout, and the figures as JSON to FOLDER.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel import accelerator
 from pretraining.parallel.torch_engine import TorchEngine
 
-# What transformers still fits in 139 GiB beside its logits of the whole batch.
+# The largest batches with which transformers fits in 139 GiB; it materialises the logits of the whole batch.
 BATCH_SIZES = {"llama3_194m_4k": 8, "llama2_1.4b": 8, "llama3_3.2b_4k": 4, "tiny": 2}
-LIMIT = 270  # s that one contender may take, compilation included
+LIMIT = 270  # s, maximum of one contender, including compilation
 WARM_UP = 5
 Step = Callable[[], None]
 
 
 def config_of(model: str, device: str) -> TrainConfig:
-    """The run that all contenders make."""
+    """Return the configuration that all contenders run."""
     length = min(4096, model_shape(TrainConfig(model_variant=model)).max_position_embeddings)
     return TrainConfig(
         model_variant=model, seq_length=length, batch_size=BATCH_SIZES[model], use_dummy_dataset=True, device=device,
@@ -56,14 +56,14 @@ def config_of(model: str, device: str) -> TrainConfig:
 
 
 def tokens_of(config: TrainConfig) -> np.ndarray:
-    """Random tokens [rows, length + 1]: zeros would run faster than text does."""
+    """Return random tokens [rows, length + 1]; zeros would run faster than text."""
     vocabulary = model_shape(config).vocab_size
     shape = (config.batch_size, config.seq_length + 1)
     return np.random.default_rng(0).integers(0, vocabulary, shape).astype(np.int32)
 
 
-def ours(config: TrainConfig) -> Step:
-    """One step of the engine."""
+def engine_step(config: TrainConfig) -> Step:
+    """Return a training step of the torch engine."""
     engine = TorchEngine(config)
     model = engine.place(build_model(config))
     optimizer = build_optimizer(config, model.named_parameters())
@@ -77,19 +77,19 @@ def ours(config: TrainConfig) -> Step:
     return step
 
 
-def theirs(config: TrainConfig, dtype: torch.dtype) -> Step:
-    """One step of transformers' LlamaForCausalLM; with fp32 parameters under autocast."""
+def transformers_step(config: TrainConfig, dtype: torch.dtype) -> Step:
+    """Return a training step of transformers' LlamaForCausalLM, under autocast if the parameters are fp32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape, device = model_shape(config), torch.device(config.device)
-    described = LlamaConfig(
+    llama = LlamaConfig(
         vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_attention_heads, num_key_value_heads=shape.num_kv_heads,
         intermediate_size=shape.intermediate_size, max_position_embeddings=shape.max_position_embeddings,
         tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     with device:
-        model = LlamaForCausalLM(described).to(dtype)
+        model = LlamaForCausalLM(llama).to(dtype)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.from_numpy(tokens_of(config)[:, :-1]).long().to(device)
@@ -109,15 +109,15 @@ def theirs(config: TrainConfig, dtype: torch.dtype) -> Step:
 
 
 CONTENDERS: dict[str, Callable[[TrainConfig], Step]] = {
-    "ours": ours,
-    "ours_cudnn": ours,  # the same with cuDNN's attention before the flash kernel
-    "transformers": lambda config: theirs(config, torch.float32),
-    "transformers_bf16": lambda config: theirs(config, torch.bfloat16),
+    "ours": engine_step,
+    "ours_cudnn": engine_step,  # see attention_of
+    "transformers": lambda config: transformers_step(config, torch.float32),
+    "transformers_bf16": lambda config: transformers_step(config, torch.bfloat16),
 }
 
 
 def attention_of(contender: str) -> contextlib.AbstractContextManager[Any]:
-    """Which attention kernels come first."""
+    """Return the context in which the contender's preferred attention kernels come first."""
     if "cudnn" not in contender:
         return contextlib.nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -125,7 +125,7 @@ def attention_of(contender: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def measure(contender: str, config: TrainConfig, steps: int) -> dict[str, float | None]:
-    """Median seconds of a step, slowest over fastest, seconds of the first step, and peak bytes, in this process."""
+    """Return the median step time, slowest / fastest, the time of the first step (s) and the peak memory (bytes)."""
     step = CONTENDERS[contender](config)
     with attention_of(contender):
         first, *later = (seconds(step) for _ in range(WARM_UP + steps))
@@ -139,14 +139,14 @@ def measure(contender: str, config: TrainConfig, steps: int) -> dict[str, float 
 
 
 def seconds(step: Step) -> float:
-    """Wall time of one step, which waits for its loss."""
+    """Return the wall time of one step."""
     began = time.perf_counter()
     step()
     return time.perf_counter() - began
 
 
 def matmul_peak(device: str, size: int, repeats: int = 30) -> float:
-    """FLOP/s of the fastest of many [size, size] bf16 products of random numbers (zeros run faster)."""
+    """Return the FLOP/s of the fastest of many [size, size] bf16 products of random numbers (zeros run faster)."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def products() -> None:
@@ -158,14 +158,14 @@ def matmul_peak(device: str, size: int, repeats: int = 30) -> float:
     return 4 * 2 * size**3 / min(seconds(products) for _ in range(repeats))
 
 
-def in_own_process(model: str, contender: str, options: argparse.Namespace) -> dict[str, Any]:
-    """`measure` with a fresh allocator; {"failed": why} where it does not get through."""
+def measure_in_new_process(model: str, contender: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of `measure` with a fresh allocator, or {"failed": reason}."""
     words = [f"--models={model}", f"--steps={options.steps}", f"--device={options.device}", f"--only={contender}"]
     command = [sys.executable, "-m", "benchmarks.gpu", *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {LIMIT} s"}
+        return {"failed": f"exceeded {LIMIT} s"}
     if done.returncode:
         print(done.stderr[-3000:], file=sys.stderr, flush=True)
         return {"failed": done.stderr.strip().splitlines()[-1][:160]}
@@ -174,7 +174,7 @@ def in_own_process(model: str, contender: str, options: argparse.Namespace) -> d
 
 
 def figures(config: TrainConfig, measured: dict[str, Any], device_name: str) -> dict[str, Any]:
-    """`measured` with tokens/s and both MFUs, shares of 1 or None where the peak is unknown."""
+    """Add tokens/s and both MFUs (fractions; None if the peak of the device is unknown)."""
     if "failed" in measured:
         return measured
     flops = flops_per_token(model_shape(config), config.seq_length)
@@ -182,18 +182,18 @@ def figures(config: TrainConfig, measured: dict[str, Any], device_name: str) -> 
     return measured | meter.speed(measured["seconds"])
 
 
-def row(model: str, contender: str, found: dict[str, Any]) -> str:
-    """A line of the table."""
-    if "failed" in found:
-        return f"| {model} | {contender} | {found['failed']} |"
-    shares = [f"{found[kind]:.1%}" if found[kind] is not None else "n/a" for kind in ("mfu", "mfu_causal")]
-    speed, memory = f"{found['tokens_per_second']:,.0f}", f"{(found['bytes'] or 0) / 2**30:.1f} GiB"
-    cells = [model, contender, speed, *shares, memory, f"{found['spread']:.2f}", f"{found['first']:.0f} s"]
+def row(model: str, contender: str, measured: dict[str, Any]) -> str:
+    """Format a row of the table."""
+    if "failed" in measured:
+        return f"| {model} | {contender} | {measured['failed']} |"
+    shares = [f"{measured[kind]:.1%}" if measured[kind] is not None else "n/a" for kind in ("mfu", "mfu_causal")]
+    speed, memory = f"{measured['tokens_per_second']:,.0f}", f"{(measured['bytes'] or 0) / 2**30:.1f} GiB"
+    cells = [model, contender, speed, *shares, memory, f"{measured['spread']:.2f}", f"{measured['first']:.0f} s"]
     return f"| {' | '.join(cells)} |"
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Every contender with every model; prints the table as it grows."""
+    """Measure every contender with every model, and print each row as soon as it is complete."""
     name = accelerator.device_name(torch.device(options.device))
     size = 8192 if options.device == "cuda" else 256
     peak = matmul_peak(options.device, size)
@@ -204,15 +204,15 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     contenders = list(CONTENDERS) if options.contenders == "all" else options.contenders.split(",")
     for model in options.models.split(","):
         for contender in contenders:
-            found = figures(config_of(model, options.device), in_own_process(model, contender, options), name)
-            results[f"{model} {contender}"] = found
-            print(row(model, contender, found), flush=True)
+            measured = measure_in_new_process(model, contender, options)
+            results[f"{model} {contender}"] = figures(config_of(model, options.device), measured, name)
+            print(row(model, contender, results[f"{model} {contender}"]), flush=True)
     return results
 
 
 def profile(config: TrainConfig) -> str:
-    """Where three steps of ours spend the device's time, by kernel."""
-    step = ours(config)
+    """Return a table of the device time of three steps of the torch engine by kernel."""
+    step = engine_step(config)
     for _ in range(WARM_UP):
         step()
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as trace:
@@ -223,20 +223,22 @@ def profile(config: TrainConfig) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; see the module."""
+    """Parse the command line; see the module's docstring."""
     parser = argparse.ArgumentParser("benchmarks.gpu")
     parser.add_argument("--models", default=",".join(name for name in BATCH_SIZES if name != "tiny"))
     parser.add_argument("--contenders", default="ours,transformers")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--output", type=Path, help="folder of the JSON")
-    parser.add_argument("--profile", choices=BATCH_SIZES, help="this model's kernels instead of the comparison")
-    parser.add_argument("--only", choices=CONTENDERS, help="measure this contender in this process")
+    parser.add_argument("--output", type=Path, help="folder for the JSON")
+    parser.add_argument(
+        "--profile", choices=BATCH_SIZES, help="print the kernels of this model instead of the comparison"
+    )
+    parser.add_argument("--only", choices=CONTENDERS, help="measure only this contender, in this process")
     return parser.parse_args()
 
 
 def main() -> None:
-    """See the module."""
+    """Measure and print; see the module's docstring."""
     options = arguments()
     if options.only:
         print(json.dumps(measure(options.only, config_of(options.models, options.device), options.steps)))

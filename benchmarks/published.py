@@ -1,9 +1,9 @@
-"""The plan's speed beside runs that others have published: tokens per second and device.
+"""Compare the speed that the plan predicts with published runs: tokens per second and device.
 
     python -m benchmarks.published
 
-The first two set the efficiency of their kinds of device (config/devices.py), so only the others say anything. Where a
-source leaves the batch open (MaxText, NxD), one is assumed, and recomputation of every block where there is any.
+The efficiencies of a100-80 and h100 were fitted to the first two rows; the other rows are predictions. Where a source
+does not state the batch (MaxText, NxD), one is assumed, and if it recomputes anything, recomputation of every block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pretraining.plan.plan import plan_of
 
 
 class Published(NamedTuple):
-    """One run of others."""
+    """A run that its authors published."""
 
     source: str
     speed: float  # tokens per second and device
@@ -30,7 +30,7 @@ SPLIT: dict[str, Any] = {"tensor_parallel_size": 8, **RECOMPUTED}
 def run(
     source: str, speed: float, model: str, strategy: str, devices: int, kind: str, rows: int, length: int, **more: Any
 ) -> Published:
-    """The settings that all of them name."""
+    """Build a row from the settings that every source states."""
     fields = {
         **{"model_variant": model, "sharding_strategy": strategy, "plan_devices": devices, "plan_device_kind": kind},
         **{"batch_size": rows, "seq_length": length, **more},
@@ -58,7 +58,7 @@ RUNS = (
 
 
 def main() -> None:
-    """See the module."""
+    """Print the table; see the module's docstring."""
     print("| source | model | devices | published | plan | plan / published |")
     print("|---|---|---|---|---|---|")
     for source, speed, fields in RUNS:

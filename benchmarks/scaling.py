@@ -1,10 +1,10 @@
-"""How communication grows: bytes that leave a device in a step, against the number of devices, for each strategy.
+"""Measure how communication grows: bytes that a device sends in a step, by strategy and number of devices.
 
     python -m benchmarks.scaling [--plot=FILE.html]
 
-Nothing runs: the step is compiled for slices of TPU v5e by the TPU's own compiler (requirements-tpu-aot.txt), and what
-its collectives send is counted, loops as often as they turn. Beside it the least that the strategy needs (a ring's
-share of what must be gathered, scattered or added up, once), and what the plan expects.
+Nothing runs: the TPU compiler (requirements-tpu-aot.txt) compiles the step for slices of TPU v5e, and the script counts
+the bytes that its collectives send, in loops once per iteration. It prints them with the prediction of the plan and the
+minimum that the strategy needs (a ring's share of everything that must be gathered, scattered or reduced, once).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pretraining.plan.compiled import compile_step
 from pretraining.plan.plan import plan_of
 
 TOPOLOGIES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8")
-# Wide enough that no part is smaller than a tile of the device (8 x 128) on 64 of them.
+# Wide enough that on 64 devices no shard is smaller than a tile of the device (8 x 128).
 MODEL: dict[str, Any] = {
     "model_variant": "custom",
     "num_layers": 4,
@@ -48,7 +48,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def measured(strategy: str, topology: str) -> tuple[int, int, int]:
-    """Bytes of a device and step: compiled, planned, and the least."""
+    """Return the bytes that a device sends in a step: compiled, planned, and the minimum."""
     config = TrainConfig(**MODEL, **STRATEGIES[strategy], plan_topology=topology)
     plan = plan_of(replace(config, plan_devices=topology_devices(config)))
     sent = sum(compile_step(plan.config, plan.mesh.shard).sent.values())
@@ -56,26 +56,30 @@ def measured(strategy: str, topology: str) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    """See the module."""
+    """Measure and print; see the module's docstring."""
     options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
     curves: list[Curve] = []
-    print("| strategy | devices | compiled | plan | least | compiled / least | compiled / plan |")
+    print("| strategy | devices | compiled | plan | minimum | compiled / minimum | compiled / plan |")
     print("|" + "---|" * 7)
     for colour, strategy in zip(COLOURS, STRATEGIES, strict=False):
         inner = 4 if "4" in strategy else 1
-        found = {
+        sent_bytes = {
             devices: measured(strategy, topology)
             for topology in TOPOLOGIES
             if (devices := topology_devices(TrainConfig(plan_topology=topology))) >= inner
         }
-        for devices, (sent, planned, least) in found.items():
+        for devices, (sent, planned, least) in sent_bytes.items():
             ratios = f"{sent / least:.2f} | {sent / planned:.2f}" if least else "- | -"
             row = f"| {strategy} | {devices} | {size(sent)} | {size(planned)} | {size(least)} | {ratios} |"
             print(row, flush=True)
-        curves.append(Curve(strategy, colour, False, [(n, float(one[0])) for n, one in found.items()]))
-        curves.append(Curve(f"{strategy}, least", colour, True, [(n, float(one[2])) for n, one in found.items()]))
+        curves.append(Curve(strategy, colour, False, [(n, float(row[0])) for n, row in sent_bytes.items()]))
+        curves.append(
+            Curve(f"{strategy}, minimum", colour, True, [(n, float(row[2])) for n, row in sent_bytes.items()])
+        )
     if "plot" in options:
-        Path(options["plot"]).write_text(drawn("Bytes sent by a device in a step, against devices", curves, size))
+        Path(options["plot"]).write_text(
+            drawn("Bytes that a device sends in a step, by number of devices", curves, size)
+        )
 
 
 if __name__ == "__main__":
