@@ -184,7 +184,7 @@ def _write_safetensors(path: Path, checkpoint: Checkpoint, stored: dict[str, tor
         write_at(opened, memoryview(header), 0)
         position = len(header)
         for name, dtype in stored.items():
-            data = host_bytes(_exported_tensor(checkpoint, name).to(dtype))
+            data = host_bytes(_exported_tensor(checkpoint, name), dtype)
             write_at(opened, data, position)
             position += len(data)
         os.fsync(opened)

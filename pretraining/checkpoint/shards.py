@@ -190,7 +190,7 @@ class EarlyFlush:
 
 
 def write_shards(folder: Path, layouts: list[Layout], fetch: Callable[[WriteItem], Tensor], workers: int) -> Written:
-    """Write the files, synced; `fetch` gives a piece in host memory and is called in order, from this thread."""
+    """Write the files, synced; `fetch` gives a piece on any device and is called in order, from this thread."""
     with ExitStack() as stack:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         opened = [stack.enter_context(descriptor(folder / layout.name, flags)) for layout in layouts]
@@ -223,7 +223,7 @@ def _stream(
         if failed.is_set():
             break
         budget.enter(slot.size)
-        written.append(pool.submit(write, target, slot, host_bytes(fetch(slot.item).to(slot.dtype))))
+        written.append(pool.submit(write, target, slot, host_bytes(fetch(slot.item), slot.dtype)))
     return [done.result() for done in written]
 
 
@@ -237,9 +237,12 @@ def _write_blocks(target: int, data: memoryview, start: int, flush: EarlyFlush) 
     return tuple(digests)
 
 
-def host_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory, row by row; a view where it is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
+def host_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> memoryview:
+    """The bytes of a tensor on any device, row by row, in `dtype` if given; a view of contiguous host memory if not.
+
+    It is cast on the host: a device that training has filled has no room for the copy.
+    """
+    flat = tensor.detach().cpu().to(dtype or tensor.dtype).contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
 
 

@@ -17,32 +17,35 @@ from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.torch_tensor import own_part, placements
 
 
-class PaddedPart(Tensor):
+class LogicalTensor(Tensor):
     """One tensor of the logical state, as torch.distributed.checkpoint's planners take it.
 
-    Only its description, the shape without padding, is a tensor. A DTensor would cut other parts: its rule is that of
-    as many rows as it has, and these were cut with the padding.
+    Only its description, the unsharded shape without padding, is a tensor; the bytes are those of `shard`. A DTensor
+    does not serve: DTensor.from_local copies an offloaded shard to the mesh's device, so that a load would fill the
+    copy, and it assumes that the vocabulary was split without its rows of padding.
     """
 
-    held: Tensor
-    starts: tuple[int, ...]
+    shard: Tensor
+    offsets: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls: type[PaddedPart], held: Tensor, starts: tuple[int, ...], shape: torch.Size) -> PaddedPart:
-        """`held` begins at `starts` of a tensor of this shape, and may reach beyond its rows."""
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)
-        made.held, made.starts = held, starts
+    def __new__(cls: type[LogicalTensor], shard: Tensor, offsets: tuple[int, ...], shape: torch.Size) -> LogicalTensor:
+        """`shard` begins at `offsets` of a tensor of this shape, and may reach beyond its rows."""
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
+        made.shard, made.offsets = shard, offsets
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func}: a padded part is only a description")
+        raise NotImplementedError(f"{func}: a logical tensor is only a description")
+
+    def _rows(self) -> int:
+        """Rows of the shard that are no padding; 0 where it holds nothing else."""
+        return max(min(len(self.shard), self.shape[0] - self.offsets[0]), 0)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        rows = min(len(self.held), self.shape[0] - self.starts[0])
-        if rows <= 0:  # nothing but padding
-            return []
-        return [ChunkStorageMetadata(torch.Size(self.starts), torch.Size((rows, *self.held.shape[1:])))]
+        sizes = torch.Size((self._rows(), *self.shard.shape[1:]))
+        return [ChunkStorageMetadata(torch.Size(self.offsets), sizes)] if sizes.numel() else []
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -56,7 +59,7 @@ class PaddedPart(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.held[: self.shape[0] - self.starts[0]]
+        return self.shard[: self._rows()]
 
 
 class Parts:
@@ -92,13 +95,14 @@ class Parts:
         return tuple(starts)
 
     def saved(self, name: str, held: Tensor) -> Tensor:
-        """`held`, split as the parameter `name` is, as a checkpoint has it: no rows of padding."""
-        whole, own = self.shapes[name], self.own(name).shape
-        padded = name.split(".")[-2] in VOCABULARIES and whole[0] > self._vocabulary and held.shape[0] == own[0]
-        if not padded:
-            return self.logical(name, held)
-        columns = whole[1] if held.shape[1] == own[1] else 1
-        return PaddedPart(held, self.starts(name, held), torch.Size((self._vocabulary, columns)))
+        """Describe `held`, which is split as the parameter `name` is, for a checkpoint: without rows of padding."""
+        full, own = self.shapes[name], self.own(name).shape
+        shape = [extent if mine == size else 1 for extent, mine, size in zip(full, own, held.shape, strict=True)]
+        if name.split(".")[-2] in VOCABULARIES:
+            shape[0] = min(shape[0], self._vocabulary)
+        if not isinstance(self.weights[name], DTensor) and held.shape == torch.Size(shape):
+            return held
+        return LogicalTensor(held, self.starts(name, held), torch.Size(shape))
 
     def logical(self, name: str, held: Tensor) -> Tensor:
         """`held` as this process's part of a whole that is split as the parameter `name` is; where that is split and

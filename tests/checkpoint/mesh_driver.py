@@ -2,11 +2,11 @@
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python mesh_driver.py FOLDER
 
-Also loads an adapter into new models of LORA_MESHES, and commits an outdated state.
+Also loads an adapter into new models of LORA_MESHES, commits an outdated state, and saves a tensor of the device.
 
 Prints JSON: "meshes": by "SAVED LOADED", the tensors that are not bit for bit the saved ones, how many were compared,
 and the loss of the next step; "adapters": by mesh, the tensors that are not the adapter's; "outdated": whether the
-outdated state was refused. Every mesh loads the states of `sources`.
+outdated state was refused; "device_tensor": whether the tensor came back. Every mesh loads the states of `sources`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch_xla
 from safetensors.torch import save_file
 
 from pretraining.checkpoint.adapter import CONFIG, MODEL, PREFIX, described
@@ -128,6 +129,15 @@ def refuses_outdated_state(run: Run, path: Path) -> bool:
     return False
 
 
+def device_tensor_comes_back(folder: Path) -> bool:
+    """Save a tensor of the device that is no shard, as the torch engine hands them over, and load it there."""
+    tensor = torch.arange(6.0).to(torch_xla.device())
+    loaded = {"model.norm.weight": torch.zeros_like(tensor)}
+    path = save(folder, {"model.norm.weight": tensor}, Facts(1, 0, {}, {}, "torch", {}))
+    load(open_checkpoint(path), loaded)
+    return torch.equal(loaded["model.norm.weight"].cpu(), torch.arange(6.0))
+
+
 def sources(name: str) -> set[str]:
     """The states that mesh `name` loads: its own, the next one's and that of the third after it; of eight, all."""
     names, place = list(MESHES), list(MESHES).index(name)
@@ -153,7 +163,8 @@ def main() -> None:
     names = [name for name in LORA_MESHES if DEVICES > 1]
     adapters = {name: load_adapter(name, root.parent / f"adapter_{name}") for name in names}
     outdated = refuses_outdated_state(runs["ddp"], root / f"ddp_{DEVICES}" / "step_2")
-    print(json.dumps({"meshes": meshes, "adapters": adapters, "outdated": outdated}), flush=True)
+    report = {"meshes": meshes, "adapters": adapters, "outdated": outdated}
+    print(json.dumps({**report, "device_tensor": device_tensor_comes_back(root / "tensor")}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The torch engine on one CUDA GPU: the losses of the CPU, also compiled, in bf16, offloaded, and with documents."""
+"""The torch engine on one CUDA GPU: the losses of the CPU, also compiled, in bf16, with documents, and resumed."""
 
 from __future__ import annotations
 
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from pretraining.checkpoint.checkpoints import Checkpoints
+from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.torch_engine import TorchEngine
+from tests.parallel.again import begun
 from tests.parallel.toy import TOY
 
 pytestmark = [
@@ -115,6 +119,39 @@ def test_nothing_is_compiled_after_the_first_step_and_depth_adds_nothing() -> No
     after = trained(device="cuda", mixed_precision=True, num_layers=8)["graphs"]
     assert len(set(before)) == len(set(after)) == 1
     assert after[-1] == before[-1]  # the eight blocks run what was compiled for the two
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"async_checkpointing": True},
+        {"cpu_offload": True},
+        {"cpu_offload": True, "async_checkpointing": True},
+        {"mixed_precision": True, "precision": "fp16"},
+    ],
+)
+def test_a_saved_run_continues_with_the_losses_of_the_uninterrupted_one(tmp_path: Path, fields: dict[str, Any]) -> None:
+    saving = {"num_steps": 8, "checkpoint_interval": 4, "log_dir": str(tmp_path)}
+    config = TrainConfig(**{**TOY, **SIZES, "sharding_strategy": "fsdp", "device": "cuda", **saving, **fields})
+    batch, losses = batch_of(config, documents=False), []
+    engine = TorchEngine(config)
+    try:
+        model, optimizer = begun(engine, config)
+        checkpoints = Checkpoints(config, tmp_path)
+        for step in range(1, 9):
+            losses.append(engine.train_step(model, optimizer, batch, 3e-3).read()["loss"])
+            if step == 4:  # the steps after it run while an asynchronous save is written
+                facts = Facts(step, 0, None, asdict(config), engine.name, engine.mesh._asdict())
+                checkpoints.save(step, engine.state(model, optimizer), facts)
+        checkpoints.close()
+        again = begun(engine, config)
+        facts_again = Checkpoints(config, tmp_path).restore(engine, *again)
+        assert facts_again is not None and facts_again.step == 4
+        continued = [engine.train_step(*again, batch, 3e-3).read()["loss"] for _ in range(4)]
+        assert continued == pytest.approx(losses[4:], rel=1e-5)
+    finally:
+        engine.close()
 
 
 def test_the_peak_of_memory_is_measured() -> None:
