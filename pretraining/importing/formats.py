@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import UserError
-from pretraining.importing import interpolation, nemo, neox, nxdt
+from pretraining.importing import nemo, neox, nxdt
 from pretraining.importing.mappings import ForeignConfig, Format
 from pretraining.importing.reading import leaves, read_file
 
@@ -22,10 +22,17 @@ def open_foreign(paths: Sequence[str], asked: str, flags: Mapping[str, object]) 
         return FORMATS[name], _open_neox(trees, paths, flags)
     if len(trees) > 1:
         raise UserError(f"--import_config={','.join(paths)}: several files are one configuration in GPT-NeoX alone")
-    written = dict(leaves(trees[0]))
-    values = dict(leaves(interpolation.resolve(trees[0])))
-    files = dict.fromkeys(values, Path(paths[0]))
-    return FORMATS[name], ForeignConfig(values, FORMATS[name].defaults, flags, written, files)
+    from pretraining.importing.references import resolve  # see there for the time that it takes
+
+    resolved = list(resolve(trees[0]))
+    return FORMATS[name], ForeignConfig(
+        values={leaf.key: leaf.value for leaf in resolved},
+        defaults=FORMATS[name].defaults,
+        flags=flags,
+        written=dict(leaves(trees[0])),
+        errors={leaf.key: leaf.error for leaf in resolved if leaf.error},
+        files={leaf.key: Path(paths[0]) for leaf in resolved},
+    )
 
 
 def format_of(tree: Mapping[str, Any], path: str) -> str:
@@ -51,7 +58,7 @@ def _open_neox(trees: Sequence[Mapping[str, Any]], paths: Sequence[str], flags: 
                 raise UserError(f"{name}: is both in {files[name]} and in {path}; leave one out")
             values[name], files[name] = value, Path(path)
     era, reason = neox.era_of(values, str(flags.get("neox_era", "auto")))
-    return ForeignConfig(values, neox.FORMAT.defaults, flags, values, files, era, reason)
+    return ForeignConfig(values, neox.FORMAT.defaults, flags, written=values, files=files, era=era, era_reason=reason)
 
 
 def _underscored(tree: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem
 
+MISSING = "???"  # OmegaConf: a value that the user must give
+
 
 class Conversion(NamedTuple):
     """What a value becomes. status: "mapped" one to one, "implied" (derived, merged or approximated, as the note
@@ -33,6 +35,7 @@ class ForeignConfig:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, object] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)  # dotted key -> value before references were replaced
+    errors: Mapping[str, str] = field(default_factory=dict)  # dotted key -> why its reference cannot be replaced
     files: Mapping[str, Path] = field(default_factory=dict)  # dotted key -> the file that holds it
     era: str = ""  # GPT-NeoX alone: whose defaults count
     era_reason: str = ""

@@ -17,8 +17,7 @@ from pretraining.config.validate import comma_separated
 from pretraining.importing.convert import convert
 from pretraining.importing.formats import open_foreign
 from pretraining.importing.huggingface import model_flags
-from pretraining.importing.interpolation import MISSING
-from pretraining.importing.mappings import ForeignConfig, Format
+from pretraining.importing.mappings import MISSING, ForeignConfig, Format
 
 # How the configuration was made: no part of the configuration itself.
 ORIGIN = (
@@ -99,10 +98,11 @@ def _report(key: str, format_: Format, foreign: ForeignConfig) -> KeyReport:
     written, value, mapping = foreign.written.get(key), foreign.values[key], format_.mapping_of(key)
     if mapping is None:
         return KeyReport(key, written, value, "unsupported", {}, format_.no_such_key(key))
-    if value == MISSING:
-        names = " or ".join(f"--{name}" for name in mapping.fields) or "it"
+    if value == MISSING or key in foreign.errors:
+        reason = foreign.errors.get(key, "??? is not a value")
+        names = " or ".join(f"--{name}" for name in mapping.fields) or "a value in the file"
         flagged = {name: foreign.flags[name] for name in mapping.fields if name in foreign.flags}
-        return KeyReport(key, written, value, "unsupported", flagged, f"??? is a value that you must give: {names}")
+        return KeyReport(key, written, value, "unsupported", flagged, f"{reason}; give {names}")
     if value is None:
         return KeyReport(key, written, value, "mapped" if mapping.fields else "ignored", {}, "null: not set")
     return KeyReport(key, written, value, *convert(mapping, value, foreign))

@@ -58,7 +58,7 @@ RESOLVED = {
 }
 
 
-def resolved(node: dict[str, Any], folder: Path, name: str = "config.yaml", **flags: object) -> ImportResult:
+def resolved(node: dict[str, Any], folder: Path, name: str = "config.json", **flags: object) -> ImportResult:
     return import_foreign({"import_config": write(folder, node, name), **ENOUGH, **flags})
 
 
@@ -139,7 +139,7 @@ def test_neox_keys_may_have_dashes(dashed: set[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_yaml_and_json_are_the_same(kind: str, tmp_path: Path) -> None:
     node = read_file(Path(write(tmp_path, tree(kind))))  # numbers that are numbers in JSON too
-    as_yaml, as_json = resolved(node, tmp_path), resolved(node, tmp_path, "config.json")
+    as_yaml, as_json = resolved(node, tmp_path, "config.yaml"), resolved(node, tmp_path, "config.json")
     assert as_yaml.flags == as_json.flags
     assert as_yaml.keys == as_json.keys
 
@@ -265,7 +265,7 @@ REFUSED = [
     ("nemo", "model.fp8", True, "fp8"),
     ("nemo", "model.activation", "squared-relu", "known are gelu"),
     ("nemo", "model.activations_checkpoint_method", "block", "uniform"),
-    ("nemo", "model.tokenizer.model", "???", "must give"),
+    ("nemo", "model.tokenizer.model", "???", "give --tokenizer_path"),
     ("neox", "norm", "scalenorm", "known are layernorm"),
     ("neox", "pos_emb", "alibi", "known are rotary"),
     ("neox", "activation", "mish", "known are gelu"),
@@ -404,7 +404,7 @@ def test_a_mistake_names_the_key_and_the_file_that_it_came_from(tmp_path: Path) 
         from_flags({"config_file": own, "seq_length": "0", "batch_size": "two", **ENOUGH})
     problems = {problem.subject: problem.remedy for problem in error.value.problems}
     assert problems["--num_workers=0"].endswith(f"[from num_workers=0 in {own}]")
-    assert problems["--report_interval=0"].endswith(f"[from log_interval=0 in {tmp_path / 'config.yaml'}]")
+    assert problems["--report_interval=0"].endswith(f"[from log_interval=0 in {tmp_path / 'config.json'}]")
     assert (
         "[from" not in problems["--seq_length=0"] + problems["--batch_size=two"]
     )  # the command line's, not the file's
@@ -422,7 +422,7 @@ def test_every_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     node = put(tree("nxdt"), "model.model_config", write(tmp_path, LLAMA, "model.json"))
     own = write(tmp_path, {"import_config": write(tmp_path, node)}, "own.json")
     TrainConfig.from_flags(*flags_from_files({"config_file": own, **ENOUGH}))
-    assert sorted(read) == ["config.yaml", "model.json", "own.json"]
+    assert sorted(read) == ["config.json", "model.json", "own.json"]
 
 
 # ---- Hugging Face's config.json

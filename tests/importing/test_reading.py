@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
-from pretraining.importing.interpolation import resolve
 from pretraining.importing.reading import leaves, read_file
+from pretraining.importing.references import Leaf, parse_yaml, resolve
 
 
 @pytest.mark.parametrize(
@@ -31,17 +31,13 @@ def test_what_is_no_number_stays_text(tmp_path: Path, text: str) -> None:
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_every_float_that_python_writes_is_read_back(number: float) -> None:
-    import yaml
-
-    from pretraining.importing.reading import _loader
-
-    assert yaml.load(repr(number), Loader=_loader()) == number
+    assert parse_yaml(f"a: {number!r}") == {"a": number}
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.yaml", "a: 1\nb: 2\na: 3\n"), ("a.json", '{"a": 1, "b": 2, "a": 3}')])
 def test_a_key_that_stands_twice_is_an_error(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=r"a\.(yaml|json): cannot be read: a stands more than once"):
+    with pytest.raises(UserError, match=r"a\.(yaml|json): cannot be read: .*found duplicate key a"):
         read_file(tmp_path / name)
 
 
@@ -66,6 +62,12 @@ def test_a_list_and_an_empty_mapping_are_values() -> None:
         ("${..a.x}", 8),
         ("${multiply:8,4}", 32),
         ("${multiply:${a.x}, ${.y}}", 32),
+        ("${sum:12,-1}", 11),
+        ("${add:${a.x},1}", 9),
+        ("${subtract:${a.x},1}", 7),
+        ("${divide:1,4}", 0.25),
+        ("${divide_ceil:9,4}", 3),
+        ("${divide_floor:9,4}", 2),
         ("n${a.x}-${.y}", "n8-4"),
         ("${a.list}", [8, 2]),
         ("$FOLDER/data", "/there/data"),
@@ -75,20 +77,27 @@ def test_a_list_and_an_empty_mapping_are_values() -> None:
 def test_a_reference_is_its_value(reference: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOLDER", "/there")
     tree = {"a": {"x": 8, "list": ["${a.x}", 2]}, "b": {"y": 4, "z": reference}}
-    assert resolve(tree)["b"]["z"] == value
+    assert Leaf("b.z", value) in list(resolve(tree))
 
 
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"a": "${b}", "b": "${a}"}, "in a circle"),
-        ({"a": "${a}"}, "in a circle"),
-        ({"a": "${nothing.there}"}, "no key nothing.there"),
-        ({"a": "${b}", "b": "???"}, r"b=\?\?\? has to be given"),
-        ({"a": "${divide:4,2}"}, "no such resolver"),
-        ({"a": "${multiply:4,x}"}, "cannot be computed"),
+        ({"a": "${b}", "b": "${a}"}, "Recursive"),
+        ({"a": "${a}"}, "Recursive"),
+        ({"a": "${nothing.there}"}, "'nothing.there' not found"),
+        ({"a": "${b}", "b": "???"}, "Missing mandatory value: b"),
+        ({"a": "${unheard:4,2}"}, "Unsupported interpolation type unheard"),
+        ({"a": "${divide:4,x}"}, "TypeError"),
+        ({"a": ["${multiply:2,3}", "${nothing}"]}, "'nothing' not found"),
     ],
 )
-def test_a_reference_that_leads_nowhere_is_an_error(tree: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        resolve(tree)
+def test_a_reference_that_leads_nowhere_is_an_error_of_its_key(tree: dict[str, Any], words: str) -> None:
+    (leaf,) = (leaf for leaf in resolve(tree) if leaf.key == "a")
+    assert leaf.value == tree["a"]
+    assert words in leaf.error
+
+
+def test_a_malformed_reference_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"\$\{b"):
+        list(resolve({"a": "${b"}))
