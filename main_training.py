@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 
-from pretraining.config.devices import kind_of
-from pretraining.config.flags import run
+from pretraining.config.flags import run as run_script
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import model_shape
 from pretraining.importing.flags import flags_from_files
 
 
 def main(**flags: str) -> int:
-    """Configuration, engine, model, data, optimizer, checkpoint, loop."""
+    """Pretrain a Llama variant: configuration, engine, model, optimizer, checkpoint, data, loop."""
     # Configuration: the files that flags name are reported key by key; every mistake at once, before torch is imported
     config = TrainConfig.from_flags(*flags_from_files(flags))
     if config.import_only:
@@ -23,68 +19,57 @@ def main(**flags: str) -> int:
         from pretraining.plan.show import show
 
         return show(config)
-    shape = model_shape(config)
 
     from pretraining.checkpoint.checkpoints import Checkpoints
-    from pretraining.checkpoint.restoring import check_source
-    from pretraining.data import check_data, open_stream, parts_of
-    from pretraining.loop import Run, train
+    from pretraining.data import open_stream, parts_of
+    from pretraining.loop import TrainingRun, train
     from pretraining.models.init import build_model
-    from pretraining.monitor.facts import data_lines, placed_line
-    from pretraining.monitor.flops import Meter, flops_per_token
-    from pretraining.monitor.metrics import open_metrics
+    from pretraining.monitor.facts import data_lines
     from pretraining.optim.optimizer import build_optimizer
-    from pretraining.parallel.layout import unsharded_state_bytes
     from pretraining.parallel.select import open_engine
-    from pretraining.preflight import check_host_memory, describe_run
+    from pretraining.preflight import check_host_memory, check_inputs, describe_placement, describe_run, open_run_folder
 
-    # Checkpoints and data that would stop the run: looked at before any device
-    check_source(config, config.run_folder)
-    check_data(config)
-
-    # Engine: one mesh; the loop cannot tell one engine from the other
+    # Engine: one mesh; the loop does not depend on it. Missing inputs are reported before any device is opened
+    check_inputs(config)
     engine = open_engine(config)
-    say = print if engine.process_index == 0 else (lambda *_: None)
+    log = print if engine.process_index == 0 else (lambda *_: None)
     check_host_memory(config, engine)
-    say(describe_run(config, engine))
+    log(describe_run(config, engine))
 
-    # Data: the global batch of step k is a function of (data, config, k); opened first to fail before the model exists
-    held = {part: open_stream(config, engine.data_rank, engine.data_size, part) for part in parts_of(config)}
+    # Data: the global batch of step k is a pure function of (data, config, k)
+    streams = {part: open_stream(config, engine.data_rank, engine.data_size, part) for part in parts_of(config)}
 
-    # Model: placed by the sharding table; optimizer: its state beside its parameters
+    # Model and optimizer: placed by the sharding table
     model = engine.place(build_model(config))
     optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
-    say(placed_line(engine.bytes_per_device(model, optimizer), unsharded_state_bytes(config)))
+    log(describe_placement(config, engine.bytes_per_device(model, optimizer)))
 
-    # Checkpoint: the same command continues where the newest one stands
+    # Checkpoint: the same command continues from the newest one, with the data that follow it
     checkpoints = Checkpoints(config, config.run_folder)
-    found = checkpoints.restore(engine, model, optimizer)
-    start, tokens = (found.step, found.tokens_seen) if found else (0, 0)
-    stream = open_stream(config, engine.data_rank, engine.data_size, state=found.data if found else None)
-    if stream.steps is not None:  # num_epochs may end before num_steps
-        config.num_steps = min(config.num_steps, start + stream.steps)
-    say(data_lines(stream.facts()))
+    resumed = checkpoints.restore(engine, model, optimizer)
+    start = resumed.step if resumed else 0
+    if resumed:
+        streams["train"] = open_stream(config, engine.data_rank, engine.data_size, state=resumed.data)
+    if (steps := streams["train"].steps) is not None:  # num_epochs may end before num_steps
+        config.num_steps = min(config.num_steps, start + steps)
+    log(data_lines(streams["train"].facts()))
 
-    # Run folder: metrics cut back to the checkpoint's step, the effective configuration
-    metrics = None
-    if engine.process_index == 0:
-        metrics = open_metrics(config, config.run_folder, start)
-        (config.run_folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-
-    # Loop
-    meter = Meter(
-        config.tokens_per_step, engine.mesh.size, flops_per_token(shape, config.seq_length), kind_of(engine.device_name)
+    # Loop: steps, reports, validations, saves
+    run = TrainingRun(
+        config=config,
+        engine=engine,
+        model=model,
+        optimizer=optimizer,
+        streams=streams,
+        checkpoints=checkpoints,
+        metrics=open_run_folder(config, start) if engine.process_index == 0 else None,
+        resumed=resumed,
     )
-    code = train(
-        Run(
-            *(config, engine, model, optimizer, stream, held.get("valid"), held.get("test")),
-            *(checkpoints, metrics, meter, start, tokens),
-        )
-    )
+    code = train(run)
     engine.close()
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_script(main))

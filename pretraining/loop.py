@@ -22,11 +22,13 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
 from pretraining.checkpoint.manifest import Facts
+from pretraining.config.devices import kind_of
 from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
 from pretraining.data import Batch, Stream
 from pretraining.data.prefetch import Prefetcher
 from pretraining.interrupt import Interrupt, NoRendezvousError
-from pretraining.monitor.flops import Meter
+from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.monitor.heartbeat import heartbeat
 from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import evaluation_line, progress_line
@@ -39,47 +41,66 @@ from pretraining.parallel.engine import Engine, LostPeerError, StepResult, lost_
 FINISHED, STOPPED_ITSELF = 0, 3  # exit codes; a signal's is 128 + its number
 
 
-@dataclass
-class Run:
-    """What one training run works with, and where it stands."""
+@dataclass(kw_only=True)
+class TrainingRun:
+    """What a training run works with, and what the loop remembers between reports."""
 
     config: TrainConfig
     engine: Engine
     model: torch.nn.Module
     optimizer: Optimizer
-    stream: Stream
-    validation: Stream | None
-    test: Stream | None
+    streams: dict[str, Stream]  # "train", and where they are configured "valid" and "test"
     checkpoints: Checkpoints
-    metrics: Metrics | None  # of process 0
-    meter: Meter
-    start: int  # updates done before this process began
-    tokens_before: int
-    first_step: float = 0.0  # seconds of the step that compiles
-    step_times: list[float] = field(default_factory=list)
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # losses of the last reports
-    # Seconds since the last report that were not training
-    elsewhere: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    refused: int = 0  # updates skipped so far, as far as it has been read
+    metrics: Metrics | None  # None except in process 0
+    resumed: Facts | None  # of the checkpoint that this run continues from
+    start_step: int = field(init=False)  # updates done before this process started
+    meter: Meter = field(init=False)
+    first_step_seconds: float = 0.0  # of the step that compiles
+    step_times: list[float] = field(default_factory=list)  # seconds per step, one for each later report
+    recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    paused_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # since the last report
+    skipped_updates: int = 0
+
+    def __post_init__(self) -> None:
+        config, engine = self.config, self.engine
+        self.start_step = self.resumed.step if self.resumed else 0
+        flops = flops_per_token(model_shape(config), config.seq_length)
+        self.meter = Meter(config.tokens_per_step, engine.mesh.size, flops, kind_of(engine.device_name))
+
+    @property
+    def stream(self) -> Stream:
+        """The training data."""
+        return self.streams["train"]
 
     def tokens_seen(self, step: int) -> int:
-        """Tokens of every global batch up to and including this step's."""
-        return self.tokens_before + (step - self.start) * self.config.tokens_per_step
+        """Return the tokens of every global batch up to and including this step's."""
+        before = self.resumed.tokens_seen if self.resumed else 0
+        return before + (step - self.start_step) * self.config.tokens_per_step
 
     def facts(self, step: int) -> Facts:
-        """What a checkpoint after `step` updates says beside its tensors."""
-        data = self.stream.state(step - self.start)
+        """Return what a checkpoint after `step` updates records besides its tensors."""
+        data = self.stream.state(step - self.start_step)
         mesh = self.engine.mesh._asdict()
         return Facts(step, self.tokens_seen(step), data, asdict(self.config), self.engine.name, mesh)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print in process 0."""
         if self.engine.process_index == 0:
             print(text, flush=True)
 
+    def report(self, record: dict[str, Any], line: str) -> None:
+        """Write a record to metrics.jsonl and print its line, in process 0."""
+        if self.metrics:
+            self.metrics.write(record)
+        self.print(line)
+
+    def heartbeat(self, label: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which process 0 prints a sign of life."""
+        return heartbeat(label) if self.engine.process_index == 0 else contextlib.nullcontext()
+
 
 class Stopwatch:
-    """Seconds per step since the last lap, without what was not training."""
+    """Seconds per step since the last lap, without pauses."""
 
     def __init__(self, step: int) -> None:
         self.restart(step)
@@ -89,37 +110,37 @@ class Stopwatch:
         self._step, self._began = step, time.perf_counter()
 
     def total(self) -> float:
-        """Seconds since the lap began."""
+        """Return the seconds since the lap began."""
         return time.perf_counter() - self._began
 
     def lap(self, step: int) -> float:
-        """Mean seconds of the steps since the lap began."""
+        """Return the mean seconds of the steps since the lap began."""
         return self.total() / (step - self._step)
 
     @contextlib.contextmanager
-    def paused(self, run: Run, why: str) -> Iterator[None]:
-        """Leave the body out of the lap, and count it in `run.elsewhere`."""
+    def paused(self, run: TrainingRun, name: str) -> Iterator[None]:
+        """Leave the body out of the lap and add its seconds to `run.paused_seconds`."""
         began = time.perf_counter()
         yield
         passed = time.perf_counter() - began
         self._began += passed
-        run.elsewhere[why] += passed
+        run.paused_seconds[name] += passed
 
 
-def train(run: Run) -> int:
-    """Train from run.start to config.num_steps; the exit code."""
+def train(run: TrainingRun) -> int:
+    """Train from run.start_step to config.num_steps and return the exit code."""
     interrupt = Interrupt(run.engine.process_count)
     batches = Prefetcher(run.stream, run.config.num_workers)
     if run.metrics:
-        run.recent.extend(run.metrics.losses())
+        run.recent_losses.extend(run.metrics.losses())
     try:
         with lost_peers_told(run.engine.process_index, run.config.collective_timeout):
-            code = FINISHED if run.start >= run.config.num_steps else _steps(run, batches, interrupt)
+            code = FINISHED if run.start_step >= run.config.num_steps else _train_steps(run, batches, interrupt)
             run.checkpoints.close()
     except SaveFailedError as error:
-        run.say(f"stopped: {error}")
+        run.print(f"stopped: {error}")
         code = STOPPED_ITSELF
-    except LostPeerError as error:  # every survivor tells, for process 0 may be the one that is gone
+    except LostPeerError as error:  # every survivor prints it, because process 0 may be the one that is lost
         print(f"stopped: {error}", file=sys.stderr, flush=True)
         code = STOPPED_ITSELF
     except NoRendezvousError as error:
@@ -130,96 +151,94 @@ def train(run: Run) -> int:
         batches.close()
         if run.metrics:
             run.metrics.close()
-    if code == FINISHED and run.config.use_dummy_dataset and run.first_step:
-        run.say(summary(run.meter, run.first_step, run.step_times, run.engine.memory_bytes()))
-    _say_where(run, code)
+    if code == FINISHED and run.config.use_dummy_dataset and run.first_step_seconds:
+        run.print(summary(run.meter, run.first_step_seconds, run.step_times, run.engine.memory_bytes()))
+    _print_where_to_look(run, code)
     return code
 
 
-def _say_where(run: Run, code: int) -> None:
-    """What the run leaves behind, and how it goes on."""
+def _print_where_to_look(run: TrainingRun, code: int) -> None:
+    """Print how to continue, and where metrics and checkpoints are."""
     config, folder = run.config, run.config.run_folder
     if code == FINISHED:
-        run.say(f"complete: {config.num_steps} steps; to go on, the same command with a larger --num_steps")
+        run.print(f"complete: {config.num_steps} steps; to continue, the same command with a larger --num_steps")
     elif config.checkpoint_interval:
-        run.say("the same command continues from the newest checkpoint")
-    run.say(f"  metrics      {folder / 'metrics.jsonl'}")
-    run.say(f"  curves       python -m pretraining.monitor.report {folder}")
+        run.print("the same command continues from the newest checkpoint")
+    run.print(f"  metrics      {folder / 'metrics.jsonl'}")
+    run.print(f"  curves       python -m pretraining.monitor.report {folder}")
     if find_spec("tensorboard"):
-        run.say(f"               tensorboard --logdir {config.tensorboard_dir or folder / 'tensorboard'}")
+        run.print(f"               tensorboard --logdir {config.tensorboard_dir or folder / 'tensorboard'}")
     if config.checkpoint_interval:
-        run.say(f"  checkpoints  {run.checkpoints.folder}")
+        run.print(f"  checkpoints  {run.checkpoints.folder}")
 
 
-def _steps(run: Run, batches: Prefetcher, interrupt: Interrupt) -> int:
-    config, watch = run.config, Stopwatch(run.start)
-    _before_first_step(run)
-    watch.restart(run.start)
+def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt) -> int:
+    config, watch = run.config, Stopwatch(run.start_step)
+    _prepare_first_step(run)
+    watch.restart(run.start_step)
     waited = batches.wait_seconds
-    for step in range(run.start + 1, config.num_steps + 1):
-        _arm_watchdog(config)
+    for step in range(run.start_step + 1, config.num_steps + 1):
+        if config.step_timeout:
+            faulthandler.dump_traceback_later(config.step_timeout)
         with _profiled(run, step):
-            batch = batches.batch(step - run.start - 1)
+            batch = batches.batch(step - run.start_step - 1)
             rate = learning_rate(config, step - 1)
             result = run.engine.train_step(run.model, run.optimizer, batch, rate)
-            if step == run.start + 1:
-                _wait_for_first(run, result, watch)
+            if step == run.start_step + 1:
+                _wait_for_first_step(run, result, watch)
         stop = interrupt.agreed()
-        reports = _reports(config, step)
-        if (reports or run.checkpoints.due(step) or stop) and not _healthy(run, result.read(), step, batch):
+        reports, saves = _reports(config, step), run.checkpoints.due(step) or stop
+        if (reports or saves) and not _may_continue(run, result.read(), step, batch):
             return STOPPED_ITSELF
         if reports:
             record = _record(run, step, result.read(), rate, watch, batch)
-            _report(run, {**record, **_timing(run, watch.total(), batches.wait_seconds - waited)})
+            record |= _timing(run, watch.total(), batches.wait_seconds - waited)
+            run.report(record, progress_line(record, config.num_steps))
             watch.restart(step)
             waited = batches.wait_seconds
-        if run.validation and (step % config.val_interval == 0 or step == config.num_steps):
+        if "valid" in run.streams and (step % config.val_interval == 0 or step == config.num_steps):
             with watch.paused(run, "validation_seconds"):
-                _evaluate(run, step, run.validation, config.val_steps, "val")
-        if run.checkpoints.due(step) or stop:
+                _evaluate(run, step, "valid", config.val_steps)
+        if saves:
             with watch.paused(run, "checkpoint_seconds"):
                 _save(run, step)
         if stop:
             return 128 + stop
-    if run.test:
-        _evaluate(run, config.num_steps, run.test, config.test_steps, "test")
+    if "test" in run.streams:
+        _evaluate(run, config.num_steps, "test", config.test_steps)
     return FINISHED
 
 
-def _wait_for_first(run: Run, result: StepResult, watch: Stopwatch) -> None:
-    """The first step compiles: say so while it lasts, and keep its time out of the others'."""
-    with heartbeat("compiling the first step") if run.engine.process_index == 0 else contextlib.nullcontext():
+def _wait_for_first_step(run: TrainingRun, result: StepResult, watch: Stopwatch) -> None:
+    """Wait for the step that compiles, and leave its time out of the others'."""
+    with run.heartbeat("compiling the first step"):
         result.read()
-    run.first_step = watch.lap(run.start + 1)
-    if not _reports(run.config, run.start + 1):
-        watch.restart(run.start + 1)
+    run.first_step_seconds = watch.lap(run.start_step + 1)
+    if not _reports(run.config, run.start_step + 1):
+        watch.restart(run.start_step + 1)
 
 
 def _reports(config: TrainConfig, step: int) -> bool:
     return step % config.report_interval == 0 or step == config.num_steps
 
 
-def _arm_watchdog(config: TrainConfig) -> None:
-    if config.step_timeout:
-        faulthandler.dump_traceback_later(config.step_timeout)
-
-
-def _healthy(run: Run, figures: dict[str, float], step: int, batch: Batch) -> bool:
-    """Whether training may go on: no more updates refused, for figures that are not finite, than are allowed."""
-    refused = int(figures["refused"])
-    if refused == run.refused:
+def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, batch: Batch) -> bool:
+    """Return whether no more updates were skipped, because loss or gradient was not finite, than are allowed."""
+    skipped = int(figures["refused"])
+    if skipped == run.skipped_updates:
         return True
-    run.refused = refused
-    first = run.start + int(figures["first_refused"])
-    told = f"{refused} updates refused up to step {step}, the first at step {first}: loss or gradient was not finite"
-    if refused <= run.config.max_skipped_steps:
-        run.say(f"{told} (max_skipped_steps={run.config.max_skipped_steps})")
+    run.skipped_updates = skipped
+    first, limit = run.start_step + int(figures["first_refused"]), run.config.max_skipped_steps
+    subject = f"{skipped} updates skipped up to step {step}, the first at step {first}"
+    message = f"{subject}: loss or gradient was not finite"
+    if skipped <= limit:
+        run.print(f"{message} (max_skipped_steps={limit})")
         return True
-    begins = run.stream.state(first - run.start - 1)["sequences"]
-    run.say(f"stopped: {told}")
-    ends = run.stream.state(first - run.start)["sequences"] - 1
-    run.say(f"  batch of step {first}: sequences {begins} to {ends} of the data's order")
-    run.say(f"  nothing after step {first - 1} reached the parameters; checkpoints are in {run.checkpoints.folder}")
+    begins = run.stream.state(first - run.start_step - 1)["sequences"]
+    ends = run.stream.state(first - run.start_step)["sequences"] - 1
+    run.print(f"stopped: {message}")
+    run.print(f"  batch of step {first}: sequences {begins} to {ends} of the data's order")
+    run.print(f"  no update after step {first - 1} was applied; checkpoints are in {run.checkpoints.folder}")
     return False
 
 
@@ -227,55 +246,47 @@ def _healthy(run: Run, figures: dict[str, float], step: int, batch: Batch) -> bo
 
 
 def _record(
-    run: Run, step: int, figures: dict[str, float], rate: float, watch: Stopwatch, batch: Batch
+    run: TrainingRun, step: int, figures: dict[str, float], rate: float, watch: Stopwatch, batch: Batch
 ) -> dict[str, Any]:
-    step_time = watch.lap(step)
-    if step > run.start + 1:
+    config, engine, step_time = run.config, run.engine, watch.lap(step)
+    if step > run.start_step + 1:
         run.step_times.append(step_time)
-    spike = is_spike(figures["loss"], run.recent)
-    run.recent.append(figures["loss"])
-    norm = {"param_norm": run.engine.parameter_norm(run.model)} if run.config.log_param_norm else {}
-    scale = {"loss_scale": figures["loss_scale"]} if "loss_scale" in figures else {}
+    spike = is_spike(figures["loss"], run.recent_losses)
+    run.recent_losses.append(figures["loss"])
     return {
         "step": step,
         "loss": figures["loss"],
         "loss_spike": spike,
-        **({"grad_norm": figures["grad_norm"]} if run.config.log_grad_norm else {}),
-        **norm,
-        **scale,
+        **({"grad_norm": figures["grad_norm"]} if config.log_grad_norm else {}),
+        **({"param_norm": engine.parameter_norm(run.model)} if config.log_param_norm else {}),
+        **({"loss_scale": figures["loss_scale"]} if "loss_scale" in figures else {}),
         "learning_rate": rate,
         "tokens_seen": run.tokens_seen(step),
-        "samples_seen": run.tokens_seen(step) // run.config.seq_length,
-        "consumed": run.stream.consumed(step - run.start),
+        "samples_seen": run.tokens_seen(step) // config.seq_length,
+        "consumed": run.stream.consumed(step - run.start_step),
         "step_time": step_time,
         **run.meter.speed(step_time),
-        "samples_per_second": run.config.tokens_per_step / run.config.seq_length / step_time,
-        "memory_bytes": run.engine.memory_bytes(),
-        "compilations": run.engine.compilations(),
-        "data_hash": data_hash(batch, run.engine.process_count, run.engine.data_size),
+        "samples_per_second": config.tokens_per_step / config.seq_length / step_time,
+        "memory_bytes": engine.memory_bytes(),
+        "compilations": engine.compilations(),
+        "data_hash": data_hash(batch, engine.process_count, engine.data_size),
     }
 
 
-def _timing(run: Run, seconds: float, waited: float) -> dict[str, float]:
-    """Where the time since the last report went: `seconds` of training, `waited` of them for data."""
+def _timing(run: TrainingRun, seconds: float, waited: float) -> dict[str, float]:
+    """Return the seconds since the last report by activity: `seconds` of training, `waited` of them for data."""
     spent = {"data_wait_seconds": waited}
     if run.config.log_step_timing:
         spent["train_seconds"] = seconds - waited
-        spent |= {name: run.elsewhere[name] for name in ("validation_seconds", "checkpoint_seconds")}
-    run.elsewhere.clear()
+        spent |= {name: run.paused_seconds[name] for name in ("validation_seconds", "checkpoint_seconds")}
+    run.paused_seconds.clear()
     return spent
 
 
-def _report(run: Run, record: dict[str, Any]) -> None:
-    if run.metrics:
-        run.metrics.write(record)
-    run.say(progress_line(record, run.config.num_steps))
-
-
 def data_hash(batch: Batch, processes: int, ranks: int) -> str:
-    """16 hex digits of the global batch's tokens, the same however its rows are dealt out to data-parallel ranks.
+    """Return 16 hex digits of the global batch's tokens, which do not depend on the number of data-parallel ranks.
 
-    Neighbouring processes may share a rank, and its rows.
+    Neighbouring processes may share a data-parallel rank, and therefore its rows.
     """
     rows = [hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=8).digest() for row in batch["tokens"]]
     if processes > 1:
@@ -285,60 +296,53 @@ def data_hash(batch: Batch, processes: int, ranks: int) -> str:
     return hashlib.blake2b(b"".join(rows), digest_size=8).hexdigest()
 
 
-def _before_first_step(run: Run) -> None:
-    """What must not be compiled in mid-run is compiled here; a new run saves and validates where that is asked for."""
+def _prepare_first_step(run: TrainingRun) -> None:
+    """Compile the evaluation before the first step, not in mid-run; validate and save where that is asked for."""
     config = run.config
     if config.log_param_norm:
         run.engine.parameter_norm(run.model)
-    for stream in filter(None, (run.validation, run.test)):
-        with heartbeat("compiling the validation") if run.engine.process_index == 0 else contextlib.nullcontext():
-            run.engine.evaluate(run.model, stream.batch(0)).read()
-    if run.validation and config.val_sanity_steps and run.start == 0:
+    for part in (part for part in run.streams if part != "train"):
+        with run.heartbeat("compiling the validation"):
+            run.engine.evaluate(run.model, run.streams[part].batch(0)).read()
+    if "valid" in run.streams and config.val_sanity_steps and run.start_step == 0:
         steps = config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps
-        _evaluate(run, 0, run.validation, steps, "val")
-    if run.checkpoints.due(run.start):
-        _save(run, run.start)
+        _evaluate(run, 0, "valid", steps)
+    if run.checkpoints.due(run.start_step):
+        _save(run, run.start_step)
 
 
-def _evaluate(run: Run, step: int, stream: Stream, steps: int, name: str) -> None:
-    """Write the mean loss over the same first `steps` batches each time (-1: all); changes nothing of the training."""
+def _evaluate(run: TrainingRun, step: int, part: str, steps: int) -> None:
+    """Report the mean loss over the first `steps` batches (-1: all) of a held-out part; training is not affected."""
+    stream, name = run.streams[part], "val" if part == "valid" else part
     began, total, tokens = time.perf_counter(), 0.0, 0.0
     for number in range(batches_of(stream, steps)):
         figures = run.engine.evaluate(run.model, stream.batch(number)).read()
         total, tokens = total + figures["loss"] * figures["tokens"], tokens + figures["tokens"]
     record = {"step": step, f"{name}_loss": total / tokens, f"{name}_seconds": time.perf_counter() - began}
-    if run.metrics:
-        run.metrics.write(record)
-    run.say(evaluation_line(record, run.config.num_steps))
+    run.report(record, evaluation_line(record, run.config.num_steps))
 
 
 def batches_of(stream: Stream, steps: int) -> int:
-    """Global batches of a validation that asks for `steps` of them, -1 for all; the dummy dataset has no end."""
+    """Return the global batches of an evaluation of `steps` (-1: all); the dummy dataset has no end."""
     if stream.steps is None:
         return max(steps, 1)
     return stream.steps if steps == -1 else min(steps, stream.steps)
 
 
-def _save(run: Run, step: int) -> None:
+def _save(run: TrainingRun, step: int) -> None:
     if run.config.checkpoint_interval:
         run.checkpoints.save(step, run.engine.state(run.model, run.optimizer), run.facts(step))
 
 
-def _profiled(run: Run, step: int) -> contextlib.AbstractContextManager[object]:
-    """Starts the trace at profile_start_step and ends it profile_num_steps later; a run continued past it has none."""
-    config, stack = run.config, contextlib.ExitStack()
-    first = config.profile_start_step
+@contextlib.contextmanager
+def _profiled(run: TrainingRun, step: int) -> Iterator[None]:
+    """Trace profile_num_steps steps from profile_start_step on; a run that continues after it traces none."""
+    config, first = run.config, run.config.profile_start_step
     last = min(first + config.profile_num_steps - 1, config.num_steps)
-    silent = config.profiler_rank0_only and run.engine.process_index > 0
-    if not config.use_profiler or silent or run.start >= first:
-        return contextlib.nullcontext()
-    if step == first:
+    traces = config.use_profiler and not (config.profiler_rank0_only and run.engine.process_index)
+    if traces and run.start_step < first == step:
         run.engine.start_trace(str(config.run_folder / "profile"))
-    if step == last:
-        stack.callback(_end_trace, run)
-    return stack
-
-
-def _end_trace(run: Run) -> None:
-    run.engine.stop_trace()
-    run.say(f"trace written to {run.config.run_folder / 'profile'}")
+    yield
+    if traces and run.start_step < first and step == last:
+        run.engine.stop_trace()
+        run.print(f"trace written to {config.run_folder / 'profile'}")

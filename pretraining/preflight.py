@@ -1,17 +1,30 @@
-"""What is checked and printed once the engine is open and before a model exists. Composes the rooms."""
+"""What main_training.py checks, prints and writes before the first step. Composes the rooms."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from pretraining.checkpoint.restoring import check_source
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.monitor.facts import describe
+from pretraining.data import check_data
+from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.memory import check_memory
+from pretraining.monitor.metrics import Metrics, open_metrics
 from pretraining.optim.precision import dtypes_told
 from pretraining.optim.schedule import learning_rate, telling_steps
 from pretraining.parallel.engine import Engine
 from pretraining.parallel.layout import state_bytes, unsharded_state_bytes
 from pretraining.parallel.mesh import notes
 from pretraining.parallel.recompute import block_mask
+
+
+def check_inputs(config: TrainConfig) -> None:
+    """Raise UserError if a checkpoint or the data would stop the run, before any device is opened."""
+    check_source(config, config.run_folder)
+    check_data(config)
 
 
 def check_host_memory(config: TrainConfig, engine: Engine) -> None:
@@ -40,3 +53,15 @@ def describe_run(config: TrainConfig, engine: Engine) -> str:
         rates={step: learning_rate(config, step) for step in telling_steps(config)},
     )
     return "\n".join([facts, *notes(config, shape, engine.mesh, engine.name)])
+
+
+def describe_placement(config: TrainConfig, bytes_per_device: Mapping[str, int]) -> str:
+    """Return a line with the bytes that the engine measured on one device, and their share of one copy."""
+    return placed_line(bytes_per_device, unsharded_state_bytes(config))
+
+
+def open_run_folder(config: TrainConfig, start_step: int) -> Metrics:
+    """Write the effective configuration and open the metrics, cut back to `start_step`."""
+    metrics = open_metrics(config, config.run_folder, start_step)
+    (config.run_folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+    return metrics
