@@ -1,7 +1,7 @@
-"""The step of a plan as the real TPU compiler makes it, beside what the plan says of it. Needs no TPU.
+"""The step of a plan as the TPU's own compiler makes it. Needs no TPU.
 
-Two processes, for torch-xla and libtpu each claim the devices of their own: the engine traces its step on placeholders
-(parallel/xla_export.py), libtpu compiles it for the slice (plan/compiler.py). What they leave is read here.
+Runs two processes, because torch-xla and libtpu each claim the devices of their process: the engine traces its step on
+placeholders (parallel/xla_export.py), libtpu compiles it for the slice (plan/compiler.py). Their files are read here.
 """
 
 from __future__ import annotations
@@ -20,77 +20,74 @@ from typing import NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
+from pretraining.plan.program import bytes_by_purpose, collectives, product_flops
 
 ROOT = Path(__file__).parents[2]
 
 
-class Compiled(NamedTuple):
-    """What the compiler says of one program; bytes of one device."""
+class CompiledProgram(NamedTuple):
+    """The compiler's figures of one program; bytes of one device."""
 
     name: str
     times: int  # that it runs in a step
     arguments: int = 0
-    updated: int = 0  # of the arguments, those whose place results take: what lives on from step to step
+    updated: int = 0  # of the arguments, those that results overwrite: the state that lives from step to step
     results: int = 0
     temporaries: int = 0
-    seconds: float = 0.0  # that compiling took
-    refused: str = ""  # why it does not fit, in the compiler's words; nothing else is known then
+    seconds: float = 0.0  # of compilation
+    refused: str = ""  # the compiler's reason where the program does not fit; nothing else is known then
 
 
-class Truth(NamedTuple):
-    """A step as it was compiled, on one device."""
+class CompiledStep(NamedTuple):
+    """The programs of a step on one device."""
 
     target: str
     traced_seconds: float
-    programs: list[Compiled]
-    sent: dict[str, int]  # kind of collective -> bytes that leave the device in a step
+    programs: list[CompiledProgram]
+    sent: dict[str, int]  # operation -> bytes that leave the device in a step
     flops: int  # of the matrix products of a step
 
     @property
     def refused(self) -> str:
-        """The compiler's own words, where it did not fit."""
+        """The compiler's reason where the step does not fit, otherwise empty."""
         return self.programs[-1].refused
 
     @property
-    def held(self) -> int:
-        """Bytes of parameters, optimizer state and sums of gradients."""
+    def state_bytes(self) -> int:
+        """Bytes of parameters, optimizer state and accumulated gradients."""
         return max(program.updated for program in self.programs)
 
     @property
-    def rest(self) -> int:
-        """Bytes that come and go within a step, at their most."""
-        return max(p.arguments + p.results - p.updated + p.temporaries for p in self.programs) - self.held
+    def transient_bytes(self) -> int:
+        """Peak bytes of what lives within a step."""
+        return max(p.arguments + p.results - p.updated + p.temporaries for p in self.programs) - self.state_bytes
 
 
-def compile_step(config: TrainConfig, shard: int) -> Truth:
-    """Trace and compile the step of `config`, whose mesh has so many `shard` ranks, for its plan_topology."""
+def compile_step(config: TrainConfig, shard: int) -> CompiledStep:
+    """Trace and compile the step of `config` for its plan_topology, on a mesh with so many `shard` ranks."""
     _refuse_without_packages()
-    generation = config.plan_device_kind.removeprefix("tpu-")
-    target = f"{generation}:{config.plan_topology}"
-    traced = replace(config, engine="xla", device="auto", plan=False, sharding_group_size=0, use_dummy_dataset=True)
-    if config.sharding_strategy == "hsdp":
-        traced.sharding_group_size = shard
+    target = f"{config.plan_device_kind.removeprefix('tpu-')}:{config.plan_topology}"
+    group = shard if config.sharding_strategy == "hsdp" else 0
+    traced = replace(config, engine="xla", device="auto", plan=False, sharding_group_size=group, use_dummy_dataset=True)
     with TemporaryDirectory() as name:
         folder = Path(name)
         began = time.perf_counter()
         devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(config.plan_devices)}
-        _run("pretraining.parallel.xla_export", name, given=json.dumps(asdict(traced)), variables=devices)
+        _run("pretraining.parallel.xla_export", name, stdin=json.dumps(asdict(traced)), variables=devices)
         seconds = time.perf_counter() - began
         _run("pretraining.plan.compiler", name, target)
-        programs = [Compiled(**one) for one in json.loads((folder / "compiled.json").read_text())]
+        programs = [CompiledProgram(**fields) for fields in json.loads((folder / "compiled.json").read_text())]
         return _read(folder, target, seconds, programs)
 
 
-def _read(folder: Path, target: str, seconds: float, programs: list[Compiled]) -> Truth:
-    from pretraining.plan.program import collectives, product_flops, totals
-
+def _read(folder: Path, target: str, traced_seconds: float, programs: list[CompiledProgram]) -> CompiledStep:
     sent: Counter[str] = Counter()
     flops = 0
     for program in programs if not programs[-1].refused else []:
         text = (folder / f"{program.name}.txt").read_text()
         flops += program.times * product_flops(text)
-        sent.update({purpose: program.times * count for purpose, count in totals(collectives(text)).items()})
-    return Truth(target, seconds, programs, dict(sent), flops)
+        sent.update({name: program.times * count for name, count in bytes_by_purpose(collectives(text)).items()})
+    return CompiledStep(target, traced_seconds, programs, dict(sent), flops)
 
 
 def _refuse_without_packages() -> None:
@@ -100,11 +97,11 @@ def _refuse_without_packages() -> None:
         raise ConfigError([Problem("--plan_compile=True", remedy)])
 
 
-def _run(module: str, *arguments: str, given: str = "", variables: dict[str, str] | None = None) -> None:
-    """Run a module of ours to its end. UserError with its last line where it fails."""
+def _run(module: str, *arguments: str, stdin: str = "", variables: dict[str, str] | None = None) -> None:
+    """Run a module as a process. Raises UserError with its last line if it fails."""
     command = [sys.executable, "-m", module, *arguments]
     environment = {**os.environ, **(variables or {})}
-    done = subprocess.run(command, input=given, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, input=stdin, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise UserError(f"--plan_compile=True: {module} failed: {last}")

@@ -71,68 +71,79 @@ def device_memory(config: TrainConfig, mesh: Mesh, tensors: list[StateTensor], s
 
 
 def activations(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> int:
-    """Bytes of activations at the backward pass's beginning: what is kept of one micro-batch, or of those that a
-    pipeline has under way, and of recomputed blocks those that are whole again while their gradient is taken."""
+    """Return the bytes of activations when the backward pass begins.
+
+    They are those that one micro-batch keeps, or the micro-batches in flight in a pipeline, and those of the blocks
+    that are being recomputed.
+    """
     mask = block_mask(config, model_shape(config).num_layers)
     together = min(config.checkpoint_num_layers, sum(mask))
-    waiting = stage.waiting(config.gradient_accumulation_steps or 1)
-    return int(waiting * kept_activations(config, mesh)) + int(together * _block_bytes(config, mesh))
+    in_flight = stage.micro_batches_in_flight(config.gradient_accumulation_steps or 1)
+    return int(in_flight * kept_activations(config, mesh)) + int(together * _block_bytes(config, mesh))
 
 
 def kept_activations(config: TrainConfig, mesh: Mesh) -> int:
-    """Bytes that the blocks keep for the backward pass, of one micro-batch; of a recomputed block, or several that are
-    recomputed together, the input."""
+    """Return the bytes that the blocks keep for the backward pass of one micro-batch.
+
+    Of a recomputed block, or of several that are recomputed together, that is the input.
+    """
     mask = block_mask(config, model_shape(config).num_layers)
     inputs = sum(mask) / config.checkpoint_num_layers * stream_bytes(config, mesh)
     return int((len(mask) - sum(mask)) * _block_bytes(config, mesh) + inputs)
 
 
 def stream_bytes(config: TrainConfig, mesh: Mesh) -> float:
-    """Bytes of what passes between two blocks, of one micro-batch."""
+    """Return the bytes of the residual stream of one micro-batch."""
     tokens = config.batch_size * config.seq_length / mesh.context
     width = model_shape(config).hidden_size / (mesh.tensor if config.sequence_parallel else 1)
     return tokens * width * precision_of(config).stream.itemsize
 
 
 def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
-    """Of a block that is not recomputed: for each token six vectors as wide as the stream (input, two normed ones, what
-    enters the feed-forward layer, queries, attention's result), keys and values before and after their rotation, and
-    gate, up and their product. Scores are never kept. Counted from what the compiled step stacks
-    (tests/plan/test_against_the_compiler.py)."""
+    """Return the bytes that a block keeps which is not recomputed.
+
+    For each token: six vectors as wide as the stream (input, two normed ones, the feed-forward layer's input, queries,
+    attention's result), keys and values before and after the rotation, and gate, up and their product. Scores are never
+    kept. Counted from what the compiled step stacks (tests/plan/test_against_the_compiler.py).
+    """
     shape = model_shape(config)
     tokens, width = config.batch_size * config.seq_length / mesh.context, precision_of(config).stream.itemsize
     queries = shape.num_attention_heads * shape.head_dim / mesh.tensor
-    used = shape.num_kv_heads * kv_repeats(config, shape)  # heads, those that are copied for use among them
-    keys = shape.head_dim * (used / mesh.tensor if used % mesh.tensor == 0 else shape.num_kv_heads)
+    kv_heads = shape.num_kv_heads * kv_repeats(config, shape)
+    keys = shape.head_dim * (kv_heads / mesh.tensor if kv_heads % mesh.tensor == 0 else shape.num_kv_heads)
     wide = (3 if shape.gated else 2) * shape.intermediate_size / mesh.tensor
     return 4 * stream_bytes(config, mesh) + tokens * width * (2 * queries + 4 * keys + wide)
 
 
 def logits(config: TrainConfig, mesh: Mesh) -> int:
-    """Bytes of the output head's result, its fp32 copy and its gradient, of one micro-batch; in the torch engine of a
-    piece of it, with the fp32 sum of the head's gradient over the pieces."""
+    """Return the bytes of the logits of one micro-batch, their fp32 copy and their gradient.
+
+    The torch engine holds them for LOSS_ROWS tokens at a time, and the fp32 sum of the head's gradient over those.
+    """
     tokens, width = config.batch_size * config.seq_length // mesh.context, precision_of(config).stream.itemsize
-    rows = padded_vocabulary(config) // mesh.tensor
+    columns = padded_vocabulary(config) // mesh.tensor
     if engine_of(config) == "torch":
-        return rows * (min(tokens, LOSS_ROWS) * (2 * width + 4) + 4 * model_shape(config).hidden_size)
-    return tokens * rows * (width + 8)
+        return columns * (min(tokens, LOSS_ROWS) * (2 * width + 4) + 4 * model_shape(config).hidden_size)
+    return tokens * columns * (width + 8)
 
 
 def _gathered(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> int:
-    """Parameters as the products read them, of two blocks, the one that runs and the one fetched ahead, and the larger
-    of embedding and head. The torch engine keeps both of these, and where it frees nothing all blocks."""
-    precision, layout = precision_of(config), layout_in(config, mesh)
-    blocks = [math.prod(weight.shape) for weight in weights if ".layers." in weight.name]
+    """Return the bytes of gathered parameters: two blocks, the running and the prefetched, and embedding or head.
+
+    The torch engine keeps both embedding and head, and all blocks where it does not reshard after the forward pass.
+    """
+    layout, precision = layout_in(config, mesh), precision_of(config)
+    block = sum(math.prod(weight.shape) for weight in weights if ".layers." in weight.name)
     outer = [math.prod(weight.shape) for weight in weights if ".layers." not in weight.name]
     if isinstance(layout, TorchLayout):
         if mesh.shard == 1 and precision.products == precision.stored:
             return 0
-        blocks_at_once = 2 if layout.reshards_after_forward else model_shape(config).num_layers
-        return precision.products.itemsize * (blocks_at_once * sum(blocks) + sum(outer)) // mesh.tensor
+        blocks = 2 if layout.reshards_after_forward else model_shape(config).num_layers
+        return precision.products.itemsize * (blocks * block + sum(outer)) // mesh.tensor
     ranks = mesh.shard * mesh.context
     if not layout.split.parameters or ranks == 1:
         return 0
-    # Over 64 chips of v5p libtpu gathers by a sum of parts laid out among zeros, which takes that room once more; over
-    # 32 it does not, nor over 64 of a v4, v5e or v6e (benchmarks/RESULTS.md).
+    # Over 64 chips of v5p libtpu gathers by a sum of shards padded with zeros, which needs the same memory once more;
+    # not over 32, and not over 64 of a v4, v5e or v6e (benchmarks/RESULTS.md).
     times = 2 if config.plan_device_kind == "tpu-v5p" and ranks >= 64 else 1
-    return times * precision.products.itemsize * (2 * sum(blocks) + max(outer, default=0)) // mesh.tensor
+    return times * precision.products.itemsize * (2 * block + max(outer, default=0)) // mesh.tensor

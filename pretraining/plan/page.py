@@ -10,19 +10,27 @@ from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import flop, percent, size
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import axes_of
-from pretraining.plan.compiled import Truth
+from pretraining.plan.compiled import CompiledStep
 from pretraining.plan.engines import engine_of
 from pretraining.plan.plan import USABLE, Plan, nearest_fit
-from pretraining.plan.stages import idle
+from pretraining.plan.stages import idle_share
 
-FIELDS = (  # what a change of the layout is made of
-    *("sharding_strategy", "sharding_group_size", "tensor_parallel_size", "sequence_parallel", "context_parallel_size"),
-    *("batch_size", "fsdp_activation_checkpointing", "selective_checkpointing", "plan_devices"),
+# The settings that the plan varies.
+VARIED = (
+    "sharding_strategy",
+    "sharding_group_size",
+    "tensor_parallel_size",
+    "sequence_parallel",
+    "context_parallel_size",
+    "batch_size",
+    "fsdp_activation_checkpointing",
+    "selective_checkpointing",
+    "plan_devices",
 )
 
 
 def page(plan: Plan) -> str:
-    """One screen."""
+    """Return the plan as one screen of text."""
     return "\n".join([*_head(plan), "", *_parameters(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan)])
 
 
@@ -31,43 +39,39 @@ def _head(plan: Plan) -> list[str]:
     ranks = {"stage": plan.stage.of, **plan.mesh._asdict()}
     axes = " x ".join(f"{axis} {count}" for axis, count in ranks.items() if count > 1) or "1"
     mask = block_mask(config, shape.num_layers)
-    return [
+    lines = [
         f"plan           {config.model_variant}, {shape.parameters:,} parameters, {config.sharding_strategy}",
         f"devices        {config.plan_devices:,} x {plan.kind.name} ({size(plan.kind.memory)}): {axes}; "
         f"{engine_of(config)} engine",
-        f"batch          {config.tokens_per_step:,} tokens a step: {config.global_batch_size:,} sequences of "
-        f"{config.seq_length:,}; {config.batch_size} a rank and pass, {config.gradient_accumulation_steps} passes",
+        f"batch          {config.tokens_per_step:,} tokens/step = {config.global_batch_size:,} sequences of "
+        f"{config.seq_length:,}; {config.gradient_accumulation_steps} micro-batches of {config.batch_size} per rank",
         f"recomputed     {sum(mask)} of {len(mask)} blocks",
-        *([_stage_line(plan)] if plan.stage.of > 1 else []),
     ]
-
-
-def _stage_line(plan: Plan) -> str:
-    number, of, pieces = plan.stage
-    told = f"stage          {number + 1} of {of}, which holds most; {pieces} pieces of its layers"
-    return f"{told}; idle for {percent(idle(plan.config))} of the time it works. No engine trains with stages yet"
+    if plan.stage.of > 1:
+        number, of, pieces = plan.stage
+        lines.append(
+            f"stage          {number + 1} of {of}, which holds most; its layers are {pieces} groups; idle for "
+            f"{percent(idle_share(config))} of the time it works. No engine trains with pipeline stages yet"
+        )
+    return lines
 
 
 def _parameters(plan: Plan) -> list[str]:
-    names = max(len(weight.name) for weight in plan.weights)
-    lines = [f"{'parameter':<{names}}  {'shape':<16} {'tensors':>7}  {'bytes/device':>15}  split"]
+    width = max(len(weight.name) for weight in plan.weights)
+    lines = [f"{'parameter':<{width}}  {'shape':<16} {'tensors':>7}  {'bytes/device':>15}  sharded"]
     for weight in plan.weights:
         shape = " x ".join(map(str, weight.shape))
-        split = ", ".join(f"{i}: {'+'.join(axes_of(axis))}" for i, axis in enumerate(weight.spec) if axis) or "whole"
-        lines.append(f"{weight.name:<{names}}  {shape:<16} {weight.tensors:>7}  {plan.bytes_of(weight):>15,}  {split}")
+        axes = [f"{dim}: {'+'.join(axes_of(axis))}" for dim, axis in enumerate(weight.spec) if axis]
+        cells = f"{shape:<16} {weight.tensors:>7}  {plan.bytes_of(weight):>15,}"
+        lines.append(f"{weight.name:<{width}}  {cells}  {', '.join(axes) or 'replicated'}")
     return lines
 
 
 def _memory(plan: Plan) -> list[str]:
-    lines = [
-        f"{name:<14} {count:>18,} bytes/device  {size(count):>12}" for name, count in plan.memory._asdict().items()
-    ]
-    usable = USABLE * plan.kind.memory
+    amounts = {**plan.memory._asdict(), "together": plan.memory.total}
+    lines = [f"{name:<14} {count:>18,} bytes/device  {size(count):>12}" for name, count in amounts.items()]
     verdict = "fits" if plan.fits else "does not fit"
-    lines.append(
-        f"{'together':<14} {plan.memory.total:>18,} bytes/device  {size(plan.memory.total):>12}: {verdict} in "
-        f"{size(usable)} ({USABLE:.0%} of {size(plan.kind.memory)})"
-    )
+    lines[-1] += f": {verdict} in {size(USABLE * plan.kind.memory)} ({USABLE:.0%} of {size(plan.kind.memory)})"
     if not plan.fits:
         lines.append(f"{'nearest':<14} {_change(plan.config, nearest_fit(plan))}")
     return lines
@@ -76,7 +80,7 @@ def _memory(plan: Plan) -> list[str]:
 def _change(config: TrainConfig, other: TrainConfig | None) -> str:
     if other is None:
         return "no change of sharding, recomputation, batch_size or up to 16 times the devices makes it fit"
-    changed = [name for name in FIELDS if getattr(config, name) != getattr(other, name)]
+    changed = [name for name in VARIED if getattr(config, name) != getattr(other, name)]
     return f"fits with {' '.join(f'--{name}={getattr(other, name)}' for name in changed)}"
 
 
@@ -84,41 +88,44 @@ def _traffic(plan: Plan) -> list[str]:
     lines = [f"{'collective':<26} {'operation':<15} {'along':<24} {'bytes/device and step':>22} {'least':>19}"]
     for one in plan.collectives:
         along = "+".join(axis for axis in one.axes if getattr(plan.mesh, axis, 2) > 1)
-        lines.append(f"{one.what:<26} {one.operation:<15} {along:<24} {one.bytes:>22,} {one.least:>19,}")
+        lines.append(f"{one.purpose:<26} {one.operation:<15} {along:<24} {one.bytes:>22,} {one.least:>19,}")
     return lines if plan.collectives else ["no collectives"]
 
 
 def _time(plan: Plan) -> list[str]:
+    kind = plan.kind
     return [
         f"FLOP/token     {flop(plan.flops)} (6 N + 12 L d S)",
         f"step           {plan.step_seconds:.3f} s predicted, MFU {percent(plan.mfu)}: computation "
-        f"{plan.compute_seconds:.3f} s at {plan.kind.efficiency:.0%} of {flop(plan.kind.peak_flops)}/s, recomputation "
-        f"included; {plan.hidden_seconds:.3f} s of communication behind it, {plan.exposed_seconds:.3f} s not hidden",
-        f"assumed        {plan.kind.link / 1e9:,.0f} GB/s within {plan.kind.per_host} devices, "
-        f"{plan.kind.network / 1e9:,.0f} GB/s beyond",
+        f"{plan.compute_seconds:.3f} s at {kind.efficiency:.0%} of {flop(kind.peak_flops)}/s, recomputation included; "
+        f"{plan.overlapped_seconds:.3f} s of communication behind it, {plan.exposed_seconds:.3f} s not hidden",
+        f"assumed        {kind.link / 1e9:,.0f} GB/s within {kind.per_host} devices, "
+        f"{kind.network / 1e9:,.0f} GB/s beyond",
     ]
 
 
 def ranking(plans: list[Plan]) -> str:
-    """A line for each mesh that fits, the quickest first."""
+    """Return a line for each of the 20 fastest meshes that fit."""
     if not plans:
         return "no mesh of these devices fits; --plan_search=False shows the nearest change"
     lines = [f"{'step s':>9} {'MFU':>6} {'memory':>11}  flags"]
     for plan in plans[:20]:
-        flags = " ".join(f"--{name}={getattr(plan.config, name)}" for name in FIELDS[:-1] if _tells(plan.config, name))
+        flags = " ".join(
+            f"--{name}={getattr(plan.config, name)}" for name in VARIED[:-1] if _matters(plan.config, name)
+        )
         lines.append(f"{plan.step_seconds:>9.3f} {percent(plan.mfu):>6} {size(plan.memory.total):>11}  {flags}")
     return "\n".join([*lines, f"{len(plans)} meshes fit"])
 
 
-def _tells(config: TrainConfig, name: str) -> bool:
+def _matters(config: TrainConfig, name: str) -> bool:
     value = getattr(config, name)
     return name in ("sharding_strategy", "batch_size") or value not in (0, 1, False, "1")
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The same as data: bytes, seconds, shares of 1."""
+    """Return the same as data: bytes, seconds, shares of 1."""
     return {
-        "config": {name: getattr(plan.config, name) for name in FIELDS},
+        "config": {name: getattr(plan.config, name) for name in VARIED},
         "device_kind": plan.kind._asdict(),
         "mesh": {"stage": plan.stage.of, **plan.mesh._asdict()},
         "parameters": [{**weight._asdict(), "bytes": plan.bytes_of(weight)} for weight in plan.weights],
@@ -126,56 +133,54 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "flops_per_token": plan.flops,
         "executed_flops": plan.executed,
-        "collectives": [one._asdict() for one in plan.collectives],
+        "collectives": [collective._asdict() for collective in plan.collectives],
         "step_seconds": plan.step_seconds,
         "mfu": plan.mfu,
     }
 
 
-# ---- Beside the compiler's
+# ---- With the compiler's figures
 
 
-def compiled_page(plan: Plan, truth: Truth) -> str:
-    """The plan's figures and those of the program that the TPU's compiler made, with their ratio."""
-    seconds = sum(program.seconds for program in truth.programs)
-    head = f"compiled       for {truth.target}, in {seconds:.0f} s after {truth.traced_seconds:.0f} s of tracing"
-    if truth.refused:
-        expected = "so does the plan" if not plan.fits else "where the plan says that it fits"
-        return f"{head}\nrefused        {truth.refused}\n               {expected}"
+def compiled_page(plan: Plan, compiled: CompiledStep) -> str:
+    """Return the plan's figures next to those of the program that the TPU's compiler made, with their ratio."""
+    seconds = sum(program.seconds for program in compiled.programs)
+    head = f"compiled       for {compiled.target}, in {seconds:.0f} s after {compiled.traced_seconds:.0f} s of tracing"
+    if compiled.refused:
+        agrees = "which the plan says, too" if not plan.fits else "although the plan says that it fits"
+        return f"{head}\nrefused        {compiled.refused}\n               {agrees}"
     lines = [head, f"{'per device':<32} {'plan':>22} {'compiler':>22} {'compiler / plan':>16}"]
-    return "\n".join([*lines, *(_compared(*row) for row in _rows(plan, truth))])
+    for name, planned, measured in _comparison(plan, compiled):
+        ratio = f"{measured / planned:.3f}" if planned else "-"
+        lines.append(f"{name:<32} {planned:>22,} {measured:>22,} {ratio:>16}")
+    return "\n".join(lines)
 
 
-def _rows(plan: Plan, truth: Truth) -> list[tuple[str, int, int]]:
-    """What, the plan's figure, the compiler's."""
+def _comparison(plan: Plan, compiled: CompiledStep) -> list[tuple[str, int, int]]:
+    """Return rows of a name, the plan's figure and the compiler's."""
     planned: Counter[str] = Counter()
     for one in plan.collectives:
         planned[one.operation] += one.bytes
-    kinds = sorted(planned.keys() | truth.sent.keys())
+    operations = sorted(planned.keys() | compiled.sent.keys())
     accumulates = (plan.config.gradient_accumulation_steps or 1) > 1
-    held = plan.memory.parameters + plan.memory.moments + accumulates * plan.memory.gradients
+    state = plan.memory.parameters + plan.memory.moments + accumulates * plan.memory.gradients
     return [
-        ("bytes held from step to step", held, truth.held),
-        ("bytes within a step", plan.memory.total - held, truth.rest),
-        *((f"bytes sent, {kind}", planned[kind], truth.sent.get(kind, 0)) for kind in kinds),
-        ("bytes sent together", planned.total(), sum(truth.sent.values())),
-        ("FLOP of a step", int(plan.executed), truth.flops),
+        ("bytes of state", state, compiled.state_bytes),
+        ("bytes within a step", plan.memory.total - state, compiled.transient_bytes),
+        *((f"bytes sent, {name}", planned[name], compiled.sent.get(name, 0)) for name in operations),
+        ("bytes sent together", planned.total(), sum(compiled.sent.values())),
+        ("FLOP of a step", int(plan.executed), compiled.flops),
     ]
 
 
-def _compared(what: str, planned: int, measured: int) -> str:
-    ratio = f"{measured / planned:.3f}" if planned else "-"
-    return f"{what:<32} {planned:>22,} {measured:>22,} {ratio:>16}"
-
-
-def compiled_json(truth: Truth) -> dict[str, Any]:
-    """The same as data."""
+def compiled_json(compiled: CompiledStep) -> dict[str, Any]:
+    """Return the compiler's figures as data."""
     return {
-        "target": truth.target,
-        "refused": truth.refused,
-        "held_bytes": truth.held,
-        "rest_bytes": truth.rest,
-        "sent_bytes": truth.sent,
-        "flops": truth.flops,
-        "programs": [program._asdict() for program in truth.programs],
+        "target": compiled.target,
+        "refused": compiled.refused,
+        "state_bytes": compiled.state_bytes,
+        "transient_bytes": compiled.transient_bytes,
+        "sent_bytes": compiled.sent,
+        "flops": compiled.flops,
+        "programs": [program._asdict() for program in compiled.programs],
     }

@@ -1,8 +1,8 @@
-"""A configuration on devices that are not there: what it holds, what it sends, how long a step takes, whether it fits.
+"""A configuration on devices that are not present: memory, communication, time of a step, and whether it fits.
 
-The step's time assumes: operations at the kind's efficiency; collectives of parameters and gradients hidden behind
-them, so that the longer of the two counts; those of activations not hidden; a pipeline's stages idle as long as it
-takes to fill and drain; a mesh axis that reaches over hosts at the network's rate, others at the link's.
+The step's time assumes: operations run at the kind's efficiency; collectives of parameters and gradients overlap with
+them, so the longer of the two counts; collectives of activations do not overlap; a pipeline's stages idle while it
+fills and drains; a mesh axis that spans hosts communicates at the network's rate, any other at the link's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from pretraining.config.devices import PLAN_KINDS, DeviceKind
@@ -22,7 +23,7 @@ from pretraining.parallel.layout import StateTensor
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask
 from pretraining.plan.memory import DeviceMemory, device_memory, tensor_bytes, tensors_of, weights_of
-from pretraining.plan.stages import Stage, idle, staged, stages
+from pretraining.plan.stages import Stage, idle_share, stage_config, stages
 from pretraining.plan.traffic import Collective, collectives
 
 USABLE = 0.92  # of the memory: the rest is the runtime's, and fragments (a CUDA context and NCCL take 2 to 4 GiB)
@@ -34,67 +35,67 @@ class Plan(NamedTuple):
     config: TrainConfig  # with its batch resolved
     kind: DeviceKind
     mesh: Mesh  # of one stage's devices
-    stage: Stage  # of a pipeline, the one that holds most: what follows is its
+    stage: Stage  # the stage of a pipeline that holds most; what follows describes it
     weights: list[StateTensor]
     memory: DeviceMemory
     collectives: list[Collective]
     flops: int  # per token, 6 N + 12 L d S
     executed: float  # operations that a device runs in a step
     compute_seconds: float
-    hidden_seconds: float  # of communication, behind the computation
-    exposed_seconds: float
+    overlapped_seconds: float  # of communication that runs at the same time as the computation
+    exposed_seconds: float  # of communication that the computation waits for
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device's memory is large enough."""
+        return self.memory.total <= USABLE * self.kind.memory
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one optimizer step."""
+        busy = max(self.compute_seconds, self.overlapped_seconds)
+        return busy * (1 + idle_share(self.config)) + self.exposed_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak that the model's own operations reach."""
+        work = self.flops * self.config.tokens_per_step / (self.kind.peak_flops * self.config.plan_devices)
+        return work / self.step_seconds
 
     def bytes_of(self, weight: StateTensor) -> int:
         """Return the bytes of a parameter on one device."""
         return tensor_bytes(self.config, self.mesh, weight)
 
-    @property
-    def fits(self) -> bool:
-        """Whether a device holds it."""
-        return self.memory.total <= USABLE * self.kind.memory
-
-    @property
-    def step_seconds(self) -> float:
-        """Of one optimizer step."""
-        return max(self.compute_seconds, self.hidden_seconds) * (1 + idle(self.config)) + self.exposed_seconds
-
-    @property
-    def mfu(self) -> float:
-        """Share of the peak that the model's own operations take."""
-        work = self.flops * self.config.tokens_per_step / (self.kind.peak_flops * self.config.plan_devices)
-        return work / self.step_seconds
-
 
 def plan_of(config: TrainConfig) -> Plan:
-    """The plan that --plan_devices and --plan_device_kind ask for. ConfigError where sizes do not divide."""
+    """Return the plan for plan_devices of plan_device_kind. Raises ConfigError where sizes do not divide."""
     kind, config = PLAN_KINDS[config.plan_device_kind], replace(config)
     devices = config.plan_devices // config.pipeline_parallel_size
     mesh = resolve_mesh(config, devices, min(kind.per_host, devices))
     resolve_batch(config, mesh.data_ranks)
-    shape = model_shape(config)
-    flops = flops_per_token(shape, config.seq_length).full
-    part = staged(config)
-    tensors = {stage: tensors_of(part, mesh, stage) for stage in stages(config)}
-    memories = {stage: device_memory(part, mesh, held, stage) for stage, held in tensors.items()}
-    stage = max(memories, key=lambda one: memories[one].total)
+    of_stage = stage_config(config)
+    tensors = {stage: tensors_of(of_stage, mesh, stage) for stage in stages(config)}
+    memories = {stage: device_memory(of_stage, mesh, tensors[stage], stage) for stage in tensors}
+    stage = max(memories, key=lambda candidate: memories[candidate].total)
     weights = weights_of(tensors[stage])
     executed = executed_flops(config, weights) * config.tokens_per_step / config.plan_devices
-    sent = collectives(part, mesh, weights, stage)
-    seconds = {one.what: one.bytes / _rate(one, mesh, kind) for one in sent}
-    exposed = sum(seconds[one.what] for one in sent if one.axes[0] in ("tensor", "context", "stage"))
+    sent = collectives(of_stage, mesh, weights, stage)
+    seconds = [collective.bytes / _rate(collective, mesh, kind) for collective in sent]
+    waits = [collective.axes[0] in ("tensor", "context", "stage") for collective in sent]
+    exposed = sum(duration for duration, waited in zip(seconds, waits, strict=True) if waited)
     return Plan(
-        config,
-        kind,
-        mesh,
-        stage,
-        weights,
-        memories[stage],
-        sent,
-        flops,
-        executed,
-        executed / (kind.peak_flops * kind.efficiency),
-        sum(seconds.values()) - exposed,
-        exposed,
+        config=config,
+        kind=kind,
+        mesh=mesh,
+        stage=stage,
+        weights=weights,
+        memory=memories[stage],
+        collectives=sent,
+        flops=flops_per_token(model_shape(config), config.seq_length).full,
+        executed=executed,
+        compute_seconds=executed / (kind.peak_flops * kind.efficiency),
+        overlapped_seconds=sum(seconds) - exposed,
+        exposed_seconds=exposed,
     )
 
 
@@ -108,45 +109,45 @@ def executed_flops(config: TrainConfig, weights: list[StateTensor]) -> float:
     scores = shape.num_layers * shape.num_attention_heads * shape.head_dim * config.seq_length
     blocks = [weight for weight in weights if ".layers." in weight.name and len(weight.shape) > 1]
     stage = sum(weight.tensors * math.prod(weight.shape) for weight in blocks if "down_proj" not in weight.name)
-    again = stage * config.pipeline_parallel_size
-    share = sum(block_mask(config, shape.num_layers)) / shape.num_layers
-    return flops_per_token(shape, config.seq_length).causal + scores + share * 2 * (again + scores)
+    recomputed = sum(block_mask(config, shape.num_layers)) / shape.num_layers
+    again = recomputed * 2 * (stage * config.pipeline_parallel_size + scores)
+    return flops_per_token(shape, config.seq_length).causal + scores + again
 
 
-def _rate(one: Collective, mesh: Mesh, kind: DeviceKind) -> float:
-    """Bytes a second along the axes: the last axis of the mesh has neighbours, the first the devices furthest apart."""
-    if one.axes == ("stage",):
+def _rate(collective: Collective, mesh: Mesh, kind: DeviceKind) -> float:
+    """Return the bytes per second along its axes: ranks of the mesh's last axis are neighbours, of the first far."""
+    if collective.axes == ("stage",):
         return kind.network if mesh.size >= kind.per_host else kind.link
     names = list(mesh._asdict())
-    widest = min(names.index(axis) for axis in one.axes)
+    widest = min(names.index(axis) for axis in collective.axes)
     reach = math.prod(list(mesh)[widest:])
     return kind.network if reach > kind.per_host else kind.link
 
 
 def nearest_fit(plan: Plan) -> TrainConfig | None:
-    """The least of some changes after which it fits; None where none of them is enough."""
+    """Return the configuration after the smallest of some changes that makes it fit; None if none of them does."""
     config, devices = plan.config, plan.config.plan_devices
-    base: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": None}
-    recomputed = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1"}
-    split: dict[str, Any] = {"sharding_strategy": "fsdp", "sharding_group_size": 0}
-    tries = [
-        recomputed,
-        {**recomputed, "batch_size": 1},
-        {**split},
-        {**split, **recomputed},
-        {**split, **recomputed, "batch_size": 1},
-        *({**split, **recomputed, "batch_size": 1, "tensor_parallel_size": t} for t in (2, 4, 8)),
-        *({**split, **recomputed, "batch_size": 1, "plan_devices": devices * factor} for factor in (2, 4, 8, 16)),
+    batch: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": None}
+    recompute = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1"}
+    shard: dict[str, Any] = {"sharding_strategy": "fsdp", "sharding_group_size": 0}
+    smallest = {**shard, **recompute, "batch_size": 1}
+    changes = [
+        recompute,
+        {**recompute, "batch_size": 1},
+        shard,
+        {**shard, **recompute},
+        smallest,
+        *({**smallest, "tensor_parallel_size": ranks} for ranks in (2, 4, 8)),
+        *({**smallest, "plan_devices": devices * factor} for factor in (2, 4, 8, 16)),
     ]
-    for changed in tries:
-        other = _possible(replace(config, **{**base, **changed}))
+    for change in changes:
+        other = _plan_if_valid(replace(config, **{**batch, **change}))
         if other and other.fits:
             return other.config
     return None
 
 
-def _possible(config: TrainConfig) -> Plan | None:
-    """The plan, where the configuration is one."""
+def _plan_if_valid(config: TrainConfig) -> Plan | None:
     try:
         return None if problems(config, missing_matters=False) else plan_of(config)
     except ConfigError:
@@ -154,37 +155,34 @@ def _possible(config: TrainConfig) -> Plan | None:
 
 
 def search(config: TrainConfig) -> list[Plan]:
-    """Every way to lay this global batch over the devices that fits, the quickest first."""
-    first = plan_of(config)
-    found = [plan for other in _meshes(config) if (plan := _possible(_same_batch(other, first.config))) and plan.fits]
-    return sorted(found, key=lambda plan: plan.step_seconds)
+    """Return the plan of every mesh that fits with this global batch, the fastest first."""
+    total, rows = plan_of(config).config.global_batch_size or 1, config.batch_size
+    plans = (_plan_if_valid(_with_batch(candidate, total, rows)) for candidate in _candidates(config))
+    return sorted((plan for plan in plans if plan and plan.fits), key=lambda plan: plan.step_seconds)
 
 
-def _meshes(config: TrainConfig) -> Iterator[TrainConfig]:
+def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
     kind = PLAN_KINDS[config.plan_device_kind]
-    tensors = [t for t in (1, 2, 4, 8, 16) if config.plan_devices % t == 0 and t <= kind.per_host]
-    contexts = [c for c in (1, 2, 4) if config.plan_devices % c == 0]
-    for strategy in ("ddp", "zero1", "fsdp", "hsdp"):
-        for tensor in tensors:
-            for context in contexts:
-                for recompute in (False, True):
-                    yield replace(
-                        config,
-                        sharding_strategy=strategy,
-                        sharding_group_size=0,
-                        tensor_parallel_size=tensor,
-                        sequence_parallel=tensor > 1,
-                        context_parallel_size=context,
-                        fsdp_activation_checkpointing=recompute,
-                        selective_checkpointing="1",
-                        checkpoint_granularity="full",
-                        checkpoint_modules="",
-                    )
+    tensors = [ranks for ranks in (1, 2, 4, 8, 16) if config.plan_devices % ranks == 0 and ranks <= kind.per_host]
+    contexts = [ranks for ranks in (1, 2, 4) if config.plan_devices % ranks == 0]
+    strategies = ("ddp", "zero1", "fsdp", "hsdp")
+    for strategy, tensor, context, recompute in product(strategies, tensors, contexts, (False, True)):
+        yield replace(
+            config,
+            sharding_strategy=strategy,
+            sharding_group_size=0,
+            tensor_parallel_size=tensor,
+            sequence_parallel=tensor > 1,
+            context_parallel_size=context,
+            fsdp_activation_checkpointing=recompute,
+            selective_checkpointing="1",
+            checkpoint_granularity="full",
+            checkpoint_modules="",
+        )
 
 
-def _same_batch(config: TrainConfig, first: TrainConfig) -> TrainConfig:
-    """The same global batch, in the largest micro-batches that its rows allow."""
+def _with_batch(config: TrainConfig, total: int, rows: int) -> TrainConfig:
+    """Return `config` with a global batch of `total` rows, in micro-batches of `rows` or as many as there are."""
     ranks = config.plan_devices // (config.tensor_parallel_size * config.context_parallel_size)
-    total = first.global_batch_size or 1
-    rows = max(1, min(total // ranks, first.batch_size))
-    return replace(config, batch_size=rows, global_batch_size=total, gradient_accumulation_steps=None)
+    batch_size = max(1, min(total // ranks, rows))
+    return replace(config, batch_size=batch_size, global_batch_size=total, gradient_accumulation_steps=None)

@@ -14,15 +14,15 @@ from pretraining.plan.plan import plan_of, search
 
 
 def show(config: TrainConfig) -> int:
-    """Print the plan, or the ranking of plan_search, and what plan_compile asks for. The exit code: 0."""
+    """Print the plan or the ranking of plan_search, and the comparison of plan_compile. Return the exit code, 0."""
     config = replace(config, plan_devices=config.plan_devices or topology_devices(config))
     plans = search(config) if config.plan_search else [plan_of(config)]
     print(ranking(plans) if config.plan_search else page(plans[0]), flush=True)
-    written = [as_json(plan) for plan in plans]
+    listed = [as_json(plan) for plan in plans]
     if config.plan_compile:
-        truth = compile_step(plans[0].config, plans[0].mesh.shard)
-        print("\n" + compiled_page(plans[0], truth))
-        written[0] |= {"compiled": compiled_json(truth)}
+        compiled = compile_step(plans[0].config, plans[0].mesh.shard)
+        print("\n" + compiled_page(plans[0], compiled))
+        listed[0] |= {"compiled": compiled_json(compiled)}
     if config.plan_json:
-        Path(config.plan_json).write_text(json.dumps(written if config.plan_search else written[0], indent=1) + "\n")
+        Path(config.plan_json).write_text(json.dumps(listed if config.plan_search else listed[0], indent=1) + "\n")
     return 0

@@ -17,7 +17,7 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import load, save
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
-from pretraining.parallel.engine import Mesh
+from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.torch_state import Parts
 
 CONFIG = TrainConfig(model_variant="tiny", seq_length=16, num_layers=1, vocab_size=100, make_vocab_size_divisible_by=64)

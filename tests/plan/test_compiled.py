@@ -70,7 +70,7 @@ def test_what_is_held_and_sent_and_multiplied_is_what_the_plan_says(tmp_path: Pa
     truth, planned = plan["compiled"], plan["bytes_per_device"]
     sums = planned["gradients"] if fields else 0
     held = planned["parameters"] + planned["moments"] + sums
-    assert held <= truth["held_bytes"] <= held + 4096  # and three scalars, a tile each
+    assert held <= truth["state_bytes"] <= held + 4096  # and three scalars, a tile each
     assert truth["flops"] == pytest.approx(plan["executed_flops"], rel=0.1)
     assert sum(truth["sent_bytes"].values()) == pytest.approx(sum(c["bytes"] for c in plan["collectives"]), rel=0.2)
     assert "compiled       for v6e:2x2" in said
@@ -99,7 +99,7 @@ def test_parts_smaller_than_a_tile_of_the_device_are_counted_as_it_keeps_them(
 ) -> None:
     _, plan = compiled(tmp_path, **{**NARROW, **fields})
     held = plan["bytes_per_device"]["parameters"] + plan["bytes_per_device"]["moments"]
-    assert plan["compiled"]["held_bytes"] == held + 3 * 512  # rate, whether to go on, and the count of updates
+    assert plan["compiled"]["state_bytes"] == held + 3 * 512  # rate, whether to go on, and the count of updates
 
 
 @pytest.mark.slow
@@ -110,4 +110,4 @@ def test_what_the_plan_calls_too_big_the_compiler_refuses(tmp_path: Path) -> Non
     said, plan = compiled(tmp_path, **big)
     assert plan["fits"] is False
     assert "Ran out of memory" in plan["compiled"]["refused"]
-    assert "so does the plan" in said
+    assert "which the plan says, too" in said

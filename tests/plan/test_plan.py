@@ -20,7 +20,7 @@ from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.plan.engines import engine_of
 from pretraining.plan.plan import USABLE, nearest_fit, plan_of, search
-from pretraining.plan.stages import idle
+from pretraining.plan.stages import idle_share
 from pretraining.plan.traffic import ring
 
 ROOT = Path(__file__).parents[2]
@@ -112,9 +112,9 @@ def test_stages_split_the_layers_and_idle_as_the_schedule_says() -> None:
     assert not any("lm_head" in weight.name for weight in piped.weights)
     assert piped.memory.activations == pytest.approx(whole.memory.activations, rel=1e-6)
     assert whole.executed == pytest.approx(8 * piped.executed)  # of eight times the tokens
-    assert idle(piped.config) == 7 / 16
+    assert idle_share(piped.config) == 7 / 16
     halves = plan_of(config(**PIPED, pipeline_parallel_size=8, virtual_pipeline_size=2))
-    assert idle(halves.config) == 7 / 32
+    assert idle_share(halves.config) == 7 / 32
     assert halves.memory.activations > piped.memory.activations
     few = {**PIPED, "gradient_accumulation_steps": 1}
     recomputed = plan_of(config(**few, pipeline_parallel_size=8, fsdp_activation_checkpointing=True))

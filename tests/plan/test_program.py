@@ -1,10 +1,10 @@
-"""What is read from a program's text is what its arithmetic comes to. The programs are the compiler's own."""
+"""Collectives and products read from the text of a program. The texts are excerpts of what the compiler writes."""
 
 from __future__ import annotations
 
 import pytest
 
-from pretraining.plan.program import collectives, product_flops, totals
+from pretraining.plan.program import bytes_by_purpose, collectives, product_flops
 
 # A loop of four turns in steps of two that passes a part on, as a TPU's compiler writes a gathered product: the counter
 # is not noted, the collective in the fusion is spread over two instructions of one channel.
@@ -56,9 +56,9 @@ ENTRY %main.1 (x: bf16[8,256]) -> f32[4] {
 """
 
 
-def test_loops_count_their_turns_and_parts_of_a_collective_count_once() -> None:
+def test_loops_count_their_iterations_and_instructions_of_one_channel_count_once() -> None:
     part, gathered = 8 * 256 * 2, 16 * 256 * 2
-    assert totals(collectives(WINDOWED)) == {
+    assert bytes_by_purpose(collectives(WINDOWED)) == {
         # of the loop's four turns, of the channel in two instructions, and of the sum of parts, each in its place
         "all-gather": 4 * part + 2 * gathered * 3 // 4,
         "all-reduce": 2 * 64 * 4 // 2,  # over two
@@ -67,10 +67,10 @@ def test_loops_count_their_turns_and_parts_of_a_collective_count_once() -> None:
     }
 
 
-def test_a_batched_product_written_as_a_convolution_counts_what_it_multiplies() -> None:
+def test_a_batched_product_written_as_a_convolution_counts_its_products() -> None:
     assert product_flops(WINDOWED) == 4 * 2 * (2 * 4 * 16 * 32)
 
 
-def test_a_loop_without_a_counter_is_said_not_guessed() -> None:
-    with pytest.raises(ValueError, match="does not count"):
+def test_a_loop_without_a_counter_is_an_error() -> None:
+    with pytest.raises(ValueError, match="without a counter"):
         collectives(WINDOWED.replace("direction=LT", "direction=NE"))
