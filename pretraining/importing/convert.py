@@ -6,7 +6,9 @@ from typing import Any
 
 from pretraining.config.flags import coerce, field_types
 from pretraining.config.validate import CHOICES, LISTS
-from pretraining.importing.mappings import Conversion, ForeignConfig, KeyMapping, unsupported
+from pretraining.importing.conversions import Conversion, unsupported
+from pretraining.importing.foreign import ForeignConfig
+from pretraining.importing.mappings import KeyMapping
 
 # Of fields that TrainConfig does not have: the values that the recipe has anyway. Any other is unsupported.
 FIXED: dict[str, tuple[Any, ...]] = {

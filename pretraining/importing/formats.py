@@ -8,7 +8,8 @@ from typing import Any
 
 from pretraining.config.errors import UserError
 from pretraining.importing import nemo, neox, nxdt
-from pretraining.importing.mappings import ForeignConfig, Format
+from pretraining.importing.foreign import ForeignConfig
+from pretraining.importing.mappings import Format
 from pretraining.importing.reading import leaves, read_file
 
 FORMATS: dict[str, Format] = {format.name: format for format in (nxdt.FORMAT, nemo.FORMAT, neox.FORMAT)}

@@ -6,21 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import Problem
+from pretraining.importing.conversions import Conversion, ignored, mapped, unchanged, unsupported
 from pretraining.importing.convert import convert
-from pretraining.importing.mappings import (
-    Conversion,
-    ForeignConfig,
-    Format,
-    KeyMapping,
-    choice,
-    ignore,
-    ignored,
-    mapped,
-    only,
-    to,
-    unchanged,
-    unsupported,
-)
+from pretraining.importing.foreign import ForeignConfig
+from pretraining.importing.mappings import Format, KeyMapping, choice, ignore, only, to
 from pretraining.importing.reading import leaves, read_file
 
 

@@ -9,22 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pretraining.importing.mappings import (
-    Conversion,
-    ForeignConfig,
-    KeyMapping,
-    choice,
-    ignore,
-    ignored,
-    implied,
-    is_integer,
-    mapped,
-    must_be_off,
-    only,
-    to,
-    unchanged,
-    unsupported,
-)
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.importing.foreign import ForeignConfig, is_integer
+from pretraining.importing.mappings import KeyMapping, choice, ignore, must_be_off, only, to
 
 GLUE = "part of Lightning's machinery"
 

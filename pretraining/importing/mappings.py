@@ -1,65 +1,18 @@
-"""The vocabulary of the key tables: what one key of a foreign configuration becomes here.
+"""The rows of the key tables: dotted key -> KeyMapping, whose converter says which of our fields the key sets.
 
-A table maps a dotted key to a KeyMapping, whose converter takes the key's value and the whole foreign configuration and
-returns which of our fields it sets, or why it sets none.
+A converter takes the key's value and the whole foreign configuration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem
-
-MISSING = "???"  # OmegaConf: a value that the user must give
-
-
-class Conversion(NamedTuple):
-    """What a value becomes. status: "mapped" one to one, "implied" (derived, merged or approximated, as the note
-    explains), "ignored" (without meaning here) or "unsupported"."""
-
-    status: str
-    values: dict[str, Any]
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class ForeignConfig:
-    """A configuration of another trainer: its keys, that trainer's defaults, and the flags of the command line."""
-
-    values: Mapping[str, Any]  # dotted key -> value, references replaced
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    flags: Mapping[str, object] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)  # dotted key -> value before references were replaced
-    errors: Mapping[str, str] = field(default_factory=dict)  # dotted key -> why its reference cannot be replaced
-    files: Mapping[str, Path] = field(default_factory=dict)  # dotted key -> the file that holds it
-    era: str = ""  # GPT-NeoX alone: whose defaults count
-    era_reason: str = ""
-
-    def get(self, key: str, otherwise: Any = None) -> Any:
-        """Return the value of `key`, the trainer's default where it is absent or null, or `otherwise`."""
-        value = self.values.get(key)
-        if value is None:
-            value = self.default(key)
-        return otherwise if value is None else value
-
-    def default(self, key: str) -> Any:
-        """Return what the trainer takes where `key` is absent, None if nothing: fixed, or a function of the rest."""
-        default = self.defaults.get(key)
-        return default(self) if callable(default) else default
-
-    def integer(self, key: str, otherwise: int = 1) -> int:
-        """Return the whole number that `key` holds; `otherwise` where it holds none, which its own report says."""
-        value = self.get(key, otherwise)
-        return value if is_integer(value) else otherwise
-
-    def has_flag(self, *names: str) -> bool:
-        """Return whether the command line gives one of these flags."""
-        return any(name in self.flags for name in names)
+from pretraining.importing.conversions import Conversion, ignored, implied, unsupported
+from pretraining.importing.foreign import ForeignConfig
 
 
 class KeyMapping(NamedTuple):
@@ -90,34 +43,6 @@ class Format(NamedTuple):
         """Return the error about a key without a mapping, with the key that resembles it most."""
         close = get_close_matches(key, self.mappings, n=1, cutoff=0.6)
         return f"no such key; did you mean {close[0]}?" if close else f"no such key of {self.title}'s is known here"
-
-
-def mapped(**values: Any) -> Conversion:
-    """The value one to one."""
-    return Conversion("mapped", values)
-
-
-def implied(note: str, **values: Any) -> Conversion:
-    """A value that is derived, merged or approximated, as the note explains."""
-    return Conversion("implied", values, note)
-
-
-def unchanged(note: str) -> Conversion:
-    """A value for which this recipe's default is right; another value would change a field."""
-    return Conversion("mapped", {}, note)
-
-
-def ignored(reason: str) -> Conversion:
-    """A value without meaning here."""
-    return Conversion("ignored", {}, reason)
-
-
-def unsupported(reason: str) -> Conversion:
-    """A value that this recipe cannot follow."""
-    return Conversion("unsupported", {}, reason)
-
-
-# ---- mappings
 
 
 def to(name: str, note: str = "") -> KeyMapping:
@@ -178,6 +103,11 @@ def _describe(conversion: Conversion) -> str:
     return ", ".join(str(value) for value in conversion.values.values()) or conversion.note
 
 
-def is_integer(value: Any) -> bool:
-    """Return whether the value is a whole number, which True and False are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def each(names: str, mapping: KeyMapping, prefix: str = "") -> dict[str, KeyMapping]:
+    """One mapping for several keys, separated by blanks."""
+    return {prefix + name: mapping for name in names.split()}
+
+
+def same_names(names: str, prefix: str = "") -> dict[str, KeyMapping]:
+    """Keys whose fields have their names."""
+    return {prefix + name: to(name) for name in names.split()}

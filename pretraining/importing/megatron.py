@@ -12,23 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.importing.mappings import (
-    Conversion,
-    ForeignConfig,
-    KeyMapping,
-    choice,
-    ignore,
-    ignored,
-    implied,
-    is_integer,
-    mapped,
-    must_be_off,
-    only,
-    read_with,
-    to,
-    unchanged,
-    unsupported,
-)
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.importing.foreign import ForeignConfig, is_integer
+from pretraining.importing.mappings import KeyMapping, choice, ignore, must_be_off, only, read_with, to
 
 KERNEL = "a kernel's choice"
 

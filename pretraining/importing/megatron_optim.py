@@ -7,19 +7,9 @@ from typing import Any
 
 from pretraining.config.errors import Problem
 from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
-from pretraining.importing.mappings import (
-    Conversion,
-    ForeignConfig,
-    KeyMapping,
-    ignore,
-    implied,
-    mapped,
-    must_be_off,
-    only,
-    to,
-    unchanged,
-    unsupported,
-)
+from pretraining.importing.conversions import Conversion, implied, mapped, unchanged, unsupported
+from pretraining.importing.foreign import ForeignConfig
+from pretraining.importing.mappings import KeyMapping, ignore, must_be_off, only, to
 
 # ---- optimizer
 

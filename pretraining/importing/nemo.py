@@ -5,21 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pretraining.importing import lightning, megatron, megatron_optim
-from pretraining.importing.mappings import (
-    Conversion,
-    ForeignConfig,
-    Format,
-    KeyMapping,
-    choice,
-    ignore,
-    ignored,
-    implied,
-    mapped,
-    must_be_off,
-    only,
-    to,
-    unsupported,
-)
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unsupported
+from pretraining.importing.foreign import ForeignConfig
+from pretraining.importing.mappings import Format, KeyMapping, choice, ignore, must_be_off, only, to
 from pretraining.importing.nxdt import SEQUENCE_PARALLEL, pipeline, virtual_pipeline
 
 _HALF = implied("bf16 needs no loss scale", precision="mixed_bf16", mixed_precision=True)

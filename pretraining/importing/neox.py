@@ -7,21 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pretraining.importing.mappings import (
-    Conversion,
-    ForeignConfig,
-    Format,
-    KeyMapping,
-    ignore,
-    implied,
-    is_integer,
-    mapped,
-    must_be_off,
-    only,
-    read_with,
-    to,
-    unsupported,
-)
+from pretraining.importing.conversions import Conversion, implied, mapped, unsupported
+from pretraining.importing.foreign import ForeignConfig, is_integer
+from pretraining.importing.mappings import Format, KeyMapping, ignore, must_be_off, only, read_with, to
 from pretraining.importing.neox_model import ARCHITECTURE, GATED, OPTIM, PARAMS, of_2022, ours
 from pretraining.importing.neox_run import RUN, batch_agrees
 from pretraining.importing.nxdt import pipeline

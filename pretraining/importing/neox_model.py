@@ -7,21 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
-from pretraining.importing.mappings import (
-    Conversion,
-    ForeignConfig,
-    KeyMapping,
-    choice,
-    ignore,
-    ignored,
-    implied,
-    is_integer,
-    mapped,
-    must_be_off,
-    to,
-    unchanged,
-    unsupported,
-)
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.importing.foreign import ForeignConfig, is_integer
+from pretraining.importing.mappings import KeyMapping, choice, ignore, must_be_off, to
 from pretraining.importing.megatron_optim import argument_text, betas_of
 
 GATED = ("swiglu", "geglu", "reglu")

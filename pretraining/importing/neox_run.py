@@ -6,21 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.importing.mappings import (
-    Conversion,
-    ForeignConfig,
-    KeyMapping,
-    choice,
-    ignore,
-    ignored,
-    implied,
-    is_integer,
-    mapped,
-    read_with,
-    to,
-    unchanged,
-    unsupported,
-)
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.importing.foreign import ForeignConfig, is_integer
+from pretraining.importing.mappings import KeyMapping, choice, ignore, read_with, to
 from pretraining.importing.megatron import mixture
 
 # ---- batch

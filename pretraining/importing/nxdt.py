@@ -6,23 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from pretraining.importing import lightning, megatron, megatron_optim
-from pretraining.importing.mappings import (
-    Conversion,
-    ForeignConfig,
-    Format,
-    KeyMapping,
-    choice,
-    ignore,
-    ignored,
-    implied,
-    is_integer,
-    mapped,
-    must_be_off,
-    only,
-    to,
-    unchanged,
-    unsupported,
-)
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.importing.foreign import ForeignConfig, is_integer
+from pretraining.importing.mappings import Format, KeyMapping, choice, ignore, must_be_off, only, to
 
 NEURON = "for Neuron's compiler and runtime alone"
 ALIGNMENT = "alignment recipes"

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pretraining.config.errors import UserError
-from pretraining.importing.mappings import MISSING
+from pretraining.importing.foreign import MISSING
 
 # multiply and sum are in NeMo's nemo/core/config/hydra_runner.py, the divisions in main.py of NeMo's launcher.
 OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)

@@ -15,9 +15,10 @@ from pretraining.config.flags import field_types, read_values, with_origin
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import comma_separated
 from pretraining.importing.convert import convert
+from pretraining.importing.foreign import MISSING, ForeignConfig
 from pretraining.importing.formats import open_foreign
 from pretraining.importing.huggingface import model_flags
-from pretraining.importing.mappings import MISSING, ForeignConfig, Format
+from pretraining.importing.mappings import Format
 
 # How the configuration was made: no part of the configuration itself.
 ORIGIN = (

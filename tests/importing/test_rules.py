@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import SCHEDULES as OURS
 from pretraining.config.variants import model_shape
-from pretraining.importing.mappings import ForeignConfig
+from pretraining.importing.foreign import ForeignConfig
 from pretraining.importing.megatron_optim import SCHEDULES
 from pretraining.importing.neox import era_of
 from pretraining.importing.neox_model import feed_forward

@@ -1,0 +1,39 @@
+"""What the value of one foreign key becomes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Conversion(NamedTuple):
+    """What a value becomes. status: "mapped" one to one, "implied" (derived, merged or approximated, as the note
+    explains), "ignored" (without meaning here) or "unsupported"."""
+
+    status: str
+    values: dict[str, Any]
+    note: str = ""
+
+
+def mapped(**values: Any) -> Conversion:
+    """The value one to one."""
+    return Conversion("mapped", values)
+
+
+def implied(note: str, **values: Any) -> Conversion:
+    """A value that is derived, merged or approximated, as the note explains."""
+    return Conversion("implied", values, note)
+
+
+def unchanged(note: str) -> Conversion:
+    """A value for which this recipe's default is right; another value would change a field."""
+    return Conversion("mapped", {}, note)
+
+
+def ignored(reason: str) -> Conversion:
+    """A value without meaning here."""
+    return Conversion("ignored", {}, reason)
+
+
+def unsupported(reason: str) -> Conversion:
+    """A value that this recipe cannot follow."""
+    return Conversion("unsupported", {}, reason)

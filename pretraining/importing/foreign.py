@@ -1,0 +1,50 @@
+"""A configuration of another trainer, as the converters of its keys see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MISSING = "???"  # OmegaConf: a value that the user must give
+
+
+@dataclass(frozen=True)
+class ForeignConfig:
+    """A configuration of another trainer: its keys, that trainer's defaults, and the flags of the command line."""
+
+    values: Mapping[str, Any]  # dotted key -> value, references replaced
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, object] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)  # dotted key -> value before references were replaced
+    errors: Mapping[str, str] = field(default_factory=dict)  # dotted key -> why its reference cannot be replaced
+    files: Mapping[str, Path] = field(default_factory=dict)  # dotted key -> the file that holds it
+    era: str = ""  # GPT-NeoX alone: whose defaults count
+    era_reason: str = ""
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        """Return the value of `key`, the trainer's default where it is absent or null, or `otherwise`."""
+        value = self.values.get(key)
+        if value is None:
+            value = self.default(key)
+        return otherwise if value is None else value
+
+    def default(self, key: str) -> Any:
+        """Return what the trainer takes where `key` is absent, None if nothing: fixed, or a function of the rest."""
+        default = self.defaults.get(key)
+        return default(self) if callable(default) else default
+
+    def integer(self, key: str, otherwise: int = 1) -> int:
+        """Return the whole number that `key` holds; `otherwise` where it holds none, which its own report says."""
+        value = self.get(key, otherwise)
+        return value if is_integer(value) else otherwise
+
+    def has_flag(self, *names: str) -> bool:
+        """Return whether the command line gives one of these flags."""
+        return any(name in self.flags for name in names)
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether the value is a whole number, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
