@@ -11,10 +11,7 @@ from typing import Any
 
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
-from pretraining.importing.mappings import KeyMapping, choice, ignore, must_be_off, only, to
-
-GLUE = "part of Lightning's machinery"
-
+from pretraining.importing.mappings import KeyMapping, choice, each, ignore, must_be_off, only, to
 
 # ---- trainer
 
@@ -40,68 +37,62 @@ def _max_epochs(value: Any, source: ForeignConfig) -> Conversion:
     return implied("-1: max_steps ends the run", num_epochs=None) if value == -1 else mapped(num_epochs=value)
 
 
-def holds_out(source: ForeignConfig) -> bool:
-    """Whether the source, or the command line, names data to validate on."""
-    if source.has_flag("valid_data_path", "split", "use_dummy_dataset"):
+def _has_data(part: int, source: ForeignConfig) -> bool:
+    """Return whether the file names data to validate on (part 1) or to test on (part 2)."""
+    name, folder = {1: ("validation", "data.val_dir"), 2: ("test", "data.test_dir")}[part]
+    if any(source.get(key) for key in (folder, f"data.data_prefix.{name}", f"model.data.data_prefix.{name}")):
         return True
-    keys = ("data.val_dir", "data.data_prefix.validation", "model.data.data_prefix.validation")
     shares = str(source.get("data.splits_string") or source.get("model.data.splits_string") or "").split(",")
-    return any(source.get(key) for key in keys) or (len(shares) > 1 and shares[1].strip() not in ("", "0"))
+    return len(shares) > part and shares[part].strip() not in ("", "0")
 
 
 def _val_interval(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("trainer.limit_val_batches", 1.0):
         return implied("limit_val_batches is 0: no validation", val_interval=0)
     if isinstance(value, float):
-        return unsupported("a share of an epoch, whose length only the data tell; give --val_interval in steps")
+        return unsupported("a share of an epoch, whose length only the data have; give --val_interval in steps")
     steps = source.integer("trainer.max_steps", -1)
     if is_integer(value) and value > steps > 0:
         return implied(f"never reached within max_steps={steps}: no validation", val_interval=0)
-    if not holds_out(source):
+    if not source.has_flag("valid_data_path", "split", "use_dummy_dataset") and not _has_data(1, source):
         return implied("the file names no validation data: none", val_interval=0)
     return mapped(val_interval=value)
 
 
-def validates(source: ForeignConfig) -> bool:
-    """Whether val_check_interval leaves any validation."""
+def _validates(source: ForeignConfig) -> bool:
+    """Return whether val_check_interval leaves any validation."""
     return bool(_val_interval(source.get("trainer.val_check_interval", 1.0), source).values.get("val_interval"))
 
 
-def _batches(value: Any) -> int | None:
-    """Lightning's limit: a whole number of batches, or a share of all: 1.0 is all of them (-1), 0.0 none."""
+def _count_batches(value: Any) -> int | None:
+    """Return Lightning's limit as a number of batches, -1 for all (1.0); None for a share of them, such as 0.5."""
     if is_integer(value):
         return value
     return {0.0: 0, 1.0: -1}.get(value) if isinstance(value, float) else None
 
 
 def _val_batches(value: Any, _: ForeignConfig) -> Conversion:
-    count = _batches(value)
-    return (
-        unsupported("a share of the data; give a whole number, or 1.0 for all")
-        if count is None
-        else mapped(val_steps=count)
-    )
+    if (count := _count_batches(value)) is None:
+        return unsupported("a share of the data; give a whole number, or 1.0 for all")
+    return mapped(val_steps=count)
 
 
 def _test_batches(value: Any, source: ForeignConfig) -> Conversion:
-    count = _batches(value)
-    if count is None:
+    if (count := _count_batches(value)) is None:
         return unsupported("a share of the data; give a whole number, or 1.0 for all")
-    shares = str(source.get("data.splits_string") or source.get("model.data.splits_string") or "").split(",")
-    named = any(source.get(key) for key in ("data.test_dir", "data.data_prefix.test", "model.data.data_prefix.test"))
-    if count and not named and not (len(shares) > 2 and shares[2].strip() not in ("", "0")):
+    if count and not _has_data(2, source):
         return implied("the file names no test data: none", test_steps=0)
     return mapped(test_steps=count)
 
 
-def _sanity(value: Any, source: ForeignConfig) -> Conversion:
-    if value and not validates(source):
+def _sanity_steps(value: Any, source: ForeignConfig) -> Conversion:
+    if value and not _validates(source):
         return implied("without validation there is nothing to check", val_sanity_steps=0)
     return mapped(val_sanity_steps=value)
 
 
 def _each_epoch(value: Any, source: ForeignConfig) -> Conversion:
-    if value == 1 and not validates(source):
+    if value == 1 and not _validates(source):
         return ignored("without validation")
     return unsupported("validation by epochs; make it null and give --val_interval in steps")
 
@@ -112,6 +103,8 @@ def _clip(value: Any, _: ForeignConfig) -> Conversion:
     return mapped(grad_clip_thresh=value)
 
 
+_BATCHES = "1 is one batch, 1.0 all of them (-1)"
+_ENGINE = "part of Lightning's own engine"
 TRAINER = {
     "trainer.devices": KeyMapping(_devices, ("source_world_size",), "per node; times num_nodes"),
     "trainer.num_nodes": KeyMapping(_devices, ("source_world_size",), "times devices"),
@@ -120,9 +113,9 @@ TRAINER = {
     "trainer.log_every_n_steps": to("report_interval"),
     "trainer.val_check_interval": KeyMapping(_val_interval, ("val_interval",), "steps; beyond max_steps: 0"),
     "trainer.check_val_every_n_epoch": KeyMapping(_each_epoch, (), "null alone"),
-    "trainer.num_sanity_val_steps": KeyMapping(_sanity, ("val_sanity_steps",), "-1: as many as val_steps"),
-    "trainer.limit_val_batches": KeyMapping(_val_batches, ("val_steps",), "1 is one batch, 1.0 all of them (-1)"),
-    "trainer.limit_test_batches": KeyMapping(_test_batches, ("test_steps",), "1 is one batch, 1.0 all of them (-1)"),
+    "trainer.num_sanity_val_steps": KeyMapping(_sanity_steps, ("val_sanity_steps",), "-1: as many as val_steps"),
+    "trainer.limit_val_batches": KeyMapping(_val_batches, ("val_steps",), _BATCHES),
+    "trainer.limit_test_batches": KeyMapping(_test_batches, ("test_steps",), _BATCHES),
     "trainer.gradient_clip_val": KeyMapping(_clip, ("grad_clip_thresh",), "null: 0, never"),
     "trainer.accumulate_grad_batches": only((1,), "accumulation follows from the batch sizes"),
     "trainer.gradient_clip_algorithm": only(("norm",), "gradients are clipped by their norm"),
@@ -130,13 +123,11 @@ TRAINER = {
     "trainer.fast_dev_run": must_be_off("a debugging aid of Lightning's"),
     "trainer.max_time": only((), "training ends by steps or epochs"),
     "trainer.profiler": only((), "use --use_profiler"),
-    **dict.fromkeys(
-        (
-            *("trainer.accelerator", "trainer.logger", "trainer.enable_checkpointing", "trainer.benchmark"),
-            *("trainer.use_distributed_sampler", "trainer.replace_sampler_ddp", "trainer.enable_model_summary"),
-            *("trainer.strategy", "trainer.enable_progress_bar"),
-        ),
-        ignore(GLUE),
+    **each(
+        "accelerator logger enable_checkpointing benchmark use_distributed_sampler replace_sampler_ddp "
+        "enable_model_summary strategy enable_progress_bar",
+        ignore(_ENGINE),
+        "trainer.",
     ),
 }
 
@@ -145,21 +136,16 @@ TRAINER = {
 CALLBACK = "exp_manager.checkpoint_callback_params"
 
 
-def saves(source: ForeignConfig) -> bool:
-    """Whether the source writes checkpoints at all."""
-    callback = source.get("exp_manager.create_checkpoint_callback", True)
-    return bool(callback) and source.get(f"{CALLBACK}.save_top_k") != 0
-
-
 def _callback(value: Any, _: ForeignConfig) -> Conversion:
     return implied("checkpoint_interval says how often") if value else implied("no checkpoints", checkpoint_interval=0)
 
 
 def _save_interval(value: Any, source: ForeignConfig) -> Conversion:
-    return mapped(checkpoint_interval=value) if saves(source) else implied("no checkpoints", checkpoint_interval=0)
+    saves = source.get("exp_manager.create_checkpoint_callback", True) and source.get(f"{CALLBACK}.save_top_k") != 0
+    return mapped(checkpoint_interval=value) if saves else implied("no checkpoints", checkpoint_interval=0)
 
 
-def _save_interval_default(source: ForeignConfig) -> Any:
+def _default_save_interval(source: ForeignConfig) -> Any:
     """Lightning saves after each validation where no interval is given."""
     interval = source.get("trainer.val_check_interval")
     return interval if is_integer(interval) else None
@@ -179,17 +165,17 @@ def _monitor(value: Any, source: ForeignConfig) -> Conversion:
     return unsupported("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
 
 
-def _resume(value: Any, source: ForeignConfig) -> Conversion:
-    if not value:
+def _resume(_: Any, source: ForeignConfig) -> Conversion:
+    if not source.get("exp_manager.resume_if_exists", False):
         return implied("a checkpoint that is there already is an error", resume="never")
-    alone = bool(source.get("exp_manager.resume_ignore_no_checkpoint", False))
-    return implied("with resume_ignore_no_checkpoint", resume="auto" if alone else "must")
+    alone = source.get("exp_manager.resume_ignore_no_checkpoint", False)
+    return implied("resume_if_exists with resume_ignore_no_checkpoint", resume="auto" if alone else "must")
 
 
 def _resume_alone(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("exp_manager.resume_if_exists", False):
         return ignored("without resume_if_exists")
-    return implied("with resume_if_exists", resume="auto" if value else "must")
+    return _resume(value, source)
 
 
 def _log_dir(_: Any, source: ForeignConfig) -> Conversion:
@@ -202,36 +188,59 @@ def _log_dir(_: Any, source: ForeignConfig) -> Conversion:
 
 def _load_xser(value: Any, source: ForeignConfig) -> Conversion:
     same = bool(value) == bool(source.get("exp_manager.save_xser", False))
-    return implied("the format is told by the checkpoint" + ("" if same else ", whatever save_xser says"))
+    return implied("a checkpoint names its own format" + ("" if same else ", whatever save_xser says"))
 
 
 def _tensorboard(value: Any, _: ForeignConfig) -> Conversion:
-    if value:
-        return implied("events are written to <log_dir>/tensorboard", tensorboard_dir="")
-    return implied("events are written all the same, to <log_dir>/tensorboard", tensorboard_dir="")
+    always = "" if value else " all the same,"
+    return implied(f"events are written{always} to <log_dir>/tensorboard", tensorboard_dir="")
 
-
-ONCE = "the checkpoint records step, tokens and position itself"
-OFF = (False, None, "", 0)
 
 EXP_MANAGER = {
     "exp_manager.explicit_log_dir": KeyMapping(_log_dir, ("log_dir",), "wins over exp_dir"),
     "exp_manager.exp_log_dir": KeyMapping(_log_dir, ("log_dir",), "another spelling of explicit_log_dir"),
     "exp_manager.exp_dir": KeyMapping(_log_dir, ("log_dir",), "exp_dir / name"),
     "exp_manager.name": to("run_name"),
-    "exp_manager.create_tensorboard_logger": KeyMapping(
-        _tensorboard, ("tensorboard_dir",), "events are always written"
-    ),
+    "exp_manager.create_tensorboard_logger": KeyMapping(_tensorboard, ("tensorboard_dir",), "always written"),
     "exp_manager.resume_if_exists": KeyMapping(_resume, ("resume",), "auto or must; false: never"),
     "exp_manager.resume_ignore_no_checkpoint": KeyMapping(_resume_alone, ("resume",), "true: auto, false: must"),
     "exp_manager.create_checkpoint_callback": KeyMapping(_callback, ("checkpoint_interval",), "false: 0"),
+    "exp_manager.log_parameter_norm": to("log_param_norm"),
+    "exp_manager.log_gradient_norm": to("log_grad_norm"),
+    "exp_manager.log_step_timing": to("log_step_timing"),
+    "exp_manager.enable_recovery_time_instrumentation": choice(
+        {True: implied("checkpoints are timed too", log_step_timing=True), False: unchanged("off")}
+    ),
+    "exp_manager.save_xser": ignore("checkpoints are always written shard by shard"),
+    "exp_manager.load_xser": KeyMapping(_load_xser, (), "implied: a checkpoint names its own format"),
+    "exp_manager.save_bf16": choice({True: mapped(checkpoint_dtype="bf16"), False: unchanged("as in memory")}),
+    "exp_manager.async_checkpointing": to("async_checkpointing"),
+    "exp_manager.resume_from_checkpoint": to("ckpt_load_path"),
+    "exp_manager.create_wandb_logger": choice({True: mapped(tracker="wandb"), False: mapped(tracker="")}),
+    "exp_manager.wandb_logger_kwargs.project": to("tracker_project_name"),
+    "exp_manager.wandb_logger_kwargs.name": ignore("the run is named by run_name"),
+    "exp_manager.create_early_stopping_callback": must_be_off("training does not stop early"),
+    **each("ema ema.enable", must_be_off("no moving average of the weights"), "exp_manager."),
+    **each("log_local_rank_0_only log_global_rank_0_only", ignore("the first process alone writes"), "exp_manager."),
+    **each(
+        "create_mlflow_logger create_dllogger_logger create_clearml_logger create_neptune_logger",
+        must_be_off("trackers: wandb alone"),
+        "exp_manager.",
+    ),
+    **each(
+        "ckpt_ptl_version version use_datetime_version resume_past_end summary_writer_kwargs files_to_copy "
+        "step_timing_kwargs wandb_logger_kwargs ema.* mlflow_logger_kwargs dllogger_logger_kwargs "
+        "clearml_logger_kwargs neptune_logger_kwargs disable_validation_on_resume early_stopping_callback_params",
+        ignore(_ENGINE),
+        "exp_manager.",
+    ),
     f"{CALLBACK}.monitor": KeyMapping(_monitor, (), "step; val_loss keeps the newest instead of the best"),
     f"{CALLBACK}.save_top_k": KeyMapping(
         _top_k, ("keep_last_n_checkpoints", "checkpoint_interval"), "-1: all, 0: no saves"
     ),
     f"{CALLBACK}.mode": ignore("the newest are kept"),
     f"{CALLBACK}.save_last": ignore("the last step is always saved"),
-    f"{CALLBACK}.filename": ignore(ONCE),
+    f"{CALLBACK}.filename": ignore("the checkpoint records step, tokens and position itself"),
     f"{CALLBACK}.model_parallel_size": ignore("checkpoints belong to no mesh"),
     f"{CALLBACK}.every_n_train_steps": KeyMapping(
         _save_interval, ("checkpoint_interval",), "absent: val_check_interval"
@@ -241,55 +250,27 @@ EXP_MANAGER = {
     ),
     f"{CALLBACK}.save_weights_only": choice({True: mapped(save_optimizer=False), False: mapped(save_optimizer=True)}),
     f"{CALLBACK}.dirpath": to("ckpt_save_path"),
-    **{
-        f"{CALLBACK}.{name}": must_be_off("checkpoints are saved by steps")
-        for name in ("every_n_epochs", "train_time_interval", "save_on_train_epoch_end")
-    },
-    **{f"{CALLBACK}.{name}": ignore("names of files are step_N") for name in ("prefix", "postfix")},
-    **{
-        f"{CALLBACK}.{name}": must_be_off(".nemo archives and best models are not written")
-        for name in ("always_save_nemo", "save_nemo_on_train_end", "save_best_model")
-    },
-    "exp_manager.log_local_rank_0_only": ignore("the first process alone writes"),
-    "exp_manager.log_global_rank_0_only": ignore("the first process alone writes"),
-    "exp_manager.log_parameter_norm": to("log_param_norm"),
-    "exp_manager.log_gradient_norm": to("log_grad_norm"),
-    "exp_manager.log_step_timing": to("log_step_timing"),
-    "exp_manager.enable_recovery_time_instrumentation": choice(
-        {True: implied("checkpoints are timed too", log_step_timing=True), False: unchanged("off")}
+    **each("prefix postfix", ignore("names of files are step_N"), f"{CALLBACK}."),
+    **each(
+        "every_n_epochs train_time_interval save_on_train_epoch_end",
+        must_be_off("checkpoints are saved by steps"),
+        f"{CALLBACK}.",
     ),
-    "exp_manager.save_xser": ignore("checkpoints are always written shard by shard"),
-    "exp_manager.load_xser": KeyMapping(_load_xser, (), "implied: the format is told by the checkpoint"),
-    "exp_manager.save_bf16": choice({True: mapped(checkpoint_dtype="bf16"), False: unchanged("as in memory")}),
-    "exp_manager.async_checkpointing": to("async_checkpointing"),
-    "exp_manager.resume_from_checkpoint": to("ckpt_load_path"),
-    "exp_manager.create_wandb_logger": choice({True: mapped(tracker="wandb"), False: mapped(tracker="")}),
-    "exp_manager.wandb_logger_kwargs.project": to("tracker_project_name"),
-    "exp_manager.wandb_logger_kwargs.name": ignore("the run is named by run_name"),
-    "exp_manager.ema": must_be_off("no moving average of the weights"),
-    "exp_manager.ema.enable": must_be_off("no moving average of the weights"),
-    "exp_manager.create_early_stopping_callback": must_be_off("training does not stop early"),
-    **{
-        f"exp_manager.create_{name}_logger": must_be_off("trackers: wandb alone")
-        for name in ("mlflow", "dllogger", "clearml", "neptune")
-    },
-    **dict.fromkeys(
-        (
-            *("exp_manager.ckpt_ptl_version", "exp_manager.version", "exp_manager.use_datetime_version"),
-            *("exp_manager.resume_past_end", "exp_manager.summary_writer_kwargs", "exp_manager.files_to_copy"),
-            *("exp_manager.step_timing_kwargs", "exp_manager.wandb_logger_kwargs", "exp_manager.ema.*"),
-            *(f"exp_manager.{name}_logger_kwargs" for name in ("mlflow", "dllogger", "clearml", "neptune")),
-            *("exp_manager.disable_validation_on_resume", "exp_manager.early_stopping_callback_params"),
-        ),
-        ignore(GLUE),
+    **each(
+        "always_save_nemo save_nemo_on_train_end save_best_model",
+        must_be_off(".nemo archives and best models are not written"),
+        f"{CALLBACK}.",
     ),
 }
 
-ABSENT = {
+
+def _default_val_batches(source: ForeignConfig) -> Any:
+    return None if source.values.get("trainer.val_check_interval") is None else 1.0
+
+
+DEFAULTS = {
     "trainer.max_steps": -1,
     "trainer.gradient_clip_val": 0.0,
-    "trainer.limit_val_batches": lambda source: (
-        None if source.values.get("trainer.val_check_interval") is None else 1.0
-    ),
-    f"{CALLBACK}.every_n_train_steps": _save_interval_default,
+    "trainer.limit_val_batches": _default_val_batches,
+    f"{CALLBACK}.every_n_train_steps": _default_save_interval,
 }

@@ -77,7 +77,7 @@ FORMAT = Format(
         **megatron_optim.OPTIM,
     },
     {
-        **lightning.ABSENT,
+        **lightning.DEFAULTS,
         **megatron_optim.ABSENT,
         "model.do_layer_norm_weight_decay": False,
         "trainer.precision": 32,

@@ -240,7 +240,7 @@ FORMAT = Format(
         **LORA,
     },
     {
-        **lightning.ABSENT,
+        **lightning.DEFAULTS,
         **megatron_optim.ABSENT,
         "model.do_layer_norm_weight_decay": False,
         **{
