@@ -10,7 +10,7 @@ from pretraining.importing.conversions import Conversion, unsupported
 from pretraining.importing.foreign import ForeignConfig
 from pretraining.importing.mappings import KeyMapping
 
-# Of fields that TrainConfig does not have: the values that the recipe has anyway. Any other is unsupported.
+# Fields that TrainConfig does not have -> the values that describe this recipe. Any other value is unsupported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "attention_impl": ("auto",),
     "pipeline_cuts": (),

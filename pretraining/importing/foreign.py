@@ -36,7 +36,7 @@ class ForeignConfig:
         return default(self) if callable(default) else default
 
     def integer(self, key: str, otherwise: int = 1) -> int:
-        """Return the whole number that `key` holds; `otherwise` where it holds none, which its own report says."""
+        """Return the whole number that `key` holds; `otherwise` where it holds none, which is an error of that key."""
         value = self.get(key, otherwise)
         return value if is_integer(value) else otherwise
 

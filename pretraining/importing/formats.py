@@ -1,4 +1,4 @@
-"""Open the files of another trainer: tell whose they are, and read their keys."""
+"""Open the files of another trainer: recognise the format, and read the keys."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
-from pretraining.importing.mappings import KeyMapping, choice, each, ignore, must_be_off, only, to
+from pretraining.importing.mappings import KeyMapping, choice, each, ignore, must_be_off, only, to, to_one_of
 
 # ---- trainer
 
@@ -137,7 +137,9 @@ CALLBACK = "exp_manager.checkpoint_callback_params"
 
 
 def _callback(value: Any, _: ForeignConfig) -> Conversion:
-    return implied("checkpoint_interval says how often") if value else implied("no checkpoints", checkpoint_interval=0)
+    return (
+        implied("checkpoint_interval decides how often") if value else implied("no checkpoints", checkpoint_interval=0)
+    )
 
 
 def _save_interval(value: Any, source: ForeignConfig) -> Conversion:
@@ -188,12 +190,14 @@ def _log_dir(_: Any, source: ForeignConfig) -> Conversion:
 
 def _load_xser(value: Any, source: ForeignConfig) -> Conversion:
     same = bool(value) == bool(source.get("exp_manager.save_xser", False))
-    return implied("a checkpoint names its own format" + ("" if same else ", whatever save_xser says"))
+    return implied("a checkpoint names its own format" + ("" if same else ", whatever save_xser is"))
 
 
 def _tensorboard(value: Any, _: ForeignConfig) -> Conversion:
-    always = "" if value else " all the same,"
-    return implied(f"events are written{always} to <log_dir>/tensorboard", tensorboard_dir="")
+    note = (
+        "events are written to <log_dir>/tensorboard" if value else "events are always written to <log_dir>/tensorboard"
+    )
+    return implied(note, tensorboard_dir="")
 
 
 EXP_MANAGER = {
@@ -216,7 +220,7 @@ EXP_MANAGER = {
     "exp_manager.save_bf16": choice({True: mapped(checkpoint_dtype="bf16"), False: unchanged("as in memory")}),
     "exp_manager.async_checkpointing": to("async_checkpointing"),
     "exp_manager.resume_from_checkpoint": to("ckpt_load_path"),
-    "exp_manager.create_wandb_logger": choice({True: mapped(tracker="wandb"), False: mapped(tracker="")}),
+    "exp_manager.create_wandb_logger": to_one_of("tracker", {True: "wandb", False: ""}),
     "exp_manager.wandb_logger_kwargs.project": to("tracker_project_name"),
     "exp_manager.wandb_logger_kwargs.name": ignore("the run is named by run_name"),
     "exp_manager.create_early_stopping_callback": must_be_off("training does not stop early"),
@@ -248,7 +252,7 @@ EXP_MANAGER = {
     f"{CALLBACK}.use_master_weights_in_ckpt": choice(
         {True: mapped(checkpoint_dtype="fp32"), False: unchanged("as in memory")}
     ),
-    f"{CALLBACK}.save_weights_only": choice({True: mapped(save_optimizer=False), False: mapped(save_optimizer=True)}),
+    f"{CALLBACK}.save_weights_only": to_one_of("save_optimizer", {True: False, False: True}),
     f"{CALLBACK}.dirpath": to("ckpt_save_path"),
     **each("prefix postfix", ignore("names of files are step_N"), f"{CALLBACK}."),
     **each(

@@ -1,4 +1,4 @@
-"""The rows of the key tables: dotted key -> KeyMapping, whose converter says which of our fields the key sets.
+"""The rows of the key tables: dotted key -> KeyMapping, whose converter decides which of our fields the key sets.
 
 A converter takes the key's value and the whole foreign configuration.
 """
@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem
-from pretraining.importing.conversions import Conversion, ignored, implied, unsupported
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unsupported
 from pretraining.importing.foreign import ForeignConfig
 
 
@@ -94,6 +94,11 @@ def choice(conversions: Mapping[Any, Conversion], description: str = "") -> KeyM
 
     parts = (f"{value}: {_describe(conversion)}" for value, conversion in conversions.items())
     return KeyMapping(convert, names, description or "; ".join(parts))
+
+
+def to_one_of(name: str, settings: Mapping[Any, Any], description: str = "") -> KeyMapping:
+    """The field `name`, with a table of values: theirs -> ours."""
+    return choice({value: mapped(**{name: setting}) for value, setting in settings.items()}, description)
 
 
 def _describe(conversion: Conversion) -> str:

@@ -9,28 +9,28 @@ from typing import Any
 
 from pretraining.importing.conversions import Conversion, implied, mapped, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
-from pretraining.importing.mappings import Format, KeyMapping, ignore, must_be_off, only, read_with, to
-from pretraining.importing.neox_model import ARCHITECTURE, GATED, OPTIM, PARAMS, of_2022, ours
+from pretraining.importing.mappings import Format, KeyMapping, each, ignore, must_be_off, only, read_with, to
+from pretraining.importing.neox_model import ARCHITECTURE, GATED, OPTIM, PARAMS, optimizer_of
 from pretraining.importing.neox_run import RUN, batch_agrees
-from pretraining.importing.nxdt import pipeline
+from pretraining.importing.shared import pipeline
 
 # Keys that only one era's files have.
 ONLY_2022 = ("save_interval", "gas", "zero_allow_untested_optimizer", "detect_nvlink_pairs", "mlp_type")
 
 
 def era_of(leaves: dict[str, Any], asked: str) -> tuple[str, str]:
-    """("2022" or "head", how it is known). asked: --neox_era, "auto" to tell by the keys."""
+    """Return ("2022" or "head", the reason). asked: --neox_era, "auto" to decide by the keys."""
     if asked != "auto":
-        return asked, "as --neox_era says"
-    told = [key for key in ONLY_2022 if key in leaves]
-    if told:
-        return "2022", f"told by {told[0]}"
+        return asked, "by --neox_era"
+    old = [key for key in ONLY_2022 if key in leaves]
+    if old:
+        return "2022", f"because of {old[0]}"
     new: list[str] = [key for key in ("checkpoint_factor", "mlp_multiple_of") if key in leaves]
     if str(leaves.get("activation", "")).lower() in GATED and "intermediate_size" in leaves:
         new.append("intermediate_size with a gated activation")
     if new:
-        return "head", f"told by {new[0]}"
-    return "head", "no key tells; --neox_era=2022 for files of that time"
+        return "head", f"because of {new[0]}"
+    return "head", "no key differs; --neox_era=2022 for files of that time"
 
 
 # ---- parallelism
@@ -58,95 +58,46 @@ def _zero_stage(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(sharding_strategy=names[value])
 
 
-LAUNCH = "how processes are launched"
-MEMORY = "how DeepSpeed moves memory"
-TOKENIZER = "tokens are prepared before; give --vocab_size"
-
-_IDLE = {
-    LAUNCH: (
-        *(
-            "launcher",
-            "deepspeed_slurm",
-            "deepspeed_mpi",
-            "hostfile",
-            "include",
-            "exclude",
-            "master_port",
-            "master_addr",
-        ),
-        *("no_ssh_check", "force_multi", "comment", "account", "distributed_backend", "detect_nvlink_pairs"),
-    ),
-    MEMORY: (
-        *("partition_activations", "synchronize_each_layer", "contiguous_checkpointing", "profile_backward"),
-        *("deepspeed_activation_checkpointing", "zero_allow_untested_optimizer"),
-        *(
-            f"zero_optimization.{name}"
-            for name in (
-                *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter"),
-                *("reduce_bucket_size", "contiguous_gradients", "load_from_fp32_weights", "round_robin_gradients"),
-            )
-        ),
-    ),
-    "a kernel's choice": (
-        *("scaled_upper_triang_masked_softmax_fusion", "scaled_masked_softmax_fusion", "rope_fusion"),
-        *("layernorm_fusion", "rmsnorm_fusion", "bias_dropout_fusion", "onnx_safe", "use_flashattn_swiglu"),
-        *("output_layer_parallelism", "adlr_autoresume", "adlr_autoresume_interval", "lazy_mpu_init"),
-    ),
-    TOKENIZER: ("vocab_file", "merge_file", "tokenizer_type"),
-    "derived by NeoX itself": (
-        *("zero_stage", "padded_vocab_size", "batch_size", "is_pipe_parallel", "world_size", "rank", "local_rank"),
-        *(
-            "iteration",
-            "do_train",
-            "do_valid",
-            "do_test",
-            "config_files",
-            "git_hash",
-            "user_script",
-            "dynamic_loss_scale",
-        ),
-    ),
-    "without meaning for this training": (
-        *("steps_per_print", "checkpoint_validation_with_forward_pass", "mmap_warmup", "use_cpu_initialization"),
-        *("short_seq_prob", "char_level_ppl", "pipe_partition_method", "temperature", "top_k", "top_p"),
-        *("maximum_tokens", "prompt_end", "recompute", "num_samples", "sample_input_file", "sample_output_file"),
-        *("text_gen_type", "eval_tasks", "eval_results_prefix", "dump_state", "no_load_rng", "no_save_rng"),
-        *("wandb_group", "wandb_team", "wandb_host", "wandb_run_name", "wandb_init_all_ranks"),
-        *("comet_workspace", "comet_project", "comet_experiment_name", "comet_tags", "comet_others", "wandb"),
-        *("memory_profiling_path", "weighted_sampler_alpha", "log_optimizer_states", "log_gradient_noise_scale"),
-        *(
-            "flops_profiler.*",
-            "comms_logger.*",
-            "tensorboard.*",
-            "csv_monitor.*",
-            "deepspeed_extra_args.comms_logger.*",
-        ),
-    ),
+# Reason -> keys that are ignored.
+_IGNORED = {
+    "how processes are launched": """launcher deepspeed_slurm deepspeed_mpi hostfile include exclude master_port
+        master_addr no_ssh_check force_multi comment account distributed_backend detect_nvlink_pairs""",
+    "how DeepSpeed moves memory": """partition_activations synchronize_each_layer contiguous_checkpointing
+        profile_backward deepspeed_activation_checkpointing zero_allow_untested_optimizer
+        zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size zero_optimization.overlap_comm
+        zero_optimization.reduce_scatter zero_optimization.reduce_bucket_size zero_optimization.contiguous_gradients
+        zero_optimization.load_from_fp32_weights zero_optimization.round_robin_gradients""",
+    "a kernel's choice": """scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion rope_fusion
+        layernorm_fusion rmsnorm_fusion bias_dropout_fusion onnx_safe use_flashattn_swiglu output_layer_parallelism
+        adlr_autoresume adlr_autoresume_interval lazy_mpu_init""",
+    "tokens are prepared before; give --vocab_size": "vocab_file merge_file tokenizer_type",
+    "derived by NeoX itself": """zero_stage padded_vocab_size batch_size is_pipe_parallel world_size rank local_rank
+        iteration do_train do_valid do_test config_files git_hash user_script dynamic_loss_scale""",
+    "without meaning for this training": """steps_per_print checkpoint_validation_with_forward_pass mmap_warmup
+        use_cpu_initialization short_seq_prob char_level_ppl pipe_partition_method temperature top_k top_p
+        maximum_tokens prompt_end recompute num_samples sample_input_file sample_output_file text_gen_type eval_tasks
+        eval_results_prefix dump_state no_load_rng no_save_rng wandb_group wandb_team wandb_host wandb_run_name
+        wandb_init_all_ranks comet_workspace comet_project comet_experiment_name comet_tags comet_others wandb
+        memory_profiling_path weighted_sampler_alpha log_optimizer_states log_gradient_noise_scale flops_profiler.*
+        comms_logger.* tensorboard.* csv_monitor.* deepspeed_extra_args.comms_logger.*""",
 }
 
+# Reason -> keys that are refused unless they are off.
 _OFF = {
-    "the state stays on the devices": ("zero_optimization.cpu_offload", "checkpoint_in_cpu"),
-    "muP": ("use_mup", "mup_*", "save_base_shapes", "load_base_shapes", "coord_check"),
-    "mixtures of corpora by their size": ("weight_by_num_documents",),
-    "trackers: wandb alone": ("use_comet",),
-    "optimizers in 8 bits": ("use_bnb_optimizer",),
-    "another kind of model": (
-        "soft_prompt_tuning",
-        "soft_prompt_tuning.*",
-        "num_unique_layers",
-        "sparsity_config",
-        "mamba_*",
-        "rwkv_*",
-    ),
-    "Transformer Engine": ("te_*",),
-    "DeepSpeed's own trials": (
-        *("curriculum_learning", "autotuning", "elasticity", "compression_training", "data_efficiency", "amp"),
-        *("autotuning_run", "autotuning.*", "curriculum_learning.*", "elasticity.*", "data_efficiency.*"),
-    ),
-    "alignment recipes": ("dpo_*", "kto_*", "reinforce_*", "label_data_paths", "*_label_data_paths"),
-    "another place for checkpoints": ("s3_path", "serve_model_weights"),
-    "stopping before train_iters": ("exit_interval",),
-    "another way to pack documents": ("enforce_sample_length",),
+    "the state stays on the devices": "zero_optimization.cpu_offload checkpoint_in_cpu",
+    "muP": "use_mup mup_* save_base_shapes load_base_shapes coord_check",
+    "mixtures of corpora by their size": "weight_by_num_documents",
+    "trackers: wandb alone": "use_comet",
+    "optimizers in 8 bits": "use_bnb_optimizer",
+    "another kind of model": """soft_prompt_tuning soft_prompt_tuning.* num_unique_layers sparsity_config mamba_*
+        rwkv_*""",
+    "Transformer Engine": "te_*",
+    "DeepSpeed's own trials": """curriculum_learning autotuning elasticity compression_training data_efficiency amp
+        autotuning_run autotuning.* curriculum_learning.* elasticity.* data_efficiency.*""",
+    "alignment recipes": "dpo_* kto_* reinforce_* label_data_paths *_label_data_paths",
+    "another place for checkpoints": "s3_path serve_model_weights",
+    "stopping before train_iters": "exit_interval",
+    "another way to pack documents": "enforce_sample_length",
 }
 
 FORMAT = Format(
@@ -160,9 +111,9 @@ FORMAT = Format(
         **ARCHITECTURE,
         **OPTIM,
         **RUN,
-        **{name: read_with("train_batch_size") for name in ("num_nodes", "num_gpus", "global_num_gpus")},
-        **{name: ignore(reason) for reason, names in _IDLE.items() for name in names},
-        **{name: must_be_off(reason) for reason, names in _OFF.items() for name in names},
+        **each("num_nodes num_gpus global_num_gpus", read_with("train_batch_size")),
+        **{name: ignore(reason) for reason, names in _IGNORED.items() for name in names.split()},
+        **{name: must_be_off(reason) for reason, names in _OFF.items() for name in names.split()},
         "moe_num_experts": only((0, 1), "mixtures of experts"),
         "train_impl": only(("normal",), "alignment recipes"),
         "dataset_impl": only(("gpt2",), "another kind of data"),
@@ -170,12 +121,12 @@ FORMAT = Format(
     },
     {
         # The defaults that decide what is trained (`megatron/neox_arguments/neox_args.py`).
-        "gradient_clipping": lambda source: None if _clips(source) else (0.0 if of_2022(source) else 1.0),
+        "gradient_clipping": lambda source: None if _clips(source) else (0.0 if source.era == "2022" else 1.0),
         "weight_decay": lambda source: (
-            None if source.get(f"{PARAMS}weight_decay") is not None else (0.01 if of_2022(source) else 0.1)
+            None if source.get(f"{PARAMS}weight_decay") is not None else (0.01 if source.era == "2022" else 0.1)
         ),
-        "hidden_dropout": lambda source: 0.1 if of_2022(source) else 0.0,
-        "attention_dropout": lambda source: 0.1 if of_2022(source) else 0.0,
+        "hidden_dropout": lambda source: 0.1 if source.era == "2022" else 0.0,
+        "attention_dropout": lambda source: 0.1 if source.era == "2022" else 0.0,
         "norm": "layernorm",
         "layernorm_epsilon": 1e-5,
         "rms_norm_epsilon": 1e-8,
@@ -193,8 +144,8 @@ FORMAT = Format(
         "zero_optimization.stage": 0,
         "optimizer.type": "Adam",
         f"{PARAMS}lr": 0.001,
-        f"{PARAMS}betas": lambda source: [0.9, 0.999] if ours(source) == "adamw" else None,
-        f"{PARAMS}eps": lambda source: 1e-8 if ours(source) == "adamw" else None,
+        f"{PARAMS}betas": lambda source: [0.9, 0.999] if optimizer_of(source) == "adamw" else None,
+        f"{PARAMS}eps": lambda source: 1e-8 if optimizer_of(source) == "adamw" else None,
         "lr_decay_style": "linear",
         "warmup": 0.01,
         "min_lr": 0.0,
@@ -211,10 +162,11 @@ FORMAT = Format(
 
 
 def _one_corpus(source: ForeignConfig) -> bool:
-    """Whether NeoX would divide one corpus by `split`; --data_path stands for its data_path."""
+    """Return whether NeoX would divide one corpus by `split`, its own data_path or --data_path."""
     apart = source.values.get("valid_data_paths") or source.values.get("valid_data_path")
     return not apart and (source.values.get("data_path") is not None or source.has_flag("data_path"))
 
 
 def _clips(source: ForeignConfig) -> bool:
+    """Return whether another key than gradient_clipping gives the threshold."""
     return any(source.values.get(key) is not None for key in ("clip_grad", f"{PARAMS}max_grad_norm"))

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
-from pretraining.importing.mappings import KeyMapping, choice, ignore, must_be_off, to
-from pretraining.importing.megatron_optim import argument_text, betas_of
+from pretraining.importing.mappings import (
+    KeyMapping,
+    choice,
+    each,
+    ignore,
+    must_be_off,
+    refuse,
+    same_names,
+    to,
+    to_one_of,
+)
+from pretraining.importing.shared import betas, optimizer_arguments, vocabulary_multiple
 
 GATED = ("swiglu", "geglu", "reglu")
-
-
-def of_2022(source: ForeignConfig) -> bool:
-    """Whether the file is read as those of 2022."""
-    return source.era == "2022"
 
 
 # ---- architecture
@@ -32,14 +36,14 @@ def _norm(value: Any, _: ForeignConfig) -> Conversion:
     return unsupported("known are layernorm and rmsnorm")
 
 
-def _eps(of: str) -> Callable[[Any, ForeignConfig], Conversion]:
+def _epsilon(of: str) -> KeyMapping:
     """NeoX has an epsilon for each norm; the one of the norm in use counts."""
 
-    def read(value: Any, source: ForeignConfig) -> Conversion:
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
         norm = str(source.get("norm", "layernorm")).lower().removeprefix("te_")
         return mapped(norm_eps=value) if norm == of else ignored(f"the norm is {norm}")
 
-    return read
+    return KeyMapping(convert, ("norm_eps",), f"with norm {of}")
 
 
 def _norm_bias(value: Any, source: ForeignConfig) -> Conversion:
@@ -54,11 +58,10 @@ def _activation(value: Any, source: ForeignConfig) -> Conversion:
         return implied("mlp_type llama is gated: SwiGLU", activation="swiglu")
     if name == "gelu" and source.get("bias_gelu_fusion"):
         return implied("bias_gelu_fusion computes the tanh approximation", activation="gelu_tanh")
-    known = {"gelu": "gelu", "geglu": "geglu", "relu": "relu", "swiglu": "swiglu", "reglu": "reglu", "silu": "silu"}
-    known["swish"] = "silu"
+    known = ("gelu", "geglu", "relu", "swiglu", "reglu", "silu", "swish")
     if name not in known:
         return unsupported(f"known are {', '.join(known)}")
-    return mapped(activation=known[name])
+    return mapped(activation="silu" if name == "swish" else name)
 
 
 def feed_forward(source: ForeignConfig) -> Conversion:
@@ -94,14 +97,8 @@ def _gated(written: int, multiple: int, hidden: int) -> Conversion:
     return implied(note, intermediate_size=each)
 
 
-FEED_FORWARD = KeyMapping(lambda _, source: feed_forward(source), ("intermediate_size",), "2/3 of it where gated")
-
 _INITS = ("normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal")
-
-
-def _init(name: str) -> KeyMapping:
-    known = {kind: mapped(**{name: kind}) for kind in _INITS}
-    return choice({**known, "single_residual_scaled_normal": mapped(**{name: "single_residual_scaled_normal"})})
+_INIT_NAMES = {name: name for name in (*_INITS, "single_residual_scaled_normal")}
 
 
 def _attention(value: Any, _: ForeignConfig) -> Conversion:
@@ -114,67 +111,42 @@ def _attention(value: Any, _: ForeignConfig) -> Conversion:
     return unsupported(f"{', '.join(sorted(kinds - {'global', 'flash'}))}: every layer attends to all before it")
 
 
-def _vocabulary_multiple(value: Any, source: ForeignConfig) -> Conversion:
-    theirs = max(source.integer("model_parallel_size"), 1)
-    ours = int(str(source.flags.get("tensor_parallel_size", theirs)))
-    if not is_integer(value) or value < 1:
-        return unsupported("expected a whole number, at least 1")
-    rows = f"rows are padded to a multiple of {value * theirs} = {value} x {theirs} tensor ranks, as in the source"
-    if (value * theirs) % ours:
-        return unsupported(
-            f"{rows}; --tensor_parallel_size={ours} does not divide that: give --make_vocab_size_divisible_by"
-        )
-    return implied(rows, make_vocab_size_divisible_by=value * theirs // ours)
-
-
 ARCHITECTURE = {
-    **{
-        name: to(name)
-        for name in (
-            *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length"),
-            *("max_position_embeddings", "hidden_dropout", "attention_dropout", "seed", "eod_mask_loss"),
-        )
-    },
-    "norm": KeyMapping(_norm, ("norm_type",), "layernorm, rmsnorm"),
-    "layernorm_epsilon": KeyMapping(_eps("layernorm"), ("norm_eps",), "with norm layernorm"),
-    "rms_norm_epsilon": KeyMapping(_eps("rmsnorm"), ("norm_eps",), "with norm rmsnorm"),
-    "pos_emb": choice(
-        {
-            "rotary": mapped(position_embedding_type="rope"),
-            "learned": mapped(position_embedding_type="learned_absolute"),
-            "none": mapped(position_embedding_type="none"),
-        }
+    **same_names(
+        "num_layers hidden_size num_attention_heads num_kv_heads seq_length max_position_embeddings hidden_dropout "
+        "attention_dropout seed eod_mask_loss"
     ),
+    "norm": KeyMapping(_norm, ("norm_type",), "layernorm, rmsnorm"),
+    "layernorm_epsilon": _epsilon("layernorm"),
+    "rms_norm_epsilon": _epsilon("rmsnorm"),
+    "pos_emb": to_one_of("position_embedding_type", {"rotary": "rope", "learned": "learned_absolute", "none": "none"}),
     "rotary_pct": to("rotary_percentage"),
     "rotary_emb_base": to("rope_theta"),
-    "no_weight_tying": choice(
-        {True: mapped(tie_word_embeddings=False), False: mapped(tie_word_embeddings=True)}, "not"
-    ),
+    "no_weight_tying": to_one_of("tie_word_embeddings", {True: False, False: True}, "not"),
     "activation": KeyMapping(_activation, ("activation",), "gelu with bias_gelu_fusion is gelu_tanh"),
     "bias_gelu_fusion": choice(
         {True: implied("with activation gelu: its tanh approximation"), False: unchanged("gelu is exact")},
         "gelu is then gelu_tanh",
     ),
     "mlp_type": choice({"regular": unchanged("as activation says"), "llama": implied("SwiGLU, with activation")}),
-    "intermediate_size": FEED_FORWARD,
-    "expansion_factor": FEED_FORWARD,
-    "mlp_multiple_of": FEED_FORWARD,
+    **each(
+        "intermediate_size expansion_factor mlp_multiple_of",
+        KeyMapping(lambda _, source: feed_forward(source), ("intermediate_size",), "2/3 of it where gated"),
+    ),
     "gpt_j_residual": to("parallel_residual"),
     "gpt_j_tied": must_be_off("one norm for attention and feed-forward together"),
     "use_bias_in_norms": KeyMapping(_norm_bias, ("norm_bias",), "RMSNorm has none"),
     "use_bias_in_attn_linear": to("attn_bias"),
     "use_bias_in_mlp": to("mlp_bias"),
-    "init_method": _init("init_method"),
-    "output_layer_init_method": _init("output_init_method"),
+    "init_method": to_one_of("init_method", _INIT_NAMES),
+    "output_layer_init_method": to_one_of("output_init_method", _INIT_NAMES),
     "init_method_std": to("init_std"),
     "sliding_window_width": to("sliding_window"),
     "use_qk_layernorm": to("qk_norm"),
     "attention_config": KeyMapping(_attention, ("attention_impl",), "global and flash alone"),
     "apply_query_key_layer_scaling": ignore("the factor is taken back in the fp32 softmax: the same numbers"),
     "attention_softmax_in_fp32": ignore("the softmax is in fp32"),
-    "make_vocab_size_divisible_by": KeyMapping(
-        _vocabulary_multiple, ("make_vocab_size_divisible_by",), "times the tensor ranks, in both"
-    ),
+    "make_vocab_size_divisible_by": vocabulary_multiple("model_parallel_size"),
 }
 
 # ---- optimizer and schedule
@@ -193,14 +165,14 @@ OPTIMIZERS = {
 }
 
 
-def ours(source: ForeignConfig) -> str:
-    """The optimizer that optimizer.type comes to."""
+def optimizer_of(source: ForeignConfig) -> str:
+    """Return our optimizer for optimizer.type; AdamW for a type that is refused in its own row."""
     named = OPTIMIZERS.get(str(source.get("optimizer.type", "adam")).lower(), OPTIMIZERS["adam"])
     return str(named.values.get("optimizer", "adamw"))
 
 
 def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
-    if DEFAULTS[ours(source)].weight_decay is None:
+    if DEFAULTS[optimizer_of(source)].weight_decay is None:
         return ignored("GPT-NeoX hands it to SM3, which has none")
     return mapped(weight_decay=value)
 
@@ -208,7 +180,7 @@ def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
 def _decay(value: Any, source: ForeignConfig) -> Conversion:
     above = source.get("weight_decay")
     if above is not None and value != above:
-        return unsupported(f"weight_decay={above} stands at the top too; NeoX refuses both")
+        return unsupported(f"weight_decay={above} is at the top too; NeoX refuses two values")
     return _weight_decay(value, source)
 
 
@@ -221,13 +193,12 @@ def _max_norm(value: Any, source: ForeignConfig) -> Conversion:
 def _argument(_: Any, source: ForeignConfig) -> Conversion:
     if str(source.get("optimizer.type", "adam")).lower() in ADAM_LIKE:
         return unsupported("no argument of this optimizer")
-    given = {name: source.get(PARAMS + name) for name in ("momentum", "beta")}
-    text = argument_text({name: value for name, value in given.items() if value is not None})
-    return implied("all of the optimizer's own arguments", optimizer_args=text)
+    names = [name for name in ("momentum", "beta") if source.get(PARAMS + name) is not None]
+    return optimizer_arguments({name: source.get(PARAMS + name) for name in names})
 
 
 def _style(value: Any, source: ForeignConfig) -> Conversion:
-    era = "neox2022" if of_2022(source) else "neox"
+    era = "neox2022" if source.era == "2022" else "neox"
     name = str(value).lower()
     if name == "constant":
         return mapped(lr_schedule="constant")
@@ -261,18 +232,13 @@ def _decay_share(value: Any, source: ForeignConfig) -> Conversion:
 OPTIM = {
     "optimizer.type": choice(OPTIMIZERS, "Adam is AdamW"),
     f"{PARAMS}lr": to("learning_rate"),
-    f"{PARAMS}betas": betas_of(ours),
+    f"{PARAMS}betas": betas(optimizer_of),
     f"{PARAMS}eps": to("optimizer_eps"),
     f"{PARAMS}weight_decay": KeyMapping(_decay, ("weight_decay",), "the same as at the top"),
     f"{PARAMS}max_grad_norm": KeyMapping(_max_norm, ("grad_clip_thresh",), "where gradient_clipping is absent"),
-    f"{PARAMS}momentum": KeyMapping(_argument, ("optimizer_args",), "one of optimizer_args"),
-    f"{PARAMS}beta": KeyMapping(_argument, ("optimizer_args",), "one of optimizer_args"),
-    **{
-        PARAMS + name: KeyMapping(lambda _, __: unsupported("of OneBitAdam"), (), "refused: of OneBitAdam")
-        for name in ("freeze_step", "cuda_aware", "comm_backend_name")
-    },
-    "gradient_clipping": to("grad_clip_thresh"),
-    "clip_grad": to("grad_clip_thresh"),
+    **each("momentum beta", KeyMapping(_argument, ("optimizer_args",), "one of optimizer_args"), PARAMS),
+    **each("freeze_step cuda_aware comm_backend_name", refuse("of OneBitAdam"), PARAMS),
+    **each("gradient_clipping clip_grad", to("grad_clip_thresh")),
     "weight_decay": KeyMapping(_weight_decay, ("weight_decay",), "not read by SM3"),
     "lr_decay_style": KeyMapping(_style, ("lr_schedule",), "neox_ or neox2022_ and the style; constant"),
     "lr_decay_iters": to("lr_decay_steps"),

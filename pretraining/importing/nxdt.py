@@ -7,15 +7,20 @@ from typing import Any
 
 from pretraining.importing import lightning, megatron, megatron_optim
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
-from pretraining.importing.foreign import ForeignConfig, is_integer
-from pretraining.importing.mappings import Format, KeyMapping, choice, ignore, must_be_off, only, to
-
-NEURON = "for Neuron's compiler and runtime alone"
-ALIGNMENT = "alignment recipes"
-MIXED = {"precision": "mixed_bf16", "mixed_precision": True}
-
-
-UNBUILT = "training has no pipelines yet: fold them with --import_pp=fold"
+from pretraining.importing.foreign import ForeignConfig
+from pretraining.importing.mappings import (
+    Format,
+    KeyMapping,
+    choice,
+    each,
+    ignore,
+    must_be_off,
+    only,
+    refuse,
+    same_names,
+    to,
+    to_one_of,
+)
 
 
 def _name(value: Any, source: ForeignConfig) -> Conversion:
@@ -31,34 +36,6 @@ def _compile_cache(value: Any, _: ForeignConfig) -> Conversion:
     return implied("XLA's cache in place of Neuron's", compile_cache_dir=value)
 
 
-def _zero1(value: Any, _: ForeignConfig) -> Conversion:
-    return mapped(sharding_strategy="zero1" if value else "ddp")
-
-
-def pipeline(value: Any, source: ForeignConfig) -> Conversion:
-    """Stages, or with import_pp=fold none: their devices take rows of their own, which changes no loss."""
-    if str(source.flags.get("import_pp", "keep")) == "fold" and value not in (0, 1):
-        return implied(f"{value} stages are folded into data parallelism", pipeline_parallel_size=1)
-    count = max(value, 1) if is_integer(value) else value
-    return Conversion("mapped", {"pipeline_parallel_size": count}, UNBUILT if count != 1 else "")
-
-
-def virtual_pipeline(value: Any, source: ForeignConfig) -> Conversion:
-    """Interleaved pieces of a stage, which go where the stages go."""
-    if str(source.flags.get("import_pp", "keep")) == "fold" and value != 1:
-        return implied("folded with the stages", virtual_pipeline_size=1)
-    return mapped(virtual_pipeline_size=value)
-
-
-def _sequence_parallel(value: Any, source: ForeignConfig) -> Conversion:
-    if value and source.integer(megatron.tensor_key(source)) == 1:
-        return implied("off without tensor parallelism, as in the source", sequence_parallel=False)
-    return mapped(sequence_parallel=value)
-
-
-SEQUENCE_PARALLEL = KeyMapping(_sequence_parallel, ("sequence_parallel",), "off with one tensor rank")
-
-
 def _model_config(value: Any, source: ForeignConfig) -> Conversion:
     if source.has_flag("model_config_path", "model_variant"):
         return implied("given on the command line instead")
@@ -69,7 +46,7 @@ def _model_config(value: Any, source: ForeignConfig) -> Conversion:
 
 
 def _rows(value: Any, _: ForeignConfig) -> Conversion:
-    note = "rows are read as documents: a separator follows each, unless strip_tokens or sep_token say otherwise"
+    note = "rows are read as documents: a separator follows each, unless strip_tokens or sep_token change that"
     return implied(note, data_path=value, col_name="input_ids")
 
 
@@ -77,6 +54,9 @@ def _norm_decay(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("model_source") == "hf":
         return implied("as documented; NxD Training's hf path does the opposite", norm_weight_decay=value)
     return mapped(norm_weight_decay=value)
+
+
+_NORM_DECAY = KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented")
 
 
 def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
@@ -88,10 +68,10 @@ def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
 def _dimension(name: str) -> KeyMapping:
     """A dimension; -1 leaves it to model_config."""
 
-    def read(value: Any, _: ForeignConfig) -> Conversion:
+    def convert(value: Any, _: ForeignConfig) -> Conversion:
         return implied("-1: model_config's") if value == -1 else mapped(**{name: value})
 
-    return KeyMapping(read, (name,), "-1: model_config's")
+    return KeyMapping(convert, (name,), "-1: model_config's")
 
 
 def _of_megatron(value: Any) -> Callable[[ForeignConfig], Any]:
@@ -103,12 +83,12 @@ def _of_megatron(value: Any) -> Callable[[ForeignConfig], Any]:
 
 
 def _knob(name: str) -> KeyMapping:
-    def read(value: Any, source: ForeignConfig) -> Conversion:
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
         if source.get("precision.type") != "manual":
             return ignored("read by NxD Training with type manual alone")
         return mapped(**{name: str(value).lower() in ("1", "true")})
 
-    return KeyMapping(read, (name,), "with type manual alone")
+    return KeyMapping(convert, (name,), "with type manual alone")
 
 
 def _bf16_switch(value: Any, source: ForeignConfig) -> Conversion:
@@ -125,7 +105,7 @@ def _bf16_switch(value: Any, source: ForeignConfig) -> Conversion:
 PRECISION = {
     "precision.type": choice(
         {
-            "mixed_precision": mapped(**MIXED),
+            "mixed_precision": mapped(precision="mixed_bf16", mixed_precision=True),
             "mixed_precisionsr": mapped(precision="mixed_bf16_sr", mixed_precision=True),
             "mixed_precision_sr": mapped(precision="mixed_bf16_sr", mixed_precision=True),
             "bf16sr": mapped(precision="bf16_sr", mixed_precision=True),
@@ -166,95 +146,65 @@ def _lora_saving(_: Any, source: ForeignConfig) -> Conversion:
     return implied("save_lora_base with merge_lora", lora_save_mode=mode)
 
 
-LORA = {
-    **{_PEFT + name: to(name) for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_bias")},
-    f"{_PEFT}target_modules": KeyMapping(_targets, ("lora_target_modules",), "qkv_proj: q_proj,k_proj,v_proj"),
-    f"{_PEFT}save_lora_base": KeyMapping(_lora_saving, ("lora_save_mode",), "with merge_lora"),
-    f"{_PEFT}merge_lora": KeyMapping(_lora_saving, ("lora_save_mode",), "with save_lora_base"),
-    f"{_PEFT}save_lora_config_adapter": ignore("PEFT's files always hold it"),
-    f"{_PEFT}load_lora_from_ckpt": must_be_off("name the adapter with --lora_load_path"),
-    f"{_PEFT}lora_verbose": ignore("what is trained is always printed"),
-    "model_alignment_strategy.*": KeyMapping(lambda _, __: unsupported(ALIGNMENT), (), f"refused: {ALIGNMENT}"),
-}
-
-DISTRIBUTED = {
-    "distributed_strategy.tensor_model_parallel_size": to("tensor_parallel_size"),
-    "distributed_strategy.pipeline_model_parallel_size": KeyMapping(
-        pipeline, ("pipeline_parallel_size",), "or import_pp"
-    ),
-    "distributed_strategy.virtual_pipeline_model_parallel_size": KeyMapping(
-        virtual_pipeline, ("virtual_pipeline_size",)
-    ),
-    "distributed_strategy.context_parallel_size": to("context_parallel_size"),
-    "distributed_strategy.zero1": KeyMapping(_zero1, ("sharding_strategy",), "true: zero1, false: ddp"),
-    "distributed_strategy.sequence_parallel": SEQUENCE_PARALLEL,
-    "distributed_strategy.kv_replicator": to("kv_replication"),
-    "distributed_strategy.expert_model_parallel_size": only((1,), "mixtures of experts"),
-    "distributed_strategy.token_shuffle_group_size": only((1,), "mixtures of experts"),
-    "distributed_strategy.pipeline_model_parallel_split_rank": only((0,), "models with an encoder"),
-}
-
 FORMAT = Format(
     "nxdt",
     "NxD Training",
     {
         "name": KeyMapping(_name, ("run_name",), "with mixtral in it: refused"),
-        "model_source": choice({kind: implied("says what absent keys stand for") for kind in ("hf", "megatron")}),
+        "model_source": choice({kind: implied("decides what absent keys mean") for kind in ("hf", "megatron")}),
         "seed": to("seed"),
-        **{
-            name: ignore(NEURON)
-            for name in (
-                *("compiler_flags", "aync_exec_max_inflight_requests", "async_exec_max_inflight_requests"),
-                *("bucket_size_collectives", "neuron_rt_exec_timeout", "neuron_experimental_compress_rg"),
-                *("trainer.lnc", "trainer.sequential_move_factor"),
-            )
-        },
+        **each(
+            "compiler_flags aync_exec_max_inflight_requests async_exec_max_inflight_requests bucket_size_collectives "
+            "neuron_rt_exec_timeout neuron_experimental_compress_rg trainer.lnc trainer.sequential_move_factor",
+            ignore("for Neuron's compiler and runtime alone"),
+        ),
         "compiler_cache_url": KeyMapping(_compile_cache, ("compile_cache_dir",), "where it is a local folder"),
         **lightning.TRAINER,
         **lightning.EXP_MANAGER,
-        **DISTRIBUTED,
+        **megatron.parallel_section("distributed_strategy."),
+        "distributed_strategy.zero1": to_one_of("sharding_strategy", {True: "zero1", False: "ddp"}),
+        "distributed_strategy.kv_replicator": to("kv_replication"),
+        **each(
+            "expert_model_parallel_size token_shuffle_group_size",
+            only((1,), "mixtures of experts"),
+            "distributed_strategy.",
+        ),
         "data.micro_batch_size": to("batch_size"),
         "data.global_batch_size": to("global_batch_size"),
         "data.train_dir": KeyMapping(_rows, ("data_path", "col_name"), "a folder of datasets' save_to_disk"),
         "data.val_dir": to("valid_data_path"),
         "data.test_dir": to("test_data_path"),
-        **megatron.data_rules("data."),
-        **megatron.tokenizer_rules("data.tokenizer."),
+        **megatron.data_section("data."),
+        **megatron.tokenizer_section("data.tokenizer."),
         **megatron.ARCHITECTURE,
         "model.model_config": KeyMapping(_model_config, ("model_config_path",), "Hugging Face's config.json"),
         "model.num_layers": _dimension("num_layers"),
         "model.hidden_size": _dimension("hidden_size"),
         "model.pipeline_cuts": to("pipeline_cuts"),
-        "model.do_layer_norm_weight_decay": KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented"),
-        "model.fusions.do_layer_norm_weight_decay": KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented"),
+        **each("do_layer_norm_weight_decay fusions.do_layer_norm_weight_decay", _NORM_DECAY, "model."),
         "model.fusions.flash_attention": choice(
-            {
-                value: implied("the engine's own attention: the same function", attention_impl="auto")
-                for value in (True, False)
-            }
+            dict.fromkeys(
+                (True, False), implied("the engine's own attention: the same function", attention_impl="auto")
+            )
         ),
         "model.fusions.ring_attention": must_be_off("use --context_parallel_size"),
-        **megatron_optim.OPTIM,
+        **megatron_optim.MAPPINGS,
         "model.optim.weight_decay": KeyMapping(_weight_decay, ("weight_decay",), "as written"),
         **PRECISION,
-        **LORA,
+        **same_names("lora_rank lora_alpha lora_dropout lora_bias", _PEFT),
+        f"{_PEFT}target_modules": KeyMapping(_targets, ("lora_target_modules",), "qkv_proj: q_proj,k_proj,v_proj"),
+        f"{_PEFT}save_lora_base": KeyMapping(_lora_saving, ("lora_save_mode",), "with merge_lora"),
+        f"{_PEFT}merge_lora": KeyMapping(_lora_saving, ("lora_save_mode",), "with save_lora_base"),
+        f"{_PEFT}save_lora_config_adapter": ignore("PEFT's files always hold it"),
+        f"{_PEFT}load_lora_from_ckpt": must_be_off("name the adapter with --lora_load_path"),
+        f"{_PEFT}lora_verbose": ignore("what is trained is always printed"),
+        "model_alignment_strategy.*": refuse("alignment recipes"),
     },
     {
         **lightning.DEFAULTS,
-        **megatron_optim.ABSENT,
+        **megatron_optim.DEFAULTS,
         "model.do_layer_norm_weight_decay": False,
-        **{
-            f"model.{name}": _of_megatron(value)
-            for name, value in {
-                "hidden_dropout": 0.1,
-                "share_embeddings_and_output_weights": True,
-                "make_vocab_size_divisible_by": 128,
-                "has_bias": True,
-                "normalization": "layernorm",
-                "activation": "gelu",
-                "position_embedding_type": "learned_absolute",
-            }.items()
-        },
+        **{f"model.{name}": _of_megatron(value) for name, value in {**megatron.DEFAULTS, "has_bias": True}.items()},
         "distributed_strategy.zero1": True,
         "precision.type": "mixed_precision",
     },
