@@ -1,4 +1,4 @@
-"""What follows from the configuration, said before the first step: one look tells whether the run is what was meant."""
+"""The facts that follow from the configuration, printed before the first step. Does not depend on an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe(
     rates: Mapping[int, float],
     dtypes: str,
 ) -> str:
-    """The derived facts as lines of text.
+    """Return the derived facts as lines of text.
 
     mesh: axis -> size. per_device: bytes of "parameters", "gradients" and "moments" on one device, as the engine's
     layout shards them. recompute: True for each block that is recomputed. rates: learning rates of some 0-based
@@ -65,9 +65,9 @@ def _batch(config: TrainConfig, mesh: Mapping[str, int]) -> str:
     assert config.global_batch_size and config.gradient_accumulation_steps
     tokens = config.global_batch_size * config.seq_length
     rows = f"{config.global_batch_size} sequences of {config.seq_length}"
-    passes = f"{config.batch_size} per device and pass, {config.gradient_accumulation_steps} passes"
+    split = f"{config.gradient_accumulation_steps} micro-batches of {config.batch_size} per rank"
     total = f"{amount(tokens * config.num_steps)} tokens in {config.num_steps:,} steps"
-    return f"{tokens:,} tokens/step = {rows} ({passes}); {total}"
+    return f"{tokens:,} tokens/step = {rows} ({split}); {total}"
 
 
 def _memory(per_device: Mapping[str, int]) -> str:
@@ -91,7 +91,7 @@ def _peak(device_name: str) -> str:
 
 
 def data_lines(facts: Mapping[str, Any]) -> str:
-    """One line per dataset, from a stream's `facts()`."""
+    """Return one line per dataset, from a stream's `facts()`."""
     return "\n".join(f"{'data':<14} {_dataset(dataset)}" for dataset in facts["datasets"])
 
 
@@ -99,8 +99,8 @@ def _dataset(dataset: Mapping[str, Any]) -> str:
     if dataset["tokens"] is None:
         return "counters, deterministic (use_dummy_dataset)"
     counts = f"{dataset['tokens']:,} tokens, {dataset['documents']:,} documents, {dataset['shards']} shards"
-    passes = "" if dataset["epochs"] is None else f", {dataset['epochs']:.3g} epochs in this run"
-    return f"{dataset['name']}: {counts}, {dataset['share']:.1%} of the mixture{passes}"
+    epochs = "" if dataset["epochs"] is None else f", {dataset['epochs']:.3g} epochs in this run"
+    return f"{dataset['name']}: {counts}, {dataset['share']:.1%} of the mixture{epochs}"
 
 
 def placed_line(measured: Mapping[str, int], unsharded: Mapping[str, int]) -> str:

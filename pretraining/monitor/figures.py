@@ -1,4 +1,4 @@
-"""Figures as a person reads them: with a unit, in a width that holds still. Pure functions."""
+"""Numbers as text: with a unit, in a fixed width where they stand in columns. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from collections.abc import Sequence
 
 
 def number(value: float | None, width: int, digits: int) -> str:
-    """A fixed-width figure; "nan" for one that is not finite (null in metrics.jsonl)."""
+    """Return a number in a fixed width; "nan" for one that is not finite (null in metrics.jsonl)."""
     if value is None or not math.isfinite(value):
         return f"{'nan':>{width}}"
     return f"{value:>{width}.{digits}f}"
 
 
 def percent(share: float | None) -> str:
-    """ "38.2%", or "n/a" where the device's peak is unknown."""
+    """Return "38.2%", or "n/a" where the device's peak is unknown."""
     return "n/a" if share is None else f"{share:.1%}"
 
 
 def duration(seconds: float) -> str:
-    """ "42s", "12m05s", "3h07m" or "2d04h": two units at most."""
-    whole = round(seconds)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    """Return "42s", "12m05s", "3h07m" or "2d04h": two units at most."""
+    total = round(seconds)
+    minutes, hours, days = total // 60, total // 3600, total // 86400
     if days:
         return f"{days}d{hours % 24:02}h"
     if hours:
         return f"{hours}h{minutes % 60:02}m"
     if minutes:
-        return f"{minutes}m{whole % 60:02}s"
-    return f"{whole}s"
+        return f"{minutes}m{total % 60:02}s"
+    return f"{total}s"
 
 
 def size(count: float) -> str:
-    """Bytes as "1.50 GiB": binary units."""
+    """Return bytes as "1.50 GiB", in binary units."""
     return f"{count:.0f} B" if count < 1024 else _largest(count, 1024, ("KiB", "MiB", "GiB", "TiB"))
 
 
 def amount(count: float) -> str:
-    """How many of something: "6.74 B" (10^9), "124.30 M" or "4,096"."""
+    """Return a count as "6.74 B" (10^9), "124.30 M" or "4,096"."""
     return f"{count:,.0f}" if count < 1e6 else _largest(count / 1e3, 1e3, ("M", "B", "T"))
 
 
 def flop(count: float) -> str:
-    """Floating-point operations as "46.87 GFLOP"."""
+    """Return floating-point operations as "46.87 GFLOP"."""
     return f"{count:.0f} FLOP" if count < 1e3 else _largest(count, 1e3, ("KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
 
 
 def _largest(count: float, step: float, units: Sequence[str]) -> str:
-    """`count` in the largest of `units` that leaves at least 1; the first stands for `step`."""
+    """Return `count` in the largest unit that leaves at least 1; the first unit is `step`."""
     power = min(int(math.log(count) / math.log(step) + 1e-12), len(units))
     return f"{count / step**power:,.2f} {units[power - 1]}"

@@ -14,14 +14,14 @@ from pretraining.config.variants import ModelShape
 
 
 class FlopsPerToken(NamedTuple):
-    """Floating-point operations of a forward and backward pass, per token, in the two conventions."""
+    """Floating-point operations of a forward and backward pass per token, in two conventions."""
 
     full: int  # attention over the whole sequence: 6 N + 12 L d S (PaLM, nanoGPT, fms-fsdp); "mfu"
     causal: int  # only the half of it that a causal mask leaves: 6 N + 6 L d S; "mfu_causal"
 
 
 def flops_per_token(shape: ModelShape, seq_length: int) -> FlopsPerToken:
-    """FLOPs of training on one token of a sequence of `seq_length`.
+    """Return the FLOPs of training on one token of a sequence of `seq_length`.
 
     6 N: two per weight in the forward pass, four in the backward. N is every parameter except the input embedding,
     which is a lookup (torchtitan and nanochat leave it out too; fms-fsdp's published figures leave it in, 2 % more at
@@ -36,7 +36,7 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> FlopsPerToken:
 
 @dataclass(frozen=True)
 class Meter:
-    """Turns the time of a step into throughput. What it holds does not change during a run."""
+    """Throughput and MFU of a step from its time."""
 
     tokens_per_step: int  # of the global batch
     devices: int
@@ -44,7 +44,7 @@ class Meter:
     kind: DeviceKind | None  # None: its peak is unknown, so there is no MFU
 
     def speed(self, step_time: float) -> dict[str, float | None]:
-        """The timing keys of metrics.jsonl for a step of `step_time` seconds, above 0. MFUs are shares of 1."""
+        """Return the timing keys of metrics.jsonl for a step of `step_time` seconds, above 0. MFUs are shares of 1."""
         tokens = self.tokens_per_step / step_time
         return {
             "step_time": step_time,

@@ -1,7 +1,7 @@
-"""metrics.jsonl, the run's own record, and the sinks that are fed from it.
+"""metrics.jsonl, and the sinks that get its records.
 
 One JSON object per line and report, flushed at once, so a kill loses at most the line being written. The file is the
-source of truth: what TensorBoard and Weights & Biases show was written here first. Knows no torch device.
+source of truth: TensorBoard and Weights & Biases get what was written here first. Does not depend on torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILE_NAME = "metrics.jsonl"
 
 
 class Metrics:
-    """Appends records to metrics.jsonl and passes them on. One process of a run has one."""
+    """The open metrics.jsonl of process 0, and the sinks that get the same records."""
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         self._path = path
@@ -29,7 +29,7 @@ class Metrics:
         self._sinks = sinks
 
     def write(self, record: Record) -> None:
-        """Append one line. A figure that is not finite becomes null: JSON has no NaN."""
+        """Append one line. A number that is not finite becomes null: JSON has no NaN."""
         clean = {name: None if _infinite(value) else value for name, value in record.items()}
         self._file.write(json.dumps(clean, allow_nan=False) + "\n")
         self._file.flush()
@@ -37,40 +37,40 @@ class Metrics:
             sink.write(clean)
 
     def losses(self) -> list[float]:
-        """The finite training losses in the file, oldest first."""
+        """Return the finite training losses in the file, oldest first."""
         return [line["loss"] for line in read_metrics(self._path) if line.get("loss") is not None]
 
     def close(self) -> None:
-        """Close the file and wait for the sinks to pass on what they hold."""
+        """Close the file, and the sinks after they have sent their records."""
         self._file.close()
         for sink in self._sinks:
             sink.close()
 
 
 def open_metrics(config: TrainConfig, log_dir: Path, step: int) -> Metrics:
-    """The run's metrics, continued after `step` updates (0: a new run, whatever the file held before is dropped)."""
+    """Open the metrics of a run that continues after `step` updates; 0 starts a new file."""
     log_dir.mkdir(parents=True, exist_ok=True)
     cut_back(log_dir / FILE_NAME, step)
     return Metrics(log_dir / FILE_NAME, open_sinks(config, log_dir, step))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file, in order; a torn last line is left out.
+    """Return the complete records of a metrics file; an incomplete last line is left out.
 
-    Raises UserError on any other line that is not a JSON object: the file was changed by something else.
+    Raises UserError on any other line that is not a record: the file was changed by something else.
     """
     text = path.read_bytes() if path.exists() else b""
     return [_parse(path, number, line) for number, line in enumerate(text.split(b"\n")[:-1], 1)]
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop the lines after `step`, and a torn last one, so that a resumed run writes each step once.
+    """Drop the lines after `step`, and an incomplete last one, so that a resumed run writes each step once.
 
-    Atomic: the file is the old one or the new one after a kill at any instant. Step 0 drops every line.
+    Atomic: after a kill at any instant the file is the old one or the new one. Step 0 drops every line.
     """
     if not path.exists():
         return
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is incomplete
     kept = [line for number, line in enumerate(lines, 1) if step and _parse(path, number, line)["step"] <= step]
     fresh = path.with_name(f".{path.name}.cut")
     with fresh.open("wb") as file:

@@ -1,6 +1,6 @@
-"""One line per report for a person: the same in a terminal and in a log file.
+"""The line of a report: the same in a terminal and in a log file.
 
-Pure functions of a record of metrics.jsonl. No colours, no carriage returns, columns that keep their width.
+Pure functions of a record of metrics.jsonl. No colours, no carriage returns, columns of fixed width.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pretraining.monitor.figures import duration, number, percent
 
 
 def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
-    """Step, percent, loss, learning rate, gradient norm, tokens/s, MFU (6N + 12LdS) and the time that is left."""
+    """Return step, percent, loss, learning rate, gradient norm, tokens/s, MFU (6N + 12LdS) and remaining time."""
     remaining = (num_steps - record["step"]) * record["step_time"]
     return "  ".join(
         (
@@ -30,12 +30,12 @@ def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
 
 
 def evaluation_line(record: Mapping[str, Any], num_steps: int) -> str:
-    """Step, percent and the loss on held-out data: "val_loss" or "test_loss"."""
+    """Return step, percent and the loss on held-out data: "val_loss" or "test_loss"."""
     name, kind = ("val_loss", "validation") if "val_loss" in record else ("test_loss", "test")
     return f"{_position(record['step'], num_steps)}  {kind} loss {number(record[name], 7, 4)}"
 
 
 def _position(step: int, num_steps: int) -> str:
     width = len(str(num_steps))
-    share = math.floor(1000 * step / num_steps) / 10  # rounded down: 100 % is the last step and no other
+    share = math.floor(1000 * step / num_steps) / 10  # rounded down: only the last step is 100 %
     return f"step {step:>{width}}/{num_steps} {share:>5.1f}%"

@@ -1,9 +1,9 @@
-"""One page with the curves of one run or several, from their metrics.jsonl alone.
+"""One HTML page with the curves of one or several runs, from their metrics.jsonl.
 
     python -m pretraining.monitor.report RUN_DIR [RUN_DIR ...] [--output=FILE]
 
-A single HTML file with drawings inside it: no server, no package, no network; it can be sent by mail. Written to
-report.html in the first run's folder unless `--output` says otherwise.
+A single file with inline SVG: no server, package or network is needed. Written to report.html in the first run's
+folder unless `--output` names a file.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pretraining.monitor.metrics import FILE_NAME, read_metrics
 Points = list[tuple[float, float]]  # (step, value), rising steps
 
 COLOURS = ("#1f5aa6", "#c8501e", "#2e8540", "#8a3ffc", "#b28600", "#0f8b8d", "#a2195b", "#555555")
-WIDTH, HEIGHT, LEFT, BOTTOM = 560, 240, 64, 28  # pixels of a chart, and of its margins for numbers
-POINTS = 600  # of a drawn curve: about one a pixel
+WIDTH, HEIGHT, LEFT, BOTTOM = 560, 240, 64, 28  # pixels of a chart and its margins
+POINTS = 600  # of a curve: about one per pixel
 
 
 class Run(NamedTuple):
-    """One run's records."""
+    """The records and the configuration of one training run."""
 
     name: str
     records: list[dict[str, Any]]
@@ -47,8 +47,7 @@ class Curve(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """One drawing: its title, and for each figure it shows the name in the records, a suffix of its label and whether
-    it is dashed."""
+    """One chart. For each curve: the name in the records, a suffix of the label, and whether it is dashed."""
 
     title: str
     shows: tuple[tuple[str, str, bool], ...]
@@ -71,7 +70,7 @@ CHARTS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page; 0, or 2 with a sentence where a run cannot be read."""
+    """Write the page and return 0, or 2 with a message where a run cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m pretraining.monitor.report", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a metrics.jsonl")
     parser.add_argument("--output", type=Path, help="file to write (default: report.html in the first folder)")
@@ -90,18 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_run(folder: Path) -> Run:
-    """The records of a run folder. Raises UserError where there are none."""
+    """Return the run of a folder. Raises UserError if it has no reports."""
     records = read_metrics(folder / FILE_NAME)
     if not records:
-        raise UserError(
-            f"{folder}: no {FILE_NAME} with reports in it; name the folder of a run, such as runs/quickstart"
-        )
+        raise UserError(f"{folder}: no {FILE_NAME} with reports; give the folder of a run, such as runs/quickstart")
     config = folder / "config.json"
     return Run(folder.resolve().name, records, json.loads(config.read_text()) if config.is_file() else {})
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole HTML document."""
+    """Return the HTML document."""
     charts = [drawn(chart.title, _curves(chart, runs), chart.unit, chart.logarithmic) for chart in CHARTS]
     charts += [drawn(f"Data mixture, sequences so far: {run.name}", _mixture(run), amount) for run in runs]
     title = html.escape(", ".join(run.name for run in runs))
@@ -118,7 +115,7 @@ th:first-child, td:first-child { text-align: left } text { font-size: 11px; fill
 </style>"""
 
 
-# ---- What is shown
+# ---- Content
 
 
 def _curves(chart: Chart, runs: Sequence[Run]) -> list[Curve]:
@@ -132,7 +129,7 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> list[Curve]:
 
 
 def _mixture(run: Run) -> list[Curve]:
-    """Sequences taken of each dataset; one dataset alone is no mixture."""
+    """Return the sequences read from each dataset, if there are several."""
     reports = [record for record in run.records if record.get("consumed")]
     names = list(dict.fromkeys(name for record in reports for name in record["consumed"]))
     if len(names) < 2:
@@ -149,7 +146,7 @@ def _mixture(run: Run) -> list[Curve]:
 
 
 def _summary(runs: Sequence[Run]) -> str:
-    """One line a run: where it stands."""
+    """Return a table of the runs' last reports."""
     rows = []
     for run in runs:
         reports = [record for record in run.records if "loss" in record]
@@ -170,7 +167,7 @@ def _summary(runs: Sequence[Run]) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    """The settings that are not the same in all runs."""
+    """Return a table of the settings that differ between the runs."""
     names = dict.fromkeys(name for run in runs for name in run.config)
     differing = [name for name in names if len({json.dumps(run.config.get(name)) for run in runs}) > 1]
     rows = [(name, *(str(run.config.get(name, "")) for run in runs)) for name in differing]
@@ -192,7 +189,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def drawn(title: str, curves: Sequence[Curve], unit: Callable[[float], str], logarithmic: bool = False) -> str:
-    """A chart as an HTML figure; empty without curves."""
+    """Return a chart as an HTML figure; empty without curves."""
     if not curves:
         return ""
     values = [value for curve in curves for _, value in curve.points]
@@ -229,12 +226,11 @@ def _key(curve: Curve) -> str:
 
 
 def thinned(points: Points) -> Points:
-    """At most POINTS of the points, the first and last among them; of each stretch the lowest and the highest stay, so
-    that no spike is lost."""
+    """Return at most POINTS of the points: the first, the last, and the extremes of each interval between them."""
     if len(points) <= POINTS:
         return points
-    stretches = POINTS // 2 - 1
-    cuts = [1 + number * (len(points) - 2) // stretches for number in range(stretches + 1)]
+    intervals = POINTS // 2 - 1
+    cuts = [1 + number * (len(points) - 2) // intervals for number in range(intervals + 1)]
     kept = [points[0]]
     for start, end in pairwise(cuts):
         part = points[start:end]
@@ -243,13 +239,13 @@ def thinned(points: Points) -> Points:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """From the lowest to the highest, with room where they are one."""
+    """Return the lowest and the highest value, some distance apart where they are equal."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2)
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers between the two."""
+    """Return about five round numbers between `low` and `high`."""
     rough = (high - low) / 5
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)

@@ -1,6 +1,6 @@
-"""Where the records of metrics.jsonl are shown: TensorBoard where it is installed, Weights & Biases on request.
+"""The sinks of metrics.jsonl: TensorBoard where it is installed, Weights & Biases on request.
 
-Both packages are optional and imported only here, when a run opens them.
+Both packages are optional, and imported only here when a run opens them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Record = Mapping[str, Any]  # "step" (1-based, after the update) and what is rep
 
 
 class Sink(Protocol):
-    """Takes the records that the file took."""
+    """Shows the records of metrics.jsonl."""
 
     def write(self, record: Record) -> None:
         """Show every number of `record` at its step."""
         ...
 
     def close(self) -> None:
-        """Pass on what is held back."""
+        """Send what is buffered."""
         ...
 
 
 def open_sinks(config: TrainConfig, log_dir: Path, step: int) -> list[Sink]:
-    """The sinks of a run that continues after `step` updates. Raises UserError if the tracker's package is missing."""
+    """Open the sinks of a run that continues after `step` updates. Raises UserError if a package is missing."""
     sinks: list[Sink] = []
     if find_spec("tensorboard"):
         sinks.append(TensorBoard(Path(config.tensorboard_dir or log_dir / "tensorboard"), step))
@@ -40,7 +40,7 @@ def open_sinks(config: TrainConfig, log_dir: Path, step: int) -> list[Sink]:
     return sinks
 
 
-# What NeMo calls the same figure, so that runs of both stand in one chart.
+# NeMo's names of the same numbers, so that runs of both share a chart.
 ALIASES = {
     "loss": "reduced_train_loss",
     "learning_rate": "lr",
@@ -51,7 +51,7 @@ ALIASES = {
 
 
 class TensorBoard:
-    """Every number of a record as a scalar under its own name, and NeMo's where it has one, at its own step."""
+    """Every number of a record as a scalar under its name, and under NeMo's name where it has one."""
 
     def __init__(self, folder: Path, step: int) -> None:
         # purge_step hides what an interrupted run wrote after `step`, as it is cut from metrics.jsonl.
@@ -71,9 +71,9 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases; the run keeps its id, so a continued one continues its curves.
+    """Weights & Biases; a continued run has the same id and therefore continues its curves.
 
-    Steps that a killed run sent after its last checkpoint stay as they were: the service takes no step twice.
+    Steps that a killed run sent after its last checkpoint are not replaced: the service accepts a step once.
     """
 
     def __init__(self, config: TrainConfig, log_dir: Path) -> None:

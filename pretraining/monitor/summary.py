@@ -1,4 +1,4 @@
-"""What a benchmark run leaves behind: medians over the steps that did not compile."""
+"""The summary of a benchmark run: medians over the steps that did not compile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pretraining.monitor.flops import Meter
 
 
 def summary(meter: Meter, first_step: float, step_times: Sequence[float], memory_bytes: int | None) -> str:
-    """Median step time, tokens/s, both MFUs, peak memory and compile time, as lines of text.
+    """Return median step time, tokens/s, both MFUs, peak memory and compile time, as lines of text.
 
     first_step: seconds of the step that compiled. step_times: seconds per step after it, one per report; a report
     that covers several steps gives their mean. memory_bytes: peak of the busiest device, None where it cannot say.

@@ -40,7 +40,7 @@ def test_every_fact_is_one_line_with_its_figures() -> None:
     assert "46.09 GFLOP" in said["FLOP/token"]
     assert "42.87 GFLOP" in said["FLOP/token"]
     assert said["devices"].startswith("8 x NVIDIA A100-SXM4-80GB: replica 2 x shard 4")
-    assert said["batch"].startswith("262,144 tokens/step = 64 sequences of 4096 (2 per device and pass, 4 passes)")
+    assert said["batch"].startswith("262,144 tokens/step = 64 sequences of 4096 (4 micro-batches of 2 per rank)")
     assert "3.93 B tokens in 15,000 steps" in said["batch"]
     assert said["recomputed"] == "1 of 4 blocks: F T F F"
     assert said["MFU against"] == "312.00 TFLOP/s dense bf16, A100"

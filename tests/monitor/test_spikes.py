@@ -1,11 +1,11 @@
-"""A loss that stands out is flagged, and the ordinary course of a run is not."""
+"""A loss spike is flagged, and the noise of an ordinary run is not."""
 
 from __future__ import annotations
 
 import math
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretraining.monitor.spikes import WINDOW, is_spike
@@ -17,6 +17,7 @@ def falling(seed: int, reports: int, noise: float) -> list[float]:
     return [3 + 5.7 * math.exp(-step / 60) + draw.gauss(0, noise) for step in range(reports)]
 
 
+@settings(max_examples=25)  # of 268 losses each
 @given(st.integers(0, 10**6), st.floats(0, 0.2))
 def test_the_noise_of_batches_is_no_spike(seed: int, noise: float) -> None:
     losses = falling(seed, 300, noise)
@@ -31,5 +32,5 @@ def test_a_jump_is_flagged_even_after_another_one(seed: int, place: int, height:
 
 
 @given(st.lists(st.floats(0, 20), max_size=WINDOW - 1))
-def test_the_first_reports_say_nothing(recent: list[float]) -> None:
+def test_the_first_reports_are_no_spikes(recent: list[float]) -> None:
     assert not is_spike(100.0, recent)
