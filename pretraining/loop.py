@@ -36,7 +36,7 @@ from pretraining.monitor.spikes import WINDOW, is_spike
 from pretraining.monitor.summary import summary
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.schedule import learning_rate
-from pretraining.parallel.engine import Engine, LostPeerError, StepResult, lost_peers_told
+from pretraining.parallel.engine import Engine, LostPeerError, StepResult, raise_lost_peer_error
 
 FINISHED, STOPPED_ITSELF = 0, 3  # exit codes; a signal's is 128 + its number
 
@@ -134,7 +134,7 @@ def train(run: TrainingRun) -> int:
     if run.metrics:
         run.recent_losses.extend(run.metrics.losses())
     try:
-        with lost_peers_told(run.engine.process_index, run.config.collective_timeout):
+        with raise_lost_peer_error(run.engine.process_index, run.config.collective_timeout):
             code = FINISHED if run.start_step >= run.config.num_steps else _train_steps(run, batches, interrupt)
             run.checkpoints.close()
     except SaveFailedError as error:

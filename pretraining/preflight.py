@@ -13,8 +13,8 @@ from pretraining.data import check_data
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.memory import check_memory
 from pretraining.monitor.metrics import Metrics, open_metrics
-from pretraining.optim.precision import dtypes_told
-from pretraining.optim.schedule import learning_rate, telling_steps
+from pretraining.optim.precision import describe_dtypes
+from pretraining.optim.schedule import learning_rate, milestone_steps
 from pretraining.parallel.engine import Engine
 from pretraining.parallel.layout import state_bytes, unsharded_state_bytes
 from pretraining.parallel.mesh import notes
@@ -49,8 +49,8 @@ def describe_run(config: TrainConfig, engine: Engine) -> str:
         per_device=state_bytes(config, engine.layout),
         device_name=engine.device_name,
         recompute=block_mask(config, shape.num_layers),
-        dtypes=dtypes_told(config),
-        rates={step: learning_rate(config, step) for step in telling_steps(config)},
+        dtypes=describe_dtypes(config),
+        rates={step: learning_rate(config, step) for step in milestone_steps(config)},
     )
     return "\n".join([facts, *notes(config, shape, engine.mesh, engine.name)])
 

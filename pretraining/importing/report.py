@@ -14,7 +14,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.validate import parse_steps
 from pretraining.config.variants import model_shape
 from pretraining.importing.resolve import ImportResult, KeyReport, settings
-from pretraining.optim.schedule import learning_rate, telling_steps
+from pretraining.optim.schedule import learning_rate, milestone_steps
 
 STATUSES = ("mapped", "implied", "ignored", "unsupported")
 
@@ -68,7 +68,7 @@ def _parameters(config: TrainConfig) -> int | None:
 def _learning_rates(config: TrainConfig, steps: str) -> dict[str, float]:
     """Return the rate by 0-based update: those asked for, or the first, the warm-up's end, the middle and the last."""
     try:
-        chosen = parse_steps(steps) or telling_steps(config)
+        chosen = parse_steps(steps) or milestone_steps(config)
         return {str(step): learning_rate(config, step) for step in chosen}
     except (ArithmeticError, KeyError, TypeError):  # a schedule whose settings the problems name
         return {}

@@ -1,9 +1,10 @@
-"""Causal attention in pieces of the query axis, for devices without a fused kernel of their own.
+"""Attention in chunks of the query axis, for devices without a fused attention kernel.
 
-No [T, T] matrix of a head exists at any time: a piece of C queries meets only the keys up to its last one, so half of
-the products are never computed, and the backward pass makes the probabilities again from one number a query
-(FlashAttention-2, Dao 2023, algorithm 2, with pieces of queries only).
-Shapes: B rows, K key/value heads, G query heads a key/value head, C queries of a piece, S keys that it meets, E width.
+No [T, T] matrix of a head ever exists: a chunk of C queries reads only the keys up to its last query, so half of the
+products are never computed, and the backward pass recomputes the probabilities from one number per query
+(FlashAttention-2, Dao 2023, algorithm 2, chunked over queries only).
+Shapes: B rows, K key/value heads, G query heads per key/value head, C queries of a chunk, S keys that it reads, E head
+width.
 """
 
 from __future__ import annotations
@@ -14,35 +15,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pretraining.models.dropout import kept
-from pretraining.noise import joined
+from pretraining.models.dropout import keep_scale
+from pretraining.noise import hash_with
 
-# Queries of a piece. A longer one computes more products for nothing (half a piece a query), a shorter one makes the
-# compiled program larger: it holds every piece, 8 of them at 4096 tokens.
-MOST, PIECES = 512, 2
-
-
-class Seen(NamedTuple):
-    """What a query sees of the keys up to its own."""
-
-    segments: Tensor | None = None  # [B, T]: those of its own segment alone
-    window: int | None = None  # this many, its own included
-    noise: Tensor | None = None  # [B, T] int32: without those that are dropped, see models/dropout.py
-    rate: float = 0.0  # how many
-    rank: int = 0  # whose part of the heads these are
+# Queries of a chunk. A longer chunk computes more masked products (half a chunk per query); a shorter one makes the
+# compiled program larger, because it contains every chunk: 8 of them at 4096 tokens.
+MAX_CHUNK, MIN_CHUNKS = 512, 2
 
 
-def chunked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Seen | None = None) -> Tensor:
+class AttentionMask(NamedTuple):
+    """Which keys, of those up to its own position, a query attends to."""
+
+    segments: Tensor | None = None  # [B, T]: keys of the query's own segment only
+    window: int | None = None  # this many keys, its own included
+    noise: Tensor | None = None  # [B, T] int32: hashes that decide which keys are dropped, see models/dropout.py
+    dropout: float = 0.0  # probability that a key is dropped
+    tensor_rank: int = 0  # whose shard of the heads these are
+
+
+def chunked_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None) -> Tensor:
     """Causal softmax(q k^T / sqrt(E)) v, softmax in fp32: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E]."""
     rows, heads, length, width = q.shape
     grouped = q.view(rows, k.shape[1], heads // k.shape[1], length, width)  # [B, K, G, T, E]
-    y: Tensor = _Chunked.apply(grouped, k, v, *(seen or Seen()))
+    y: Tensor = _Chunked.apply(grouped, k, v, *(mask or AttentionMask()))
     return y.view(rows, heads, length, width)
 
 
-def pieces(length: int) -> list[tuple[int, int]]:
-    """(first, last + 1) query of each piece: at least PIECES, none above MOST."""
-    size = min(MOST, max(1, -(-length // PIECES)))
+def chunk_bounds(length: int) -> list[tuple[int, int]]:
+    """Return (first, last + 1) query of each chunk: at least MIN_CHUNKS chunks, none above MAX_CHUNK."""
+    size = min(MAX_CHUNK, max(1, -(-length // MIN_CHUNKS)))
     return [(first, min(first + size, length)) for first in range(0, length, size)]
 
 
@@ -56,101 +57,100 @@ class _Chunked(torch.autograd.Function):
         segments: Tensor | None,
         window: int | None,
         noise: Tensor | None,
-        rate: float,
-        rank: int,
+        dropout: float,
+        tensor_rank: int,
     ) -> Tensor:
-        seen = Seen(segments, window, noise, rate, rank)
-        outputs, totals = [], []
-        for first, last in pieces(q.shape[3]):
-            low = _lowest(first, window)
-            scores = _scores(q[..., first:last, :], k[:, :, low:last], seen, first, low)  # [B, K, G, C, S]
-            total = scores.logsumexp(-1, keepdim=True)
-            weights = _kept((scores - total).exp(), seen, first, low)
-            outputs.append(_grouped(WEIGHTED, weights.to(v.dtype), v[:, :, low:last]))
-            totals.append(total)
-        y, total = torch.cat(outputs, 3), torch.cat(totals, 3)  # [B, K, G, T, E], [B, K, G, T, 1]
-        ctx.save_for_backward(q, k, v, y, total, segments, noise)
-        ctx.window, ctx.rate, ctx.rank = window, rate, rank
+        mask = AttentionMask(segments, window, noise, dropout, tensor_rank)
+        outputs, normalizers = [], []
+        for first, last in chunk_bounds(q.shape[3]):
+            low = _lowest_key(first, window)
+            scores = _scores(q[..., first:last, :], k[:, :, low:last], mask, first, low)  # [B, K, G, C, S]
+            normalizer = scores.logsumexp(-1, keepdim=True)
+            weights = _dropped((scores - normalizer).exp(), mask, first, low)
+            outputs.append(_per_group(WEIGHTED_SUM, weights.to(v.dtype), v[:, :, low:last]))
+            normalizers.append(normalizer)
+        y, normalizer = torch.cat(outputs, 3), torch.cat(normalizers, 3)  # [B, K, G, T, E], [B, K, G, T, 1]
+        ctx.save_for_backward(q, k, v, y, normalizer, segments, noise)
+        ctx.window, ctx.dropout, ctx.tensor_rank = window, dropout, tensor_rank
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, total, segments, noise = ctx.saved_tensors
-        looks = Seen(segments, ctx.window, noise, ctx.rate, ctx.rank)
+        q, k, v, y, normalizer, segments, noise = ctx.saved_tensors
+        mask = AttentionMask(segments, ctx.window, noise, ctx.dropout, ctx.tensor_rank)
         scale = 1 / math.sqrt(q.shape[-1])
         shift = (grad.float() * y.float()).sum(-1, keepdim=True)  # [B, K, G, T, 1]
         grad_q, grad_k, grad_v = [], torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
-        for first, last in pieces(q.shape[3]):
-            low = _lowest(first, ctx.window)
-            here, seen, values = q[..., first:last, :], k[:, :, low:last], v[:, :, low:last]
-            part = grad[..., first:last, :]
-            scores = _scores(here, seen, looks, first, low)
-            weights = (scores - total[..., first:last, :]).exp()  # [B, K, G, C, S]
-            by_weights = _kept(_grouped(PRODUCTS, part, values).float(), looks, first, low)
-            by_scores = (weights * (by_weights - shift[..., first:last, :]) * scale).to(q.dtype)
-            grad_q.append(_grouped(WEIGHTED, by_scores, seen))
-            unseen = (0, 0, low, k.shape[2] - last)
-            weights = _kept(weights, looks, first, low)
-            grad_k = grad_k + torch.nn.functional.pad(_over_queries(by_scores, here), unseen)
-            grad_v = grad_v + torch.nn.functional.pad(_over_queries(weights.to(q.dtype), part), unseen)
+        for first, last in chunk_bounds(q.shape[3]):
+            low = _lowest_key(first, ctx.window)
+            queries, keys, values = q[..., first:last, :], k[:, :, low:last], v[:, :, low:last]
+            grad_chunk = grad[..., first:last, :]
+            scores = _scores(queries, keys, mask, first, low)
+            weights = (scores - normalizer[..., first:last, :]).exp()  # [B, K, G, C, S]
+            grad_weights = _dropped(_per_group(PRODUCTS, grad_chunk, values).float(), mask, first, low)
+            grad_scores = (weights * (grad_weights - shift[..., first:last, :]) * scale).to(q.dtype)
+            grad_q.append(_per_group(WEIGHTED_SUM, grad_scores, keys))
+            padding = (0, 0, low, k.shape[2] - last)
+            weights = _dropped(weights, mask, first, low)
+            grad_k = grad_k + torch.nn.functional.pad(_sum_over_queries(grad_scores, queries), padding)
+            grad_v = grad_v + torch.nn.functional.pad(_sum_over_queries(weights.to(q.dtype), grad_chunk), padding)
         return torch.cat(grad_q, 3), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None, None
 
 
-def _lowest(first: int, window: int | None) -> int:
-    """The first key that any query from `first` on sees."""
+def _lowest_key(first: int, window: int | None) -> int:
+    """First key that any query from `first` on attends to."""
     return 0 if window is None else max(0, first - window + 1)
 
 
-def _scores(q: Tensor, k: Tensor, seen: Seen, first: int, low: int) -> Tensor:
-    """Scaled products of queries from `first` on and keys from `low` on, fp32 [B, K, G, C, S], -inf where a query may
-    not look."""
+def _scores(q: Tensor, k: Tensor, mask: AttentionMask, first: int, low: int) -> Tensor:
+    """Scaled products of queries from `first` on and keys from `low` on, fp32 [B, K, G, C, S]; -inf where masked."""
     count, last = q.shape[3], low + k.shape[2]
-    scores = _grouped(PRODUCTS, q, k).float() / math.sqrt(q.shape[-1])
+    scores = _per_group(PRODUCTS, q, k).float() / math.sqrt(q.shape[-1])
     keys = torch.arange(low, last, device=q.device)
     queries = torch.arange(first, first + count, device=q.device)[:, None]
-    hidden = keys > queries  # [C, S]
-    if seen.window is not None:
-        hidden = hidden | (keys <= queries - seen.window)
-    if seen.segments is not None:
-        apart = seen.segments[:, first : first + count, None] != seen.segments[:, None, low:last]  # [B, C, S]
-        hidden = hidden | apart[:, None, None]
-    return scores.masked_fill(hidden, -math.inf)
+    masked = keys > queries  # [C, S]
+    if mask.window is not None:
+        masked = masked | (keys <= queries - mask.window)
+    if mask.segments is not None:
+        differs = mask.segments[:, first : first + count, None] != mask.segments[:, None, low:last]  # [B, C, S]
+        masked = masked | differs[:, None, None]
+    return scores.masked_fill(masked, -math.inf)
 
 
-def _kept(weights: Tensor, seen: Seen, first: int, low: int) -> Tensor:
-    """`weights` [B, K, G, C, S] without those that dropout takes, scaled to keep their mean."""
-    if seen.noise is None:
+def _dropped(weights: Tensor, mask: AttentionMask, first: int, low: int) -> Tensor:
+    """Apply attention dropout to `weights` [B, K, G, C, S]."""
+    if mask.noise is None:
         return weights
     _, kv_heads, groups, count, keys = weights.shape
-    head = seen.rank * kv_heads * groups
+    head = mask.tensor_rank * kv_heads * groups
     heads = torch.arange(head, head + kv_heads * groups, dtype=torch.int32, device=weights.device)
     heads = heads.view(kv_heads, groups, 1, 1)
     columns = torch.arange(low, low + keys, dtype=torch.int32, device=weights.device)
-    queries = seen.noise[:, None, None, first : first + count, None]  # [B, 1, 1, C, 1]
-    return weights * kept(joined(joined(queries, heads), columns), seen.rate)
+    queries = mask.noise[:, None, None, first : first + count, None]  # [B, 1, 1, C, 1]
+    return weights * keep_scale(hash_with(hash_with(queries, heads), columns), mask.dropout)
 
 
-def _grouped(equation: str, x: Tensor, y: Tensor) -> Tensor:
+def _per_group(equation: str, x: Tensor, y: Tensor) -> Tensor:
     """`equation` for x [B, K, G, C, ..] and y [B, K, S, E], whose heads the G groups share: [B, K, G, C, ..]."""
-    made = contract(equation, x.flatten(2, 3), y)
-    return made.view(*x.shape[:-1], made.shape[-1])
+    product = contract(equation, x.flatten(2, 3), y)
+    return product.view(*x.shape[:-1], product.shape[-1])
 
 
-def _over_queries(x: Tensor, y: Tensor) -> Tensor:
+def _sum_over_queries(x: Tensor, y: Tensor) -> Tensor:
     """x [B, K, G, C, S] and y [B, K, G, C, E] multiplied and summed over G and C: [B, K, S, E], fp32."""
     return contract(OVER_QUERIES, x.flatten(2, 3), y.flatten(2, 3)).float()
 
 
 # Rows b, heads k, queries q, keys s, channels e
-PRODUCTS, WEIGHTED, OVER_QUERIES = "bkqe,bkse->bkqs", "bkqs,bkse->bkqe", "bkqs,bkqe->bkse"
+PRODUCTS, WEIGHTED_SUM, OVER_QUERIES = "bkqe,bkse->bkqs", "bkqs,bkse->bkqe", "bkqs,bkqe->bkse"
 
 
 @torch.library.custom_op("pretraining::contract", mutates_args=())
 def contract(equation: str, x: Tensor, y: Tensor) -> Tensor:
-    """torch.einsum, kept whole while a graph is traced.
+    """torch.einsum as one node of a traced graph.
 
-    Traced through, it becomes a product of three dimensions, rows and heads in one. No device holds a run of that one
-    where rows and heads are both split, so the compiler would gather all heads on every tensor rank.
+    Traced through, it becomes a batched product whose batch dimension merges rows and heads. Where both are sharded, no
+    device holds a contiguous range of the merged dimension, so the compiler would gather all heads on every rank.
     """
     return torch.einsum(equation, x, y)
 

@@ -1,7 +1,7 @@
-"""Dropout whose choice is a function of place and time: of (seed, update, row of the global batch, token, channel).
+"""Dropout as a pure function of (seed, update, token of the global batch, block, site, channel).
 
-So every mesh and engine drops the same values, a block that is recomputed drops them again, and a run that was stopped
-goes on as if it had not been. Source: Srivastava et al. 2014; the bits are pretraining/noise.py's.
+Every mesh and engine therefore drops the same values, a recomputed block drops them again, and a resumed run continues
+bitwise identically. Source: Srivastava et al. 2014; random bits: pretraining/noise.py.
 """
 
 from __future__ import annotations
@@ -12,45 +12,50 @@ import torch
 from torch import Tensor
 
 from pretraining.config.lora import PROJECTIONS
-from pretraining.noise import high, joined, keys, mixed
+from pretraining.noise import hash_with, murmur_finalizer, name_hashes, upper_bits
 
-EMBEDDING, ATTENDED, FED, ACTIVATION, WEIGHTS, LORA = range(6)  # where values are dropped; from LORA on, adapters
-# Where a tensor rank may see a part of the channels: what goes into down_proj and o_proj
-IN_PARTS = (ACTIVATION, *(LORA + i for i, name in enumerate(PROJECTIONS) if name.endswith(("o_proj", "down_proj"))))
+# Sites of a block at which values are dropped; adapters use LORA + the index of their projection.
+EMBEDDING, ATTENTION_OUTPUT, MLP_OUTPUT, MLP_ACTIVATION, ATTENTION_WEIGHTS, LORA = range(6)
+# Sites whose channels tensor ranks shard: the inputs of o_proj and down_proj.
+SHARDED_SITES = (
+    MLP_ACTIVATION,
+    *(LORA + i for i, name in enumerate(PROJECTIONS) if name.endswith(("o_proj", "down_proj"))),
+)
 
 
-class Noise(NamedTuple):
-    """What the choice is made from in one block."""
+class DropoutNoise(NamedTuple):
+    """Hashes that decide what one block drops."""
 
-    cells: Tensor  # [B, T] int32: a hash for each token of the global batch
+    token_hashes: Tensor  # [B, T] int32, of each token's index in the global batch
     layer: Tensor  # int32 scalar
-    rank: int = 0  # whose part of heads and feed-forward channels is seen here
+    tensor_rank: int = 0  # whose shard of heads and feed-forward channels the block computes
 
-    def at(self, site: int) -> Tensor:
-        """[B, T] int32, of this block and this site."""
-        return joined(joined(self.cells, self.layer), torch.full_like(self.layer, site))
+    def site_hash(self, site: int) -> Tensor:
+        """Hashes of this block's tokens at `site`, [B, T] int32."""
+        return hash_with(hash_with(self.token_hashes, self.layer), torch.full_like(self.layer, site))
 
-
-def noise_of(seed: int, update: Tensor, cells: Tensor) -> Noise:
-    """For the first block: `cells` [B, T] int32 numbers the tokens of the global batch, `update` those before it."""
-    state = mixed(keys(seed, ["dropout"])[0].to(cells.device) ^ mixed(update.int()))
-    return Noise(joined(state, cells), torch.zeros((), dtype=torch.int32, device=cells.device))
+    def next_block(self) -> DropoutNoise:
+        """Return the hashes of the next block."""
+        return self._replace(layer=self.layer + 1)
 
 
-def following(noise: Noise | None) -> Noise | None:
-    """For the next block."""
-    return None if noise is None else noise._replace(layer=noise.layer + 1)
+def dropout_noise(seed: int, update: Tensor, token_index: Tensor) -> DropoutNoise:
+    """Return the hashes of the first block; `token_index` [B, T] int32 is the index in the global batch."""
+    seed_hash = name_hashes(seed, ["dropout"])[0].to(token_index.device)
+    state = murmur_finalizer(seed_hash ^ murmur_finalizer(update.int()))
+    layer = torch.zeros((), dtype=torch.int32, device=token_index.device)
+    return DropoutNoise(hash_with(state, token_index), layer)
 
 
-def dropped(x: Tensor, rate: float, noise: Noise | None, site: int) -> Tensor:
-    """`x` [B, T, C] with the share `rate` of its values at 0, and the others scaled to keep the mean."""
+def dropout(x: Tensor, rate: float, noise: DropoutNoise | None, site: int) -> Tensor:
+    """Set the share `rate` of x [B, T, C] to 0 and scale the other values to keep the mean."""
     if noise is None or not rate:
         return x
-    first = noise.rank * x.shape[-1] if site in IN_PARTS else 0
+    first = noise.tensor_rank * x.shape[-1] if site in SHARDED_SITES else 0
     channels = torch.arange(first, first + x.shape[-1], dtype=torch.int32, device=x.device)
-    return x * kept(joined(noise.at(site)[..., None], channels), rate).to(x.dtype)
+    return x * keep_scale(hash_with(noise.site_hash(site)[..., None], channels), rate).to(x.dtype)
 
 
-def kept(bits: Tensor, rate: float) -> Tensor:
-    """fp32: 0 where a hash says so, otherwise 1 / (1 - rate)."""
-    return (high(bits, 24) >= int(rate * 2**24)).float() / (1 - rate)
+def keep_scale(bits: Tensor, rate: float) -> Tensor:
+    """Return 0 where the hash drops a value and 1 / (1 - rate) elsewhere, fp32."""
+    return (upper_bits(bits, 24) >= int(rate * 2**24)).float() / (1 - rate)

@@ -1,4 +1,4 @@
-"""A projection whose weight may be kept wider than its input."""
+"""Projections whose weight may have a wider dtype than their input."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from pretraining.models.dropout import Noise
+from pretraining.models.dropout import DropoutNoise
 from pretraining.models.ops import linear
 
 
 class Module(nn.Module):
-    """nn.Module whose call is known to give a tensor."""
+    """nn.Module whose call is typed to return a tensor."""
 
     __call__: Callable[..., Tensor]
 
@@ -22,14 +22,14 @@ class Linear(nn.Linear, Module):
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
 
-    def forward(self, x: Tensor, noise: Noise | None = None) -> Tensor:
-        """`noise` is for those that drop some of their input (models/lora.py)."""
-        return self.biased(self.product(x, noise))
+    def forward(self, x: Tensor, noise: DropoutNoise | None = None) -> Tensor:
+        """Project x; `noise` decides what an adapter drops (models/lora.py)."""
+        return self.add_bias(self.product(x, noise))
 
-    def product(self, x: Tensor, noise: Noise | None = None) -> Tensor:
-        """Without the bias: what parts of the input give adds up to what all of it gives."""
+    def product(self, x: Tensor, noise: DropoutNoise | None = None) -> Tensor:
+        """Project x without adding the bias: the products of shards of x sum up to the product of x."""
         return linear(x, self.weight)
 
-    def biased(self, y: Tensor) -> Tensor:
-        """A product with the bias, where there is one."""
+    def add_bias(self, y: Tensor) -> Tensor:
+        """Add the bias to a product, if there is one."""
         return y if self.bias is None else y + self.bias.to(y.dtype)

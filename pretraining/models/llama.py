@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,22 @@ from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape, model_shape, padded_vocabulary
-from pretraining.models.chunked import Seen
-from pretraining.models.dropout import ACTIVATION, ATTENDED, EMBEDDING, FED, WEIGHTS, Noise, dropped, following
+from pretraining.models.chunked import AttentionMask
+from pretraining.models.dropout import (
+    ATTENTION_OUTPUT,
+    ATTENTION_WEIGHTS,
+    EMBEDDING,
+    MLP_ACTIVATION,
+    MLP_OUTPUT,
+    DropoutNoise,
+    dropout,
+)
 from pretraining.models.linear import Linear, Module
 from pretraining.models.lora import adapt
 from pretraining.models.ops import LossAndGradient, attention, head_loss, linear, loss_and_gradient
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class Rope(NamedTuple):
@@ -32,8 +43,25 @@ class Rope(NamedTuple):
     sin: Tensor
 
 
-# An engine's own loop over blocks: what it is given beside the stream is what a block is
-RunBlocks = Callable[[Iterable[nn.Module], Tensor, Rope, Tensor | None, Noise | None], Tensor]
+class BatchInputs(NamedTuple):
+    """What the model reads of a micro-batch besides its tokens."""
+
+    positions: Tensor | None = None  # [B, T]; None: 0 .. T-1 in every row
+    # [B, T]: tokens attend within equal ids only; or a mask that an engine made of the segments and the window
+    segments: Tensor | BlockMask | None = None
+    noise: DropoutNoise | None = None  # None: no dropout
+    dtype: torch.dtype = torch.float32  # of the residual stream
+    rope: Rope | None = None  # Llama.hidden computes it from the positions
+
+    def next_block(self) -> BatchInputs:
+        """Return the inputs of the next block, which differ in their dropout noise."""
+        return self if self.noise is None else self._replace(noise=self.noise.next_block())
+
+
+NO_INPUTS = BatchInputs()
+
+# An engine's own loop over the blocks, [B, T, D] -> [B, T, D]
+RunBlocks = Callable[[Iterable[nn.Module], Tensor, BatchInputs], Tensor]
 
 
 class RMSNorm(Module):
@@ -91,8 +119,9 @@ class Attention(Module):
         self.normed, self.rotated = config.qk_norm, config.position_embedding_type == "rope"
         self.window, self.dropout = config.sliding_window, config.attention_dropout
 
-    def forward(self, x: Tensor, rope: Rope, segments: Any = None, noise: Noise | None = None) -> Tensor:
+    def forward(self, x: Tensor, inputs: BatchInputs) -> Tensor:
         rows, length, _ = x.shape
+        noise = inputs.noise
         # -1: an engine may run this with its rank's share of the heads
         q = self.q_proj(x, noise).view(rows, length, -1, self.head_dim)  # [B, T, H, E]
         k = self.k_proj(x, noise).view(rows, length, -1, self.head_dim)  # [B, T, K, E]
@@ -101,17 +130,19 @@ class Attention(Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, E], [B, K, T, E] twice
         if self.rotated:
-            q, k = rotate(q, rope), rotate(k, rope)
-        y = attention(q, k, v, self._seen(segments, noise))  # [B, H, T, E]
+            assert inputs.rope is not None
+            q, k = rotate(q, inputs.rope), rotate(k, inputs.rope)
+        y = attention(q, k, v, self._mask(inputs))  # [B, H, T, E]
         return self.o_proj(y.transpose(1, 2).reshape(rows, length, -1), noise)
 
-    def _seen(self, segments: Any, noise: Noise | None) -> Any:
-        """`segments` [B, T], or a mask of blocks that an engine made of them and the window."""
-        if segments is not None and not isinstance(segments, Tensor):
-            return segments
+    def _mask(self, inputs: BatchInputs) -> AttentionMask | BlockMask:
+        if inputs.segments is not None and not isinstance(inputs.segments, Tensor):
+            return inputs.segments
+        mask, noise = AttentionMask(inputs.segments, self.window), inputs.noise
         if noise is None or not self.dropout:
-            return Seen(segments, self.window)
-        return Seen(segments, self.window, noise.at(WEIGHTS), self.dropout, noise.rank)
+            return mask
+        hashes = noise.site_hash(ATTENTION_WEIGHTS)
+        return mask._replace(noise=hashes, dropout=self.dropout, tensor_rank=noise.tensor_rank)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -146,10 +177,10 @@ class MLP(Module):
         self.gated, self.act_fn = shape.gated, Activation(config.activation)
         self.dropout = config.ffn_dropout
 
-    def forward(self, x: Tensor, noise: Noise | None = None) -> Tensor:
+    def forward(self, x: Tensor, noise: DropoutNoise | None = None) -> Tensor:
         gate = self.gate_proj(x, noise) if self.gated else None
         active = self.act_fn(self.up_proj(x, noise), gate)  # [B, T, F]
-        return self.down_proj(dropped(active, self.dropout, noise, ACTIVATION), noise)
+        return self.down_proj(dropout(active, self.dropout, noise, MLP_ACTIVATION), noise)
 
 
 class Block(Module):
@@ -163,11 +194,13 @@ class Block(Module):
         self.mlp = MLP(config, shape)
         self.parallel, self.dropout = config.parallel_residual, config.hidden_dropout
 
-    def forward(self, x: Tensor, rope: Rope, segments: Any = None, noise: Noise | None = None) -> Tensor:
-        added = self.self_attn(self.input_layernorm(x), rope, segments, noise)  # [B, T, D]
-        attended = x + dropped(added, self.dropout, noise, ATTENDED)
-        fed = self.mlp(self.post_attention_layernorm(x if self.parallel else attended), noise)
-        return attended + dropped(fed, self.dropout, noise, FED)
+    def forward(self, x: Tensor, inputs: BatchInputs) -> Tensor:
+        noise = inputs.noise
+        attended = x + dropout(
+            self.self_attn(self.input_layernorm(x), inputs), self.dropout, noise, ATTENTION_OUTPUT
+        )  # [B, T, D]
+        mlp_output = self.mlp(self.post_attention_layernorm(x if self.parallel else attended), noise)
+        return attended + dropout(mlp_output, self.dropout, noise, MLP_OUTPUT)
 
 
 class Decoder(nn.Module):
@@ -221,66 +254,41 @@ class Llama(Module):
         if config.lora_rank:
             adapt(config, self)
 
-    def forward(
-        self,
-        tokens: Tensor,  # [B, T] integers
-        positions: Tensor | None = None,  # [B, T]; None: 0 .. T-1 in every row
-        segments: Tensor | None = None,  # [B, T]; tokens attend within equal ids only
-        dtype: torch.dtype = torch.float32,
-        run_blocks: RunBlocks | None = None,
-    ) -> Tensor:
-        """Logits [B, T, V] of the next token, in `dtype` (that of the activations)."""
-        return self.padded_logits(tokens, positions, segments, dtype, run_blocks)[..., : self.shape.vocab_size]
+    def forward(self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS, run_blocks: RunBlocks | None = None) -> Tensor:
+        """Return the logits [B, T, V] of the next token, in inputs.dtype; tokens are integers [B, T]."""
+        return self.padded_logits(tokens, inputs, run_blocks)[..., : self.shape.vocab_size]
 
     def padded_logits(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        run_blocks: RunBlocks | None = None,
-        noise: Noise | None = None,
+        self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS, run_blocks: RunBlocks | None = None
     ) -> Tensor:
-        """Logits with the columns of padding, which mean nothing; arguments as in `forward`."""
-        return self.lm_head(self.hidden(tokens, positions, segments, dtype, run_blocks, noise))
+        """Return the logits with the columns of padding, whose values are meaningless."""
+        return self.lm_head(self.hidden(tokens, inputs, run_blocks))
 
-    def hidden(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        run_blocks: RunBlocks | None = None,
-        noise: Noise | None = None,
-    ) -> Tensor:
-        """What the output head sees, [B, T, D]; arguments as in `forward`."""
-        x = dropped(self.model.embed(tokens, positions).to(dtype), self.model.dropout, noise, EMBEDDING)  # [B, T, D]
-        rope = rope_table(self.rope_frequencies, tokens, positions)
-        x = (run_blocks or _in_order)(self.model.layers, x, rope, segments, noise)
+    def hidden(self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS, run_blocks: RunBlocks | None = None) -> Tensor:
+        """Return the input of the output head, [B, T, D]."""
+        embedded = self.model.embed(tokens, inputs.positions).to(inputs.dtype)
+        x = dropout(embedded, self.model.dropout, inputs.noise, EMBEDDING)  # [B, T, D]
+        rope = rope_table(self.rope_frequencies, tokens, inputs.positions)
+        x = (run_blocks or _run_in_order)(self.model.layers, x, inputs._replace(rope=rope))
         return self.model.norm(x)
 
     def loss(
         self,
         tokens: Tensor,
         labels: Tensor,  # [B, T]; ops.IGNORED is not trained on
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
+        inputs: BatchInputs = NO_INPUTS,
         run_blocks: RunBlocks | None = None,
-        inner: LossAndGradient = loss_and_gradient,
-        noise: Noise | None = None,
+        chunk_loss: LossAndGradient = loss_and_gradient,
     ) -> Tensor:
-        """Summed loss of all trained positions, fp32 scalar, without all logits at once (ops.head_loss)."""
-        x = self.hidden(tokens, positions, segments, dtype, run_blocks, noise)
-        return head_loss(x, self.lm_head.weight, labels, self.shape.vocab_size, inner)
+        """Return the summed loss of all trained positions, fp32 scalar, without all logits at once (ops.head_loss)."""
+        x = self.hidden(tokens, inputs, run_blocks)
+        return head_loss(x, self.lm_head.weight, labels, self.shape.vocab_size, chunk_loss)
 
 
-def _in_order(
-    blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None, noise: Noise | None
-) -> Tensor:
+def _run_in_order(blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
     for block in blocks:
-        x = block(x, rope, segments, noise)
-        noise = following(noise)
+        x = block(x, inputs)
+        inputs = inputs.next_block()
     return x
 
 

@@ -1,28 +1,29 @@
-"""The operations whose precision or memory is a decision: projection, attention, and the loss in two forms."""
+"""Projection, attention and cross-entropy: the operations whose precision or memory needs a decision."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretraining.models.chunked import Seen, chunked_attention
+from pretraining.models.chunked import AttentionMask, chunked_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-FUSED = ("cuda", "cpu", "meta")  # with a flash kernel behind scaled_dot_product_attention; meta only counts
+# Devices whose scaled_dot_product_attention has a flash kernel; meta tensors are only used to count.
+FUSED = ("cuda", "cpu", "meta")
 IGNORED = -100  # a label that is not trained on, as in torch and Hugging Face
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [.., I] times weight [O, I] transposed: [.., O] in x's dtype.
+    """Multiply x [.., I] by the transpose of weight [O, I]: [.., O] in x's dtype.
 
-    Where the weight is kept wider than the activations (fp32 master, bf16 compute), its gradient is a product with
-    an fp32 result: what is summed over micro-batches and devices has never been rounded to bf16.
+    Where the weight is wider than the activations (fp32 master, bf16 compute), its gradient is a product with an fp32
+    result, so gradients are not rounded to bf16 before they are summed over micro-batches and devices.
     """
     if x.dtype == weight.dtype:
         return F.linear(x, weight)
@@ -46,20 +47,20 @@ class _MixedLinear(torch.autograd.Function):
         return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: Seen | BlockMask) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | BlockMask) -> Tensor:
     """Causal softmax(q k^T / sqrt(E)) v: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E].
 
-    `seen`: which keys a query sees; as a mask of blocks, those that are empty are not computed, which pays only where
-    the call is compiled. No path holds [T, T] scores of a head.
+    Empty blocks of a BlockMask are not computed, which pays only where the call is compiled. No path holds the [T, T]
+    scores of a head.
     """
     groups = q.shape[1] // k.shape[1]
-    if not isinstance(seen, Seen):
-        return _flex_attention(q, k, v, seen)
-    if seen.window is not None and seen.window >= q.shape[2]:
-        seen = seen._replace(window=None)
-    plain = seen.segments is None and seen.window is None and seen.noise is None
-    if q.device.type not in FUSED or not plain:
-        return chunked_attention(q, k, v, seen)
+    if not isinstance(mask, AttentionMask):
+        return _flex_attention(q, k, v, mask)
+    if mask.window is not None and mask.window >= q.shape[2]:
+        mask = mask._replace(window=None)
+    is_causal_only = mask.segments is None and mask.window is None and mask.noise is None
+    if q.device.type not in FUSED or not is_causal_only:
+        return chunked_attention(q, k, v, mask)
     if groups > 1 and not q.is_cuda:  # CUDA's kernel reads a shared head in place
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, T, E]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
@@ -73,95 +74,113 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
 
 
 def document_mask(segments: Tensor, window: int | None = None) -> BlockMask:
-    """`segments` [B, T] and a sliding window as blocks of 128 x 128 scores, for `attention`."""
+    """Return `segments` [B, T] and a sliding window as a mask of 128 x 128 blocks, for `attention`."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     rows, length = segments.shape
 
-    def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        near = query - key < (window or length)
-        return (query >= key) & near & (segments[row, query] == segments[row, key])
+    def is_visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_near = query - key < (window or length)
+        return (query >= key) & is_near & (segments[row, query] == segments[row, key])
 
-    return create_block_mask(visible, rows, None, length, length, device=str(segments.device))
+    return create_block_mask(is_visible, rows, None, length, length, device=str(segments.device))
+
+
+# Combines the log-sum-exp of a position's logits and its label's logit, both [..], over shards of the vocabulary.
+CombineShards = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class CrossEntropy(NamedTuple):
+    """-log p(label) of every position, and what its gradient needs."""
+
+    logits: Tensor  # fp32 [.., V], -inf in columns of padding
+    is_label: Tensor  # [.., V], true in the label's column
+    log_normalizer: Tensor  # [..]
+    loss: Tensor  # [..]
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, vocabulary: int | None, first: int = 0, combine: CombineShards | None = None
+) -> CrossEntropy:
+    """Cross-entropy of logits [.., V] and labels [..], in fp32.
+
+    Columns are `first` and following of the vocabulary; those from `vocabulary` on are padding (None: there is none).
+    Elementwise but for two sums over a row, so that rows, tokens and vocabulary may each be sharded and only those sums
+    are communicated: by the compiler, or by `combine`.
+    """
+    columns = first + torch.arange(logits.shape[-1], device=logits.device)
+    logits = logits.float()
+    if vocabulary is not None and vocabulary < first + logits.shape[-1]:
+        logits = logits.masked_fill(columns >= vocabulary, -torch.inf)
+    is_label = columns == labels[..., None]
+    log_normalizer, label_logit = logits.logsumexp(-1), torch.where(is_label, logits, 0).sum(-1)
+    if combine:
+        log_normalizer, label_logit = combine(log_normalizer, label_logit)
+    return CrossEntropy(logits, is_label, log_normalizer, log_normalizer - label_logit)
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, vocabulary: int | None = None) -> Tensor:
-    """Sum over trained positions of -log p(label), fp32 scalar: logits [.., V], labels [..].
-
-    Columns from `vocabulary` on are padding; None: none. Elementwise but for sums over a row, so that rows, tokens and
-    vocabulary may each be split over devices and nothing but those sums is communicated.
-    """
-    wide = without_padding(logits.float(), vocabulary)
-    chosen = torch.arange(logits.shape[-1], device=logits.device) == labels[..., None]  # [.., V]
-    losses = wide.logsumexp(-1) - torch.where(chosen, wide, 0).sum(-1)
-    return torch.where(labels != IGNORED, losses, 0).sum()
+    """Sum of the cross-entropy over trained positions, fp32 scalar: logits [.., V], labels [..]."""
+    return torch.where(labels != IGNORED, cross_entropy(logits, labels, vocabulary).loss, 0).sum()
 
 
-def without_padding(logits: Tensor, vocabulary: int | None) -> Tensor:
-    """`logits` [.., V] with no probability at the columns from `vocabulary` on."""
-    if vocabulary is None or vocabulary >= logits.shape[-1]:
-        return logits
-    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) >= vocabulary, -torch.inf)
-
-
-# Rows of logits [rows, V] that exist at a time in head_loss: 4096 of a vocabulary of 128256 are 1 GiB in bf16, and
-# enough for a matrix product at full speed. Those of a batch of 32768 tokens would be 17 GB in fp32, three times over.
+# Rows of logits [rows, V] that head_loss computes at a time: 4096 rows of a vocabulary of 128256 are 1 GiB in bf16, and
+# enough for a matrix product at full speed. A batch of 32768 tokens would take 17 GB in fp32, three times over.
 LOSS_ROWS = 4096
 
-# Logits [R, V], labels [R] and how many columns are no padding -> summed loss, fp32 scalar, and its gradient by the
-# logits, [R, V] in their dtype.
+# Logits [R, V], labels [R] and the vocabulary without padding -> summed loss, fp32 scalar, and its gradient with
+# respect to the logits, [R, V] in their dtype.
 LossAndGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def loss_and_gradient(
-    logits: Tensor, labels: Tensor, vocabulary: int, factor: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    vocabulary: int,
+    factor: Tensor | None = None,
+    first: int = 0,
+    combine: CombineShards | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See LossAndGradient. Elementwise but for two sums per row, so that a compiler makes it one pass or two.
-
-    The gradient is multiplied by `factor` while it is fp32.
-    """
-    wide = without_padding(logits.float(), vocabulary)
-    trained = labels != IGNORED
-    normaliser = wide.logsumexp(-1, keepdim=True)  # [R, 1]
-    chosen = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]  # [R, V]
-    loss = ((normaliser[:, 0] - torch.where(chosen, wide, 0).sum(-1)) * trained).sum()
-    probability = (wide - normaliser).exp()
-    gradient = torch.where(chosen, probability - 1, probability) * trained[:, None]
+    """See LossAndGradient. The gradient is multiplied by `factor` (fp16's loss scale) while it is fp32."""
+    wide, is_label, log_normalizer, losses = cross_entropy(logits, labels, vocabulary, first, combine)
+    is_trained = labels != IGNORED
+    probability = (wide - log_normalizer[:, None]).exp()
+    gradient = torch.where(is_label, probability - 1, probability) * is_trained[:, None]
+    loss = torch.where(is_trained, losses, 0).sum()
     return loss, (gradient if factor is None else gradient * factor).to(logits.dtype)
 
 
 def head_loss(
-    x: Tensor, weight: Tensor, labels: Tensor, vocabulary: int, inner: LossAndGradient = loss_and_gradient
+    x: Tensor, weight: Tensor, labels: Tensor, vocabulary: int, chunk_loss: LossAndGradient = loss_and_gradient
 ) -> Tensor:
-    """next_token_loss(x weight^T, labels, vocabulary) without ever holding all logits.
+    """next_token_loss(x weight^T, labels, vocabulary) without materialising all logits.
 
-    x [B, T, D], weight [V, D], labels [B, T].
-    The gradient is taken in the forward pass, while a piece of the logits is there, so nothing is computed twice and
-    what stays for the backward pass is the gradient by x and by the weight.
+    x [B, T, D], weight [V, D], labels [B, T]. The gradient is computed in the forward pass while a chunk of the logits
+    exists, so nothing is computed twice and the backward pass keeps only the gradients of x and of the weight.
     """
     rows, targets = x.flatten(0, -2), labels.flatten()
     if not torch.is_grad_enabled():
-        pieces = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
-        return torch.stack([inner(linear(part, weight), target, vocabulary)[0] for part, target in pieces]).sum()
-    loss: Tensor = _HeadLoss.apply(rows, weight, targets, vocabulary, inner)
+        chunks = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
+        return torch.stack([chunk_loss(linear(x, weight), label, vocabulary)[0] for x, label in chunks]).sum()
+    loss: Tensor = _HeadLoss.apply(rows, weight, targets, vocabulary, chunk_loss)
     return loss
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: int, inner: LossAndGradient
+        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: int, chunk_loss: LossAndGradient
     ) -> Tensor:
         narrow = weight.to(rows.dtype)
         loss = torch.zeros((), device=rows.device)
         grad_rows = torch.empty_like(rows)
-        grad_weight = torch.zeros(weight.shape, device=weight.device)  # summed over pieces in fp32
-        pieces = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), grad_rows.split(LOSS_ROWS), strict=True)
-        for part, target, grad_part in pieces:
-            partial, grad = inner(part @ narrow.t(), target, vocabulary)  # [R, V]
-            loss += partial
-            torch.mm(grad, narrow, out=grad_part)
-            grad_weight += grad.t() @ part
+        grad_weight = torch.zeros(weight.shape, device=weight.device)  # summed over chunks in fp32
+        chunks = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), grad_rows.split(LOSS_ROWS), strict=True)
+        for x, labels, grad_x in chunks:
+            partial_loss, grad_logits = chunk_loss(x @ narrow.t(), labels, vocabulary)  # [R, V]
+            loss += partial_loss
+            torch.mm(grad_logits, narrow, out=grad_x)
+            grad_weight += grad_logits.t() @ x
         ctx.save_for_backward(grad_rows, grad_weight.to(weight.dtype))
         return loss
 

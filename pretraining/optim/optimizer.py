@@ -1,6 +1,6 @@
-"""The optimizer of a run: for each parameter its rule, its weight decay and its state.
+"""The optimizer of a run: the update rule, weight decay and moments of each parameter.
 
-Knows nothing of engines: they make the state where the parameters are, and run the updates.
+Does not depend on engines: an engine creates the moments where the parameters are and runs the updates.
 """
 
 from __future__ import annotations
@@ -15,78 +15,81 @@ from torch import Tensor
 from pretraining.config.optimizers import Hyperparameters, hyperparameters
 from pretraining.config.training import TrainConfig
 from pretraining.optim.precision import precision_of
-from pretraining.optim.rules import RULES, Adam, Moment, Muon, Now, Rule, State
+from pretraining.optim.rules import UPDATE_RULES, Adam, Moments, MomentSpec, Muon, UpdateContext, UpdateRule
 
 
 @dataclass
-class Slot:
-    """One parameter with what is kept of it. A stacked one, [layers, ...], counts as many tensors."""
+class ParameterState:
+    """One parameter and its optimizer state. A stacked parameter, [layers, ...], counts as `layers` tensors."""
 
     name: str
     weight: Tensor
-    rule: Rule
+    rule: UpdateRule
     decay: float
-    ndim: int  # dimensions of one tensor: of a stack, one less than it has
-    state: State = field(default_factory=dict)
+    ndim: int  # dimensions of one tensor: one less than `weight` has where layers are stacked
+    moments: Moments = field(default_factory=dict)
 
-    def begin(self, make: Callable[[Slot, torch.Size, Moment], Tensor]) -> None:
-        """Fill the state: `make` gets the shape of each moment, 1 where it holds one value for all."""
-        for name, moment in self.rule.moments(self.ndim).items():
-            self.state[name] = make(self, reduced(self.weight.shape, moment), moment)
+    def initialize_moments(self, make: Callable[[ParameterState, torch.Size, MomentSpec], Tensor]) -> None:
+        """Create the moments; `make` gets the shape of each, with extent 1 along the dimensions that it reduces."""
+        for name, spec in self.rule.moment_specs(self.ndim).items():
+            self.moments[name] = make(self, moment_shape(self.weight.shape, spec), spec)
 
-    def updated(self, grad: Tensor, step: Tensor, rate: Tensor) -> tuple[Tensor, State]:
-        """New weight and state in fp32, whatever they are kept in."""
-        wide = {name: moment.float() for name, moment in self.state.items()}
-        return self.rule.update(self.weight.float(), grad.float(), wide, Now(step, rate, self.decay, self.ndim))
+    def compute_update(self, grad: Tensor, step: Tensor, rate: Tensor) -> tuple[Tensor, Moments]:
+        """Return the new weight and moments in fp32, whatever their stored dtypes."""
+        moments = {name: moment.float() for name, moment in self.moments.items()}
+        context = UpdateContext(step, rate, self.decay, self.ndim)
+        return self.rule.update(self.weight.float(), grad.float(), moments, context)
 
 
 class Optimizer:
-    """Every parameter that takes a gradient. `updates` counts them; an engine says where it lives."""
+    """The state of every trained parameter. `updates` counts the applied updates; an engine moves it to its device."""
 
-    def __init__(self, slots: list[Slot]) -> None:
-        self.slots = slots
+    def __init__(self, parameters: list[ParameterState]) -> None:
+        self.parameters = parameters
         self.updates = torch.zeros(())
 
 
-def reduced(shape: torch.Size, moment: Moment) -> torch.Size:
-    """The shape of `moment` of a weight of this shape."""
-    return torch.Size(1 if dim - len(shape) in moment.summed else extent for dim, extent in enumerate(shape))
+def moment_shape(shape: torch.Size, spec: MomentSpec) -> torch.Size:
+    """Shape of a moment of a weight of this shape."""
+    return torch.Size(1 if dim - len(shape) in spec.reduced_dims else extent for dim, extent in enumerate(shape))
 
 
 def build_optimizer(config: TrainConfig, named_parameters: Iterable[tuple[str, Tensor]]) -> Optimizer:
-    """The optimizer that `config` asks for, its state still to be made."""
+    """Return the configured optimizer without moments, which an engine creates."""
     chosen = hyperparameters(config)
-    slots = []
+    parameters = []
     for name, weight in named_parameters:
         if weight.requires_grad:
             decay = (chosen.weight_decay or 0.0) if config.norm_weight_decay or decays(name) else 0.0
-            slots.append(Slot(name, weight, _rule(config, chosen, name), decay, weight.dim() - is_stacked(name)))
-    return Optimizer(slots)
+            ndim = weight.dim() - is_stacked(name)
+            parameters.append(ParameterState(name, weight, _update_rule(config, chosen, name), decay, ndim))
+    return Optimizer(parameters)
 
 
-def _rule(config: TrainConfig, chosen: Hyperparameters, name: str) -> Rule:
+def _update_rule(config: TrainConfig, chosen: Hyperparameters, name: str) -> UpdateRule:
     arguments = chosen.arguments
     if config.optimizer == "rprop":
-        return RULES["rprop"](**arguments, first_step=chosen.learning_rate)
+        return UPDATE_RULES["rprop"](**arguments, first_step=chosen.learning_rate)
     if config.optimizer != "muon":
-        return RULES[config.optimizer](**arguments)
+        return UPDATE_RULES[config.optimizer](**arguments)
     adam = {key: arguments[key] for key in ("beta1", "beta2", "eps")}
-    # Embedding, head, norms and biases are no maps between hidden states: AdamW, as everybody who uses Muon does.
+    # Embedding, head, norms and biases do not map hidden states to hidden states: AdamW, as in Moonlight and Keller
+    # Jordan's Muon.
     if ".layers." not in name or not name.endswith("_proj.weight"):
         return Adam(**adam, decoupled=True)
-    own = {key: value for key, value in arguments.items() if key not in adam}
-    return Muon(**own, dtype=precision_of(config).products)
+    muon = {key: value for key, value in arguments.items() if key not in adam}
+    return Muon(**muon, dtype=precision_of(config).compute)
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to the parameter of this name: not to biases and norms.
+    """Return whether weight decay applies to the parameter of this name: not to biases and norms.
 
-    By name and not by the number of dimensions: with layers stacked, a norm's weight is [layers, hidden].
+    By name and not by the number of dimensions, because a norm's weight is [layers, hidden] where layers are stacked.
     """
     module, _, parameter = name.rpartition(".")
     return parameter != "bias" and "norm" not in module.rpartition(".")[2]
 
 
 def is_stacked(name: str) -> bool:
-    """Whether the parameter of this name is that of all layers, [layers, ...]: its name has no layer's number."""
+    """Return whether this is the name of a stacked parameter, [layers, ...]: it has no layer number."""
     return bool(re.search(r"\.layers\.(?!\d)", name))

@@ -1,4 +1,4 @@
-"""Which dtype everything has: products, parameters, gradients and the optimizer's state."""
+"""Dtypes of a run: compute, parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -9,65 +9,70 @@ import torch
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import precision_mode
 
-WIDE, NARROW = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class Precision(NamedTuple):
     """The dtypes of a run."""
 
-    stream: torch.dtype = WIDE  # activations between blocks
-    products: torch.dtype = WIDE  # matrix products and what they read
-    stored: torch.dtype = WIDE  # parameters
-    gradients: torch.dtype = WIDE  # their sum over micro-batches
-    state: torch.dtype = WIDE  # the optimizer's
-    # Stochastic rounding: of what is stored where that is bf16, otherwise of the copy that the products read.
-    rounds: bool = False
-    reduced: torch.dtype = WIDE  # gradients, where they are added up over devices (torch engine)
+    activations: torch.dtype = FP32  # of the residual stream
+    compute: torch.dtype = FP32  # of matrix products and their inputs
+    parameters: torch.dtype = FP32
+    gradients: torch.dtype = FP32  # summed over micro-batches
+    optimizer_state: torch.dtype = FP32
+    # Of the parameters where they are bf16, otherwise of the copy that matrix products read.
+    stochastic_rounding: bool = False
+    gradient_reduction: torch.dtype = FP32  # of gradients while they are summed over devices (torch engine)
 
     @property
-    def copies(self) -> bool:
+    def keeps_rounded_copy(self) -> bool:
         """Whether the model runs on a rounded copy of its parameters."""
-        return self.rounds and self.stored == WIDE
+        return self.stochastic_rounding and self.parameters == FP32
+
+    @property
+    def is_optimizer_fp32(self) -> bool:
+        """Whether parameters, gradients and optimizer state are all fp32."""
+        return self.parameters == self.gradients == self.optimizer_state == FP32
 
 
 MODES = {
     "fp32": Precision(),
-    "mixed_bf16": Precision(stream=NARROW, products=NARROW),
-    "mixed_bf16_sr": Precision(stream=NARROW, products=NARROW, rounds=True),
-    "bf16_sr": Precision(NARROW, NARROW, NARROW, NARROW, NARROW, rounds=True),
-    "autocast": Precision(products=NARROW),
-    "fp16": Precision(stream=torch.float16, products=torch.float16),
+    "mixed_bf16": Precision(activations=BF16, compute=BF16),
+    "mixed_bf16_sr": Precision(activations=BF16, compute=BF16, stochastic_rounding=True),
+    "bf16_sr": Precision(BF16, BF16, BF16, BF16, BF16, stochastic_rounding=True),
+    "autocast": Precision(compute=BF16),
+    "fp16": Precision(activations=FP16, compute=FP16),
 }
 
 
 def precision_of(config: TrainConfig) -> Precision:
-    """The dtypes that `precision`, `mixed_precision` and the settings of "manual" ask for."""
+    """Dtypes that `precision`, `mixed_precision` and the settings of precision=manual ask for."""
     mode = precision_mode(config)
-    chosen = _by_hand(config) if mode == "manual" else MODES[mode]
-    # Its name says so: NxD Core's keeps its state in fp32 beside parameters in bf16.
-    state = WIDE if config.optimizer == "adamw_fp32" else chosen.state
-    return chosen._replace(state=state, reduced=NARROW if config.reduce_dtype == "bf16" else WIDE)
+    chosen = _manual(config) if mode == "manual" else MODES[mode]
+    # NxD Core's AdamW_FP32OptimParams keeps its state in fp32 whatever the parameters' dtype.
+    state = FP32 if config.optimizer == "adamw_fp32" else chosen.optimizer_state
+    reduction = BF16 if config.reduce_dtype == "bf16" else FP32
+    return chosen._replace(optimizer_state=state, gradient_reduction=reduction)
 
 
-def _by_hand(config: TrainConfig) -> Precision:
-    kept = WIDE if config.master_weights is not False else NARROW
-    gradients = WIDE if config.fp32_grad_acc is not False else NARROW
-    return Precision(NARROW, NARROW, kept, gradients, kept, rounds=bool(config.stochastic_rounding))
+def _manual(config: TrainConfig) -> Precision:
+    master = FP32 if config.master_weights is not False else BF16
+    gradients = FP32 if config.fp32_grad_acc is not False else BF16
+    return Precision(BF16, BF16, master, gradients, master, stochastic_rounding=bool(config.stochastic_rounding))
 
 
-def compute_dtype(config: TrainConfig) -> torch.dtype:
-    """The dtype of the activations between blocks."""
-    return precision_of(config).stream
-
-
-def dtypes_told(config: TrainConfig) -> str:
-    """The mode and what has which dtype, in a line."""
+def describe_dtypes(config: TrainConfig) -> str:
+    """Return the precision mode and the dtypes in one line."""
     chosen = precision_of(config)
-    told = {"stream": "activations", "products": "products", "stored": "parameters", "gradients": "gradients"}
-    listed = [
-        f"{words} {_short(getattr(chosen, name))}" for name, words in {**told, "state": "optimizer state"}.items()
-    ]
-    return f"{precision_mode(config)}: {', '.join(listed)}{'; rounded stochastically' if chosen.rounds else ''}"
+    dtypes = {
+        "activations": chosen.activations,
+        "products": chosen.compute,
+        "parameters": chosen.parameters,
+        "gradients": chosen.gradients,
+        "optimizer state": chosen.optimizer_state,
+    }
+    listed = ", ".join(f"{name} {_short(dtype)}" for name, dtype in dtypes.items())
+    return f"{precision_mode(config)}: {listed}{'; rounded stochastically' if chosen.stochastic_rounding else ''}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -1,12 +1,12 @@
-"""One update of one tensor, for every optimizer: pure functions of tensors, the same on every engine.
+"""Update rules of all optimizers: pure functions of tensors, used by both engines.
 
-torch.optim does not serve here: most of its optimizers read the step count or the rate on the host, which stops a
-compiled step, and none knows that a stacked tensor [layers, ...] is many. A rule sees weight, gradient and moments in
-fp32 as whole tensors, however they are split over devices (XLA's, or DTensors), and gives new ones. What it sums over
-a tensor, it sums over the last `now.ndim` dimensions, so that stacked layers stay apart.
+torch.optim does not serve here: most of its optimizers read the step count or the learning rate on the host, which
+interrupts a compiled step, and none can treat a stacked tensor [layers, ...] as `layers` tensors. A rule receives
+weight, gradient and moments in fp32 as full tensors, however they are sharded (by XLA, or as DTensors), and returns new
+ones. It reduces over the last `context.ndim` dimensions, so that stacked layers stay independent.
 
 Formulas: torch.optim's documentation for adam, adamax, adadelta, adagrad, rmsprop, rprop and sgd; the others name
-their source. tests/optim/test_rules.py compares each with it.
+their source. tests/optim/test_rules.py compares each with its source.
 """
 
 from __future__ import annotations
@@ -20,116 +20,115 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
+Moments = dict[str, Tensor]
 
 
-class Now(NamedTuple):
+class UpdateContext(NamedTuple):
     """What an update depends on besides its tensors."""
 
-    step: Tensor  # this update's number, from 1, fp32 scalar
+    step: Tensor  # number of this update, from 1, fp32 scalar
     rate: Tensor  # learning rate, fp32 scalar
     decay: float  # weight decay
     ndim: int  # dimensions of one tensor: the last ones
 
 
-class Moment(NamedTuple):
-    """One tensor of an optimizer's state: like its weight, but for dimensions along which it holds one value."""
+class MomentSpec(NamedTuple):
+    """Shape and initial value of one moment. Its shape is the weight's, with extent 1 along `reduced_dims`."""
 
-    summed: tuple[int, ...] = ()  # counted from the last, -1
+    reduced_dims: tuple[int, ...] = ()  # negative: counted from the last, -1
     initial: float | None = 0.0  # None: a copy of the weight
 
 
-class Rule(Protocol):
-    """An optimizer."""
+class UpdateRule(Protocol):
+    """The arithmetic of one optimizer."""
 
-    whole: ClassVar[bool]  # whether it looks at more of a tensor than one element at a time
+    needs_full_tensor: ClassVar[bool] = False  # whether an element's update depends on other elements of its tensor
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        """The state it keeps for a tensor of so many dimensions."""
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        """Return the moments of a tensor with `ndim` dimensions, by name."""
         ...
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        """The new weight and the new state, every tensor in the shape of the old one."""
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        """Return the new weight and moments, in the shapes of the old ones."""
         ...
 
 
-def _powered(base: float, step: Tensor) -> Tensor:
-    """1 - base^step, which in fp32 loses its digits for a base near 1 and early steps if it is taken literally."""
+def _one_minus_power(base: float, step: Tensor) -> Tensor:
+    """1 - base^step by expm1: the literal formula loses fp32 digits for a base near 1 and early steps."""
     return -torch.expm1(step * math.log(base)) if base else torch.ones_like(step)
 
 
-def _all(ndim: int) -> tuple[int, ...]:
+def _tensor_dims(ndim: int) -> tuple[int, ...]:
     return tuple(range(-ndim, 0))
 
 
 def _mean(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The mean over `dims`, kept as 1. Divided last: shards of an uneven split have different counts."""
+    """Mean over `dims`, with keepdim. Divides last, because shards of an uneven split have different counts."""
     return x.sum(dims, keepdim=True) / math.prod(x.shape[dim] for dim in dims)
 
 
-# ---- Adam's kind
+# ---- Adam's family
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(UpdateRule):
     """Kingma and Ba 2015; decoupled: AdamW (Loshchilov and Hutter 2019)."""
 
-    whole: ClassVar[bool] = False
     beta1: float
     beta2: float
     eps: float
     decoupled: bool = False
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        return {"exp_avg": Moment(), "exp_avg_sq": Moment()}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        return {"exp_avg": MomentSpec(), "exp_avg_sq": MomentSpec()}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
         if self.decoupled:
-            weight = weight * (1 - now.rate * now.decay)
-        elif now.decay:
-            grad = grad + now.decay * weight
-        first = self.beta1 * state["exp_avg"] + (1 - self.beta1) * grad
-        second = self.beta2 * state["exp_avg_sq"] + (1 - self.beta2) * grad.square()
-        scale = (second / _powered(self.beta2, now.step)).sqrt() + self.eps
-        weight = weight - now.rate / _powered(self.beta1, now.step) * first / scale
+            weight = weight * (1 - context.rate * context.decay)
+        elif context.decay:
+            grad = grad + context.decay * weight
+        first = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * grad
+        second = self.beta2 * moments["exp_avg_sq"] + (1 - self.beta2) * grad.square()
+        scale = (second / _one_minus_power(self.beta2, context.step)).sqrt() + self.eps
+        weight = weight - context.rate / _one_minus_power(self.beta1, context.step) * first / scale
         return weight, {"exp_avg": first, "exp_avg_sq": second}
 
 
 @dataclass(frozen=True)
 class AdamWFp32(Adam):
-    """NxD Core's AdamW_FP32OptimParams: epsilon outside the bias correction, decay of the updated weight."""
+    """NxD Core's AdamW_FP32OptimParams: epsilon outside the bias correction, decay applied to the updated weight."""
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        first = self.beta1 * state["exp_avg"] + (1 - self.beta1) * grad
-        second = self.beta2 * state["exp_avg_sq"] + (1 - self.beta2) * grad.square()
-        corrected = now.rate * _powered(self.beta2, now.step).sqrt() / _powered(self.beta1, now.step)
-        weight = weight - corrected * first / (second.sqrt() + self.eps)
-        return weight * (1 - now.rate * now.decay), {"exp_avg": first, "exp_avg_sq": second}
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        first = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * grad
+        second = self.beta2 * moments["exp_avg_sq"] + (1 - self.beta2) * grad.square()
+        corrections = [_one_minus_power(beta, context.step) for beta in (self.beta1, self.beta2)]
+        rate = context.rate * corrections[1].sqrt() / corrections[0]
+        weight = weight - rate * first / (second.sqrt() + self.eps)
+        return weight * (1 - context.rate * context.decay), {"exp_avg": first, "exp_avg_sq": second}
 
 
 @dataclass(frozen=True)
-class Adamax:
-    whole: ClassVar[bool] = False
+class Adamax(UpdateRule):
     beta1: float
     beta2: float
     eps: float
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        return {"exp_avg": Moment(), "exp_inf": Moment()}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        return {"exp_avg": MomentSpec(), "exp_inf": MomentSpec()}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        grad = grad + now.decay * weight
-        first = self.beta1 * state["exp_avg"] + (1 - self.beta1) * grad
-        largest = torch.maximum(self.beta2 * state["exp_inf"], grad.abs() + self.eps)
-        weight = weight - now.rate / _powered(self.beta1, now.step) * first / largest
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        grad = grad + context.decay * weight
+        first = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * grad
+        largest = torch.maximum(self.beta2 * moments["exp_inf"], grad.abs() + self.eps)
+        weight = weight - context.rate / _one_minus_power(self.beta1, context.step) * first / largest
         return weight, {"exp_avg": first, "exp_inf": largest}
 
 
 @dataclass(frozen=True)
-class NovoGrad:
-    """Ginsburg et al. 2019 as NeMo has it: one second moment per tensor. luc: the rate bounded by ||w|| / ||m||."""
+class NovoGrad(UpdateRule):
+    """Ginsburg et al. 2019 as in NeMo: one second moment per tensor. luc: rate bounded by ||w|| / ||m||."""
 
-    whole: ClassVar[bool] = True
+    needs_full_tensor: ClassVar[bool] = True
     beta1: float
     beta2: float
     eps: float
@@ -138,16 +137,16 @@ class NovoGrad:
     luc_trust: float
     luc_eps: float
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        return {"exp_avg": Moment(), "exp_avg_sq": Moment(summed=_all(ndim))}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        return {"exp_avg": MomentSpec(), "exp_avg_sq": MomentSpec(reduced_dims=_tensor_dims(ndim))}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        dims = _all(now.ndim)
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        dims = _tensor_dims(context.ndim)
         square = grad.square().sum(dims, keepdim=True)
-        second = torch.where(now.step == 1, square, self.beta2 * state["exp_avg_sq"] + (1 - self.beta2) * square)
-        grad = grad / (second.sqrt() + self.eps) + now.decay * weight
-        first = self.beta1 * state["exp_avg"] + (1 - self.beta1 if self.grad_averaging else 1) * grad
-        rate = now.rate
+        second = torch.where(context.step == 1, square, self.beta2 * moments["exp_avg_sq"] + (1 - self.beta2) * square)
+        grad = grad / (second.sqrt() + self.eps) + context.decay * weight
+        first = self.beta1 * moments["exp_avg"] + (1 - self.beta1 if self.grad_averaging else 1) * grad
+        rate = context.rate
         if self.luc:
             norms = [x.square().sum(dims, keepdim=True).sqrt() for x in (weight, first)]
             rate = torch.minimum(self.luc_trust * norms[0] / (norms[1] + self.luc_eps), rate)
@@ -155,246 +154,243 @@ class NovoGrad:
 
 
 @dataclass(frozen=True)
-class Lion:
+class Lion(UpdateRule):
     """Chen et al. 2023, algorithm 2."""
 
-    whole: ClassVar[bool] = False
     beta1: float
     beta2: float
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        return {"exp_avg": Moment()}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        return {"exp_avg": MomentSpec()}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        first = state["exp_avg"]
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        first = moments["exp_avg"]
         direction = (self.beta1 * first + (1 - self.beta1) * grad).sign()
-        weight = weight * (1 - now.rate * now.decay) - now.rate * direction
+        weight = weight * (1 - context.rate * context.decay) - context.rate * direction
         return weight, {"exp_avg": self.beta2 * first + (1 - self.beta2) * grad}
 
 
-# ---- Sums and means of squares
+# ---- Sums and means of squared gradients, sign and momentum
 
 
 @dataclass(frozen=True)
-class Adagrad:
-    whole: ClassVar[bool] = False
+class Adagrad(UpdateRule):
     lr_decay: float
     initial_accumulator_value: float
     eps: float
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        return {"sum": Moment(initial=self.initial_accumulator_value)}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        return {"sum": MomentSpec(initial=self.initial_accumulator_value)}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        grad = grad + now.decay * weight
-        total = state["sum"] + grad.square()
-        rate = now.rate / (1 + (now.step - 1) * self.lr_decay)
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        grad = grad + context.decay * weight
+        total = moments["sum"] + grad.square()
+        rate = context.rate / (1 + (context.step - 1) * self.lr_decay)
         return weight - rate * grad / (total.sqrt() + self.eps), {"sum": total}
 
 
 @dataclass(frozen=True)
-class Adadelta:
-    whole: ClassVar[bool] = False
+class Adadelta(UpdateRule):
     rho: float
     eps: float
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        return {"square_avg": Moment(), "acc_delta": Moment()}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        return {"square_avg": MomentSpec(), "acc_delta": MomentSpec()}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        grad = grad + now.decay * weight
-        square = self.rho * state["square_avg"] + (1 - self.rho) * grad.square()
-        delta = (state["acc_delta"] + self.eps).sqrt() / (square + self.eps).sqrt() * grad
-        deltas = self.rho * state["acc_delta"] + (1 - self.rho) * delta.square()
-        return weight - now.rate * delta, {"square_avg": square, "acc_delta": deltas}
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        grad = grad + context.decay * weight
+        square = self.rho * moments["square_avg"] + (1 - self.rho) * grad.square()
+        delta = (moments["acc_delta"] + self.eps).sqrt() / (square + self.eps).sqrt() * grad
+        deltas = self.rho * moments["acc_delta"] + (1 - self.rho) * delta.square()
+        return weight - context.rate * delta, {"square_avg": square, "acc_delta": deltas}
 
 
 @dataclass(frozen=True)
-class RMSprop:
-    whole: ClassVar[bool] = False
+class RMSprop(UpdateRule):
     alpha: float
     eps: float
     momentum: float
     centered: bool
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
         names = ["square_avg"] + ["momentum_buffer"] * bool(self.momentum) + ["grad_avg"] * self.centered
-        return {name: Moment() for name in names}
+        return {name: MomentSpec() for name in names}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        grad = grad + now.decay * weight
-        new = {"square_avg": self.alpha * state["square_avg"] + (1 - self.alpha) * grad.square()}
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        grad = grad + context.decay * weight
+        new = {"square_avg": self.alpha * moments["square_avg"] + (1 - self.alpha) * grad.square()}
         variance = new["square_avg"]
         if self.centered:
-            new["grad_avg"] = self.alpha * state["grad_avg"] + (1 - self.alpha) * grad
+            new["grad_avg"] = self.alpha * moments["grad_avg"] + (1 - self.alpha) * grad
             variance = variance - new["grad_avg"].square()
         update = grad / (variance.sqrt() + self.eps)
         if self.momentum:
-            update = new["momentum_buffer"] = self.momentum * state["momentum_buffer"] + update
-        return weight - now.rate * update, new
+            update = new["momentum_buffer"] = self.momentum * moments["momentum_buffer"] + update
+        return weight - context.rate * update, new
 
 
 @dataclass(frozen=True)
-class Rprop:
-    """Step sizes of its own, which begin at `first_step`; the learning rate's curve does not reach it."""
+class Rprop(UpdateRule):
+    """Keeps a step size per element, initially `first_step`; the learning-rate schedule does not affect it."""
 
-    whole: ClassVar[bool] = False
     etas: tuple[float, float]
     step_sizes: tuple[float, float]
     first_step: float
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        return {"prev": Moment(), "step_size": Moment(initial=self.first_step)}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        return {"prev": MomentSpec(), "step_size": MomentSpec(initial=self.first_step)}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        agreement = (grad * state["prev"]).sign()
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        agreement = (grad * moments["prev"]).sign()
         factor = torch.where(agreement > 0, self.etas[1], torch.where(agreement < 0, self.etas[0], 1.0))
-        size = (state["step_size"] * factor).clamp(*self.step_sizes)
+        size = (moments["step_size"] * factor).clamp(*self.step_sizes)
         grad = torch.where(agreement < 0, 0.0, grad)
         return weight - grad.sign() * size, {"prev": grad, "step_size": size}
 
 
 @dataclass(frozen=True)
-class SGD:
-    whole: ClassVar[bool] = False
+class SGD(UpdateRule):
     momentum: float
     dampening: float
     nesterov: bool
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        return {"momentum_buffer": Moment()} if self.momentum else {}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        return {"momentum_buffer": MomentSpec()} if self.momentum else {}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        grad = grad + now.decay * weight
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        grad = grad + context.decay * weight
         if not self.momentum:
-            return weight - now.rate * grad, {}
-        fresh = torch.where(now.step == 1, 1.0, 1 - self.dampening)
-        buffer = self.momentum * state["momentum_buffer"] + fresh * grad
+            return weight - context.rate * grad, {}
+        fresh = torch.where(context.step == 1, 1.0, 1 - self.dampening)
+        buffer = self.momentum * moments["momentum_buffer"] + fresh * grad
         direction = grad + self.momentum * buffer if self.nesterov else buffer
-        return weight - now.rate * direction, {"momentum_buffer": buffer}
+        return weight - context.rate * direction, {"momentum_buffer": buffer}
 
 
-# ---- Rows and columns
+# ---- Factored and full-matrix statistics
 
 
 @dataclass(frozen=True)
-class Adafactor:
-    """Shazeer and Stern 2018 as NeMo and fairseq have it: of a matrix, the second moment as its rows' times its
-    columns' mean. relative_step is the schedule's business (optim.schedule)."""
+class Adafactor(UpdateRule):
+    """Shazeer and Stern 2018 as in NeMo and fairseq: the second moment of a matrix is factored into means of its rows
+    and columns. optim.schedule implements relative_step."""
 
-    whole: ClassVar[bool] = True
+    needs_full_tensor: ClassVar[bool] = True
     beta1: float | None
     eps: tuple[float, float]
     clip_threshold: float
     decay_rate: float
     scale_parameter: bool
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        first = {} if self.beta1 is None else {"exp_avg": Moment()}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        first = {} if self.beta1 is None else {"exp_avg": MomentSpec()}
         if ndim < 2:
-            return {"exp_avg_sq": Moment(), **first}
-        return {"exp_avg_sq_row": Moment(summed=(-1,)), "exp_avg_sq_col": Moment(summed=(-2,)), **first}
+            return {"exp_avg_sq": MomentSpec(), **first}
+        return {
+            "exp_avg_sq_row": MomentSpec(reduced_dims=(-1,)),
+            "exp_avg_sq_col": MomentSpec(reduced_dims=(-2,)),
+            **first,
+        }
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        everything = _all(now.ndim)
-        keep = 1 - now.step**self.decay_rate
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        dims = _tensor_dims(context.ndim)
+        keep = 1 - context.step**self.decay_rate
         square = grad.square() + self.eps[0]
         measured = {"exp_avg_sq": square}
-        if now.ndim > 1:
+        if context.ndim > 1:
             measured = {"exp_avg_sq_row": _mean(square, (-1,)), "exp_avg_sq_col": _mean(square, (-2,))}
-        new = {name: keep * state[name] + (1 - keep) * mean for name, mean in measured.items()}
-        if now.ndim < 2:
+        new = {name: keep * moments[name] + (1 - keep) * mean for name, mean in measured.items()}
+        if context.ndim < 2:
             update = grad * new["exp_avg_sq"].rsqrt()
         else:
             row, column = new["exp_avg_sq_row"], new["exp_avg_sq_col"]
             update = grad * (row / _mean(row, (-2,))).rsqrt() * column.rsqrt()
-        update = update / (_mean(update.square(), everything).sqrt() / self.clip_threshold).clamp(min=1.0)
-        rate = now.rate
+        update = update / (_mean(update.square(), dims).sqrt() / self.clip_threshold).clamp(min=1.0)
+        rate = context.rate
         if self.scale_parameter:
-            rate = rate * _mean(weight.square(), everything).sqrt().clamp(min=self.eps[1])
+            rate = rate * _mean(weight.square(), dims).sqrt().clamp(min=self.eps[1])
         update = update * rate
         if self.beta1 is not None:
-            update = new["exp_avg"] = self.beta1 * state["exp_avg"] + (1 - self.beta1) * update
-        return weight * (1 - rate * now.decay) - update, new
+            update = new["exp_avg"] = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * update
+        return weight * (1 - rate * context.decay) - update, new
 
 
 @dataclass(frozen=True)
-class SM3:
-    """Anil et al. 2019 (SM3-II) as GPT-NeoX has it: one accumulator per index of each dimension."""
+class SM3(UpdateRule):
+    """Anil et al. 2019 (SM3-II) as in GPT-NeoX: one accumulator per index of each dimension."""
 
-    whole: ClassVar[bool] = True
+    needs_full_tensor: ClassVar[bool] = True
     momentum: float
     beta: float
     eps: float
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        kept = {f"accumulator_{i}": Moment(summed=self._others(i, ndim)) for i in range(ndim)}
-        return {**kept, **({"momentum_buffer": Moment()} if self.momentum else {})}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        accumulators = {f"accumulator_{i}": MomentSpec(reduced_dims=self._others(i, ndim)) for i in range(ndim)}
+        return {**accumulators, **({"momentum_buffer": MomentSpec()} if self.momentum else {})}
 
     def _others(self, index: int, ndim: int) -> tuple[int, ...]:
-        return tuple(dim for dim in _all(ndim) if dim != index - ndim)
+        return tuple(dim for dim in _tensor_dims(ndim) if dim != index - ndim)
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        least = state["accumulator_0"]
-        for i in range(1, now.ndim):
-            least = torch.minimum(least, state[f"accumulator_{i}"])
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        smallest = moments["accumulator_0"]
+        for i in range(1, context.ndim):
+            smallest = torch.minimum(smallest, moments[f"accumulator_{i}"])
         square = grad.square()
-        second = self.beta * least + (1 - self.beta) * square if self.beta else least + square
+        second = self.beta * smallest + (1 - self.beta) * square if self.beta else smallest + square
         new = {}
-        for i in range(now.ndim):
-            others = self._others(i, now.ndim)
-            most = second.amax(others, keepdim=True) if others else second
-            new[f"accumulator_{i}"] = most if self.beta else torch.maximum(state[f"accumulator_{i}"], most)
+        for i in range(context.ndim):
+            others = self._others(i, context.ndim)
+            largest = second.amax(others, keepdim=True) if others else second
+            new[f"accumulator_{i}"] = largest if self.beta else torch.maximum(moments[f"accumulator_{i}"], largest)
         update = (second + self.eps).rsqrt() * grad
         if self.momentum:
-            update = self.momentum * state["momentum_buffer"] + (1 - self.momentum) * update
+            update = self.momentum * moments["momentum_buffer"] + (1 - self.momentum) * update
             new["momentum_buffer"] = update
-        return weight - now.rate * update, new
+        return weight - context.rate * update, new
 
 
 @dataclass(frozen=True)
-class Madgrad:
+class Madgrad(UpdateRule):
     """Defazio and Jelassi 2021, algorithm 1, with GPT-NeoX's decoupled weight decay (madgrad_wd)."""
 
-    whole: ClassVar[bool] = False
     momentum: float
     eps: float
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        return {"grad_sum_sq": Moment(), "s": Moment(), "x0": Moment(initial=None)}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        return {"grad_sum_sq": MomentSpec(), "s": MomentSpec(), "x0": MomentSpec(initial=None)}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        weight = weight * (1 - now.rate * now.decay)
-        share = (now.rate + self.eps) * now.step.sqrt()
-        squares = state["grad_sum_sq"] + share * grad.square()
-        total = state["s"] + share * grad
-        averaged = state["x0"] - total / (squares ** (1 / 3) + self.eps)
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        weight = weight * (1 - context.rate * context.decay)
+        share = (context.rate + self.eps) * context.step.sqrt()
+        squares = moments["grad_sum_sq"] + share * grad.square()
+        total = moments["s"] + share * grad
+        averaged = moments["x0"] - total / (squares ** (1 / 3) + self.eps)
         weight = self.momentum * weight + (1 - self.momentum) * averaged
-        return weight, {"grad_sum_sq": squares, "s": total, "x0": state["x0"]}
+        return weight, {"grad_sum_sq": squares, "s": total, "x0": moments["x0"]}
 
 
 @dataclass(frozen=True)
-class Muon:
-    """Jordan et al. 2024: momentum made orthogonal, at the root mean square of an AdamW update (Liu et al. 2025)."""
+class Muon(UpdateRule):
+    """Jordan et al. 2024: orthogonalised momentum, scaled to the RMS of an AdamW update (Liu et al. 2025)."""
 
-    whole: ClassVar[bool] = True
+    needs_full_tensor: ClassVar[bool] = True
     momentum: float
     nesterov: bool
     ns_steps: int
     dtype: torch.dtype  # of the matrix products
 
-    def moments(self, ndim: int) -> dict[str, Moment]:
-        return {"momentum_buffer": Moment()}
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        return {"momentum_buffer": MomentSpec()}
 
-    def update(self, weight: Tensor, grad: Tensor, state: State, now: Now) -> tuple[Tensor, State]:
-        buffer = self.momentum * state["momentum_buffer"] + (1 - self.momentum) * grad
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        buffer = self.momentum * moments["momentum_buffer"] + (1 - self.momentum) * grad
         direction = self.momentum * buffer + (1 - self.momentum) * grad if self.nesterov else buffer
         scale = 0.2 * math.sqrt(max(weight.shape[-2:]))
-        weight = weight * (1 - now.rate * now.decay) - now.rate * scale * self._orthogonal(direction)
+        weight = weight * (1 - context.rate * context.decay) - context.rate * scale * self._orthogonal(direction)
         return weight, {"momentum_buffer": buffer}
 
     def _orthogonal(self, x: Tensor) -> Tensor:
-        """Nearly U V^T of x [.., m, n] = U S V^T, by Newton and Schulz's quintic iteration on the shorter side."""
+        """Approximate U V^T of x [.., m, n] = U S V^T by a quintic Newton-Schulz iteration on the shorter side."""
         tall = x.shape[-2] > x.shape[-1]
         y = (x.mT if tall else x).to(self.dtype)
         y = y / (y.square().sum((-2, -1), keepdim=True).sqrt() + 1e-7)
@@ -404,12 +400,12 @@ class Muon:
         return (y.mT if tall else y).to(x.dtype)
 
 
-def _adafactor(*, relative_step: bool, warmup_init: bool, min_step: float, **arguments: Any) -> Rule:
-    """The three that are the schedule's are left to it."""
+def _adafactor(*, relative_step: bool, warmup_init: bool, min_step: float, **arguments: Any) -> UpdateRule:
+    """Drop the three arguments that optim.schedule reads."""
     return Adafactor(**arguments)
 
 
-RULES: dict[str, Callable[..., Rule]] = {
+UPDATE_RULES: dict[str, Callable[..., UpdateRule]] = {
     "adamw": partial(Adam, decoupled=True),
     "adamw_fp32": AdamWFp32,
     "adam": Adam,

@@ -1,4 +1,4 @@
-"""What the loop and the checkpoints may know of an engine. There are two: xla.py and torch_engine.py."""
+"""The engine protocol, on which the loop and the checkpoints depend. Implementations: xla.py and torch_engine.py."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ Batch = dict[str, np.ndarray]
 
 
 class LostPeerError(RuntimeError):
-    """Another process of the run is gone, or has not answered in time: this one cannot go on."""
+    """Another process of the run ended or did not answer in time, so this one cannot continue."""
 
 
-def numbered(config: TrainConfig, batch: Batch, data_rank: int) -> Batch:
-    """The batch, with dropout also "cells": which token of the global batch each is, int32 [rows, tokens]."""
+def with_token_ids(config: TrainConfig, batch: Batch, data_rank: int) -> Batch:
+    """Return the batch; with dropout, also "global_token_index": each token's index in the global batch, int32."""
     if not any((config.hidden_dropout, config.attention_dropout, config.ffn_dropout, config.lora_dropout)):
         return batch
     rows, tokens = batch["tokens"].shape
     first = data_rank * rows * tokens
-    return {**batch, "cells": np.arange(first, first + rows * tokens, dtype=np.int32).reshape(rows, tokens)}
+    index = np.arange(first, first + rows * tokens, dtype=np.int32).reshape(rows, tokens)
+    return {**batch, "global_token_index": index}
 
 
 @contextmanager
-def lost_peers_told(process: int, timeout: int) -> Iterator[None]:
-    """LostPeerError for gloo's errors, which say what happened to a socket.
+def raise_lost_peer_error(process: int, timeout: int) -> Iterator[None]:
+    """Raise LostPeerError instead of gloo's errors, which describe a socket.
 
-    NCCL's own watchdog ends a process whose peers do not answer; nothing is raised then.
+    NCCL raises nothing: its watchdog ends a process whose peers do not answer.
     """
     try:
         yield
     except RuntimeError as error:
         if "gloo" not in str(error).lower():
             raise
-        told = f"process {process} lost another one of the run, which ended or gave no answer in {timeout} s"
-        raise LostPeerError(f"{told} (collective_timeout): {str(error).splitlines()[0]}") from error
+        message = f"process {process} lost another one of the run, which ended or gave no answer in {timeout} s"
+        raise LostPeerError(f"{message} (collective_timeout): {str(error).splitlines()[0]}") from error
 
 
 class StepResult(Protocol):
-    """What one optimizer step found; stays on the device until it is read."""
+    """Scalars of one optimizer step, which stay on the device until they are read."""
 
     def read(self) -> dict[str, float]:
-        """Wait for the device.
+        """Wait for the device and return the scalars.
 
         Of a step: "loss" (mean over every trained token of the global batch), "grad_norm" (before clipping),
         "updates", "refused" and "first_refused" (optimizer steps of this process so far, how many were refused
-        because loss or gradient was not finite, and the first of those, from 1; 0 is none), with fp16 "loss_scale".
+        because loss or gradient was not finite, and the first of those, from 1; 0: none), with fp16 "loss_scale".
         Of an evaluation: "loss" and "tokens" (trained positions).
         """
         ...
@@ -90,7 +91,7 @@ class TrainingState(Mapping[str, Any]):
 
 
 class Engine(Protocol):
-    """Opens the mesh, places a model, feeds it, runs one optimizer step, reads and writes logical state.
+    """Opens the mesh, places a model, feeds it, runs optimizer steps, reads and writes the logical state.
 
     A process feeds rows [data_rank x rows / data_size, ...) of every global batch. Where process_count is above 1,
     torch.distributed's default group is initialised, so collectives of objects and barriers work.
@@ -112,23 +113,23 @@ class Engine(Protocol):
         ...
 
     def place(self, model: Any) -> Any:
-        """The model with every parameter split over the mesh as the sharding table says."""
+        """Shard every parameter of `model` over the mesh as the sharding table says, and return the model."""
         ...
 
     def prepare(self, optimizer: Any) -> None:
-        """Create the optimizer's state, split like the parameters, before the first step."""
+        """Create the optimizer state, sharded as the layout says, before the first step."""
         ...
 
     def train_step(self, model: Any, optimizer: Any, batch: Batch, learning_rate: float) -> StepResult:
-        """One optimizer step over this process's rows of the global batch (accumulated over micro-batches)."""
+        """Run one optimizer step on this process's rows of the global batch, accumulated over micro-batches."""
         ...
 
     def evaluate(self, model: Any, batch: Batch) -> StepResult:
-        """The loss on this process's rows of a global batch, changing nothing."""
+        """Compute the loss on this process's rows of a global batch without changing any state."""
         ...
 
     def parameter_norm(self, model: Any) -> float:
-        """L2 norm of all parameters, each counted once however it is split, copied or shared. Waits for the device."""
+        """Return the L2 norm of the unsharded parameters. Waits for the device."""
         ...
 
     def state(self, model: Any, optimizer: Any) -> TrainingState:
@@ -136,25 +137,25 @@ class Engine(Protocol):
         ...
 
     def bytes_per_device(self, model: Any, optimizer: Any) -> dict[str, int]:
-        """Bytes that one device holds of "parameters" and of "moments" (all of the optimizer's state)."""
+        """Return the bytes of "parameters" and of "moments" (all optimizer state) on one device."""
         ...
 
     def compilations(self) -> int:
-        """Graphs compiled so far; constant after the first step."""
+        """Return the number of graphs compiled so far; constant after the first step."""
         ...
 
     def memory_bytes(self) -> int | None:
-        """Peak bytes in use on this process's busiest device; None where the device cannot say."""
+        """Return the peak bytes in use on this process's busiest device; None where the device does not report it."""
         ...
 
     def start_trace(self, folder: str) -> None:
-        """Begin a profile of this process's devices, for TensorBoard, under `folder`."""
+        """Start a profile of this process's devices, written for TensorBoard under `folder`."""
         ...
 
     def stop_trace(self) -> None:
-        """Write the profile."""
+        """Stop the profile and write it."""
         ...
 
     def close(self) -> None:
-        """Leave the process group, if one was joined."""
+        """Leave the process group, if this engine joined one."""
         ...

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.init import on_meta
-from pretraining.optim.optimizer import build_optimizer, reduced
+from pretraining.optim.optimizer import build_optimizer, moment_shape
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.mesh import Mesh, kv_repeats
 from pretraining.parallel.sharding import (
@@ -183,16 +183,16 @@ def state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterator
         return StateTensor(kind, name.replace(".layers.0.", ".layers.*."), tuple(shape), count, spec, width)
 
     for name, weight in model.named_parameters():
-        yield tensor("parameters", name, weight.shape, layout.parameter(name), precision.stored.itemsize)
-    for slot in build_optimizer(config, model.named_parameters()).slots:
-        name, shape = slot.name, slot.weight.shape
-        if precision.copies:
-            yield tensor("copies", name, shape, layout.parameter(name), precision.stored.itemsize)
+        yield tensor("parameters", name, weight.shape, layout.parameter(name), precision.parameters.itemsize)
+    for parameter in build_optimizer(config, model.named_parameters()).parameters:
+        name, shape = parameter.name, parameter.weight.shape
+        if precision.keeps_rounded_copy:
+            yield tensor("copies", name, shape, layout.parameter(name), precision.parameters.itemsize)
         yield tensor("gradients", name, shape, layout.gradient(name), precision.gradients.itemsize)
-        for moment in slot.rule.moments(slot.ndim).values():
-            kept = reduced(shape, moment)
-            spec = tuple(axis if n > 1 else None for axis, n in zip(layout.moment(name), kept, strict=True))
-            yield tensor("moments", name, kept, spec, precision.state.itemsize)
+        for moment in parameter.rule.moment_specs(parameter.ndim).values():
+            reduced = moment_shape(shape, moment)
+            spec = tuple(axis if n > 1 else None for axis, n in zip(layout.moment(name), reduced, strict=True))
+            yield tensor("moments", name, reduced, spec, precision.optimizer_state.itemsize)
 
 
 def state_bytes(config: TrainConfig, layout: Layout | TorchLayout) -> dict[str, int]:

@@ -82,9 +82,9 @@ def _periodic(mask: tuple[bool, ...], period: int) -> list[ScanGroup]:
 
 
 def _runs(mask: tuple[bool, ...]) -> list[ScanGroup]:
-    starts = [i for i in range(len(mask)) if i == 0 or mask[i] != mask[i - 1]]
-    ends = [*starts[1:], len(mask)]
-    return [ScanGroup(start, end - start, (mask[start],)) for start, end in zip(starts, ends, strict=True)]
+    offsets = [i for i in range(len(mask)) if i == 0 or mask[i] != mask[i - 1]]
+    ends = [*offsets[1:], len(mask)]
+    return [ScanGroup(start, end - start, (mask[start],)) for start, end in zip(offsets, ends, strict=True)]
 
 
 def show_mask(mask: tuple[bool, ...]) -> str:

@@ -52,7 +52,7 @@ def _has_xla() -> bool:
     return importlib.util.find_spec("torch_xla") is not None
 
 
-def refuse_hidden_casts() -> None:
+def refuse_downcast_variables() -> None:
     """UserError where a variable would have torch-xla narrow every number behind the back of --precision."""
     given = [f"{name}={os.environ[name]}" for name in CASTS if os.environ.get(name, "0").lower() not in NO]
     if given:
@@ -62,7 +62,7 @@ def refuse_hidden_casts() -> None:
 
 def _open(config: TrainConfig, name: str) -> Engine:
     if name == "xla":
-        refuse_hidden_casts()
+        refuse_downcast_variables()
         from pretraining.parallel.xla import XlaEngine
 
         return XlaEngine(config)

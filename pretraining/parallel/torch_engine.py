@@ -34,28 +34,30 @@ from torch.utils.checkpoint import checkpoint
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.models.dropout import Noise, following, noise_of
+from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import initial_weight
-from pretraining.models.llama import Block, Llama, Rope
+from pretraining.models.llama import BatchInputs, Block, Llama
 from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator, loss_scale
-from pretraining.parallel.engine import Batch, TrainingState, lost_peers_told, numbered
+from pretraining.parallel.engine import Batch, TrainingState, raise_lost_peer_error, with_token_ids
 from pretraining.parallel.layout import TorchLayout, shard_dimension
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules
 from pretraining.parallel.sharding import BATCH_AXES
-from pretraining.parallel.torch_state import Parts
+from pretraining.parallel.step import DeviceScalars
+from pretraining.parallel.torch_state import LocalShards
+from pretraining.parallel.torch_step import TorchStep, sum_over_processes
 from pretraining.parallel.torch_tensor import (
     VocabularyParallelLoss,
-    all_tokens,
-    own_tokens,
-    split_over_ranks,
+    gather_from_sequence,
+    scatter_to_sequence,
+    shard_over_tensor_ranks,
 )
-from pretraining.parallel.torch_update import Figures, Update, sum_over_processes
 
-RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no random state is ever drawn on
+# Arguments of torch.utils.checkpoint. Dropout is a hash, so there is no random state to preserve.
+RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 class TorchEngine:
@@ -84,13 +86,14 @@ class TorchEngine:
         self.compiles = config.use_torch_compile and accelerator.compiles(self.device)
         self._joined = False
         self.device_mesh = self._open_mesh()
+        self.tensor_ranks = self.device_mesh["tensor"] if self.device_mesh and self.mesh.tensor > 1 else None
 
     def _open_mesh(self) -> DeviceMesh | None:
         """The grid of all processes. None in a process alone on the CPU, where FSDP would copy and gain nothing."""
         launched = "WORLD_SIZE" in os.environ
         if not launched and self.device.type == "cpu":
             return None
-        with lost_peers_told(self.process_index, self.config.collective_timeout):
+        with raise_lost_peer_error(self.process_index, self.config.collective_timeout):
             if not dist.is_initialized():
                 self._join(launched)
             # Tensor ranks are neighbours; FSDP splits what each of them has, which is the order of the axes.
@@ -120,38 +123,40 @@ class TorchEngine:
         layers = model.shape.num_layers
         self._recomputed = block_mask(self.config, layers)
         self._recompute_modules(model)
-        model.to("meta").to(self.precision.stored)
-        parts = self.held = Parts(model, self.mesh, self.device_mesh, self.process_index)
+        model.to("meta").to(self.precision.parameters)
+        shards = self.shards = LocalShards(model, self.mesh, self.device_mesh, self.process_index)
         self._loss_and_gradient: Callable[..., tuple[Tensor, Tensor]] = loss_and_gradient
         if self.compiles:
             self._compile(model)
         if self.device_mesh is not None:
-            if self.mesh.tensor > 1:
-                split_over_ranks(model, self.device_mesh["tensor"], self.config.sequence_parallel)
-                head = VocabularyParallelLoss(self.device_mesh["tensor"])
-                model.model.norm.register_forward_hook(lambda _, __, x: head.input(x))
+            if self.tensor_ranks:
+                shard_over_tensor_ranks(model, self.tensor_ranks, self.config.sequence_parallel)
+                head = VocabularyParallelLoss(self.tensor_ranks)
+                model.model.norm.register_forward_hook(lambda _, __, x: head.copy_input(x))
                 self._loss_and_gradient = head
             self._shard(model, self.device_mesh)
         model.to_empty(device=self.home)
-        parts.take(model)
+        shards.bind(model)
 
         def fill(name: str) -> None:
-            value = given[name] if given else initial_weight(self.config, layers, name, parts.shapes[name])
-            parts.own(name).copy_(parts.of(name, value))
+            value = given[name] if given else initial_weight(self.config, layers, name, shards.shapes[name])
+            shards.local(name).copy_(shards.slice_of(name, value))
 
         # torch's generator leaves the interpreter free
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.host_processes)) as pool:
-            list(pool.map(fill, parts.weights))
+            list(pool.map(fill, shards.weights))
         return model
 
     def _shard(self, model: Llama, grid: DeviceMesh) -> None:
         """Each block gathers its own parameters; embedding, final norm and head gather together, for the whole step."""
-        chosen = self.precision
-        narrow = None if chosen.stream == torch.float32 else chosen.stream
-        # The rotary table stays fp32: inputs are not cast.
-        precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=chosen.reduced, cast_forward_inputs=False)
+        activations = self.precision.activations
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if activations == torch.float32 else activations,
+            reduce_dtype=self.precision.gradient_reduction,
+            cast_forward_inputs=False,  # the rotary table stays fp32
+        )
         offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
-        options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
+        options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
         options["mesh"] = grid["shard"] if self.mesh.replica == 1 else grid[BATCH_AXES]
         if self.mesh.tensor > 1:
             dims = {weight: shard_dimension(name) for name, weight in model.named_parameters()}
@@ -176,16 +181,15 @@ class TorchEngine:
 
     def prepare(self, optimizer: Optimizer) -> None:
         """See engine.Engine."""
-        ranks = self.device_mesh["tensor"] if self.device_mesh and self.mesh.tensor > 1 else None
-        self.update = Update(self.config, self.precision, self.held, optimizer, self.home, ranks)
+        self.step = TorchStep(self.config, optimizer, self.home, self.shards, self.tensor_ranks)
 
     # ---- Running
 
-    def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> Figures:
+    def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> DeviceScalars:
         """See engine.Engine. Gradients are summed over a shard group after every micro-batch, which keeps them split,
         and over its replicas (across hosts) after the last. With zero1 they are whole until the last, and parameters
         are gathered once a step."""
-        for inputs, last in self._feed(numbered(self.config, batch, self.data_rank)):
+        for inputs, last in self._feed(with_token_ids(self.config, batch, self.data_rank)):
             if isinstance(model, FSDPModule) and self.layout.gathers_once:
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
@@ -193,8 +197,8 @@ class TorchEngine:
                 model.set_requires_all_reduce(last)
             loss, count = self._loss(model, inputs)
             loss.backward()
-            self.update.take(loss, count)
-        return self.update.apply(learning_rate)
+            self.step.accumulate(loss, count)
+        return self.step.apply(learning_rate)
 
     def _feed(self, batch: Batch) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """This process's rows as micro-batches on the device, and whether it is the last."""
@@ -206,56 +210,56 @@ class TorchEngine:
             placed = {name: tensor.to(self.device, non_blocking=True) for name, tensor in part.items()}
             yield placed, start + rows >= count
 
-    def _loss(self, model: Llama, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _loss(self, model: Llama, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Summed loss and number of trained tokens of one micro-batch."""
-        positions, segments, labels = inputs.get("positions"), inputs.get("segments"), inputs["labels"].long()
-        tokens, dtype = inputs["tokens"], self.precision.stream
-        inner, noise = self._loss_and_gradient, None
-        if self.update.loss_scale:
-            inner = partial(inner, factor=self.update.factor().to(self.device))
-        if "cells" in inputs:
-            noise = noise_of(self.config.seed, self.update.optimizer.updates.to(self.device), inputs["cells"])
-            noise = noise._replace(rank=self.process_index % self.mesh.tensor)
-        loss = model.loss(tokens, labels, positions, segments, dtype, self._run_blocks, inner, noise)
+        labels, noise = batch["labels"].long(), None
+        chunk_loss = self._loss_and_gradient
+        if self.step.loss_scale:
+            chunk_loss = partial(chunk_loss, factor=self.step.loss_factor().to(self.device))
+        if "global_token_index" in batch:
+            updates = self.step.optimizer.updates.to(self.device)
+            noise = dropout_noise(self.config.seed, updates, batch["global_token_index"])
+            noise = noise._replace(tensor_rank=self.process_index % self.mesh.tensor)
+        inputs = BatchInputs(batch.get("positions"), batch.get("segments"), noise, self.precision.activations)
+        loss = model.loss(batch["tokens"], labels, inputs, self._run_blocks, chunk_loss)
         return loss, (labels != IGNORED).sum().float()
 
     def _recompute_modules(self, model: Llama) -> None:
-        """Where modules of a chosen block are recomputed, and not all of it, they see to that themselves."""
-        for block, chosen in zip(model.model.layers, self._recomputed, strict=True):
-            for path in recomputed_modules(self.config, block) if chosen else []:
+        """Checkpoint the modules of selected blocks, where modules are recomputed and not whole blocks."""
+        for block, is_selected in zip(model.model.layers, self._recomputed, strict=True):
+            for path in recomputed_modules(self.config, block) if is_selected else []:
                 module = block.get_submodule(path)
-                module.forward = partial(checkpoint, module.forward, **RECOMPUTED)
+                module.forward = partial(checkpoint, module.forward, **RECOMPUTE)
         if self.config.checkpoint_granularity == "selective":
             self._recomputed = (False,) * len(self._recomputed)
 
-    def _run_blocks(
-        self, blocks: Iterable[nn.Module], x: Tensor, rope: Rope, segments: Tensor | None, noise: Noise | None
-    ) -> Tensor:
-        seen: Any = segments
+    def _run_blocks(self, blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
+        """See llama.RunBlocks. Recomputes checkpoint_num_layers blocks together."""
         window = self.config.sliding_window
-        if self.compiles and not self.config.attention_dropout and (segments is not None or window):
-            one = x.new_zeros(x.shape[:2]) if segments is None else segments
-            seen = self._document_mask(one, window)
+        is_masked = isinstance(inputs.segments, Tensor) or bool(window)
+        if self.compiles and not self.config.attention_dropout and is_masked:
+            segments = inputs.segments if isinstance(inputs.segments, Tensor) else x.new_zeros(x.shape[:2])
+            inputs = inputs._replace(segments=self._document_mask(segments, window))
 
-        def run(x: Tensor, noise: Noise | None, *part: nn.Module) -> Tensor:
-            for block in part:
-                x = block(x, rope, seen, noise)
-                noise = following(noise)
+        def run(x: Tensor, inputs: BatchInputs, *chosen: nn.Module) -> Tensor:
+            for block in chosen:
+                x = block(x, inputs)
+                inputs = inputs.next_block()
             return x
 
-        split = self.config.sequence_parallel and self.mesh.tensor > 1
-        ranks = self.device_mesh["tensor"] if self.device_mesh and split else None
-        x = own_tokens(x, ranks) if ranks else x
-        queue = list(zip(blocks, self._recomputed, strict=True))
-        size = self.config.checkpoint_num_layers
-        for part in (queue[first : first + size] for first in range(0, len(queue), size)):
-            chosen = [block for block, _ in part]
-            x = checkpoint(run, x, noise, *chosen, **RECOMPUTED) if part[0][1] else run(x, noise, *chosen)
-            noise = noise and noise._replace(layer=noise.layer + len(chosen))
-        return all_tokens(x, ranks) if ranks else x
+        group = self.tensor_ranks.get_group() if self.tensor_ranks and self.config.sequence_parallel else None
+        x = scatter_to_sequence(x, group) if group else x
+        layers, size = list(blocks), self.config.checkpoint_num_layers
+        for first in range(0, len(layers), size):
+            chosen = layers[first : first + size]
+            is_recomputed = self._recomputed[first]
+            x = checkpoint(run, x, inputs, *chosen, **RECOMPUTE) if is_recomputed else run(x, inputs, *chosen)
+            for _ in chosen:
+                inputs = inputs.next_block()
+        return gather_from_sequence(x, group) if group else x
 
     @torch.no_grad()
-    def evaluate(self, model: Llama, batch: Batch) -> Figures:
+    def evaluate(self, model: Llama, batch: Batch) -> DeviceScalars:
         """See engine.Engine."""
         totals = torch.zeros(2, device=self.device)
         for inputs, _ in self._feed(batch):
@@ -264,39 +268,40 @@ class TorchEngine:
         for module in model.modules():  # without a backward pass, what was gathered to stay would
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return Figures(("loss", "tokens"), torch.stack((totals[0] / totals[1], totals[1] / self.mesh.tensor)))
+        return DeviceScalars(("loss", "tokens"), torch.stack((totals[0] / totals[1], totals[1] / self.mesh.tensor)))
 
     @torch.no_grad()
     def parameter_norm(self, model: Llama) -> float:
         """See engine.Engine."""
-        square = self.update.powers({name: self.held.own(name) for name in self.held.weights})
+        square = self.step.power_sum({name: self.shards.local(name) for name in self.shards.weights})
         sum_over_processes(square)
         return square.sqrt().item()
 
     # ---- Logical state
 
     def state(self, model: Llama, optimizer: Optimizer) -> TrainingState:
-        """See engine.Engine: the live tensors, DTensors where they are split."""
-        slots, held = self.update.slots, self.held
-        kept = {name: slots[name].weight if name in slots else held.own(name) for name in held.weights}
-        logical: dict[str, Any] = {name: held.saved(name, tensor) for name, tensor in kept.items()}
-        for slot in optimizer.slots:
-            for moment, tensor in slot.state.items():
-                logical[f"optimizer.{moment}.{slot.name}"] = held.saved(slot.name, tensor)
+        """See engine.Engine: the live tensors, DTensors where they are sharded."""
+        shards = self.shards
+        weights = {name: shards.local(name) for name in shards.weights}
+        weights |= {parameter.name: parameter.weight for parameter in optimizer.parameters}
+        logical: dict[str, Any] = {name: shards.checkpoint_tensor(name, weight) for name, weight in weights.items()}
+        for parameter in optimizer.parameters:
+            for moment, tensor in parameter.moments.items():
+                logical[f"optimizer.{moment}.{parameter.name}"] = shards.checkpoint_tensor(parameter.name, tensor)
         logical["optimizer.step"] = optimizer.updates
-        if self.update.loss_scale:
-            logical[loss_scale.NAME] = self.update.loss_scale.state
-        return TrainingState(logical, self.update.loaded)
+        if self.step.loss_scale:
+            logical[loss_scale.NAME] = self.step.loss_scale.state
+        return TrainingState(logical, self.step.finish_loading)
 
     # ---- Figures
 
     def bytes_per_device(self, model: Llama, optimizer: Optimizer) -> dict[str, int]:
         """See engine.Engine: measured on this process's shards."""
-        parameters = [self.held.own(name) for name in self.held.weights]
-        if self.precision.copies:
-            parameters += [slot.weight for slot in optimizer.slots]
-        groups = {"parameters": parameters, "moments": [t for slot in optimizer.slots for t in slot.state.values()]}
-        return {name: sum(held.numel() * held.element_size() for held in tensors) for name, tensors in groups.items()}
+        parameters = [self.shards.local(name) for name in self.shards.weights]
+        parameters += [parameter.weight for parameter in optimizer.parameters if self.step.rounded_copies]
+        moments = [moment for parameter in optimizer.parameters for moment in parameter.moments.values()]
+        groups = {"parameters": parameters, "moments": moments}
+        return {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in groups.items()}
 
     def compilations(self) -> int:
         """Graphs that torch.compile made; 0 where it is not used."""

@@ -1,4 +1,4 @@
-"""What one process of the torch engine holds of every tensor, and what that is of the whole, as checkpoints see it."""
+"""This process's shards of the torch engine's tensors, and their descriptions for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from pretraining.models.init import VOCABULARIES
 from pretraining.models.llama import Llama
 from pretraining.parallel.mesh import Mesh
-from pretraining.parallel.torch_tensor import own_part, placements
+from pretraining.parallel.torch_tensor import local_slice, placements
 
 
 class LogicalTensor(Tensor):
@@ -62,67 +62,69 @@ class LogicalTensor(Tensor):
         return self.shard[: self._rows()]
 
 
-class Parts:
-    """This process's parts of the parameters of a model, and of whatever is split as they are."""
+class LocalShards:
+    """This process's shards of a model's parameters, and of tensors that are sharded like them."""
 
     def __init__(self, model: Llama, mesh: Mesh, device_mesh: DeviceMesh | None, process_index: int) -> None:
-        """`model` is whole still."""
+        """`model` is not sharded yet."""
         self.mesh, self._device_mesh = mesh, device_mesh
-        above, rank = divmod(process_index, mesh.tensor)
-        self._tensor, self._shard = (rank, mesh.tensor), (above % mesh.shard, mesh.shard)
+        data_rank, tensor_rank = divmod(process_index, mesh.tensor)
+        self._tensor, self._shard = (tensor_rank, mesh.tensor), (data_rank % mesh.shard, mesh.shard)
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
         self._vocabulary = model.shape.vocab_size
 
-    def take(self, model: Llama) -> None:
-        """`model` has been split."""
+    def bind(self, model: Llama) -> None:
+        """Take the parameters of `model`, which has been sharded."""
         self.weights: dict[str, nn.Parameter] = dict(model.named_parameters())
 
-    def own(self, name: str) -> Tensor:
-        """What this process holds of a parameter."""
-        return local(self.weights[name])
+    def local(self, name: str) -> Tensor:
+        """Return this process's shard of a parameter."""
+        return to_local(self.weights[name])
 
-    def of(self, name: str, whole: Tensor) -> Tensor:
-        """The part of a `whole` parameter that this process holds."""
-        return own_part(whole, name, self.own(name).shape, self._tensor, self._shard)
+    def slice_of(self, name: str, full: Tensor) -> Tensor:
+        """Return the slice of an unsharded parameter that this process holds."""
+        return local_slice(full, name, self.local(name).shape, self._tensor, self._shard)
 
-    def starts(self, name: str, held: Tensor) -> tuple[int, ...]:
-        """Where `held`, split as the parameter `name` is, begins in the whole tensor, by dimension."""
-        whole = torch.empty(self.shapes[name], device="meta")
-        offset, starts = self.of(name, whole).storage_offset(), []
-        for stride, extent, mine in zip(whole.stride(), held.shape, self.own(name).shape, strict=True):
-            starts.append(offset // stride if extent == mine else 0)
+    def offsets(self, name: str, shard: Tensor) -> tuple[int, ...]:
+        """Return where `shard`, sharded like the parameter `name`, begins in the unsharded tensor."""
+        full = torch.empty(self.shapes[name], device="meta")
+        offset, offsets = self.slice_of(name, full).storage_offset(), []
+        for stride, extent, local_extent in zip(full.stride(), shard.shape, self.local(name).shape, strict=True):
+            offsets.append(offset // stride if extent == local_extent else 0)
             offset %= stride
-        return tuple(starts)
+        return tuple(offsets)
 
-    def saved(self, name: str, held: Tensor) -> Tensor:
-        """Describe `held`, which is split as the parameter `name` is, for a checkpoint: without rows of padding."""
-        full, own = self.shapes[name], self.own(name).shape
-        shape = [extent if mine == size else 1 for extent, mine, size in zip(full, own, held.shape, strict=True)]
+    def checkpoint_tensor(self, name: str, shard: Tensor) -> Tensor:
+        """Describe `shard`, sharded like the parameter `name`, for a checkpoint: without rows of padding."""
+        full, local = self.shapes[name], self.local(name).shape
+        shape = [extent if mine == size else 1 for extent, mine, size in zip(full, local, shard.shape, strict=True)]
         if name.split(".")[-2] in VOCABULARIES:
             shape[0] = min(shape[0], self._vocabulary)
-        if not isinstance(self.weights[name], DTensor) and held.shape == torch.Size(shape):
-            return held
-        return LogicalTensor(held, self.starts(name, held), torch.Size(shape))
+        if not isinstance(self.weights[name], DTensor) and shard.shape == torch.Size(shape):
+            return shard
+        return LogicalTensor(shard, self.offsets(name, shard), torch.Size(shape))
 
-    def logical(self, name: str, held: Tensor) -> Tensor:
-        """`held` as this process's part of a whole that is split as the parameter `name` is; where that is split and
-        `held` has one value for all, it is everybody's."""
-        weight, part = self.weights[name], self.own(name)
+    def as_dtensor(self, name: str, shard: Tensor) -> Tensor:
+        """Return the DTensor of which `shard`, sharded like the parameter `name`, is this process's shard.
+
+        It is replicated along dimensions that the parameter shards and in which `shard` has extent 1.
+        """
+        weight, local = self.weights[name], self.local(name)
         if not isinstance(weight, DTensor):
-            return held
+            return shard
         mesh, placed = weight.device_mesh, weight.placements
         if self.mesh.tensor > 1:
             assert self._device_mesh is not None
             mesh, placed = self._device_mesh, placements(name)
-        sizes = zip(self.shapes[name], part.shape, held.shape, strict=True)
-        shape = torch.Size(whole if mine == own else 1 for whole, mine, own in sizes)
-        alike = [not isinstance(p, Shard) or part.shape[p.dim] == held.shape[p.dim] for p in placed]
-        placed = tuple(p if same else Replicate() for p, same in zip(placed, alike, strict=True))
+        extents = zip(self.shapes[name], local.shape, shard.shape, strict=True)
+        shape = torch.Size(full if local_extent == extent else 1 for full, local_extent, extent in extents)
+        is_like = [not isinstance(p, Shard) or local.shape[p.dim] == shard.shape[p.dim] for p in placed]
+        placed = tuple(p if like else Replicate() for p, like in zip(placed, is_like, strict=True))
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(held, mesh, placed, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(shard, mesh, placed, run_check=False, shape=shape, stride=stride)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this process holds of `tensor`; writing to it writes there."""
-    held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return held.detach()
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this process's shard of `tensor`, which shares its memory."""
+    shard: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return shard.detach()

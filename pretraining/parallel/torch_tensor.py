@@ -1,8 +1,8 @@
-"""Tensor parallelism of the torch engine: every rank holds its part of a matrix as a plain tensor.
+"""Tensor parallelism of the torch engine: every rank holds its shard of a matrix as a plain tensor.
 
-Which part, the sharding table says; FSDP then splits that part along the other axis of its row. Partial sums are added
-up where a row-parallel matrix ends, their gradients where a column-parallel one begins (Megatron's f and g). With
-sequence_parallel they are added up and scattered over tokens, and gathered again (Korthikanti et al. 2022).
+The sharding table determines the shard; FSDP then shards it along the other axis of its row. Partial sums are
+all-reduced after a row-parallel matrix, and their gradients before a column-parallel one (Megatron-LM's f and g). With
+sequence_parallel they are reduce-scattered over tokens and all-gathered again (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -20,177 +20,167 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from pretraining.models.dropout import Noise
+from pretraining.models.dropout import DropoutNoise
 from pretraining.models.linear import Linear
 from pretraining.models.llama import Llama
-from pretraining.models.ops import IGNORED, without_padding
+from pretraining.models.ops import loss_and_gradient
 from pretraining.parallel.layout import shard_dimension, tensor_dimension
 
-COLUMN_INPUTS, ROW_PARALLEL = ("self_attn", "mlp"), ("self_attn.o_proj", "mlp.down_proj")
-# Whole on every rank, and used on a rank's own heads or channels: each has a part of their gradient.
-USED_IN_PARTS = (
-    *("*.[qk]_norm.*", "*.[qkv]_proj.lora_A.*", "*.gate_proj.lora_A.*", "*.up_proj.lora_A.*"),
-    *("*.o_proj.lora_B.*", "*.down_proj.lora_B.*"),
+COLUMN_PARALLEL_INPUTS, ROW_PARALLEL = ("self_attn", "mlp"), ("self_attn.o_proj", "mlp.down_proj")
+# Replicated parameters that act on a rank's heads or channels only: each rank has a partial gradient.
+PARTIAL_GRADIENTS = (
+    "*.[qk]_norm.*",
+    "*.[qkv]_proj.lora_A.*",
+    "*.gate_proj.lora_A.*",
+    "*.up_proj.lora_A.*",
+    "*.o_proj.lora_B.*",
+    "*.down_proj.lora_B.*",
 )
-# The same with sequence_parallel: used on a rank's own tokens.
-USED_ON_TOKENS = ("*.input_layernorm.*", "*.post_attention_layernorm.*", "*.o_proj.bias", "*.down_proj.bias")
+# With sequence_parallel also those that act on a rank's tokens only.
+PARTIAL_ON_TOKENS = ("*.input_layernorm.*", "*.post_attention_layernorm.*", "*.o_proj.bias", "*.down_proj.bias")
+
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-def split_over_ranks(model: Llama, ranks: DeviceMesh, sequence: bool) -> None:
-    """Narrow every split parameter of `model`, on the meta device, to one rank's part, and add up what is partial."""
+def shard_over_tensor_ranks(model: Llama, ranks: DeviceMesh, sequence_parallel: bool) -> None:
+    """Narrow every sharded parameter of `model`, on the meta device, to one rank's shard, and add the collectives."""
     for name, weight in list(model.named_parameters()):
         if (dim := tensor_dimension(name)) is not None:
             module, _, short = name.rpartition(".")
-            part = weight.detach().chunk(ranks.size(), dim)[0].clone()
-            setattr(model.get_submodule(module), short, nn.Parameter(part, weight.requires_grad))
+            shard = weight.detach().chunk(ranks.size(), dim)[0].clone()
+            setattr(model.get_submodule(module), short, nn.Parameter(shard, weight.requires_grad))
     group = ranks.get_group()
-    enter, leave = (GATHERED, SCATTERED) if sequence else (GRADIENTS_ADDED, ADDED)
+    enter, leave = copy_to_tensor, reduce_from_tensor
+    if sequence_parallel:
+        enter, leave = gather_to_tensor, reduce_scatter_to_sequence
     for block in model.model.layers:
-        for name in COLUMN_INPUTS:
-            block.get_submodule(name).register_forward_pre_hook(
-                lambda _, given: (_exchanged(given[0], group, enter), *given[1:])
-            )
+        for name in COLUMN_PARALLEL_INPUTS:
+            block.get_submodule(name).register_forward_pre_hook(lambda _, args: (enter(args[0], group), *args[1:]))
         for name in ROW_PARALLEL:
             projection = cast(Linear, block.get_submodule(name))
-            projection.forward = partial(_added_up, projection, leave, group)  # type: ignore[method-assign]
-    model.model.embed_tokens.forward = _Lookup(model.model.embed_tokens, ranks).look_up  # type: ignore[method-assign, assignment]
+            projection.forward = partial(_row_parallel, projection, leave, group)  # type: ignore[method-assign]
+    embedding = model.model.embed_tokens
+    embedding.forward = partial(_vocabulary_parallel_lookup, embedding, ranks)  # type: ignore[method-assign]
 
 
-def own_part(whole: Tensor, name: str, shape: torch.Size, tensor: tuple[int, int], shard: tuple[int, int]) -> Tensor:
-    """The part, of this shape, of `whole` that a process holds; `tensor` and `shard` are its (rank, ranks)."""
+def local_slice(full: Tensor, name: str, shape: torch.Size, tensor: tuple[int, int], shard: tuple[int, int]) -> Tensor:
+    """Return the slice, of this shape, of the unsharded `full` that a process holds.
+
+    `tensor` and `shard` are the process's (rank, number of ranks) on those axes.
+    """
     dim = tensor_dimension(name)
-    part = whole if dim is None else whole.chunk(tensor[1], dim)[tensor[0]]
+    tensor_slice = full if dim is None else full.chunk(tensor[1], dim)[tensor[0]]
     along = shard_dimension(name) if tensor[1] > 1 else 0
-    extent = -(-part.shape[along] // shard[1])  # of all shards but the last, as torch.chunk cuts
-    start = min(shard[0] * extent, part.shape[along])
-    return part.narrow(along, start, shape[along])
+    extent = -(-tensor_slice.shape[along] // shard[1])  # of all shards but the last, as torch.chunk cuts
+    start = min(shard[0] * extent, tensor_slice.shape[along])
+    return tensor_slice.narrow(along, start, shape[along])
 
 
 def placements(name: str) -> tuple[Placement, Placement, Placement]:
-    """How `name` lies on the mesh replica x tensor x shard: FSDP splits what tensor ranks have."""
+    """Placements of the parameter `name` on the mesh replica x tensor x shard: FSDP shards a tensor rank's shard."""
     dim = tensor_dimension(name)
     return Replicate(), Replicate() if dim is None else Shard(dim), Shard(shard_dimension(name))
 
 
-def add_up_parts(gradients: dict[str, Tensor], ranks: DeviceMesh, sequence: bool) -> None:
-    """The gradients, in place, of what is USED_IN_PARTS, in one collective; those of a whole step, by name."""
-    patterns = (*USED_IN_PARTS, *(USED_ON_TOKENS if sequence else ()))
-    parts = [grad for name, grad in gradients.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if parts:
-        whole = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(whole, group=ranks.get_group())
-        for part, added in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
-            part.copy_(added.view_as(part))
+def all_reduce_partial_gradients(gradients: dict[str, Tensor], ranks: DeviceMesh, sequence_parallel: bool) -> None:
+    """Sum, in place and in one collective, the gradients that are partial; `gradients` are by parameter name."""
+    patterns = (*PARTIAL_GRADIENTS, *(PARTIAL_ON_TOKENS if sequence_parallel else ()))
+    partials = [grad for name, grad in gradients.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if partials:
+        flat = torch.cat([grad.flatten() for grad in partials])
+        dist.all_reduce(flat, group=ranks.get_group())
+        for grad, total in zip(partials, flat.split([grad.numel() for grad in partials]), strict=True):
+            grad.copy_(total.view_as(grad))
 
 
-class _Lookup:
-    """An embedding whose rows are split: each rank looks up those it holds, and the parts are added up."""
+def _vocabulary_parallel_lookup(embedding: nn.Embedding, ranks: DeviceMesh, tokens: Tensor) -> Tensor:
+    """Look up tokens [B, T] -> [B, T, D] in an embedding whose rows are sharded."""
+    rows = tokens - ranks.get_local_rank() * len(embedding.weight)
+    is_elsewhere = (rows < 0) | (rows >= len(embedding.weight))
+    embedded = F.embedding(rows.masked_fill(is_elsewhere, 0), embedding.weight)
+    return reduce_from_tensor(embedded.masked_fill(is_elsewhere[..., None], 0), ranks.get_group())
 
-    def __init__(self, embedding: nn.Embedding, ranks: DeviceMesh) -> None:
-        self.embedding, self.ranks = embedding, ranks
 
-    def look_up(self, tokens: Tensor) -> Tensor:
-        """[rows, tokens] -> [rows, tokens, hidden]."""
-        weight = self.embedding.weight
-        rows = tokens - self.ranks.get_local_rank() * len(weight)
-        elsewhere = (rows < 0) | (rows >= len(weight))
-        found = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
-        return _exchanged(found, self.ranks.get_group(), ADDED)
+def _row_parallel(
+    projection: Linear, leave: Collective, group: dist.ProcessGroup, x: Tensor, noise: DropoutNoise | None = None
+) -> Tensor:
+    """Project a shard of the input's channels; the bias is added once, after the reduction."""
+    return projection.add_bias(leave(projection.product(x, noise), group))
 
 
 class VocabularyParallelLoss:
-    """ops.LossAndGradient where each rank has some columns of the logits: three numbers a row are communicated."""
+    """ops.LossAndGradient for logits whose columns are sharded: three numbers per row are communicated."""
 
     def __init__(self, ranks: DeviceMesh) -> None:
-        self.ranks = ranks
+        self.rank, self.group = ranks.get_local_rank(), ranks.get_group()
 
     def __call__(
         self, logits: Tensor, labels: Tensor, vocabulary: int, factor: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        first, group = self.ranks.get_local_rank() * logits.shape[-1], self.ranks.get_group()
-        wide = without_padding(logits.float(), vocabulary - first)
-        chosen = first + torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]  # [R, V / ranks]
-        top = _sum(wide.amax(-1), group, "max")  # [R]
-        sums = torch.stack(((wide - top[:, None]).exp().sum(-1), torch.where(chosen, wide, 0).sum(-1)))
-        total, label = _sum(sums, group)
-        normaliser, trained = top + total.log(), labels != IGNORED
-        probability = (wide - normaliser[:, None]).exp()
-        gradient = torch.where(chosen, probability - 1, probability) * trained[:, None]
-        scaled = gradient if factor is None else gradient * factor
-        return ((normaliser - label) * trained).sum(), scaled.to(logits.dtype)
+        first = self.rank * logits.shape[-1]
+        return loss_and_gradient(logits, labels, vocabulary, factor, first=first, combine=self._combine)
 
-    def input(self, x: Tensor) -> Tensor:
-        """`x` as every rank multiplies it with its own rows of the head."""
-        return _exchanged(x, self.ranks.get_group(), GRADIENTS_ADDED)
+    def _combine(self, log_normalizer: Tensor, label_logit: Tensor) -> tuple[Tensor, Tensor]:
+        largest = _all_reduce(log_normalizer, self.group, "max")
+        total, label = _all_reduce(torch.stack(((log_normalizer - largest).exp(), label_logit)), self.group)
+        return largest + total.log(), label
+
+    def copy_input(self, x: Tensor) -> Tensor:
+        """Return `x` as the input of every rank's rows of the head, whose partial gradients are all-reduced."""
+        return copy_to_tensor(x, self.group)
 
 
-def own_tokens(x: Tensor, ranks: DeviceMesh) -> Tensor:
-    """[B, T, D], the same on all ranks -> [B, T / ranks, D], each rank's own."""
-    return _exchanged(x, ranks.get_group(), CUT)
+# ---- Collectives that autograd differentiates, named as in Megatron-LM
 
 
-def all_tokens(x: Tensor, ranks: DeviceMesh) -> Tensor:
-    """[B, T / ranks, D] -> [B, T, D], for what is the same on all ranks from here on."""
-    return _exchanged(x, ranks.get_group(), JOINED)
-
-
-def _added_up(
-    projection: Linear,
-    leave: tuple[Between, Between],
-    group: dist.ProcessGroup,
-    x: Tensor,
-    noise: Noise | None = None,
-) -> Tensor:
-    """What a row-parallel projection gives: its bias counts once."""
-    return projection.biased(_exchanged(projection.product(x, noise), group, leave))
-
-
-class _Exchange(torch.autograd.Function):
-    """Something between ranks, and what that is for gradients."""
-
+class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: Between, backward: Between) -> Tensor:
-        ctx.group, ctx.opposite = group, backward
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
+        ctx.group, ctx.backward_collective = group, backward
         return forward(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.opposite(grad, ctx.group), None, None, None
+        return ctx.backward_collective(grad, ctx.group), None, None, None
 
 
-def _exchanged(x: Tensor, group: dist.ProcessGroup, how: tuple[Between, Between]) -> Tensor:
-    """Forward as the first of `how` says, backward as the second."""
-    given: Tensor = _Exchange.apply(x, group, *how)
-    return given
+def _differentiable(forward: Collective, backward: Collective) -> Collective:
+    """Return `forward` as a collective whose gradient is `backward`."""
+
+    def apply(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        y: Tensor = _Differentiable.apply(x, group, forward, backward)
+        return y
+
+    return apply
 
 
-def _same(x: Tensor, _: dist.ProcessGroup) -> Tensor:
+def _identity(x: Tensor, _: dist.ProcessGroup) -> Tensor:
     return x.view_as(x)
 
 
-def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _local_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    whole: Tensor = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), 1, group))
-    return whole
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered: Tensor = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), 1, group))
+    return gathered
 
 
-def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    part: Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(x.contiguous(), "sum", 1, group))
-    return part
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    scattered: Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(x.contiguous(), "sum", 1, group))
+    return scattered
 
 
-def _sum(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
-    added: Tensor = funcol.wait_tensor(funcol.all_reduce(x.contiguous(), operation, group))
-    return added
+def _all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
+    reduced: Tensor = funcol.wait_tensor(funcol.all_reduce(x.contiguous(), operation, group))
+    return reduced
 
 
-Between = Callable[[Tensor, dist.ProcessGroup], Tensor]
-ADDED = (_sum, _same)  # parts in, their sum out, whose gradient is every part's
-GRADIENTS_ADDED = (_same, _sum)  # the same on all ranks, each of which makes part of its gradient
-SCATTERED = (_scatter, _gather)  # parts of all tokens [B, T, D] in, the sum of a rank's own [B, T / ranks, D] out
-GATHERED = (_gather, _scatter)  # a rank's own tokens in, all of them out, of whose gradient each rank makes part
-CUT = (_own, _gather)  # the same on all ranks in, a rank's own tokens out
-JOINED = (_gather, _own)  # a rank's own tokens in, all of them out, whose gradient is the same on all ranks
+# [B, T, D] on every rank, or a rank's tokens [B, T / ranks, D] (sequence)
+copy_to_tensor = _differentiable(_identity, _all_reduce)  # replicated -> input of column-parallel matrices
+reduce_from_tensor = _differentiable(_all_reduce, _identity)  # partial sums -> replicated
+scatter_to_sequence = _differentiable(_local_tokens, _all_gather)  # replicated -> a rank's tokens
+gather_from_sequence = _differentiable(_all_gather, _local_tokens)  # a rank's tokens -> replicated
+gather_to_tensor = _differentiable(_all_gather, _reduce_scatter)  # a rank's tokens -> input of column-parallel matrices
+reduce_scatter_to_sequence = _differentiable(_reduce_scatter, _all_gather)  # partial sums -> a rank's tokens

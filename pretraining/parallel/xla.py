@@ -1,7 +1,7 @@
 """The XLA engine: one process per host, GSPMD over every device of the mesh, one compiled graph per step.
 
-Parameters carry the sharding table's annotations and the compiler inserts the collectives. Nothing here waits for
-the device except reading a result, saving and loading.
+Parameters carry the sharding table's annotations and the compiler inserts the collectives. Only reading results,
+saving and loading wait for the device.
 """
 
 from __future__ import annotations
@@ -30,40 +30,24 @@ from torch import Tensor, nn
 
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.training import TrainConfig
-from pretraining.models.dropout import noise_of
+from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import VOCABULARIES, initial_weight
-from pretraining.models.llama import Llama
+from pretraining.models.llama import BatchInputs, Llama
 from pretraining.models.ops import IGNORED, next_token_loss
-from pretraining.noise import keys, noise
-from pretraining.optim.optimizer import Optimizer, Slot
+from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
-from pretraining.optim.rounding import rounded
-from pretraining.optim.rules import Moment, State
-from pretraining.parallel.engine import Batch, TrainingState, numbered
-from pretraining.parallel.health import HEALTH, judge
+from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import layout_of
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
 from pretraining.parallel.sharding import HEAD_ACTIVATIONS, TOKENS, Spec
+from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.xla_blocks import ScannedBlocks, place_activations, stack_layers
 from pretraining.parallel.xla_state import LogicalTensor, Region, XlaShards, tensor_from_shards
-
-STACK = "model.layers."  # parameters under it are [layers, ...]
-SpecOf = Callable[[str], Spec]  # of a parameter's name: Layout.parameter, gradient or moment
+from pretraining.parallel.xla_step import STACK, XlaStep, layer_name, stacked_spec
 
 
-class XlaResult:
-    """Scalars of one step, still on the device."""
-
-    def __init__(self, names: tuple[str, ...], values: Tensor) -> None:
-        self._names, self._values = names, values
-
-    def read(self) -> dict[str, float]:
-        """One transfer for all of them."""
-        return dict(zip(self._names, self._values.tolist(), strict=True))
-
-
-class XlaEvaluation(XlaResult):
+class EvaluationSums(DeviceScalars):
     """Summed loss and trained tokens; divided on the host, which saves a graph."""
 
     def read(self) -> dict[str, float]:
@@ -105,125 +89,85 @@ class XlaEngine:
     # ---- Placing
 
     def place(self, model: Llama) -> Llama:
-        """`model` with its layers stacked, every parameter on the mesh; a meta parameter is made shard by shard."""
-        given = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
+        """See engine.Engine. Stacks the layers; a parameter on the meta device is initialised shard by shard."""
+        values = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
         layers = model.shape.num_layers
 
         def value(name: str, shape: torch.Size) -> Tensor:
-            return given[name].detach() if given else initial_weight(self.config, layers, name, shape)
+            return values[name].detach() if values else initial_weight(self.config, layers, name, shape)
 
         stack_layers(model)
         for prefix, module in model.named_modules():
             for short, meta in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{short}"
-                placed = self.placed(name, meta.shape, value)
-                if self.precision.stored != placed.dtype:
-                    placed = placed.to(self.precision.stored)
-                    self._pin(placed, name, self.layout.parameter)
+                placed = self.place_parameter(name, meta.shape, value)
+                if self.precision.parameters != placed.dtype:
+                    placed = placed.to(self.precision.parameters)
+                    xs.mark_sharding(placed, self.xla_mesh, stacked_spec(name, self.layout.parameter))
                 setattr(module, short, nn.Parameter(placed, requires_grad=meta.requires_grad))
         self.sync(wait=True)
-        groups = scan_plan(block_mask(self.config, layers), self.config.checkpoint_num_layers)
-        modules = recomputed_modules(self.config, model.model.layers)
-        heads, repeats = model.shape.num_kv_heads, kv_repeats(self.config, model.shape)
-        self.run_blocks = ScannedBlocks(model.model.layers, groups, modules, self.xla_mesh, self.layout, heads, repeats)
+        self.run_blocks = self._scanned_blocks(model)
         place_activations(model, HEAD_ACTIVATIONS, self.xla_mesh, self.layout)
         return model
 
-    def placed(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
-        """The parameter `name` on the mesh, fp32; `value` gives what it holds, of a stack layer by layer."""
+    def place_parameter(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
+        """Return the parameter `name` on the mesh, fp32; `value` returns its content, of a stack layer by layer."""
 
         def make(regions: list[Region]) -> list[Tensor]:
             if not name.startswith(STACK):
-                whole = value(name, shape)
-                return [whole[region].contiguous() for region in regions]
-            buffers = [torch.empty([cut.stop - cut.start for cut in region]) for region in regions]
+                full = value(name, shape)
+                return [full[region].contiguous() for region in regions]
+            buffers = [torch.empty([extent.stop - extent.start for extent in region]) for region in regions]
 
             def fill(layer: int) -> None:
-                whole = value(layer_name(name, layer), shape[1:])
+                full = value(layer_name(name, layer), shape[1:])
                 for buffer, region in zip(buffers, regions, strict=True):
-                    buffer[layer] = whole[region[1:]]
+                    buffer[layer] = full[region[1:]]
 
-            with ThreadPoolExecutor(os.cpu_count()) as pool:  # torch's generator leaves the interpreter free
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # torch's generator releases the interpreter lock
                 list(pool.map(fill, range(shape[0])))
             return buffers
 
-        return tensor_from_shards(shape, self.xla_mesh, stacked(name, self.layout.parameter), make, self.device)
+        return tensor_from_shards(shape, self.xla_mesh, stacked_spec(name, self.layout.parameter), make, self.device)
+
+    def _scanned_blocks(self, model: Llama) -> ScannedBlocks:
+        groups = scan_plan(block_mask(self.config, model.shape.num_layers), self.config.checkpoint_num_layers)
+        modules = recomputed_modules(self.config, model.model.layers)
+        heads, repeats = model.shape.num_kv_heads, kv_repeats(self.config, model.shape)
+        return ScannedBlocks(model.model.layers, groups, modules, self.xla_mesh, self.layout, heads, repeats)
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """State like its parameters, before the first step: made during it, it would compile a second graph."""
-        self._optimizer = optimizer
-        for slot in optimizer.slots:
-            slot.begin(self._moment)
-        self._copies = {slot.name: self._copy(slot) for slot in optimizer.slots} if self.precision.copies else {}
-        self._sums = {slot.name: self._sum(slot) for slot in optimizer.slots} if self._accumulates else {}
-        optimizer.updates = torch.zeros((), device=self.device)
-        self.totals = torch.zeros(2, device=self.device)  # loss and trained tokens of this step so far
-        self.health = torch.zeros(len(HEALTH), device=self.device)
+        """See engine.Engine. State created during the first step would compile a second graph."""
+        self.step = XlaStep(self.config, optimizer, self.device, self.xla_mesh, self.layout)
         self.sync(wait=True)
         if self.config.dump_sharding and self.process_index == 0:
             Path(self.config.dump_sharding).write_text(json.dumps(self._sharding(optimizer), indent=1) + "\n")
 
     def _sharding(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The mesh and, of every tensor of the state, its shape, what one device holds of it, and the axes that split
-        each dimension. Blocks are stacked: their first dimension is the layer."""
-        found: dict[str, Any] = {"mesh": self.mesh._asdict(), "parameters": {}, "moments": {}}
-        for slot in optimizer.slots:
-            found["parameters"][slot.name] = _described(slot.weight, stacked(slot.name, self.layout.parameter))
-            # Of an optimizer's several, the first: all of them are split alike
-            for held in list(slot.state.values())[:1]:
-                found["moments"][slot.name] = _described(held, self._moment_spec(slot, held))
-        return found
+        """The mesh, and shape, dtype, bytes per device and mesh axes of each parameter and of its first moment.
 
-    def _moment(self, slot: Slot, shape: torch.Size, moment: Moment) -> Tensor:
-        if moment.initial is None:
-            held = slot.weight.detach().to(self.precision.state).clone()
-        else:
-            held = torch.full(shape, moment.initial, dtype=self.precision.state, device=self.device)
-        xs.mark_sharding(held, self.xla_mesh, self._moment_spec(slot, held))
-        return held
-
-    def _moment_spec(self, slot: Slot, held: Tensor) -> Spec:
-        """The layout's, but whole along dimensions where the moment has one value for all."""
-        spec = stacked(slot.name, self.layout.moment)
-        return tuple(axis if extent > 1 else None for axis, extent in zip(spec, held.shape, strict=True))
-
-    def _copy(self, slot: Slot) -> Tensor:
-        """What the model runs on where the products read a rounded copy; the slot keeps the parameter itself."""
-        weight = slot.weight
-        slot.weight = weight.detach().clone()
-        self._pin(slot.weight, slot.name, self.layout.parameter)
-        return weight
-
-    def _sum(self, slot: Slot) -> Tensor:
-        """Where gradients of micro-batches are added up."""
-        zeros = torch.zeros(slot.weight.shape, dtype=self.precision.gradients, device=self.device)
-        self._pin(zeros, slot.name, self.layout.gradient)
-        return zeros
-
-    def _pin(self, tensor: Tensor, name: str, kind: SpecOf) -> None:
-        """Shard `tensor`, something of the parameter `name`, as its kind is; left alone, layouts leak from one into
-        another."""
-        xs.mark_sharding(tensor, self.xla_mesh, stacked(name, kind))
+        Blocks are stacked: their first dimension is the layer. All moments of a parameter are sharded alike.
+        """
+        report: dict[str, Any] = {"mesh": self.mesh._asdict(), "parameters": {}, "moments": {}}
+        for parameter in optimizer.parameters:
+            spec = stacked_spec(parameter.name, self.layout.parameter)
+            report["parameters"][parameter.name] = _describe_sharding(parameter.weight, spec)
+            for moment in list(parameter.moments.values())[:1]:
+                spec = self.step.moment_spec(parameter, moment)
+                report["moments"][parameter.name] = _describe_sharding(moment, spec)
+        return report
 
     # ---- Running
 
-    @property
-    def _accumulates(self) -> bool:
-        return (self.config.gradient_accumulation_steps or 1) > 1
-
-    def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> XlaResult:
+    def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> DeviceScalars:
         """See engine.Engine. One graph; with accumulation, one per micro-batch (the same each time) and one more."""
-        # Data, not a constant: another value compiles nothing. Not a scalar: one that equals a constant of the graph
-        # (1e-5: norm_eps) torch-xla makes one input with it, which is another graph.
-        rate = torch.tensor([learning_rate]).to(self.device)[0]
-        for inputs in self._feed(numbered(self.config, batch, self.data_rank)):
+        for inputs in self._micro_batches(with_token_ids(self.config, batch, self.data_rank)):
             loss, count = self._loss(model, inputs)
             loss.backward()
-            self.totals += torch.stack((loss.detach(), count))
-            if self._accumulates:
-                self._accumulate()
+            self.step.accumulate(loss, count)
+            if self.step.accumulates:
                 self.sync()
-        result = self._update(optimizer, rate)
+        result = self.step.apply(learning_rate)
         self.sync()
         return result
 
@@ -231,26 +175,13 @@ class XlaEngine:
         """Run what has been traced."""
         torch_xla.sync(wait=wait)
 
-    def _accumulate(self) -> None:
-        for slot in self._optimizer.slots:
-            total = self._sums[slot.name]
-            total += self._taken_gradient(slot).to(total.dtype)
-            self._pin(total, slot.name, self.layout.gradient)
-
-    def _taken_gradient(self, slot: Slot) -> Tensor:
-        """The gradient that the backward pass left, which is gone then."""
-        weight = self._copies.get(slot.name, slot.weight)
-        grad, weight.grad = weight.grad, None
-        assert grad is not None
-        return grad
-
-    def _feed(self, batch: Batch) -> Iterator[dict[str, Tensor]]:
+    def _micro_batches(self, batch: Batch) -> Iterator[dict[str, Tensor]]:
         """This process's rows as micro-batches on the devices, split as TOKENS says."""
         for start in range(0, len(batch["tokens"]), self.rows):
             rows = {name: torch.from_numpy(array[start : start + self.rows]) for name, array in batch.items()}
-            yield {name: self.sent(tensor) for name, tensor in rows.items()}
+            yield {name: self.send(tensor) for name, tensor in rows.items()}
 
-    def sent(self, rows: Tensor) -> Tensor:
+    def send(self, rows: Tensor) -> Tensor:
         """A [rows, tokens] array of the whole mesh, of which `rows` is what this process's devices need."""
         first = self.data_rank * self.rows
         shape = torch.Size((self.rows * self.data_size, rows.shape[1]))
@@ -260,14 +191,15 @@ class XlaEngine:
 
         return tensor_from_shards(shape, self.xla_mesh, self.layout.activation(TOKENS), make, self.device)
 
-    def _loss(self, model: Llama, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _loss(self, model: Llama, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Summed loss and number of trained tokens of one micro-batch."""
-        positions, segments, labels = inputs.get("positions"), inputs.get("segments"), inputs["labels"]
-        tokens, dtype, noise = self._for_lookup(inputs["tokens"]), self.precision.stream, None
-        if "cells" in inputs:
-            noise = noise_of(self.config.seed, self._optimizer.updates, inputs["cells"])
-        logits = model.padded_logits(tokens, positions, segments, dtype, self.run_blocks, noise)  # [B, T, V]
-        return next_token_loss(logits, labels, model.shape.vocab_size), (labels != IGNORED).sum().float()
+        noise = None
+        if "global_token_index" in batch:
+            noise = dropout_noise(self.config.seed, self.step.optimizer.updates, batch["global_token_index"])
+        inputs = BatchInputs(batch.get("positions"), batch.get("segments"), noise, self.precision.activations)
+        logits = model.padded_logits(self._for_lookup(batch["tokens"]), inputs, self.run_blocks)  # [B, T, V]
+        loss = next_token_loss(logits, batch["labels"], model.shape.vocab_size)
+        return loss, (batch["labels"] != IGNORED).sum().float()
 
     def _for_lookup(self, tokens: Tensor) -> Tensor:
         """`tokens` as the lookup in a split embedding wants them: every column needs all tokens of its replica.
@@ -282,74 +214,13 @@ class XlaEngine:
         return gathered
 
     @torch.no_grad()
-    def _update(self, optimizer: Optimizer, rate: Tensor) -> XlaResult:
-        """Mean gradients, clip, step; refuse the update on the device if anything is not finite."""
-        loss, count = self.totals[0] / self.totals[1], self.totals[1]
-        gradients = {slot.name: self._mean_gradient(slot, count) for slot in optimizer.slots}
-        kind = self.config.grad_clip_norm_type or math.inf
-        norm = nn.utils.get_total_norm(list(gradients.values()), kind, foreach=False)
-        if limit := self.config.grad_clip_thresh:
-            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            gradients = {name: gradient * scale for name, gradient in gradients.items()}
-        accepted = judge(self.health, torch.isfinite(loss) & torch.isfinite(norm), self.config.max_skipped_steps)
-        step = optimizer.updates + 1
-        for slot in optimizer.slots:
-            weight, state = slot.updated(gradients[slot.name], step, rate)
-            self._keep(slot, weight, state, accepted, step)
-        optimizer.updates.copy_(torch.where(accepted, step, optimizer.updates))
-        self.totals.zero_()
-        return XlaResult(("loss", "grad_norm", *HEALTH), torch.cat((torch.stack((loss, norm)), self.health)))
-
-    def _mean_gradient(self, slot: Slot, count: Tensor) -> Tensor:
-        """In fp32 and split like the moments; what micro-batches have added up begins anew."""
-        if self._accumulates:
-            total = self._sums[slot.name]
-            mean = total.float() / count
-            total.zero_()
-            self._pin(total, slot.name, self.layout.gradient)
-        else:
-            mean = self._taken_gradient(slot).float() / count
-        self._pin(mean, slot.name, self.layout.moment)
-        return mean
-
-    def _keep(self, slot: Slot, weight: Tensor, state: State, accepted: Tensor, step: Tensor) -> None:
-        """Write an accepted update where its tensors are, rounded as the precision says."""
-        for name, new in state.items():
-            held = slot.state[name]
-            held.copy_(torch.where(accepted, self._narrowed(new, held.dtype, slot, f"{name}.", step), held))
-            xs.mark_sharding(held, self.xla_mesh, self._moment_spec(slot, held))
-        new = torch.where(accepted, self._narrowed(weight, slot.weight.dtype, slot, "", step), slot.weight)
-        slot.weight.copy_(new)
-        self._pin(slot.weight, slot.name, self.layout.parameter)
-        if self._copies:
-            self._round_copy(slot, step)
-
-    def _narrowed(self, new: Tensor, dtype: torch.dtype, slot: Slot, prefix: str, step: Tensor) -> Tensor:
-        if dtype == new.dtype or not self.precision.rounds:
-            return new.to(dtype)
-        return rounded(new, self._noise(slot, prefix, new.shape, step)).to(dtype)
-
-    def _noise(self, slot: Slot, prefix: str, shape: torch.Size, step: Tensor) -> Tensor:
-        """Of each tensor by its own name: that of every layer, where they are stacked."""
-        if not slot.name.startswith(STACK):
-            return noise(keys(self.config.seed, [prefix + slot.name])[0].to(self.device), step, shape)
-        names = [prefix + layer_name(slot.name, layer) for layer in range(shape[0])]
-        key = keys(self.config.seed, names).to(self.device).view(-1, *(1,) * (len(shape) - 1))
-        return noise(key, step, shape[1:])
-
-    def _round_copy(self, slot: Slot, step: Tensor) -> None:
-        copy = self._copies[slot.name]
-        copy.copy_(rounded(slot.weight, self._noise(slot, "", slot.weight.shape, step)))
-        self._pin(copy, slot.name, self.layout.parameter)
-
-    @torch.no_grad()
-    def evaluate(self, model: Llama, batch: Batch) -> XlaResult:
+    def evaluate(self, model: Llama, batch: Batch) -> DeviceScalars:
         """See engine.Engine; reads {"loss": mean, "tokens": trained tokens}."""
         total = torch.zeros(2).to(self.device)
-        for inputs in self._feed(batch):
+        for inputs in self._micro_batches(batch):
             total = total + torch.stack(self._loss(model, inputs))
             torch_xla.sync()
-        return XlaEvaluation(("loss", "tokens"), total)
+        return EvaluationSums(("loss", "tokens"), total)
 
     @torch.no_grad()
     def parameter_norm(self, model: Llama) -> float:
@@ -364,20 +235,21 @@ class XlaEngine:
         """See engine.Engine."""
         torch_xla.sync(wait=True)
         logical: dict[str, LogicalTensor] = {}
-        for name, weight in self._kept(model).items():
+        for name, weight in self._weights(model).items():
             logical |= self._logical(model, name, weight, "")
-        for slot in optimizer.slots:
-            for moment, held in slot.state.items():
-                logical |= self._logical(model, slot.name, held, f"optimizer.{moment}.")
+        for parameter in optimizer.parameters:
+            for name, moment in parameter.moments.items():
+                logical |= self._logical(model, parameter.name, moment, f"optimizer.{name}.")
         logical["optimizer.step"] = LogicalTensor(XlaShards(optimizer.updates))
         return TrainingState(logical, partial(self._put_back, logical, self._commits))
 
-    def _kept(self, model: Llama) -> dict[str, Tensor]:
-        """Every parameter itself, and not the rounded copy that the model may run on."""
-        return {**dict(model.named_parameters()), **{slot.name: slot.weight for slot in self._optimizer.slots}}
+    def _weights(self, model: Llama) -> dict[str, Tensor]:
+        """Every parameter, and not the rounded copy that the model may run on."""
+        trained = {parameter.name: parameter.weight for parameter in self.step.optimizer.parameters}
+        return {**dict(model.named_parameters()), **trained}
 
     def _logical(self, model: Llama, name: str, tensor: Tensor, prefix: str) -> dict[str, LogicalTensor]:
-        """`tensor`, something of the parameter `name`: by layer where they are stacked, and without padding."""
+        """`tensor`, a value or moment of the parameter `name`, layer by layer and without padding."""
         shards = XlaShards(tensor.detach())
         if name.startswith(STACK):
             return {prefix + layer_name(name, i): LogicalTensor(shards, i) for i in range(tensor.shape[0])}
@@ -391,34 +263,17 @@ class XlaEngine:
         self._commits += 1
         for shards in {id(tensor.shards): tensor.shards for tensor in logical.values()}.values():
             shards.put_back()
-        for slot in self._optimizer.slots:
-            if restart_optimizer:
-                slot.begin(self._moment)  # one may be a copy of the weight
-            if self._copies:
-                self._round_copy(slot, self._optimizer.updates)
+        self.step.finish_loading(restart_optimizer)
         torch_xla.sync(wait=True)
 
     # ---- Figures
 
     def bytes_per_device(self, model: Llama, optimizer: Optimizer) -> dict[str, int]:
         """See engine.Engine: measured on the live shards, not computed from the table."""
-        parameters = [*self._kept(model).values(), *self._copies.values()]
-        groups = {"parameters": parameters, "moments": [t for slot in optimizer.slots for t in slot.state.values()]}
+        parameters = [*self._weights(model).values(), *self.step.rounded_copies.values()]
+        moments = [moment for parameter in optimizer.parameters for moment in parameter.moments.values()]
+        groups = {"parameters": parameters, "moments": moments}
         return {name: sum(_device_bytes(tensor) for tensor in tensors) for name, tensors in groups.items()}
-
-    def held(self) -> Iterator[tuple[Tensor, Spec]]:
-        """Every tensor that lives from one step to the next, and how it is split."""
-        for slot in self._optimizer.slots:
-            weight = stacked(slot.name, self.layout.parameter)
-            yield slot.weight, weight
-            if slot.name in self._copies:
-                yield self._copies[slot.name], weight
-            if slot.name in self._sums:
-                yield self._sums[slot.name], stacked(slot.name, self.layout.gradient)
-            yield from ((moment, self._moment_spec(slot, moment)) for moment in slot.state.values())
-        yield from (
-            (scalars, (None,) * scalars.dim()) for scalars in (self._optimizer.updates, self.totals, self.health)
-        )
 
     def compilations(self) -> int:
         """Graphs compiled so far."""
@@ -450,25 +305,15 @@ def refuse_what_is_for_torch(config: TrainConfig) -> None:
     """ConfigError where gradients would be added up over devices in another dtype than asked for, and for fp16."""
     if config.precision == "fp16":
         raise ConfigError([Problem("--precision=fp16", "the xla engine has none; use mixed_bf16, or --engine=torch")])
-    stored = {torch.float32: "fp32", torch.bfloat16: "bf16"}[precision_of(config).stored]
+    stored = {torch.float32: "fp32", torch.bfloat16: "bf16"}[precision_of(config).parameters]
     if config.reduce_dtype not in ("auto", stored):
         remedy = f"the xla engine adds gradients up in the parameters' dtype, {stored} here; leave it out"
         raise ConfigError([Problem(f"--reduce_dtype={config.reduce_dtype}", f"{remedy}, or --engine=torch")])
 
 
-def _described(tensor: Tensor, axes: Spec) -> dict[str, Any]:
+def _describe_sharding(tensor: Tensor, axes: Spec) -> dict[str, Any]:
     facts = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "axes": axes}
     return {**facts, "bytes_per_device": _device_bytes(tensor)}
-
-
-def layer_name(stacked: str, layer: int) -> str:
-    """model.layers.mlp.up_proj.weight -> model.layers.3.mlp.up_proj.weight"""
-    return f"{STACK}{layer}.{stacked.removeprefix(STACK)}"
-
-
-def stacked(name: str, kind: SpecOf) -> Spec:
-    """The sharding of a parameter of the stacked model, or of something of it: layers are never split."""
-    return (None, *kind(name)) if name.startswith(STACK) else kind(name)
 
 
 def _device_bytes(tensor: Tensor) -> int:

@@ -1,8 +1,10 @@
-"""The step of the XLA engine as programs for a compiler, traced on placeholders: no weight is ever made.
+"""The step of the XLA engine as programs for ahead-of-time compilation, traced on placeholders without any weights.
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=16 python -m pretraining.parallel.xla_export FOLDER < config.json
 
-writes FOLDER/<program>.pb, XLA's HloModuleProto, and FOLDER/programs.json, what else a compiler must be told of each.
+writes FOLDER/<program>.pb, XLA's HloModuleProto, and FOLDER/programs.json, which describes the programs. Only plan/
+uses it, in a process of its own; it lies here because it subclasses the engine and imports torch_xla, which no module
+outside parallel/xla*.py may.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from torch import Tensor
 
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
-from pretraining.optim.optimizer import build_optimizer
+from pretraining.optim.optimizer import Optimizer, build_optimizer
 from pretraining.parallel.engine import Batch
 from pretraining.parallel.sharding import TOKENS, Spec
-from pretraining.parallel.xla import XlaEngine, stacked
+from pretraining.parallel.xla import XlaEngine
+from pretraining.parallel.xla_step import stacked_spec
 
 _C = torch_xla._XLAC
 
@@ -35,75 +38,81 @@ class Program(NamedTuple):
     """One graph of a step."""
 
     name: str  # "step"; with accumulation "micro-batch" and "update"
-    times: int  # in a step
-    aliases: list[tuple[int, int]]  # argument, and the result that takes its place: updated where it is
+    times: int  # per step
+    aliases: list[tuple[int, int]]  # argument, and the result that may reuse its memory
 
 
 class Exporter(XlaEngine):
-    """The engine, writing down its graphs in place of running them."""
+    """The engine, which writes its graphs to files and does not run them."""
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         super().__init__(replace(config, dump_sharding="", compile_cache_dir=""))
         self.folder = folder
         self.programs: list[Program] = []
-        self.arguments: list[Tensor] = []  # of what `held` gives, in that order
+        self.is_recording = False  # from `prepare` on
+        self.arguments: list[Tensor] = []  # of what `persistent_tensors` yields, in that order
 
-    def placed(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
-        """See XlaEngine; without a value."""
-        return self._placeholder(shape, torch.float32, stacked(name, self.layout.parameter))[1]
+    def prepare(self, optimizer: Optimizer) -> None:
+        """See XlaEngine."""
+        self.is_recording = True
+        super().prepare(optimizer)
 
-    def sent(self, rows: Tensor) -> Tensor:
+    def place_parameter(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
+        """See XlaEngine. Does not call `value`."""
+        return self._placeholder(shape, torch.float32, stacked_spec(name, self.layout.parameter))[1]
+
+    def send(self, rows: Tensor) -> Tensor:
         """See XlaEngine."""
         shape = (self.rows * self.data_size, rows.shape[1])
         return self._placeholder(shape, rows.dtype, self.layout.activation(TOKENS))[1]
 
     def sync(self, wait: bool = False) -> None:
-        """Write down what has been traced since the last call; what lives on is an argument of the next graph."""
-        if not hasattr(self, "health"):  # the optimizer is not prepared: nothing runs
+        """Write what has been traced since the last call; persistent tensors are the arguments of the next graph."""
+        if not self.is_recording:
             return
         if self.arguments:
             self._write()
-        self.arguments = [self._begun_anew(tensor, spec) for tensor, spec in self.held()]
+        self.arguments = [self._as_argument(tensor, spec) for tensor, spec in self.step.persistent_tensors()]
 
     def _placeholder(self, shape: tuple[int, ...], dtype: torch.dtype, spec: Spec) -> tuple[Tensor, Tensor]:
-        """An argument, and the same with its sharding: marking the argument itself ends the process."""
+        """Return an argument, and the same with its sharding: marking the argument itself crashes the process."""
         argument = xb.create_placeholder_tensor(shape, dtype)
         marked = argument + 0
         xs.mark_sharding(marked, self.xla_mesh, spec)
         return argument, marked
 
-    def _begun_anew(self, tensor: Tensor, spec: Spec) -> Tensor:
+    def _as_argument(self, tensor: Tensor, spec: Spec) -> Tensor:
         argument, marked = self._placeholder(tuple(tensor.shape), tensor.dtype, spec)
         _C._replace_xla_tensor(tensor, marked)
         return argument
 
     def _write(self) -> None:
-        results = [tensor.detach() for tensor, _ in self.held()]
-        accumulating = self._accumulates and not self.programs
-        name = "micro-batch" if accumulating else "update" if self._accumulates else "step"
+        results = [tensor.detach() for tensor, _ in self.step.persistent_tensors()]
+        accumulating = self.step.accumulates and not self.programs
+        name = "micro-batch" if accumulating else "update" if self.step.accumulates else "step"
         times = self.config.gradient_accumulation_steps if accumulating else 1
         (self.folder / f"{name}.pb").write_bytes(_C._get_xla_tensors_hlo_proto(results))
-        lowered = _C.lowering.LoweringContext()
-        lowered.build(results)
-        numbers = [lowered.tensor_parameter_id(argument) for argument in self.arguments]
+        lowering = _C.lowering.LoweringContext()
+        lowering.build(results)
+        numbers = [lowering.tensor_parameter_id(argument) for argument in self.arguments]
         aliases = [(number, result) for result, number in enumerate(numbers) if number >= 0]
         self.programs.append(Program(name, times or 1, aliases))
 
 
-def one_pass(config: TrainConfig, rows: int) -> Batch:
-    """A batch of one micro-batch, of the arrays that this configuration's data has."""
-    asked = {"segments": config.reset_attention_mask, "positions": config.reset_position_ids}
-    names = ["tokens", "labels", *(name for name, wanted in asked.items() if wanted)]
+def zero_batch(config: TrainConfig, rows: int) -> Batch:
+    """Return one micro-batch of zeros, with the arrays that this configuration's data has."""
+    optional = {"segments": config.reset_attention_mask, "positions": config.reset_position_ids}
+    names = ["tokens", "labels", *(name for name, is_read in optional.items() if is_read)]
     return {name: np.zeros((rows, config.seq_length), np.int32) for name in names}
 
 
 def export(config: TrainConfig, folder: Path) -> list[Program]:
-    """Write the graphs of a step of `config` on all devices here."""
+    """Write the programs of a step of `config` for all devices of this process."""
     engine = Exporter(config, folder)
     model = engine.place(on_meta(config))
     optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
-    engine.train_step(model, optimizer, one_pass(config, engine.rows), 1e-3)
+    engine.train_step(model, optimizer, zero_batch(config, engine.rows), 1e-3)
     (folder / "programs.json").write_text(json.dumps([program._asdict() for program in engine.programs]) + "\n")
     return engine.programs
 

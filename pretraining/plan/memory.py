@@ -96,7 +96,7 @@ def stream_bytes(config: TrainConfig, mesh: Mesh) -> float:
     """Return the bytes of the residual stream of one micro-batch."""
     tokens = config.batch_size * config.seq_length / mesh.context
     width = model_shape(config).hidden_size / (mesh.tensor if config.sequence_parallel else 1)
-    return tokens * width * precision_of(config).stream.itemsize
+    return tokens * width * precision_of(config).activations.itemsize
 
 
 def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
@@ -107,7 +107,7 @@ def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
     kept. Counted from what the compiled step stacks (tests/plan/test_against_the_compiler.py).
     """
     shape = model_shape(config)
-    tokens, width = config.batch_size * config.seq_length / mesh.context, precision_of(config).stream.itemsize
+    tokens, width = config.batch_size * config.seq_length / mesh.context, precision_of(config).activations.itemsize
     queries = shape.num_attention_heads * shape.head_dim / mesh.tensor
     kv_heads = shape.num_kv_heads * kv_repeats(config, shape)
     keys = shape.head_dim * (kv_heads / mesh.tensor if kv_heads % mesh.tensor == 0 else shape.num_kv_heads)
@@ -120,7 +120,7 @@ def logits(config: TrainConfig, mesh: Mesh) -> int:
 
     The torch engine holds them for LOSS_ROWS tokens at a time, and the fp32 sum of the head's gradient over those.
     """
-    tokens, width = config.batch_size * config.seq_length // mesh.context, precision_of(config).stream.itemsize
+    tokens, width = config.batch_size * config.seq_length // mesh.context, precision_of(config).activations.itemsize
     columns = padded_vocabulary(config) // mesh.tensor
     if engine_of(config) == "torch":
         return columns * (min(tokens, LOSS_ROWS) * (2 * width + 4) + 4 * model_shape(config).hidden_size)
@@ -136,14 +136,14 @@ def _gathered(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> in
     block = sum(math.prod(weight.shape) for weight in weights if ".layers." in weight.name)
     outer = [math.prod(weight.shape) for weight in weights if ".layers." not in weight.name]
     if isinstance(layout, TorchLayout):
-        if mesh.shard == 1 and precision.products == precision.stored:
+        if mesh.shard == 1 and precision.compute == precision.parameters:
             return 0
         blocks = 2 if layout.reshards_after_forward else model_shape(config).num_layers
-        return precision.products.itemsize * (blocks * block + sum(outer)) // mesh.tensor
+        return precision.compute.itemsize * (blocks * block + sum(outer)) // mesh.tensor
     ranks = mesh.shard * mesh.context
     if not layout.split.parameters or ranks == 1:
         return 0
     # Over 64 chips of v5p libtpu gathers by a sum of shards padded with zeros, which needs the same memory once more;
     # not over 32, and not over 64 of a v4, v5e or v6e (benchmarks/RESULTS.md).
     times = 2 if config.plan_device_kind == "tpu-v5p" and ranks >= 64 else 1
-    return times * precision.products.itemsize * (2 * block + max(outer, default=0)) // mesh.tensor
+    return times * precision.compute.itemsize * (2 * block + max(outer, default=0)) // mesh.tensor

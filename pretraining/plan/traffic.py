@@ -67,15 +67,15 @@ def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor], s
     ranks = mesh.shard * mesh.context
     if split.parameters:
         weights = [weight for weight in weights if "embed_" not in weight.name]
-    stored = _matrix_bytes(weights, mesh, precision.stored.itemsize)
+    stored = _matrix_bytes(weights, mesh, precision.parameters.itemsize)
     scatter, over_replicas = ring(stored, ranks), stored // ranks
     if split.parameters:
         # Gathered once for the forward and once for the backward pass of every micro-batch, and for a recomputed block
         # once more: its products by the weights and by their transposes gather separately.
         blocks = [weight for weight in weights if ".layers." in weight.name]
         mask = block_mask(config, model_shape(config).num_layers)
-        gather = ring(_matrix_bytes(weights, mesh, precision.products.itemsize), ranks)
-        again = ring(_matrix_bytes(blocks, mesh, precision.products.itemsize), ranks) * sum(mask) // len(mask)
+        gather = ring(_matrix_bytes(weights, mesh, precision.compute.itemsize), ranks)
+        again = ring(_matrix_bytes(blocks, mesh, precision.compute.itemsize), ranks) * sum(mask) // len(mask)
         return [
             *([_embedding_lookup(config, mesh)] if stage.number == 0 else []),
             Collective("parameters, forward", "all-gather", SHARDS, count * gather, gather),
@@ -100,7 +100,7 @@ def _embedding_lookup(config: TrainConfig, mesh: Mesh) -> Collective:
     A lookup gives some columns of all tokens of the group; the all-to-all makes them all columns of a rank's tokens.
     """
     tokens = config.batch_size * config.seq_length // mesh.context
-    looked_up = tokens * model_shape(config).hidden_size * precision_of(config).stream.itemsize
+    looked_up = tokens * model_shape(config).hidden_size * precision_of(config).activations.itemsize
     least = 2 * micro_batches(config) * ring(looked_up, mesh.shard)
     return Collective("embedded tokens", "all-to-all", ("shard",), least, least)
 
@@ -114,9 +114,9 @@ def _of_fsdp2(config: TrainConfig, layout: TorchLayout, weights: list[StateTenso
     mesh, precision = layout.mesh, precision_of(config)
     count = 1 if layout.gathers_once else micro_batches(config)
     blocks = [weight for weight in weights if ".layers." in weight.name] if layout.reshards_after_forward else []
-    forward = ring(_matrix_bytes(weights, mesh, precision.products.itemsize), mesh.shard)
-    backward = ring(_matrix_bytes(blocks, mesh, precision.products.itemsize), mesh.shard)
-    reduced = _matrix_bytes(weights, mesh, precision.reduced.itemsize)
+    forward = ring(_matrix_bytes(weights, mesh, precision.compute.itemsize), mesh.shard)
+    backward = ring(_matrix_bytes(blocks, mesh, precision.compute.itemsize), mesh.shard)
+    reduced = _matrix_bytes(weights, mesh, precision.gradient_reduction.itemsize)
     scatter = ring(reduced, mesh.shard)
     return [
         Collective("parameters, forward", "all-gather", ("shard",), count * forward, forward),
@@ -148,7 +148,7 @@ def _between_stages(config: TrainConfig, mesh: Mesh, stage: Stage) -> list[Colle
 
 def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     shape, mask = model_shape(config), block_mask(config, model_shape(config).num_layers)
-    count, width = micro_batches(config), precision_of(config).stream.itemsize
+    count, width = micro_batches(config), precision_of(config).activations.itemsize
     tokens = config.batch_size * config.seq_length // mesh.context
     stream = tokens * shape.hidden_size * width
     if config.sequence_parallel and engine_of(config) == "torch":

@@ -10,15 +10,15 @@ from torch.nn import functional as F
 from pretraining.config.training import TrainConfig
 from pretraining.data import IGNORED, open_stream
 from pretraining.models.init import build_model
-from pretraining.models.llama import Llama
+from pretraining.models.llama import BatchInputs, Llama
 from tests.data.corpora import SEPARATOR, corpus, settings
 
 
 def losses(model: Llama, **inputs: torch.Tensor) -> torch.Tensor:
     """Loss of every position, 0 where it is not trained."""
-    labels = inputs.pop("labels").long()
     with torch.no_grad():
-        logits = model(**inputs)
+        logits = model(inputs["tokens"], BatchInputs(inputs.get("positions"), inputs.get("segments")))
+    labels = inputs["labels"].long()
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
 
 

@@ -8,25 +8,25 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretraining.models.chunked import MOST, PIECES, Seen, chunked_attention, pieces
-from pretraining.models.dropout import kept
-from pretraining.noise import joined
+from pretraining.models.chunked import MAX_CHUNK, MIN_CHUNKS, AttentionMask, chunk_bounds, chunked_attention
+from pretraining.models.dropout import keep_scale
+from pretraining.noise import hash_with
 
 
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> torch.Tensor:
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
     """With every score there at once."""
     groups, length = q.shape[1] // k.shape[1], q.shape[2]
     distance = torch.arange(length)[:, None] - torch.arange(length)
-    visible = (distance >= 0) & (distance < (seen.window or length))
-    if seen.segments is not None:
-        visible = visible & (seen.segments[:, None, :, None] == seen.segments[:, None, None, :])
+    visible = (distance >= 0) & (distance < (mask.window or length))
+    if mask.segments is not None:
+        visible = visible & (mask.segments[:, None, :, None] == mask.segments[:, None, None, :])
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    if seen.noise is None:
+    if mask.noise is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
     weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf).softmax(-1)
     heads = torch.arange(q.shape[1], dtype=torch.int32)[:, None, None]
-    bits = joined(joined(seen.noise[:, None, :, None], heads), torch.arange(length, dtype=torch.int32))
-    return (weights * kept(bits, seen.rate)) @ v
+    bits = hash_with(hash_with(mask.noise[:, None, :, None], heads), torch.arange(length, dtype=torch.int32))
+    return (weights * keep_scale(bits, mask.dropout)) @ v
 
 
 @settings(max_examples=40, deadline=None)
@@ -46,8 +46,8 @@ def test_values_and_gradients_are_those_of_torchs_attention(
     k, v = (torch.randn(2, heads[1], length, 8, requires_grad=True) for _ in range(2))
     segments = torch.randint(0, 3, (2, length)).sort(1).values if packed else None
     noise = torch.randint(-(2**31), 2**31, (2, length), dtype=torch.int32) if rate else None
-    seen = Seen(segments, window, noise, rate)
-    expected, got = reference(q, k, v, seen), chunked_attention(q, k, v, seen)
+    mask = AttentionMask(segments, window, noise, rate)
+    expected, got = reference(q, k, v, mask), chunked_attention(q, k, v, mask)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     direction = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, (q, k, v), direction)
@@ -57,11 +57,11 @@ def test_values_and_gradients_are_those_of_torchs_attention(
 
 @given(st.integers(1, 10**5))
 def test_the_pieces_cover_every_query_once(length: int) -> None:
-    cuts = pieces(length)
+    cuts = chunk_bounds(length)
     assert [query for first, last in cuts for query in (first, last)][1:-1:2] == [first for first, _ in cuts[1:]]
     assert (cuts[0][0], cuts[-1][1]) == (0, length)
-    assert max(last - first for first, last in cuts) <= MOST
-    assert len(cuts) >= min(PIECES, length)
+    assert max(last - first for first, last in cuts) <= MAX_CHUNK
+    assert len(cuts) >= min(MIN_CHUNKS, length)
 
 
 @pytest.mark.parametrize("length", [2048])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pretraining.config.training import TrainConfig
-from pretraining.models.dropout import Noise, dropped, following, noise_of
+from pretraining.models.dropout import DropoutNoise, dropout, dropout_noise
 from pretraining.models.init import build_model
-from pretraining.models.llama import Llama
+from pretraining.models.llama import BatchInputs, Llama
 
 RATES = {"hidden_dropout": 0.2, "attention_dropout": 0.1, "ffn_dropout": 0.3}
 ROWS, TOKENS = 4, 24
@@ -21,13 +21,13 @@ def model(**fields: Any) -> Llama:
     return build_model(TrainConfig(**{"model_variant": "custom", "seq_length": TOKENS, **sizes, **fields}))
 
 
-def cells(first: int = 0, rows: int = ROWS) -> torch.Tensor:
+def token_index(first: int = 0, rows: int = ROWS) -> torch.Tensor:
     count = rows * TOKENS
     return torch.arange(first * TOKENS, first * TOKENS + count, dtype=torch.int32).view(rows, TOKENS)
 
 
-def noise(update: float = 0.0, **place: int) -> Noise:
-    return noise_of(7, torch.tensor(update), cells(**place))
+def noise(update: float = 0.0, **place: int) -> DropoutNoise:
+    return dropout_noise(7, torch.tensor(update), token_index(**place))
 
 
 def tokens() -> torch.Tensor:
@@ -36,7 +36,7 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_the_share_is_dropped_and_the_mean_kept(rate: float) -> None:
-    y = dropped(torch.ones(ROWS, TOKENS, 4096), rate, noise(), site=1)
+    y = dropout(torch.ones(ROWS, TOKENS, 4096), rate, noise(), site=1)
     assert abs(float((y == 0).float().mean()) - rate) < 0.003
     assert abs(float(y.mean()) - 1) < 0.02
     assert set(y.unique().tolist()) == {0.0, float(torch.tensor(1.0) / (1 - rate))}
@@ -44,8 +44,8 @@ def test_the_share_is_dropped_and_the_mean_kept(rate: float) -> None:
 
 def test_updates_blocks_sites_and_tokens_are_dropped_independently() -> None:
     x = torch.ones(ROWS, TOKENS, 512)
-    first = dropped(x, 0.5, noise(), 1)
-    others = [dropped(x, 0.5, noise(1.0), 1), dropped(x, 0.5, following(noise()), 1), dropped(x, 0.5, noise(), 2)]
+    first = dropout(x, 0.5, noise(), 1)
+    others = [dropout(x, 0.5, noise(1.0), 1), dropout(x, 0.5, noise().next_block(), 1), dropout(x, 0.5, noise(), 2)]
     others += [first.roll(1, dim) for dim in range(3)]
     for other in others:
         both = torch.stack((first.flatten(), other.flatten()))
@@ -56,11 +56,11 @@ def test_updates_blocks_sites_and_tokens_are_dropped_independently() -> None:
 def test_every_kind_changes_the_training_pass_and_no_other(name: str) -> None:
     plain, thinned = model(), model(**{name: RATES[name]})
     assert torch.equal(plain(tokens()), thinned(tokens()))
-    assert not torch.equal(plain.hidden(tokens()), thinned.hidden(tokens(), noise=noise()))
+    assert not torch.equal(plain.hidden(tokens()), thinned.hidden(tokens(), BatchInputs(noise=noise())))
 
 
 def test_a_part_of_the_rows_is_dropped_as_it_is_in_the_whole_batch() -> None:
     live = model(**RATES)
-    whole = live.hidden(tokens(), noise=noise())
-    part = live.hidden(tokens()[1:3], noise=noise(first=1, rows=2))
+    whole = live.hidden(tokens(), BatchInputs(noise=noise()))
+    part = live.hidden(tokens()[1:3], BatchInputs(noise=noise(first=1, rows=2)))
     torch.testing.assert_close(part, whole[1:3], atol=1e-6, rtol=1e-6)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
-from pretraining.models.chunked import Seen
+from pretraining.models.chunked import AttentionMask
 from pretraining.models.init import build_model, initial_weight
-from pretraining.models.llama import Llama
+from pretraining.models.llama import BatchInputs, Llama
 from pretraining.models.ops import IGNORED, attention, linear, next_token_loss
 
 TINY: dict[str, Any] = {
@@ -105,7 +105,7 @@ def test_packed_documents_lose_what_separate_ones_lose() -> None:
     packed = torch.cat((first, second), 1)
     segments = torch.tensor([[1] * 40 + [2] * 24])
     positions = torch.cat((torch.arange(40), torch.arange(24)))[None]
-    logits = model(packed, positions, segments)
+    logits = model(packed, BatchInputs(positions, segments))
     torch.testing.assert_close(logits[:, :40], model(first), atol=1e-5, rtol=0)
     torch.testing.assert_close(logits[:, 40:], model(second), atol=1e-5, rtol=0)
 
@@ -145,9 +145,11 @@ def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_bf16() -> None:
 def test_a_token_never_sees_a_later_one(rows: int, length: int, groups: int) -> None:
     q = torch.randn(rows, 2 * groups, length, 4)
     k, v = torch.randn(rows, 2, length, 4), torch.randn(rows, 2, length, 4)
-    whole = attention(q, k, v, Seen())
+    whole = attention(q, k, v, AttentionMask())
     cut = max(1, length // 2)
-    torch.testing.assert_close(whole[:, :, :cut], attention(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut], Seen()))
+    torch.testing.assert_close(
+        whole[:, :, :cut], attention(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut], AttentionMask())
+    )
 
 
 def test_ignored_labels_add_nothing_to_the_loss() -> None:

@@ -14,7 +14,7 @@ from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.init import build_model, deviation, initial_weight
-from pretraining.models.llama import ACTIVATIONS, LayerNorm, Llama, rope_frequencies
+from pretraining.models.llama import ACTIVATIONS, BatchInputs, LayerNorm, Llama, rope_frequencies
 from pretraining.monitor.flops import flops_per_token
 
 TINY: dict[str, Any] = {
@@ -253,7 +253,7 @@ def test_learned_positions_are_added_to_the_tokens_and_count_as_parameters() -> 
     tokens, positions = torch.randint(0, 97, (2, 12)), torch.randint(0, 64, (2, 12))
     expected = live.model.embed_tokens.weight[tokens] + live.model.embed_positions.weight[positions]
     torch.testing.assert_close(live.model.embed(tokens, positions), expected)
-    assert torch.equal(live(tokens), live(tokens, torch.arange(12).expand(2, 12)))
+    assert torch.equal(live(tokens), live(tokens, BatchInputs(torch.arange(12).expand(2, 12))))
     assert model_shape(config).parameters == sum(weight.numel() for weight in live.parameters())
 
 

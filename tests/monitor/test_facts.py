@@ -12,8 +12,8 @@ from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.monitor.summary import summary
-from pretraining.optim.precision import dtypes_told
-from pretraining.optim.schedule import learning_rate, telling_steps
+from pretraining.optim.precision import describe_dtypes
+from pretraining.optim.schedule import learning_rate, milestone_steps
 
 SIZE = VARIANTS["llama2_7b"].parameters
 
@@ -28,8 +28,8 @@ def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str
         per_device={"parameters": SIZE, "gradients": SIZE, "moments": 2 * SIZE},
         device_name=device_name,
         recompute=[False, True, False, False],
-        dtypes=dtypes_told(config),
-        rates={step: learning_rate(config, step) for step in telling_steps(config)},
+        dtypes=describe_dtypes(config),
+        rates={step: learning_rate(config, step) for step in milestone_steps(config)},
     )
     return {line[:14].strip(): line[15:] for line in text.splitlines()}
 

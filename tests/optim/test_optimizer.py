@@ -11,7 +11,14 @@ from torch import nn
 from pretraining.config.optimizers import OPTIMIZERS
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
-from pretraining.optim.optimizer import Optimizer, Slot, build_optimizer, decays, is_stacked, reduced
+from pretraining.optim.optimizer import (
+    Optimizer,
+    ParameterState,
+    build_optimizer,
+    decays,
+    is_stacked,
+    moment_shape,
+)
 from pretraining.optim.rules import Adam, Muon
 
 
@@ -21,11 +28,11 @@ def config(**fields: Any) -> TrainConfig:
 
 def step(optimizer: Optimizer, gradients: list[torch.Tensor], rate: float) -> list[torch.Tensor]:
     """The weights after one update from zero state."""
-    for slot in optimizer.slots:
-        slot.begin(lambda _, shape, moment: torch.full(shape, moment.initial or 0.0))
+    for parameter in optimizer.parameters:
+        parameter.initialize_moments(lambda _, shape, moment: torch.full(shape, moment.initial or 0.0))
     one, rates = torch.tensor(1.0), torch.tensor(rate)
-    pairs = zip(optimizer.slots, gradients, strict=True)
-    return [slot.updated(gradient, one, rates)[0] for slot, gradient in pairs]
+    pairs = zip(optimizer.parameters, gradients, strict=True)
+    return [parameter.compute_update(gradient, one, rates)[0] for parameter, gradient in pairs]
 
 
 @pytest.mark.parametrize(
@@ -51,8 +58,8 @@ def test_norms_and_biases_do_not_decay_by_name(name: str, expected: bool) -> Non
 def test_every_parameter_has_one_slot_and_norms_decay_only_if_asked(everything: bool) -> None:
     model = on_meta(config())
     optimizer = build_optimizer(config(norm_weight_decay=everything), model.named_parameters())
-    assert [slot.name for slot in optimizer.slots] == [name for name, _ in model.named_parameters()]
-    exempt = [slot.name for slot in optimizer.slots if slot.decay == 0]
+    assert [parameter.name for parameter in optimizer.parameters] == [name for name, _ in model.named_parameters()]
+    exempt = [parameter.name for parameter in optimizer.parameters if parameter.decay == 0]
     assert len(exempt) == (0 if everything else 2 * 2 + 1)
     assert all("norm" in name for name in exempt)
 
@@ -69,19 +76,19 @@ def test_a_norm_moves_by_its_gradient_alone_and_a_matrix_decays_too() -> None:
 def test_a_frozen_parameter_is_left_out() -> None:
     frozen, live = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
     optimizer = build_optimizer(config(), [("a.weight", frozen), ("b.weight", live)])
-    assert [slot.name for slot in optimizer.slots] == ["b.weight"]
+    assert [parameter.name for parameter in optimizer.parameters] == ["b.weight"]
 
 
 def test_settings_reach_the_rule() -> None:
     chosen = config(adam_beta1=0.8, adam_beta2=0.7, optimizer_eps=1e-3, weight_decay=0.2)
-    (slot,) = build_optimizer(chosen, [("a.weight", nn.Parameter(torch.ones(2)))]).slots
-    assert slot.rule == Adam(0.8, 0.7, 1e-3, decoupled=True)
-    assert slot.decay == 0.2
+    (parameter,) = build_optimizer(chosen, [("a.weight", nn.Parameter(torch.ones(2)))]).parameters
+    assert parameter.rule == Adam(0.8, 0.7, 1e-3, decoupled=True)
+    assert parameter.decay == 0.2
 
 
 def test_muon_takes_the_matrices_of_the_blocks_and_leaves_the_rest_to_adamw() -> None:
-    slots = build_optimizer(config(optimizer="muon"), on_meta(config()).named_parameters()).slots
-    orthogonal = [slot.name for slot in slots if isinstance(slot.rule, Muon)]
+    parameters = build_optimizer(config(optimizer="muon"), on_meta(config()).named_parameters()).parameters
+    orthogonal = [parameter.name for parameter in parameters if isinstance(parameter.rule, Muon)]
     assert len(orthogonal) == 2 * 7
     assert all(".layers." in name and "norm" not in name for name in orthogonal)
 
@@ -100,8 +107,9 @@ def test_stacking_layers_changes_neither_the_size_of_the_state_nor_its_kind(opti
     for _, weight in (*matrices, *stack):
         weight.requires_grad_()
 
-    def values(slot: Slot) -> int:
-        return sum(reduced(slot.weight.shape, moment).numel() for moment in slot.rule.moments(slot.ndim).values())
+    def values(parameter: ParameterState) -> int:
+        specs = parameter.rule.moment_specs(parameter.ndim).values()
+        return sum(moment_shape(parameter.weight.shape, spec).numel() for spec in specs)
 
-    separate, stacked = (build_optimizer(chosen, named).slots for named in (matrices, stack))
+    separate, stacked = (build_optimizer(chosen, named).parameters for named in (matrices, stack))
     assert sum(map(values, separate)) == values(stacked[0])

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.noise import keys, noise
-from pretraining.optim.rounding import rounded
+from pretraining.noise import name_hashes, random_bits
+from pretraining.optim.rounding import round_stochastically
 
 ORDINARY = st.floats(2.0**-100, 2.0**100, width=32)
 
 
 def bits_of(shape: tuple[int, ...], update: float = 1.0, name: str = "a") -> torch.Tensor:
-    return noise(keys(0, [name])[0], torch.tensor(update), torch.Size(shape))
+    return random_bits(name_hashes(0, [name])[0], torch.tensor(update), torch.Size(shape))
 
 
 def test_every_place_between_two_neighbours_is_taken_exactly_as_often_as_it_should() -> None:
@@ -21,14 +21,14 @@ def test_every_place_between_two_neighbours_is_taken_exactly_as_often_as_it_shou
     for part in (0, 1, 17, 32768, 65535):
         # 65536ths of the way from 1 to its neighbour 1 + 2^-7
         x = torch.full((65536,), 1 + part / 65536 * 2**-7)
-        up = rounded(x, grid) > 1
+        up = round_stochastically(x, grid) > 1
         assert int(up.sum()) == part
 
 
 @given(ORDINARY, st.integers(0, 65535), st.sampled_from([1, -1]))
 def test_the_result_is_one_of_bf16_s_two_neighbours(size: float, bits: int, sign: int) -> None:
     x = torch.tensor(sign * size)
-    y = rounded(x, torch.tensor(bits))
+    y = round_stochastically(x, torch.tensor(bits))
     assert y.bfloat16().float() == y
     cut = (x.view(torch.int32) & -65536).view(torch.float32)  # towards zero
     away = ((x.view(torch.int32) & -65536) + 65536).view(torch.float32)
@@ -39,12 +39,12 @@ def test_the_result_is_one_of_bf16_s_two_neighbours(size: float, bits: int, sign
 @given(st.integers(-(2**14), 2**14), st.integers(-40, 40), st.integers(0, 65535))
 def test_what_bf16_can_hold_stays(mantissa: int, exponent: int, bits: int) -> None:
     x = torch.tensor(float(mantissa) * 2.0**exponent).bfloat16().float()
-    assert rounded(x, torch.tensor(bits)) == x
+    assert round_stochastically(x, torch.tensor(bits)) == x
 
 
 def test_an_update_too_small_for_bf16_arrives_in_the_mean() -> None:
     weights = torch.ones(100_000)
-    moved = rounded(weights + 2**-9, bits_of((100_000,)))
+    moved = round_stochastically(weights + 2**-9, bits_of((100_000,)))
     assert abs(float(moved.mean()) - (1 + 2**-9)) < 5e-5
     assert (weights.bfloat16() + 2**-9 == 1).all()  # what rounding to nearest makes of it
 
@@ -62,12 +62,12 @@ def test_noise_is_uniform_and_has_no_pattern_between_rows_updates_or_tensors() -
 @given(st.integers(0, 30), st.integers(0, 20))
 def test_a_part_of_a_tensor_has_the_noise_of_its_place(row: int, column: int) -> None:
     whole = bits_of((40, 30))
-    part = noise(keys(0, ["a"])[0], torch.tensor(1.0), torch.Size((10, 10)), (row, column))
+    part = random_bits(name_hashes(0, ["a"])[0], torch.tensor(1.0), torch.Size((10, 10)), (row, column))
     assert torch.equal(part, whole[row : row + 10, column : column + 10])
 
 
 def test_a_stack_has_the_noise_of_each_of_its_layers() -> None:
-    key = keys(3, ["x.0", "x.1"])
-    stack = noise(key.view(2, 1, 1), torch.tensor(5.0), torch.Size((4, 6)))
+    key = name_hashes(3, ["x.0", "x.1"])
+    stack = random_bits(key.view(2, 1, 1), torch.tensor(5.0), torch.Size((4, 6)))
     assert stack.shape == (2, 4, 6)
-    assert torch.equal(stack[1], noise(key[1], torch.tensor(5.0), torch.Size((4, 6))))
+    assert torch.equal(stack[1], random_bits(key[1], torch.tensor(5.0), torch.Size((4, 6))))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pretraining.config.optimizers import OPTIMIZERS, hyperparameters
 from pretraining.config.training import TrainConfig
-from pretraining.optim.optimizer import Slot, build_optimizer
-from pretraining.optim.rules import Moment
+from pretraining.optim.optimizer import ParameterState, build_optimizer
+from pretraining.optim.rules import MomentSpec
 
 STEPS = 5
 SHAPES = ((4, 6), (5,))
@@ -28,36 +28,40 @@ def problem() -> tuple[list[Tensor], list[list[Tensor]]]:
     return weights, [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(STEPS)]
 
 
-def start(slot: Slot) -> None:
-    """State of a slot that lives in host memory."""
+def start(parameter: ParameterState) -> None:
+    """State of a parameter that lives in host memory."""
 
-    def make(of: Slot, shape: torch.Size, moment: Moment) -> Tensor:
+    def make(of: ParameterState, shape: torch.Size, moment: MomentSpec) -> Tensor:
         return of.weight.detach().clone() if moment.initial is None else torch.full(shape, moment.initial)
 
-    slot.begin(make)
+    parameter.initialize_moments(make)
 
 
-def train(slots: list[Slot], gradients: list[list[Tensor]], rate: float) -> list[Tensor]:
+def train(parameters: list[ParameterState], gradients: list[list[Tensor]], rate: float) -> list[Tensor]:
     """The weights after an update with each of `gradients`."""
-    for slot in slots:
-        start(slot)
+    for parameter in parameters:
+        start(parameter)
     for number, step in enumerate(gradients):
-        for slot, gradient in zip(slots, step, strict=True):
-            weight, slot.state = slot.updated(gradient, torch.tensor(number + 1.0), torch.tensor(rate))
-            slot.weight = weight.detach()
-    return [slot.weight for slot in slots]
+        for parameter, gradient in zip(parameters, step, strict=True):
+            weight, parameter.moments = parameter.compute_update(
+                gradient, torch.tensor(number + 1.0), torch.tensor(rate)
+            )
+            parameter.weight = weight.detach()
+    return [parameter.weight for parameter in parameters]
 
 
-def slots_of(config: TrainConfig, weights: dict[str, Tensor]) -> list[Slot]:
+def parameters_of(config: TrainConfig, weights: dict[str, Tensor]) -> list[ParameterState]:
     """What `config` makes of copies of these parameters."""
-    return build_optimizer(config, [(name, weight.clone().requires_grad_()) for name, weight in weights.items()]).slots
+    return build_optimizer(
+        config, [(name, weight.clone().requires_grad_()) for name, weight in weights.items()]
+    ).parameters
 
 
 def ours(weights: list[Tensor], gradients: list[list[Tensor]], **fields: Any) -> list[Tensor]:
     """The weights after STEPS updates of the configured optimizer."""
     config = TrainConfig(**{"optimizer_args": "", **fields})
     named = {f"model.layers.{i}.mlp.up_proj.weight": weight for i, weight in enumerate(weights)}
-    return train(slots_of(config, named), gradients, hyperparameters(config).learning_rate)
+    return train(parameters_of(config, named), gradients, hyperparameters(config).learning_rate)
 
 
 def of_torch(build: Callable[..., torch.optim.Optimizer], **options: Any) -> Reference:
@@ -231,6 +235,8 @@ def test_a_stack_of_layers_is_updated_as_each_of_them_alone(name: str) -> None:
     gradients = [torch.randn(3, 4, 6, generator=generator) * scale for _ in range(3)]
 
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)]
-    (together,) = train(slots_of(config, {"model.layers.mlp.up_proj.weight": stack}), [[g] for g in gradients], 0.01)
-    alone = train(slots_of(config, dict(zip(names, stack, strict=True))), [list(g) for g in gradients], 0.01)
+    (together,) = train(
+        parameters_of(config, {"model.layers.mlp.up_proj.weight": stack}), [[g] for g in gradients], 0.01
+    )
+    alone = train(parameters_of(config, dict(zip(names, stack, strict=True))), [list(g) for g in gradients], 0.01)
     torch.testing.assert_close(together, torch.stack(alone), rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import SCHEDULES as READ
-from pretraining.optim.schedule import SCHEDULES, Curve, fms_annealing, fms_cosine, learning_rate, telling_steps
+from pretraining.optim.schedule import SCHEDULES, Schedule, fms_annealing, fms_cosine, learning_rate, milestone_steps
 
 totals = st.integers(1, 10**7)
 peaks = st.floats(1e-8, 10.0)
@@ -25,7 +25,7 @@ def config(num_steps: int, stage: str = "initial", peak: float = 3e-4) -> TrainC
 @pytest.mark.parametrize(("step", "rate"), [(1, 2.99925e-7), (1000, 2.25e-4), (2000, 2.983382e-4), (40_000, 3e-5)])
 def test_fms_fsdps_own_values_at_40000_steps_are_met(step: int, rate: float) -> None:
     # Evaluated by hand from fms-fsdp's formula: warm-up of 2000 steps, cosine branch from about there on.
-    assert fms_cosine(step - 1, Curve(3e-4, total=40_000)) == pytest.approx(rate, rel=1e-6)
+    assert fms_cosine(step - 1, Schedule(3e-4, total=40_000)) == pytest.approx(rate, rel=1e-6)
 
 
 @pytest.mark.parametrize("num_steps", range(1, 20))
@@ -53,13 +53,13 @@ def test_the_warm_up_rises_and_the_cosine_falls(total: int, data: st.DataObject)
     warmup = min(2000, total // 20)
     early = data.draw(st.integers(0, max(0, warmup // 2 - 1)))  # the cosine takes over shortly before the warm-up ends
     late = data.draw(st.integers(warmup, total - 1))
-    assert fms_cosine(early - 1, Curve(1.0, total=total)) < fms_cosine(early, Curve(1.0, total=total))
-    assert fms_cosine(late - 1, Curve(1.0, total=total)) >= fms_cosine(late, Curve(1.0, total=total))
+    assert fms_cosine(early - 1, Schedule(1.0, total=total)) < fms_cosine(early, Schedule(1.0, total=total))
+    assert fms_cosine(late - 1, Schedule(1.0, total=total)) >= fms_cosine(late, Schedule(1.0, total=total))
 
 
 def test_the_cosine_is_half_way_at_the_middle() -> None:
-    assert fms_cosine(4999, Curve(1.0, total=10_000)) == pytest.approx(0.55)
-    assert fms_cosine(2499, Curve(1.0, total=10_000)) == pytest.approx(0.1 + 0.45 * (1 + math.sqrt(0.5)))
+    assert fms_cosine(4999, Schedule(1.0, total=10_000)) == pytest.approx(0.55)
+    assert fms_cosine(2499, Schedule(1.0, total=10_000)) == pytest.approx(0.1 + 0.45 * (1 + math.sqrt(0.5)))
 
 
 @given(totals, peaks)
@@ -67,7 +67,7 @@ def test_annealing_starts_at_the_peak_and_its_last_update_is_not_zero(total: int
     annealed = config(total, "annealing", peak)
     assert learning_rate(annealed, 0) == peak
     assert learning_rate(annealed, total - 1) == pytest.approx(peak / total, rel=1e-6)
-    assert fms_annealing(total, Curve(peak, total=total)) == 0.0
+    assert fms_annealing(total, Schedule(peak, total=total)) == 0.0
 
 
 # ---- The other schedules: values worked out by hand from each source's formula
@@ -166,7 +166,7 @@ def test_no_rate_exceeds_the_peak_or_is_negative(name: str, total: int, peak: fl
     chosen = TrainConfig(
         lr_schedule=name, num_steps=total, learning_rate=peak, lr_warmup_steps=warmup, **needed.get(name, {})
     )
-    for step in (*telling_steps(chosen), data.draw(st.integers(0, 3 * total))):
+    for step in (*milestone_steps(chosen), data.draw(st.integers(0, 3 * total))):
         assert 0 <= learning_rate(chosen, step) <= peak * (1 + 1e-12)
 
 

@@ -41,7 +41,7 @@ def loops(text: str) -> list[str]:
     return re.findall(r"= (\(.*?\)) while\(", text)
 
 
-def kept(text: str) -> list[tuple[int, ...]]:
+def saved_for_backward(text: str) -> list[tuple[int, ...]]:
     """The shapes, without their layers, of what the largest loop stacks for the backward pass.
 
     Weights and their gradients are [layers, blocks of a body, ..]: nothing else has a 1 there.

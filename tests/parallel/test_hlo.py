@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.hlo import HIDDEN, LAYERS, LENGTH, ROWS, kept, loops, program, results
+from tests.parallel.hlo import HIDDEN, LAYERS, LENGTH, ROWS, loops, program, results, saved_for_backward
 from tests.parallel.toy import TOY
 
 pytest.importorskip("torch_xla")
@@ -47,8 +47,8 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def kept_in(folder: Path, case: str) -> list[tuple[int, ...]]:
-    return kept(program(folder / case, num_kv_heads=4, batch_size=ROWS // 8, **RECOMPUTED[case]))
+def saved_in(folder: Path, case: str) -> list[tuple[int, ...]]:
+    return saved_for_backward(program(folder / case, num_kv_heads=4, batch_size=ROWS // 8, **RECOMPUTED[case]))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_neither_scores_of_attention_nor_copies_of_weights_wait_for_the_backward_pass(folder: Path) -> None:
-    shapes = kept_in(folder, "nothing")
+    shapes = saved_in(folder, "nothing")
     width = TOY["intermediate_size"]
     assert any(math.prod(shape) == ROWS // 8 * LENGTH * width for shape in shapes)  # the feed-forward's, which do
     assert not any(sorted(shape) in ([HIDDEN, width], [HIDDEN, HIDDEN], [HIDDEN // 2, HIDDEN]) for shape in shapes)
@@ -65,7 +65,7 @@ def test_neither_scores_of_attention_nor_copies_of_weights_wait_for_the_backward
 
 
 def test_each_named_module_frees_what_it_kept_and_whole_blocks_free_most(folder: Path) -> None:
-    sizes = {case: sum(math.prod(shape) for shape in kept_in(folder, case)) for case in RECOMPUTED}
+    sizes = {case: sum(math.prod(shape) for shape in saved_in(folder, case)) for case in RECOMPUTED}
     assert sizes["blocks"] < sizes["mlp"] < sizes["nothing"]
     assert sizes["norm"] < sizes["nothing"]
     assert sizes["mlp_activation"] <= sizes["nothing"]  # what the min-cut recomputes anyway

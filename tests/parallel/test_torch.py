@@ -15,7 +15,7 @@ import torch
 
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
-from pretraining.parallel.select import choose, refuse_hidden_casts
+from pretraining.parallel.select import choose, refuse_downcast_variables
 from pretraining.parallel.torch_engine import TorchEngine
 from tests.parallel.launch import ALONE, environment, launched
 
@@ -202,9 +202,9 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_variable_that_narrows_everything_unseen_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("XLA_USE_BF16", value)
     with pytest.raises(UserError, match=f"XLA_USE_BF16={value} in the environment .*--precision"):
-        refuse_hidden_casts()
+        refuse_downcast_variables()
     monkeypatch.setenv("XLA_USE_BF16", "0")
-    refuse_hidden_casts()
+    refuse_downcast_variables()
 
 
 def test_what_this_engine_does_not_have_is_refused_all_at_once() -> None:

@@ -18,7 +18,7 @@ from pretraining.checkpoint.store import load, save
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
 from pretraining.parallel.mesh import Mesh
-from pretraining.parallel.torch_state import Parts
+from pretraining.parallel.torch_state import LocalShards
 
 CONFIG = TrainConfig(model_variant="tiny", seq_length=16, num_layers=1, vocab_size=100, make_vocab_size_divisible_by=64)
 FACTS = Facts(1, 0, None, {}, "torch", {})
@@ -35,16 +35,16 @@ def second_of_two_gpus() -> Iterator[DeviceMesh]:
 
 def test_an_offloaded_shard_is_loaded_where_it_is(second_of_two_gpus: DeviceMesh, tmp_path: Path) -> None:
     model = on_meta(CONFIG)
-    parts = Parts(model, Mesh(replica=1, shard=2), None, process_index=1)
+    shards = LocalShards(model, Mesh(replica=1, shard=2), None, process_index=1)
     full = {name: torch.randn(weight.shape) for name, weight in model.named_parameters()}
-    parts.weights = {
+    shards.weights = {
         name: DTensor.from_local(tensor.chunk(2)[1].to("meta"), second_of_two_gpus, [Shard(0)])  # type: ignore[misc]
         for name, tensor in full.items()
     }
     unpadded = {name: tensor[:100] if len(tensor) == 128 else tensor for name, tensor in full.items()}
     save(tmp_path / "full", unpadded, FACTS, ALONE)
     offloaded = {name: torch.zeros_like(tensor.chunk(2)[1]) for name, tensor in full.items()}
-    state = {name: parts.saved(name, shard) for name, shard in offloaded.items()}
+    state = {name: shards.checkpoint_tensor(name, shard) for name, shard in offloaded.items()}
     load(open_checkpoint(tmp_path / "full" / "step_1"), state, ALONE)
     for name, tensor in unpadded.items():
         second = tensor[len(full[name]) // 2 :]

@@ -15,7 +15,7 @@ import pytest
 from pretraining.config.training import TrainConfig
 from pretraining.plan.memory import kept_activations
 from pretraining.plan.plan import Plan, plan_of
-from tests.parallel.hlo import LENGTH, kept, program, sent
+from tests.parallel.hlo import LENGTH, program, saved_for_backward, sent
 from tests.parallel.launch import environment
 from tests.parallel.toy import TOY
 
@@ -96,6 +96,6 @@ def test_collectives_are_the_compiled_step_s_within_a_tenth(case: str, folder: P
 @pytest.mark.parametrize("case", ["ddp", "fsdp", "fsdp, recomputed", "tensor"])
 def test_activations_are_what_the_compiled_step_keeps_within_a_fifth(case: str, folder: Path) -> None:
     plan = planned(case)
-    measured = 4 * sum(map(math.prod, kept(compiled(folder, case)))) * TOY["num_layers"]
+    measured = 4 * sum(map(math.prod, saved_for_backward(compiled(folder, case)))) * TOY["num_layers"]
     expected = kept_activations(plan.config, plan.mesh)
     assert expected == pytest.approx(measured, rel=0.2)

@@ -1,0 +1,180 @@
+"""The optimizer step of both engines: mean, clipping, finite check, update, masked write and rounding.
+
+An engine's subclass supplies the gradients and their norm, the random bits, and the placement of what is written.
+Everything is decided on the device: whether an update is applied, fp16's loss scale, the clipping. No step waits for
+the host.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pretraining.config.training import TrainConfig
+from pretraining.optim.optimizer import Optimizer, ParameterState
+from pretraining.optim.precision import FP16, precision_of
+from pretraining.optim.rounding import round_stochastically
+from pretraining.optim.rules import Moments, MomentSpec
+from pretraining.parallel.loss_scale import LossScale
+
+COUNTERS = ("updates", "refused", "first_refused")  # see engine.StepResult
+
+
+class DeviceScalars:
+    """Named scalars that stay on the device until they are read. Implements engine.StepResult."""
+
+    def __init__(self, names: tuple[str, ...], values: Tensor) -> None:
+        self._names, self._values = names, values
+
+    def read(self) -> dict[str, float]:
+        """Return all of them in one transfer."""
+        return dict(zip(self._names, self._values.tolist(), strict=True))
+
+
+class Gradients(NamedTuple):
+    """The gradients of one global batch."""
+
+    by_name: dict[str, Tensor]  # multiplied by `divisor`, where there is one
+    divisor: Tensor | None
+    loss: Tensor  # mean over the trained tokens of the global batch
+    norm: Tensor  # of the gradients of that mean
+
+
+class OptimizerStep(ABC):
+    """The optimizer's state on the devices, and the sums of the current global batch."""
+
+    def __init__(self, config: TrainConfig, optimizer: Optimizer, device: torch.device) -> None:
+        """Create the moments and counters on `device`; the subclass has placed the parameters."""
+        self.config, self.optimizer, self.device = config, optimizer, device
+        self.precision = precision_of(config)
+        self.totals = torch.zeros(2, device=device)  # loss and trained tokens of this global batch so far
+        self.counters = torch.zeros(len(COUNTERS), device=device)
+        self.loss_scale = LossScale(config, device) if self.precision.compute == FP16 else None
+        optimizer.updates = torch.zeros((), device=device)
+        # The model runs on the rounded copies; the optimizer state keeps the fp32 parameters.
+        self.rounded_copies: dict[str, Tensor] = {}
+        if self.precision.keeps_rounded_copy:
+            for parameter in optimizer.parameters:
+                self.rounded_copies[parameter.name] = parameter.weight
+                parameter.weight = parameter.weight.detach().clone()
+                self.place(parameter, parameter.weight, is_moment=False)
+        for parameter in optimizer.parameters:
+            parameter.initialize_moments(self._initial_moment)
+        self.round_copies()
+
+    # ---- Supplied by the engine
+
+    @abstractmethod
+    def reduce_gradients(self) -> Gradients:
+        """Return the gradients of all micro-batches, summed over devices, and forget them."""
+
+    @abstractmethod
+    def random_bits(self, parameter: ParameterState, prefix: str, tensor: Tensor, update: Tensor) -> Tensor:
+        """Return 16 random bits for each local element of the parameter (prefix "") or of its moment ("<moment>.")."""
+
+    @abstractmethod
+    def place(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> None:
+        """Shard `tensor`, which has been written, as the layout shards the parameter or its moments."""
+
+    def compute_update(
+        self, parameter: ParameterState, gradient: Tensor, step: Tensor, rate: Tensor
+    ) -> tuple[Tensor, Moments]:
+        """Return the new weight and moments in fp32."""
+        return parameter.compute_update(gradient, step, rate)
+
+    # ---- The step
+
+    @torch.no_grad()
+    def apply(self, learning_rate: float) -> DeviceScalars:
+        """Update the parameters with the gradients of the global batch; a refused update changes no tensor."""
+        gradients = self.reduce_gradients()
+        is_accepted = self._accept(gradients)
+        clip = None
+        if limit := self.config.grad_clip_thresh:
+            clip = (limit / (gradients.norm + 1e-6)).clamp(max=1.0)
+        self.update(gradients, clip, learning_rate, is_accepted)
+        self.round_copies()
+        self.totals.zero_()
+        scalars = [gradients.loss, gradients.norm, *self.counters.unbind()]
+        if not self.loss_scale:
+            return DeviceScalars(("loss", "grad_norm", *COUNTERS), torch.stack(scalars))
+        return DeviceScalars(
+            ("loss", "grad_norm", *COUNTERS, "loss_scale"), torch.stack([*scalars, self.loss_scale.scale])
+        )
+
+    def update(self, gradients: Gradients, clip: Tensor | None, learning_rate: float, is_accepted: Tensor) -> None:
+        """Apply the update rule to each parameter in turn."""
+        # Data and not a constant, so that another value compiles nothing. Sent as [1], because torch-xla merges a
+        # scalar with an equal constant of the graph (1e-5: norm_eps), which is another graph.
+        rate = torch.tensor([learning_rate]).to(self.device)[0]
+        step = self.optimizer.updates + 1
+        for parameter in self.optimizer.parameters:
+            gradient = gradients.by_name[parameter.name]
+            if gradients.divisor is not None:
+                gradient = gradient.float() / gradients.divisor
+            if clip is not None:
+                gradient = gradient * clip
+            weight, moments = self.compute_update(parameter, gradient, step, rate)
+            for name, target in parameter.moments.items():
+                moment = self._stored(moments[name], target, parameter, f"{name}.", step)
+                target.copy_(torch.where(is_accepted, moment, target))
+                self.place(parameter, target, is_moment=True)
+            weight = self._stored(weight, parameter.weight, parameter, "", step)
+            parameter.weight.copy_(torch.where(is_accepted, weight, parameter.weight))
+            self.place(parameter, parameter.weight, is_moment=False)
+        self.optimizer.updates.copy_(torch.where(is_accepted, step, self.optimizer.updates))
+
+    def _stored(self, value: Tensor, target: Tensor, parameter: ParameterState, prefix: str, step: Tensor) -> Tensor:
+        """`value` in the dtype of `target`, rounded as the precision mode says."""
+        if value.dtype != target.dtype and self.precision.stochastic_rounding:
+            value = round_stochastically(value, self.random_bits(parameter, prefix, target, step))
+        return value.to(target.dtype)
+
+    def _accept(self, gradients: Gradients) -> Tensor:
+        """Return whether the update may be applied. An overflow that fp16's loss scale caused does not count."""
+        is_finite = torch.isfinite(gradients.loss) & torch.isfinite(gradients.norm)
+        if not self.loss_scale:
+            return self._count(is_finite)
+        is_counted = self._count(is_finite | self.loss_scale.can_back_off(gradients.loss))
+        self.loss_scale.update(is_finite)
+        return is_counted & is_finite
+
+    def _count(self, is_healthy: Tensor) -> Tensor:
+        """Count this step; return whether it may be applied: after max_skipped_steps refusals none may be."""
+        steps, refused, first = self.counters.unbind()
+        steps = steps + 1
+        refused = refused + (~is_healthy).float()
+        first = torch.where((first == 0) & ~is_healthy, steps, first)
+        self.counters.copy_(torch.stack((steps, refused, first)))
+        return is_healthy & (refused <= self.config.max_skipped_steps)
+
+    # ---- State
+
+    def _initial_moment(self, parameter: ParameterState, shape: torch.Size, spec: MomentSpec) -> Tensor:
+        dtype = self.precision.optimizer_state
+        if spec.initial is None:
+            moment = parameter.weight.detach().clone().to(dtype)
+        else:
+            moment = torch.full(shape, spec.initial, dtype=dtype, device=self.device)
+        self.place(parameter, moment, is_moment=True)
+        return moment
+
+    @torch.no_grad()
+    def round_copies(self) -> None:
+        """Round the copies that the model runs on, where the precision mode keeps any."""
+        for parameter in self.optimizer.parameters if self.rounded_copies else ():
+            copy = self.rounded_copies[parameter.name]
+            bits = self.random_bits(parameter, "", parameter.weight, self.optimizer.updates)
+            copy.copy_(round_stochastically(parameter.weight, bits))
+            self.place(parameter, copy, is_moment=False)
+
+    @torch.no_grad()
+    def finish_loading(self, restart_optimizer: bool) -> None:
+        """Complete the state after a load has filled it. See engine.TrainingState.commit."""
+        if restart_optimizer:
+            for parameter in self.optimizer.parameters:
+                parameter.initialize_moments(self._initial_moment)  # some rules start from a copy of the weight
+        self.round_copies()

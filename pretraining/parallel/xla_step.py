@@ -1,0 +1,120 @@
+"""The optimizer step of the XLA engine, on sharded tensors of the whole mesh.
+
+Every written tensor is marked with its sharding again: unmarked, the compiler may propagate the layout of another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch_xla.distributed.spmd as xs
+from torch import Tensor, nn
+
+from pretraining.config.training import TrainConfig
+from pretraining.noise import name_hashes, random_bits
+from pretraining.optim.optimizer import Optimizer, ParameterState
+from pretraining.parallel.layout import Layout
+from pretraining.parallel.sharding import Spec
+from pretraining.parallel.step import Gradients, OptimizerStep
+
+STACK = "model.layers."  # parameters under it are [layers, ...]
+
+
+class XlaStep(OptimizerStep):
+    """See step.OptimizerStep. The compiler sums gradients over devices."""
+
+    def __init__(
+        self, config: TrainConfig, optimizer: Optimizer, device: torch.device, mesh: xs.Mesh, layout: Layout
+    ) -> None:
+        self.mesh, self.layout = mesh, layout
+        super().__init__(config, optimizer, device)
+        self.accumulates = (config.gradient_accumulation_steps or 1) > 1
+        self._sums: dict[str, Tensor] = {}  # of the gradients of micro-batches
+        for parameter in optimizer.parameters if self.accumulates else ():
+            shape = parameter.weight.shape
+            self._sums[parameter.name] = torch.zeros(shape, dtype=self.precision.gradients, device=device)
+            self._mark(self._sums[parameter.name], parameter, layout.gradient)
+
+    def accumulate(self, loss: Tensor, count: Tensor) -> None:
+        """Add a micro-batch after its backward pass: its summed loss and its number of trained tokens."""
+        self.totals += torch.stack((loss.detach(), count))
+        for parameter in self.optimizer.parameters if self.accumulates else ():
+            total = self._sums[parameter.name]
+            total += self._pop_gradient(parameter).to(total.dtype)
+            self._mark(total, parameter, self.layout.gradient)
+
+    def reduce_gradients(self) -> Gradients:
+        """Divide by the trained tokens, in fp32 and sharded like the moments."""
+        loss, count = self.totals[0] / self.totals[1], self.totals[1]
+        means = {parameter.name: self._mean_gradient(parameter, count) for parameter in self.optimizer.parameters}
+        order = self.config.grad_clip_norm_type or math.inf
+        norm = nn.utils.get_total_norm(list(means.values()), order, foreach=False)
+        return Gradients(means, None, loss, norm)
+
+    def _mean_gradient(self, parameter: ParameterState, count: Tensor) -> Tensor:
+        if self.accumulates:
+            total = self._sums[parameter.name]
+            mean = total.float() / count
+            total.zero_()
+            self._mark(total, parameter, self.layout.gradient)
+        else:
+            mean = self._pop_gradient(parameter).float() / count
+        self._mark(mean, parameter, self.layout.moment)
+        return mean
+
+    def _pop_gradient(self, parameter: ParameterState) -> Tensor:
+        """Return the gradient that the backward pass left, and remove it."""
+        weight = self.rounded_copies.get(parameter.name, parameter.weight)
+        grad, weight.grad = weight.grad, None
+        assert grad is not None
+        return grad
+
+    def random_bits(self, parameter: ParameterState, prefix: str, tensor: Tensor, update: Tensor) -> Tensor:
+        """See OptimizerStep. Each layer of a stack has the bits of its own name."""
+        name, seed = parameter.name, self.config.seed
+        if not name.startswith(STACK):
+            return random_bits(name_hashes(seed, [prefix + name])[0].to(self.device), update, tensor.shape)
+        names = [prefix + layer_name(name, layer) for layer in range(tensor.shape[0])]
+        key = name_hashes(seed, names).to(self.device).view(-1, *(1,) * (tensor.dim() - 1))
+        return random_bits(key, update, tensor.shape[1:])
+
+    def place(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> None:
+        """See OptimizerStep."""
+        if is_moment:
+            xs.mark_sharding(tensor, self.mesh, self.moment_spec(parameter, tensor))
+        else:
+            self._mark(tensor, parameter, self.layout.parameter)
+
+    def moment_spec(self, parameter: ParameterState, moment: Tensor) -> Spec:
+        """Return the layout's spec, with dimensions of extent 1 replicated."""
+        spec = stacked_spec(parameter.name, self.layout.moment)
+        return tuple(axis if extent > 1 else None for axis, extent in zip(spec, moment.shape, strict=True))
+
+    def _mark(self, tensor: Tensor, parameter: ParameterState, spec_of: Callable[[str], Spec]) -> None:
+        xs.mark_sharding(tensor, self.mesh, stacked_spec(parameter.name, spec_of))
+
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, Spec]]:
+        """Yield every tensor that outlives a step, and how it is sharded."""
+        for parameter in self.optimizer.parameters:
+            spec = stacked_spec(parameter.name, self.layout.parameter)
+            yield parameter.weight, spec
+            if parameter.name in self.rounded_copies:
+                yield self.rounded_copies[parameter.name], spec
+            if parameter.name in self._sums:
+                yield self._sums[parameter.name], stacked_spec(parameter.name, self.layout.gradient)
+            for moment in parameter.moments.values():
+                yield moment, self.moment_spec(parameter, moment)
+        for scalars in (self.optimizer.updates, self.totals, self.counters):
+            yield scalars, (None,) * scalars.dim()
+
+
+def layer_name(stacked: str, layer: int) -> str:
+    """model.layers.mlp.up_proj.weight -> model.layers.3.mlp.up_proj.weight"""
+    return f"{STACK}{layer}.{stacked.removeprefix(STACK)}"
+
+
+def stacked_spec(name: str, spec_of: Callable[[str], Spec]) -> Spec:
+    """Spec of a parameter of the stacked model, or of its gradient or moment: layers are never sharded."""
+    return (None, *spec_of(name)) if name.startswith(STACK) else spec_of(name)
