@@ -21,7 +21,7 @@ def main(**flags: str) -> int:
         return show(config)
 
     from pretraining.checkpoint.checkpoints import Checkpoints
-    from pretraining.data import open_stream, parts_of
+    from pretraining.data import open_stream, splits_of
     from pretraining.loop import TrainingRun, train
     from pretraining.models.init import build_model
     from pretraining.monitor.facts import data_lines
@@ -37,7 +37,7 @@ def main(**flags: str) -> int:
     log(describe_run(config, engine))
 
     # Data: the global batch of step k is a pure function of (data, config, k)
-    streams = {part: open_stream(config, engine.data_rank, engine.data_size, part) for part in parts_of(config)}
+    streams = {part: open_stream(config, engine.data_rank, engine.data_size, part) for part in splits_of(config)}
 
     # Model and optimizer: placed by the sharding table
     model = engine.place(build_model(config))

@@ -1,10 +1,24 @@
-"""Token shards in, numpy batches out. Knows no torch, no device and no engine.
+"""Token shards in, numpy batches out. Does not depend on torch, a device or an engine.
 
 >>> stream = open_stream(config, rank, world_size)
 >>> stream.batch(0)["tokens"]  # int32 [rows, seq_length]
+
+The names are imported on first use, so that a module of this room that needs no numpy is cheap to import.
 """
 
-from pretraining.data.prefetch import Prefetcher
-from pretraining.data.stream import IGNORED, Batch, Stream, check_data, open_stream, parts_of
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = ["IGNORED", "Batch", "Prefetcher", "Stream", "check_data", "open_stream", "parts_of"]
+if TYPE_CHECKING:
+    from pretraining.data.prefetch import Prefetcher
+    from pretraining.data.stream import IGNORED, Batch, Stream, check_data, open_stream, splits_of
+
+__all__ = ["IGNORED", "Batch", "Prefetcher", "Stream", "check_data", "open_stream", "splits_of"]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from the module that defines it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "prefetch" if name == "Prefetcher" else "stream"
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -2,59 +2,54 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from pathlib import Path
 from threading import Lock
 
 from pretraining.config.errors import UserError
-from pretraining.data.index import ShardIndex
-from pretraining.data.stores.shard import Column, Stamp
+from pretraining.data.stores.shard import Stamp
 
 # Files kept open for the whole stream, whatever the number of shards or logical_shards; the usual limit is 1024.
 _OPEN_FILES = 128
 
 
 class OpenFile:
-    """A file descriptor that lives as long as somebody holds this object."""
+    """A file descriptor that is closed with the last reference to this object."""
 
     def __init__(self, path: str, stamp: Stamp | None, shard: str) -> None:
+        """stamp: of the file when it was indexed; None: changes are not checked. shard: named in messages."""
         self.path, self.stamp, self.shard = path, stamp, shard
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             self.descriptor = -1
-            raise UserError(f"{shard}: {error.strerror} ({path}); it was there when the run began") from error
+            raise UserError(f"{shard}: {error.strerror} ({path}): restore it, it was there at the start") from error
 
     def __del__(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
     def check(self) -> None:
-        """UserError if the file is no longer the one that was indexed."""
+        """Raise UserError if the file is no longer the one that was indexed."""
         if self.stamp is None:
             return
-        found = os.fstat(self.descriptor)
-        if found.st_nlink == 0:
-            raise UserError(f"{self.shard}: removed or replaced while the run reads it; put the indexed file back")
-        if found.st_size != self.stamp.size or found.st_mtime_ns != self.stamp.modified:
-            raise UserError(f"{self.shard}: changed while the run reads it; put the indexed file back, or start anew")
+        status = os.fstat(self.descriptor)
+        if status.st_nlink == 0:
+            raise UserError(f"{self.shard}: removed or replaced while the run reads it: restore the indexed file")
+        if status.st_size != self.stamp.size or status.st_mtime_ns != self.stamp.modified:
+            raise UserError(f"{self.shard}: changed while the run reads it: restore the indexed file, or start again")
 
 
 class OpenFiles:
-    """The files opened last. Threads may share it: a file that leaves is closed by its last reader."""
+    """The files opened last. Threads may share it: a file that is evicted is closed by its last reader."""
 
     def __init__(self) -> None:
         self._files: dict[str, OpenFile] = {}
         self._lock = Lock()
 
-    def tokens(self, index: ShardIndex) -> OpenFile:
-        """The file that holds the tokens of a shard."""
-        return self._get(index.tokens, index.token_stamp, index.path)
-
-    def column(self, column: Column, index: ShardIndex) -> OpenFile:
-        """The file that holds a column of a shard's index; our own sidecars are not watched."""
-        return self._get(column.path, None, index.path)
-
-    def _get(self, path: str, stamp: Stamp | None, shard: str) -> OpenFile:
+    def get(self, path: str, stamp: Stamp | None, shard: str) -> OpenFile:
+        """Return the open file at `path`. The other parameters: see OpenFile."""
         file = self._files.get(path)
         if file is not None:
             return file
@@ -67,6 +62,19 @@ class OpenFiles:
             return file
 
     def close(self) -> None:
-        """Let go of every file."""
+        """Close every file that nobody is reading."""
         with self._lock:
             self._files.clear()
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Write a file that appears under its name only when it is complete."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
+    temporary.replace(path)
+
+
+def file_hash(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,6 +1,6 @@
-"""Permutations and hashes that are the same for ever, on every machine and with every version of numpy.
+"""Permutations and hashes that never change, on every machine and with every version of numpy.
 
-Knows nothing of tokens. numpy's Generators may change their streams between versions (NEP 19), which would break a
+Does not depend on tokens. numpy's Generators may change their streams between versions (NEP 19), which would break a
 resume; splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") never changes.
 """
 
@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64 of every element. values: uint64, any shape."""
+    """Return splitmix64 of every element. values: uint64, any shape."""
     values = values + _STEP
     values = (values ^ (values >> np.uint64(30))) * _FIRST
     values = (values ^ (values >> np.uint64(27))) * _SECOND
@@ -25,7 +25,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def mix_one(value: int) -> int:
-    """splitmix64 of one integer in [0, 2^64): the same function on Python's integers."""
+    """Return splitmix64 of one integer in [0, 2^64): the same function on Python's integers."""
     value = (value + int(_STEP)) & _MASK
     value = ((value ^ (value >> 30)) * int(_FIRST)) & _MASK
     value = ((value ^ (value >> 27)) * int(_SECOND)) & _MASK
@@ -33,7 +33,7 @@ def mix_one(value: int) -> int:
 
 
 def key_of(*parts: int) -> int:
-    """One 64-bit key from non-negative integers; their order matters."""
+    """Return one 64-bit key of non-negative integers; their order matters."""
     key = 0
     for part in parts:
         key = mix_one(key ^ (part & _MASK))
@@ -41,7 +41,7 @@ def key_of(*parts: int) -> int:
 
 
 def permutation(count: int, key: int) -> np.ndarray:
-    """A permutation of range(count) drawn by a 64-bit `key` (see `key_of`), int64 [count].
+    """Return a permutation of range(count) for a 64-bit `key` (see `key_of`), int64 [count].
 
     Ties of the 64-bit hashes keep their order, so the result does not depend on the sorting algorithm.
     """
@@ -50,7 +50,7 @@ def permutation(count: int, key: int) -> np.ndarray:
 
 
 def short_hash(*parts: bytes | str) -> str:
-    """16 hexadecimal digits over the parts and their borders."""
+    """Return 16 hexadecimal digits that depend on the parts and their borders."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part

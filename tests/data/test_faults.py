@@ -15,7 +15,7 @@ import pytest
 from pretraining.config.errors import UserError
 from pretraining.data import Prefetcher, open_stream
 from pretraining.data.checksums import verify
-from pretraining.data.index import Source, open_index, sidecar_path
+from pretraining.data.index import ShardFile, open_index, sidecar_path
 from tests.data import corpora
 from tests.data.corpora import corpus, numbered, rows, settings
 
@@ -94,7 +94,7 @@ def test_a_shard_that_vanishes_between_index_and_reading_is_named(tmp_path: Path
 @pytest.mark.parametrize(
     ("values", "kind", "told"),
     [
-        ([[1.0, 2.0]] * 5, pa.list_(pa.float32()), "column 'tokens' holds list<.*float>; tokens are int32"),
+        ([[1.0, 2.0]] * 5, pa.list_(pa.float32()), "column 'tokens' holds list<.*float>; token ids are int32"),
         (["ab", "c"], pa.string(), "column 'tokens' holds string"),
         ([[1, None], [2]], pa.list_(pa.int32()), "the token column has nulls"),
         ([[1], None], pa.list_(pa.int32()), "the token column has nulls"),
@@ -128,7 +128,7 @@ def test_compressed_record_batches_are_named_with_the_remedy(tmp_path: Path) -> 
         writer.write_table(table)
     assert (
         complaint(tmp_path / "data")
-        == f"{path}: compressed buffers cannot be read in place; write the shard without compression"
+        == f"{path}: compressed buffers cannot be read in place: write the shard without compression"
     )
 
 
@@ -165,7 +165,7 @@ def test_a_missing_dataset_suggests_the_nearest_name(tmp_path: Path) -> None:
     assert "no shards" in complaint(tmp_path / "data", file_type="megatron")
     (tmp_path / "empty").mkdir()
     assert "no shards" in complaint(tmp_path / "empty")
-    assert "stands more than once" in complaint(tmp_path / "data", datasets="wikipedia,wikipedia")
+    assert "appears more than once" in complaint(tmp_path / "data", datasets="wikipedia,wikipedia")
 
 
 def test_a_file_that_is_no_shard_is_not_skipped(tmp_path: Path) -> None:
@@ -179,7 +179,8 @@ def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) ->
     (tmp_path / "data").mkdir()
     index = corpora.write_megatron(tmp_path / "data" / "s", DOCUMENTS)
     truncate(index.with_suffix(".bin"), 0.9)
-    assert f"{index.with_suffix('.bin')}: 21,600 bytes, but its .idx speaks of 24,000" in complaint(tmp_path / "data")
+    message = complaint(tmp_path / "data")
+    assert message.startswith(f"{index}: ") and f"24,000, but {index.with_suffix('.bin')} has 21,600 bytes" in message
     index.with_suffix(".bin").unlink()
     assert f"{index.with_suffix('.bin')}: No such file" in complaint(tmp_path / "data")
 
@@ -187,7 +188,7 @@ def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) ->
 def test_a_dataset_too_small_for_one_batch_is_an_error(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "data", DOCUMENTS)
     message = complaint(tmp_path / "data", global_batch_size=1000)
-    assert message.startswith(f"{folder}: 6,100 tokens, too small for one batch, which takes 16,000")
+    assert message.startswith(f"{folder}: 6,100 tokens, fewer than the 16,000")
 
 
 def test_a_dataset_without_tokens_is_an_error(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_a_stale_index_is_built_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "zeroed"])
 def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) -> None:
     path = corpora.write_flat(tmp_path / "s", DOCUMENTS)
-    source = Source(str(path), "arrow", "tokens", ())
+    source = ShardFile(str(path), "arrow", "tokens", ())
     before = open_index(source, tmp_path / "index")
     sidecar = sidecar_path(source, tmp_path / "index")
     if damage == "truncated":
@@ -222,7 +223,7 @@ def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) ->
         raw[before.lengths.offset :] = bytes(len(raw) - before.lengths.offset)
         sidecar.write_bytes(raw)
         stream = open_stream(settings(path, index_dir=str(tmp_path / "index")))
-        with pytest.raises(UserError, match=re.escape(f"its index {sidecar} is damaged; remove that")):
+        with pytest.raises(UserError, match=re.escape(f"its index {sidecar} is damaged: remove it")):
             stream.batch(0)
         return
     assert open_index(source, tmp_path / "index") == before
@@ -231,14 +232,14 @@ def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) ->
 def test_flipped_bytes_are_found_by_verifying(tmp_path: Path) -> None:
     for store in ("arrow", "megatron", "parquet"):
         path = WRITERS[store](tmp_path / store, DOCUMENTS)
-        indexes = [open_index(Source(str(path), store, "tokens", ()), tmp_path / "index")]
+        indexes = [open_index(ShardFile(str(path), store, "tokens", ()), tmp_path / "index")]
         assert verify(indexes, {}, tmp_path / "index") == (0, 1 + (store == "megatron"))
         assert verify(indexes, {}, tmp_path / "index") == (1 + (store == "megatron"), 0)
         flipped = path.with_suffix(".bin") if store == "megatron" else path
         raw = bytearray(flipped.read_bytes())
         raw[len(raw) // 2] ^= 1
         flipped.write_bytes(raw)
-        with pytest.raises(UserError, match=re.escape(f"{flipped}: its bytes are not those it was written with")):
+        with pytest.raises(UserError, match=re.escape(f"{flipped}: its checksum is not the recorded one")):
             verify(indexes, {}, tmp_path / "index")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
 from pretraining.data.datasets import split_edges
-from pretraining.data.dealing import PERIOD, Dealer, mixture_table
+from pretraining.data.lanes import PERIOD, LaneOrder, mixture_schedule
 from tests.data.corpora import SEPARATOR, corpus, numbered, rows, settings
 
 STARTS = {"a": 2, "b": 100_000, "c": 200_000}
@@ -40,23 +40,21 @@ def test_shares_follow_the_weights_at_every_moment(tmp_path: Path) -> None:
 
 @tries(max_examples=50, deadline=None)
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20))
-def test_a_mixture_table_gives_every_dataset_its_share_and_at_least_one_sequence(weights: list[float]) -> None:
-    table = mixture_table(weights)
-    assert sum(table.counts) == PERIOD and min(table.counts) >= 1
+def test_a_mixture_schedule_gives_every_dataset_its_share_and_at_least_one_sequence(weights: list[float]) -> None:
+    schedule = mixture_schedule(weights)
+    assert sum(schedule.counts) == PERIOD and min(schedule.counts) >= 1
     shares = np.array(weights) / sum(weights) * PERIOD
-    assert (np.abs(np.array(table.counts) - shares) <= len(weights)).all()
-    for number, count in enumerate(table.counts):
-        assert np.array_equal(table.earlier[table.dataset == number], np.arange(count))
+    assert (np.abs(np.array(schedule.counts) - shares) <= len(weights)).all()
+    for number, count in enumerate(schedule.counts):
+        assert np.array_equal(schedule.earlier[schedule.dataset == number], np.arange(count))
 
 
 @tries(max_examples=60, deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 40))
-def test_dealing_delivers_every_sequence_of_an_epoch_once_before_the_next(
-    tokens: int, payload: int, slots: int
-) -> None:
-    dealer = Dealer(tokens, payload, slots)
+def test_lanes_deliver_every_sequence_of_an_epoch_once_before_the_next(tokens: int, payload: int, lanes: int) -> None:
+    order = LaneOrder(tokens, payload, lanes)
     count = -(-3 * tokens // payload)  # sequences that begin in the first three epochs
-    found = [dealer.position(number) for number in range(count)]
+    found = [order.position(number) for number in range(count)]
     assert sorted(found) == [number * payload for number in range(count)]
     epochs = [position // tokens for position in found]
     assert epochs == sorted(epochs)

@@ -17,7 +17,7 @@ from pretraining import inspect_data
 from pretraining.config.errors import UserError
 from pretraining.config.flags import config_from_flags
 from pretraining.data import open_stream, prepare
-from pretraining.data.text import Piece, cut_into_parts, documents, find_files
+from pretraining.data.text import FileRange, divide, find_files, read_documents
 from pretraining.data.tokenizer import open_tokenizer
 from tests.data.corpora import rows
 
@@ -68,7 +68,7 @@ def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(
     wanted = write_inputs(tmp_path / "in")
     assert run(tmp_path, "--valid_every=10") == 0
     assert sorted(delivered(tmp_path)) == sorted(wanted)
-    assert "left aside: 1 files ending in .png" in capsys.readouterr().out
+    assert "ignored: 1 files ending in .png" in capsys.readouterr().out
     flags = dict(line[2:].split("=", 1) for line in (tmp_path / "out" / "flags.txt").read_text().splitlines())
     assert set(flags) == {"data_path", "valid_data_path", "tokenizer_path", "vocab_size"}
     config = config_from_flags({**flags, "seq_length": 32, "index_dir": str(tmp_path / "index"), "batch_size": 1})
@@ -98,7 +98,7 @@ def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_doc
         lines = "".join(json.dumps({"text": text}) + "\n" for text in wanted[number : number + 200])
         (tmp_path / "in" / f"{number:04d}.jsonl").write_text(lines)
     driver = (
-        "import sys, pretraining.data.prepare as p; p.PART_BYTES = 20_000\n"
+        "import sys, pretraining.data.prepare as p; p.SHARD_BYTES = 20_000\n"
         f"if __name__ == '__main__': sys.exit(p.main(['--input={tmp_path / 'in'}', "
         f"'--output={tmp_path / 'out'}', '--vocab_size=400', '--processes=2']))"
     )
@@ -132,19 +132,19 @@ def test_lines_that_cross_the_border_of_parts_are_read_once(tmp_path: Path) -> N
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in wanted))
     size = path.stat().st_size
     for cut in (1, 7, 100, 1000, size - 1):
-        pieces = [Piece(str(path), "jsonl", at, min(at + cut, size)) for at in range(0, size, cut)]
-        assert list(documents(tuple(pieces), "text")) == wanted
+        pieces = [FileRange(str(path), "jsonl", at, min(at + cut, size)) for at in range(0, size, cut)]
+        assert list(read_documents(tuple(pieces), "text")) == wanted
 
 
 def test_parts_cover_every_file_once(tmp_path: Path) -> None:
     write_inputs(tmp_path / "in")
     files, aside = find_files([str(tmp_path / "in")], [".txt"])
     assert [file.name for file in aside] == ["photo.png"]
-    parts = cut_into_parts(files, [".txt"], 1000)
+    parts = divide(files, [".txt"], 1000)
     assert len(parts) > 10
-    texts_of_parts = [text for part in parts for text in documents(part, "text")]
+    texts_of_parts = [text for part in parts for text in read_documents(part, "text")]
     assert sorted(texts_of_parts) == sorted(
-        documents(tuple(p for part in cut_into_parts(files, [".txt"]) for p in part), "text")
+        read_documents(tuple(p for part in divide(files, [".txt"]) for p in part), "text")
     )
 
 
@@ -152,7 +152,7 @@ def test_parts_cover_every_file_once(tmp_path: Path) -> None:
     ("name", "content", "told"),
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, byte 14: not a line of JSON"),
-        ("a.jsonl", '{"body": "x"}\n', "no text in field 'text'; name the field with --text_key"),
+        ("a.jsonl", '{"body": "x"}\n', "no text in field 'text': choose the field with --text_key"),
         ("a.parquet", "PAR1 not really", "a.parquet: not a complete Parquet file"),
         ("a.png", "x", "no text, .jsonl or .parquet files"),
     ],
@@ -181,7 +181,7 @@ def test_a_vocabulary_larger_than_the_models_is_known_before_training(tmp_path: 
     run(tmp_path)
     flags = {"data_path": str(tmp_path / "out" / "train"), "index_dir": str(tmp_path / "index"), "vocab_size": 300}
     with pytest.raises(
-        UserError, match="its tokenizer has 400 ids, but the model's vocabulary is 300: --vocab_size=400"
+        UserError, match="its tokenizer has 400 ids, but the model's vocabulary is 300: give --vocab_size=400"
     ):
         open_stream(config_from_flags(flags))
 
@@ -211,11 +211,11 @@ def test_inspect_shows_the_datasets_and_the_text_of_a_step(tmp_path: Path, capsy
     assert inspect_data.main([*flags, *more]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"train +1 +1,220 +0 ", shown) and "16 to 31" in shown
-    assert "1 files are what they were" in shown and "---- step 3, row 1: 64 tokens" in shown
+    assert "1 files are unchanged" in shown and "---- step 3, row 1: 64 tokens" in shown
     assert sum(word in shown for word in ("quick", "brown", "lazy", "wizards")) == 4
     shard = next((tmp_path / "out" / "train").glob("*.arrow"))
     raw = bytearray(shard.read_bytes())
     raw[len(raw) // 2] ^= 1
     shard.write_bytes(raw)
     assert inspect_data.main([*flags, "--verify"]) == 2
-    assert f"{shard}: its bytes are not those it was written with" in capsys.readouterr().err
+    assert f"{shard}: its checksum is not the recorded one" in capsys.readouterr().err

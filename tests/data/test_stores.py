@@ -9,7 +9,8 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.data import open_stream
-from pretraining.data.index import Source, open_index
+from pretraining.data.index import ShardFile, open_index
+from pretraining.data.stores.find import FORMATS
 from tests.data import corpora
 from tests.data.corpora import Documents, numbered, rows, settings
 
@@ -65,17 +66,17 @@ def test_a_column_of_another_name_is_chosen_by_flag(tmp_path: Path) -> None:
     table = pa.table({"text": ["a"] * 9, "input_ids": [[5, 6, 7, 8, 9]] * 9})
     pq.write_table(table, tmp_path / "data" / "x.parquet")
     assert rows(open_stream(settings(tmp_path / "data", col_name="input_ids")), 1)[0].max() == 9
-    with pytest.raises(UserError, match=r"no column 'tokens', it has text, input_ids; choose with --col_name"):
+    with pytest.raises(UserError, match=r"no column 'tokens', it has text, input_ids: choose with --col_name"):
         open_stream(settings(tmp_path / "data"))
 
 
 def test_many_small_and_empty_record_batches_share_one_index(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(0, 4, 3000)
     path = corpora.write_flat(tmp_path / "s", numbered(lengths.tolist()))
-    index = open_index(Source(str(path), "arrow", "tokens", ()), tmp_path / "index")
+    index = open_index(ShardFile(str(path), "arrow", "tokens", ()), tmp_path / "index")
     found = np.fromfile(index.lengths.path, np.int32, 3000, offset=index.lengths.offset)
     assert np.array_equal(found, lengths)
-    assert (index.documents, index.filled, index.longest) == (3000, int((lengths > 0).sum()), 3)
+    assert (index.documents, index.nonempty) == (3000, int((lengths > 0).sum()))
 
 
 def test_the_index_is_built_once_and_never_beside_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +88,7 @@ def test_the_index_is_built_once_and_never_beside_the_data(tmp_path: Path, monke
     def refuse(*_: Any) -> None:
         raise AssertionError("indexed again")
 
-    monkeypatch.setattr("pretraining.data.stores.find.index_arrow", refuse)
+    monkeypatch.setitem(FORMATS, "arrow", refuse)
     assert np.array_equal(rows(open_stream(settings(tmp_path / "data")), 9), first)
 
 

@@ -42,9 +42,9 @@ def small_corpus(shards: list[list[int]], **fields: Any) -> Iterator[tuple[Train
 @tries(max_examples=40, deadline=None)
 @given(SHARDS, st.integers(1, 60), st.sampled_from([1, 2, 3, 8, 1024]))
 def test_every_token_is_delivered_exactly_once_in_each_epoch(
-    shards: list[list[int]], seq_length: int, slots: int
+    shards: list[list[int]], seq_length: int, lanes: int
 ) -> None:
-    with small_corpus(shards, seq_length=seq_length, logical_shards=slots) as (config, documents):
+    with small_corpus(shards, seq_length=seq_length, logical_shards=lanes) as (config, documents):
         stream = open_stream(config)
         tokens = epoch_tokens(stream)
         assert tokens == sum(map(len, documents)) + sum(bool(document) for document in documents)
@@ -60,7 +60,7 @@ def test_every_token_is_delivered_exactly_once_in_each_epoch(
 
 @tries(max_examples=25, deadline=None)
 @given(SHARDS, st.integers(1, 60), st.booleans())
-def test_a_stream_of_one_slot_is_whole_documents_with_a_separator_after_each(
+def test_a_stream_of_one_lane_is_whole_documents_with_a_separator_after_each(
     shards: list[list[int]], seq_length: int, twice: bool
 ) -> None:
     with small_corpus(shards, seq_length=seq_length, logical_shards=1) as (config, documents):

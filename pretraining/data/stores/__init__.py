@@ -1,1 +1,1 @@
-"""Where tokens come from: Arrow IPC, Parquet and Megatron files, each described by one index of its documents."""
+"""The formats of token shards: Arrow IPC, Parquet and Megatron. Each store reports where the documents are."""

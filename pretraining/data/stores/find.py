@@ -1,98 +1,93 @@
-"""Which files of a folder are shards: told by their first bytes, never by a name alone."""
+"""Which files of a folder are shards: decided by their first bytes, not by a name alone."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 
 from pretraining.config.errors import UserError
 from pretraining.data.stores import arrow, megatron, parquet
-from pretraining.data.stores.arrow import index_arrow
-from pretraining.data.stores.megatron import index_megatron
-from pretraining.data.stores.parquet import decode_parquet
-from pretraining.data.stores.shard import Layout
+from pretraining.data.stores.shard import ShardContents
 
-KINDS = ("arrow", "parquet", "megatron")
-# What may lie beside shards without being one: descriptions, counts, tokenizers. Hidden files and those that begin
-# with "_" (Spark's _SUCCESS) too. Anything else that is no shard is an error: nothing is skipped silently.
-_BESIDE = (".json", ".csv", ".txt", ".md", ".yaml", ".yml", ".model", ".vocab", ".sha256", ".py", ".flags")
+# Format -> function of (path, column, file for decoded tokens) that returns the documents of a shard.
+FORMATS: dict[str, Callable[[str, str, str], ShardContents]] = {
+    "arrow": lambda path, column, decoded: arrow.index_arrow(path, column),
+    "parquet": parquet.decode_parquet,
+    "megatron": lambda path, column, decoded: megatron.index_megatron(path),
+}
+# Endings of files that may be next to shards: descriptions, counts, tokenizers. Hidden files and those that begin
+# with "_" (Spark's _SUCCESS) too. Any other file that is no shard is an error: nothing is skipped silently.
+_COMPANIONS = (".json", ".csv", ".txt", ".md", ".yaml", ".yml", ".model", ".vocab", ".sha256", ".py", ".flags")
 
 
-def datasets_in(root: Path, wanted: str) -> list[str]:
-    """The sub-folders of `root` to read: those named in `wanted` (comma-separated), or all; [""] for `root` itself.
+def find_datasets(root: Path, names: str) -> list[str]:
+    """Return the sub-folders of `root` to read: those in `names` (comma-separated), or all; [""] for `root` itself.
 
-    UserError with the nearest names if one is missing.
+    UserError with the nearest names if one does not exist.
     """
     if not root.exists():
-        raise UserError(f"{root}: no such folder; {_nearest(root.parent, root.name)}")
-    names = [name.strip() for name in wanted.split(",") if name.strip()]
-    repeated = sorted({name for name in names if names.count(name) > 1})
+        raise UserError(f"{root}: no such folder; {_suggest(root.parent, root.name)}")
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    repeated = sorted({name for name in listed if listed.count(name) > 1})
     if repeated:
-        raise UserError(f"{', '.join(repeated)} stands more than once in the datasets of {root}; give it more weight")
-    for name in names:
+        raise UserError(f"{', '.join(repeated)} appears more than once in the datasets of {root}: give it more weight")
+    for name in listed:
         if not (root / name).exists():
-            raise UserError(f"{root / name}: no such dataset; {_nearest(root, name)}")
-    if names:
-        return names
-    if root.is_file() or any(_visible(Path(file.name)) and _kind(file) for file in root.iterdir() if file.is_file()):
+            raise UserError(f"{root / name}: no such dataset; {_suggest(root, name)}")
+    if listed:
+        return listed
+    if root.is_file() or any(
+        _is_visible(Path(file.name)) and _format(file) for file in root.iterdir() if file.is_file()
+    ):
         return [""]
-    folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and _visible(Path(folder.name)))
+    folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and _is_visible(Path(folder.name)))
     return [name for name in folders if find_shards(root / name, "auto")] or [""]
 
 
-def _nearest(folder: Path, name: str) -> str:
-    """A remedy that names what is there instead."""
-    there = sorted(found.name for found in folder.iterdir() if found.is_dir()) if folder.is_dir() else []
-    close = difflib.get_close_matches(name, there, n=1, cutoff=0.5)
+def _suggest(folder: Path, name: str) -> str:
+    """Return a remedy that names the folders that do exist."""
+    existing = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    close = difflib.get_close_matches(name, existing, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]}?"
-    return f"{folder} holds {', '.join(there[:8]) or 'no folders'}"
+    return f"{folder} holds {', '.join(existing[:8]) or 'no folders'}"
 
 
 def find_shards(folder: Path, file_type: str) -> list[tuple[str, str]]:
-    """(path, kind) of every shard under `folder`, by path. file_type: a kind to take alone, or "auto".
+    """Return (path, format) of every shard under `folder`, by path. file_type: one format only, or "auto".
 
-    UserError names a file that is neither a shard nor known to lie beside one.
+    UserError names a file that is neither a shard nor one of the files that may be next to shards.
     """
     files = [folder] if folder.is_file() else sorted(file for file in folder.rglob("*") if file.is_file())
-    found = [(file, _kind(file)) for file in files if folder.is_file() or _visible(file.relative_to(folder))]
-    unknown = [file for file, kind in found if kind is None and not _belongs(file)]
-    if unknown:
-        size = unknown[0].stat().st_size
-        raise UserError(
-            f"{unknown[0]}: {size} bytes, neither an Arrow, Parquet nor Megatron shard; remove it, complete it, or "
-            "turn text into shards with python -m pretraining.data.prepare"
-        )
-    return [(str(file), kind) for file, kind in found if kind and file_type in ("auto", kind)]
+    formats = {file: _format(file) for file in files if folder.is_file() or _is_visible(file.relative_to(folder))}
+    for file, name in formats.items():
+        if name is None and not _is_companion(file):
+            raise UserError(
+                f"{file}: {file.stat().st_size} bytes, neither an Arrow, Parquet nor Megatron shard: remove it, "
+                "complete it, or turn text into shards with python -m pretraining.data.prepare"
+            )
+    return [(str(file), name) for file, name in formats.items() if name and file_type in ("auto", name)]
 
 
-def _visible(path: Path) -> bool:
+def _is_visible(path: Path) -> bool:
     """Whether no part of a path below the dataset's folder is hidden."""
     return not any(part.startswith((".", "_")) for part in path.parts)
 
 
-def _belongs(file: Path) -> bool:
-    """A .bin is read through its .idx."""
-    return file.suffix in _BESIDE or (file.suffix == ".bin" and file.with_suffix(".idx").exists())
+def _is_companion(file: Path) -> bool:
+    """Whether a file may be next to shards; a .bin is read through its .idx."""
+    return file.suffix in _COMPANIONS or (file.suffix == ".bin" and file.with_suffix(".idx").exists())
 
 
-def _kind(file: Path) -> str | None:
-    """The store that reads this file, by its first bytes; None if none does."""
+def _format(file: Path) -> str | None:
+    """Return the format of a shard, by its first bytes; None if it is no shard."""
+    if file.suffix in _COMPANIONS:
+        return None
     with file.open("rb") as opened:
         head = opened.read(9)
-    if file.suffix in _BESIDE:
-        return None
     if head.startswith((arrow.MAGIC, arrow.STREAM_MAGIC)) and file.suffix != ".bin":
         return "arrow"
     if head.startswith(parquet.MAGIC):
         return "parquet"
     return "megatron" if head.startswith((megatron.MAGIC, megatron.OLD_MAGIC)) else None
-
-
-def read_layout(path: str, kind: str, column: str, decoded: str) -> Layout:
-    """The documents of a shard. decoded: where a Parquet file's tokens are written."""
-    if kind == "arrow":
-        return index_arrow(path, column)
-    if kind == "parquet":
-        return decode_parquet(path, column, decoded)
-    return index_megatron(path)
