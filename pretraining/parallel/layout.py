@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -27,12 +27,10 @@ from pretraining.parallel.sharding import (
     Spec,
     axes_of,
     on_mesh,
-    parts,
+    replicated_along_shard,
+    shards_along,
     spec_of,
-    whole_along_shard,
 )
-
-T = TypeVar("T")
 
 
 class Split(NamedTuple):
@@ -94,7 +92,7 @@ class Layout(NamedTuple):
 
     def _spec(self, name: str, split: bool) -> Spec:
         spec = spec_of(name, repeated_heads=self.repeated_heads, tensor_ranks=self.mesh.tensor)
-        return on_mesh(spec if split else whole_along_shard(spec), self.mesh._asdict())
+        return on_mesh(spec if split else replicated_along_shard(spec), self.mesh._asdict())
 
 
 def layout_of(config: TrainConfig, mesh: Mesh) -> Layout:
@@ -137,7 +135,7 @@ class TorchLayout(NamedTuple):
     def gradient(self, name: str) -> Spec:
         """Return the sharding of its gradient between micro-batches."""
         spec = self.parameter(name)
-        return whole_along_shard(spec) if self.gathers_once else spec
+        return replicated_along_shard(spec) if self.gathers_once else spec
 
     def moment(self, name: str) -> Spec:
         """Return the sharding of its optimizer state."""
@@ -170,7 +168,7 @@ class StateTensor(NamedTuple):
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the shape of a device's shard; uneven shards are as large as the largest of them."""
         axes = mesh._asdict()
-        return tuple(-(-extent // parts(axis, axes)) for extent, axis in zip(self.shape, self.spec, strict=True))
+        return tuple(-(-extent // shards_along(axis, axes)) for extent, axis in zip(self.shape, self.spec, strict=True))
 
 
 def state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterator[StateTensor]:

@@ -1,7 +1,7 @@
 """The arithmetic between devices, batches and the mesh. Touches no device.
 
-Devices are laid out as replica x shard x context x tensor, neighbours differing in `tensor`, the axis that
-communicates most. Rows of the batch are dealt to replica x shard.
+Devices form a grid replica x shard x context x tensor: neighbours differ in `tensor`, the axis that communicates most.
+Rows of the batch are sharded over replica x shard.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Mesh(NamedTuple):
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, rising."""
+    """Return all divisors in ascending order."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def resolve_mesh(config: TrainConfig, devices: int, devices_per_host: int) -> Mesh:
-    """The mesh of `config` on `devices` devices. Raises ConfigError if a size does not divide."""
+    """Return the mesh of `config` on `devices` devices. Raises ConfigError if a size does not divide them."""
     context, tensor = config.context_parallel_size, config.tensor_parallel_size
     if devices % (context * tensor):
         raise ConfigError([_inner_problem(context, tensor, devices)])
@@ -68,7 +68,7 @@ def _inner_problem(context: int, tensor: int, devices: int) -> Problem:
 
 
 def kv_repeats(config: TrainConfig, shape: ModelShape) -> int:
-    """How often each key/value head is used side by side along `tensor`: kv_replication, or the least that divides."""
+    """Return the copies of each KV head along `tensor`: kv_replication, or the least number that divides."""
     automatic = config.tensor_parallel_size // math.gcd(shape.num_kv_heads, config.tensor_parallel_size)
     return config.kv_replication or automatic
 
@@ -103,14 +103,16 @@ def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None
 
 
 def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str) -> list[str]:
-    """What the parallelism that was asked for comes to, where that is not what it says."""
-    told = []
+    """Return a line for each parallelism setting that has another effect than its name says."""
+    lines = []
     if config.sequence_parallel and mesh.tensor == 1:
-        told.append("sequence_parallel: off, for tensor_parallel_size is 1")
+        lines.append("sequence_parallel: off, because tensor_parallel_size is 1")
     if config.sharding_strategy in ("zero1", "zero2") and mesh.shard * mesh.context == 1:
-        told.append(f"sharding_strategy={config.sharding_strategy}: as ddp, for there is one data-parallel rank")
+        lines.append(
+            f"sharding_strategy={config.sharding_strategy}: same as ddp, because there is one data-parallel rank"
+        )
     elif config.sharding_strategy == "zero2" and engine == "xla" and config.gradient_accumulation_steps == 1:
-        told.append("sharding_strategy=zero2: as zero1, for without accumulation gradients exist inside a step alone")
+        lines.append("sharding_strategy=zero2: same as zero1, because there is no gradient accumulation")
     if (repeats := kv_repeats(config, shape)) > 1:
-        told.append(f"kv_replication: {repeats} copies of each of {shape.num_kv_heads} key/value heads are used")
-    return told
+        lines.append(f"kv_replication: {repeats} copies of each of {shape.num_kv_heads} key/value heads are used")
+    return lines

@@ -1,8 +1,8 @@
-"""How everything is sharded, as two tables: of every parameter by its name, and of every activation of a block.
+"""The sharding table: how every parameter, by its name, and every activation of a block is sharded.
 
-Both engines read them. Knows no device. The mesh's axes: `replica` and `shard` split the rows of the batch, `context`
-the tokens of a row, `tensor` heads, feed-forward channels and vocabulary. Parameters are split along `tensor`, and
-along `shard` and `context` together as the strategy asks. A dimension marked None is whole on every device.
+Both engines read it. Does not depend on devices. The mesh's axes: `replica` and `shard` shard the rows of the batch,
+`context` the tokens of a row, `tensor` heads, feed-forward channels and vocabulary. Parameters are sharded along
+`tensor`, and along `shard` and `context` together as the strategy asks. None marks a dimension that is not sharded.
 """
 
 from __future__ import annotations
@@ -12,48 +12,50 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-Axis = str | tuple[str, ...] | None  # a tuple: split along the first of them, each part along the next
+Axis = str | tuple[str, ...] | None  # a tuple: sharded along the first of them, each shard along the next
 Spec = tuple[Axis, ...]  # one entry per dimension
 
 
 class Row(NamedTuple):
+    """The sharding of the parameters whose names match."""
+
     pattern: str  # glob over Hugging Face names
     spec: Spec
 
 
-# Context ranks run the same parameters on other tokens, so they are data parallelism as far as parameters go.
+# Context ranks run the same parameters on other tokens, so for parameters they are data-parallel ranks.
 SHARD = ("shard", "context")
 
 # First match wins; every parameter of every variant matches exactly one row (tests/parallel/test_tables.py).
 LLAMA_SHARDING = (
-    Row("*.embed_tokens.weight", ("tensor", SHARD)),  # [vocabulary, hidden]: a lookup reads whole columns, no gather
+    Row("*.embed_tokens.weight", ("tensor", SHARD)),  # [vocabulary, hidden]: a lookup needs no all-gather
     Row("*.embed_positions.weight", (None, SHARD)),  # [positions, hidden]
-    Row("*.[qkv]_proj.weight", ("tensor", SHARD)),  # [heads, hidden]: column parallel, heads are split
-    Row("*.o_proj.weight", (SHARD, "tensor")),  # [hidden, heads]: row parallel, partial sums are added up
+    Row("*.[qkv]_proj.weight", ("tensor", SHARD)),  # [heads, hidden]: column parallel, heads are sharded
+    Row("*.o_proj.weight", (SHARD, "tensor")),  # [hidden, heads]: row parallel, partial sums are all-reduced
     Row("*.gate_proj.weight", ("tensor", SHARD)),  # [feed-forward, hidden]
     Row("*.up_proj.weight", ("tensor", SHARD)),
     Row("*.down_proj.weight", (SHARD, "tensor")),  # [hidden, feed-forward]
     Row("lm_head.weight", ("tensor", SHARD)),  # [vocabulary, hidden]
-    Row("*.[od]*_proj.lora_A.weight", (None, ("tensor", *SHARD))),  # [rank, inputs]: inputs are split
+    Row("*.[od]*_proj.lora_A.weight", (None, ("tensor", *SHARD))),  # [rank, inputs]: inputs are sharded
     Row("*.lora_A.weight", (None, SHARD)),
     Row("*.[od]*_proj.lora_B.weight", (SHARD, None)),  # [outputs, rank]
-    Row("*.lora_B.weight", (("tensor", *SHARD), None)),  # heads or feed-forward channels are split
+    Row("*.lora_B.weight", (("tensor", *SHARD), None)),  # heads or feed-forward channels are sharded
     Row("*.[qkv]_proj.bias", ("tensor",)),
     Row("*.gate_proj.bias", ("tensor",)),
     Row("*.up_proj.bias", ("tensor",)),
-    Row("*.[od]*_proj.bias", (None,)),  # added once, after the partial sums
+    Row("*.[od]*_proj.bias", (None,)),  # added once, after the all-reduce
     Row("*norm.bias", (None,)),
     Row("*norm.weight", (None,)),  # [hidden]: 32 KB at most, replication is cheaper than a gather
 )
-# Keys and values with fewer heads than tensor ranks: kept once, spread over all ranks, and gathered where each rank
-# takes the heads it needs (2 x kv_heads x head_dim x hidden values a layer).
+# Fewer KV heads than tensor ranks: stored once, sharded over all ranks, and all-gathered before each rank selects the
+# heads that it needs (2 x kv_heads x head_dim x hidden values per layer).
 REPEATED_HEADS = (
     Row("*.[kv]_proj.weight", (None, (*SHARD, "tensor"))),
     Row("*.[kv]_proj.bias", (None,)),
 )
-# Without tensor ranks, as q_proj is, which often has the same shape: the compiler makes the optimizer's scalars as
-# large as a parameter once for each shape, laid out like one of them, and moves them about for the other (of llama3_8b
-# on 16 TPUs eleven all-to-alls of 128 MiB in every step, benchmarks/RESULTS.md).
+# Without tensor ranks, o_proj is sharded like q_proj, which often has the same shape: the compiler broadcasts the
+# optimizer's scalars once per shape, sharded like one of the parameters, and reshards them for the other (llama3_8b on
+# 16 TPUs: eleven all-to-alls of 128 MiB in every step, benchmarks/RESULTS.md).
 WITHOUT_TENSOR_RANKS = (Row("*.o_proj.weight", (None, SHARD)),)
 
 BATCH_AXES = ("replica", "shard")  # the data-parallel ranks
@@ -62,20 +64,24 @@ STREAM: Spec = (*TOKENS, None)  # [rows, tokens, hidden], between blocks
 STREAM_OF_SEQUENCE: Spec = (BATCH_AXES, ("context", "tensor"), None)  # the same with sequence_parallel
 LOGITS: Spec = (*TOKENS, "tensor")  # [rows, tokens, vocabulary]
 
-# What a module of a block takes or gives, [rows, tokens, features]; None stands for the stream between blocks.
+# Module, its input or output [rows, tokens, features], and the sharding; None stands for the residual stream's.
 Activation = tuple[str, str, Spec | None]
 Activations = tuple[Activation, ...]
-# Held with data-parallel ranks alone, too, where the compiler would find the one way there is for all others: where
-# o_proj's columns are split over more ranks than there are heads, the split of its gradient reaches back through the
-# heads, and the activations of all ranks are gathered to make it (benchmarks/RESULTS.md).
+# Constrained with data-parallel ranks alone, too, where the compiler infers all others: if o_proj's columns are sharded
+# over more ranks than there are heads, the sharding of its gradient propagates back through the heads, and the
+# activations of all ranks are gathered for it (benchmarks/RESULTS.md).
 HEADS: Activation = ("self_attn.o_proj", "input", (*TOKENS, "tensor"))
 ACTIVATIONS: Activations = (
-    ("self_attn", "input", STREAM),  # with sequence_parallel, here tokens are gathered
+    ("self_attn", "input", STREAM),  # with sequence_parallel, tokens are all-gathered here
     ("self_attn.q_proj", "output", (*TOKENS, "tensor")),
-    ("self_attn.k_proj", "output", (BATCH_AXES, None, "tensor")),  # every query sees all keys: gathered along context
+    (
+        "self_attn.k_proj",
+        "output",
+        (BATCH_AXES, None, "tensor"),
+    ),  # every query attends to all keys: all-gathered along context
     ("self_attn.v_proj", "output", (BATCH_AXES, None, "tensor")),
     HEADS,
-    ("self_attn.o_proj", "output", None),  # here partial sums are added up, or added up and scattered
+    ("self_attn.o_proj", "output", None),  # partial sums are all-reduced or reduce-scattered here
     ("mlp", "input", STREAM),
     ("mlp.gate_proj", "output", (*TOKENS, "tensor")),
     ("mlp.up_proj", "output", (*TOKENS, "tensor")),
@@ -86,11 +92,11 @@ HEAD_ACTIVATIONS: Activations = (
     ("lm_head", "output", LOGITS),
 )
 
-WHOLE_HEADS: Spec = (BATCH_AXES, None, None)  # of k_proj and v_proj where every tensor rank computes all heads
+WHOLE_HEADS: Spec = (BATCH_AXES, None, None)  # of k_proj and v_proj if every tensor rank computes all heads
 
 
 def spec_of(name: str, *, repeated_heads: bool = False, tensor_ranks: int = 2) -> Spec:
-    """The row of `name` (a Hugging Face parameter name, or one whose layer index is left out)."""
+    """Return the sharding of `name` (a Hugging Face parameter name, with or without the layer index)."""
     exceptions = (*(REPEATED_HEADS if repeated_heads else ()), *(WITHOUT_TENSOR_RANKS if tensor_ranks == 1 else ()))
     for row in (*exceptions, *LLAMA_SHARDING):
         if fnmatchcase(name, row.pattern):
@@ -98,13 +104,13 @@ def spec_of(name: str, *, repeated_heads: bool = False, tensor_ranks: int = 2) -
     raise KeyError(f"no row of the sharding table matches {name}")
 
 
-def whole_along_shard(spec: Spec) -> Spec:
-    """`spec` of a tensor that its strategy does not split along `shard` and `context`."""
+def replicated_along_shard(spec: Spec) -> Spec:
+    """Return `spec` of a tensor that its strategy does not shard along `shard` and `context`."""
     return tuple(_without(axis, SHARD) for axis in spec)
 
 
 def on_mesh(spec: Spec, mesh: Mapping[str, int]) -> Spec:
-    """`spec` without the axes that have a single rank in `mesh` (axis -> ranks)."""
+    """Return `spec` without the axes that have a single rank in `mesh` (axis -> ranks)."""
     return tuple(_without(axis, [name for name, ranks in mesh.items() if ranks == 1]) for axis in spec)
 
 
@@ -114,10 +120,10 @@ def _without(axis: Axis, dropped: tuple[str, ...] | list[str]) -> Axis:
 
 
 def axes_of(axis: Axis) -> tuple[str, ...]:
-    """The mesh axes that split one dimension, the slowest first."""
+    """Return the mesh axes that shard one dimension, the slowest first."""
     return (axis,) if isinstance(axis, str) else axis or ()
 
 
-def parts(axis: Axis, mesh: Mapping[str, int]) -> int:
-    """Into how many parts a dimension is split in `mesh` (axis -> ranks)."""
+def shards_along(axis: Axis, mesh: Mapping[str, int]) -> int:
+    """Return the number of shards of a dimension in `mesh` (axis -> ranks)."""
     return math.prod(mesh[name] for name in axes_of(axis))
