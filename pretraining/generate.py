@@ -9,7 +9,6 @@ trains on a CPU and keeps the model free of anything that training does not need
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
@@ -19,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretraining.checkpoint.folder import find_checkpoints
+from pretraining.checkpoint.compatibility import saved_config
+from pretraining.checkpoint.folder import newest_checkpoint
 from pretraining.checkpoint.huggingface import open_source
-from pretraining.checkpoint.manifest import is_committed, open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors, tensors_of
+from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.store import is_weight, tensors_of
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone
 from pretraining.config.training import TrainConfig
@@ -77,10 +77,10 @@ def not_negative(text: str) -> float:
 
 def generate(flags: argparse.Namespace) -> str:
     """The prompt and its continuation. Raises UserError where there is no checkpoint or no tokenizer."""
-    checkpoint = newest_checkpoint(flags.run_dir)
-    config = TrainConfig(**open_checkpoint(checkpoint).facts.config)
+    checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir))
+    config = saved_config(checkpoint.facts.config)
     tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
-    model = load_model(config, {**base_weights(config), **read_tensors(checkpoint, is_weight)})
+    model = load_model(config, {**base_weights(config), **tensors_of(checkpoint, is_weight)})
     prompt = tokenizer.encode(flags.prompt)
     drawn = sample(
         model,
@@ -94,20 +94,6 @@ def generate(flags: argparse.Namespace) -> str:
     added = takewhile(lambda token: token != tokenizer.eos_id(), islice(drawn, flags.max_new_tokens))
     text: str = tokenizer.decode([*prompt, *added])
     return text
-
-
-def newest_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest of a run: where its config.json says, in checkpoints/, or in `path`."""
-    if is_committed(path):
-        return path
-    folders = [path / "checkpoints", path]
-    if (path / "config.json").is_file():
-        named = json.loads((path / "config.json").read_text()).get("ckpt_save_path")
-        folders = [Path(named), *folders] if named else folders
-    for folder in folders:
-        if committed := find_checkpoints(folder).committed:
-            return committed[0]
-    raise UserError(f"{path}: no committed checkpoint in {', '.join(map(str, folders))}; give a run's folder")
 
 
 def load_tokenizer(path: str) -> Any:

@@ -32,7 +32,6 @@ from pretraining.checkpoint.huggingface import (
     CONFIG,
     INDEX,
     SINGLE,
-    from_train_config,
     is_huggingface,
     open_source,
 )
@@ -41,6 +40,7 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import host_bytes, safetensors_header
 from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, load
 from pretraining.config.errors import UserError
+from pretraining.config.huggingface import config_json
 from pretraining.config.lora import adapters_alone
 from pretraining.config.training import TrainConfig
 
@@ -105,7 +105,7 @@ def to_huggingface(
         return target
     mine, names = names, [name for name in names if is_base(name)]
     stored = {name: dtype or DTYPES[checkpoint.manifest.tensors[name].dtype] for name in names}
-    facts = from_train_config(replace(config, lora_rank=0), str(stored[names[0]]).removeprefix("torch."))
+    facts = config_json(replace(config, lora_rank=0), str(stored[names[0]]).removeprefix("torch."))
     folder = _new_folder(target)  # after what can be refused, so that nothing is left of a refusal
     files = _name_files(_group(checkpoint, stored, shard_size))
     for file, members in files.items():

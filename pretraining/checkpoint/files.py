@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pretraining.config.errors import UserError
 
@@ -82,6 +84,17 @@ def read_file(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; UnreadableError where it cannot be read or holds something else."""
+    try:
+        value = json.loads(read_file(path))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UnreadableError(f"{path}: is not a JSON object")
+    return value
 
 
 def rename(old: Path, new: Path) -> None:

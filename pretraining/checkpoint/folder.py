@@ -10,11 +10,12 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from pretraining.checkpoint.files import DELETED, PARTIAL, remove_folder
+from pretraining.checkpoint.files import DELETED, PARTIAL, read_json, remove_folder
 from pretraining.checkpoint.manifest import is_committed
 from pretraining.config.errors import UserError
 
 CHECKPOINTS = "checkpoints"  # where a run keeps them, unless ckpt_save_path says otherwise
+RUN_CONFIG = "config.json"  # of a run: its effective configuration
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 
 
@@ -56,16 +57,20 @@ def sweep(folder: Path) -> None:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` means: a step_N folder itself, or the newest of a run's or of a folder of them.
+    """Return the checkpoint at `path`: a step_N folder itself, or the newest of a run or of a folder of checkpoints.
 
-    UserError where there is none.
+    A run has its checkpoints where its config.json says, or in `checkpoints`. Raises UserError if there is none.
     """
     if not path.exists():
         raise UserError(f"{path}: there is no such folder")
     if is_committed(path):
         return path
-    for folder in (path, path / CHECKPOINTS):
-        found = find_checkpoints(folder).committed
-        if found:
-            return found[0]
-    raise UserError(f"{path}: holds no committed checkpoint (a step_N folder with its marker)")
+    folders = [path / CHECKPOINTS, path]
+    if (path / RUN_CONFIG).is_file() and (named := read_json(path / RUN_CONFIG).get("ckpt_save_path")):
+        folders.insert(0, Path(named))
+    for folder in folders:
+        if committed := find_checkpoints(folder).committed:
+            return committed[0]
+    raise UserError(
+        f"{path}: no committed checkpoint (a step_N folder with its marker) in {', '.join(map(str, folders))}"
+    )

@@ -440,7 +440,10 @@ LLAMA = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6,
     "rope_theta": 5e5,
-    "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16},
+    "rope_scaling": {
+        **{"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
     "tie_word_embeddings": False,
 }
 

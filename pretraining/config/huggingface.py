@@ -1,0 +1,212 @@
+"""config.json of Hugging Face's Llama, Mistral and Qwen 3: the one place that reads and writes it.
+
+Mistral is Llama with a sliding window, Qwen 3 is Llama with normalized queries and keys. An absent key has the default
+of transformers 5. Does not depend on torch or transformers, and opens no file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from pretraining.config.errors import Problem, UserError
+from pretraining.config.flags import field_types
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import RANGES
+from pretraining.config.variants import model_shape
+
+FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}  # hidden_act, which gates there too -> activation
+
+# Keys that TrainConfig has under another name or the same: key -> field.
+DIMENSIONS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "intermediate_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "head_dim": "head_dim",
+}
+FIELDS = {
+    **DIMENSIONS,
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "attention_bias": "attn_bias",
+    "mlp_bias": "mlp_bias",
+    "attention_dropout": "attention_dropout",
+    "sliding_window": "sliding_window",
+}
+# Keys of rope_scaling (transformers 4) and rope_parameters (transformers 5).
+ROPE_FIELDS = {
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_max_position",
+}
+ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": tuple(ROPE_FIELDS)}  # the keys that each must have
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0},
+    "mistral": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_key_value_heads": 32, "head_dim": 128},
+}
+# Values of keys that stand for the only thing that this model does; any other value is refused.
+FIXED = {"use_sliding_window": False, "pretraining_tp": 1}
+# Keys that say nothing of the model's shape or function.
+OTHER = (
+    "architectures",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "use_cache",
+    "max_window_layers",
+    "sequence_parallel_enabled",
+    "selective_checkpoint_enabled",
+    "attn_implementation",
+    "auto_map",
+    "_*",
+)
+
+
+class ModelDescription:
+    """The settings that a config.json stands for, the key of each, and what this model cannot follow."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._given = config.keys()
+        self.fields: dict[str, Any] = {"model_variant": "custom"}
+        self.origins: dict[str, str] = {}  # field -> "key=value"
+        self.problems: list[Problem] = []  # about "key=value"
+        self.unknown: dict[str, Any] = {}  # by key
+        family = config.get("model_type", "llama")
+        if not isinstance(family, str) or family not in FAMILIES:
+            self._refuse("model_type", family, f"supported are {', '.join(FAMILIES)}")
+            return
+        if family == "qwen3":
+            self.fields["qk_norm"] = True
+        for key, value in {**DEFAULTS[family], **config}.items():
+            if value is not None:
+                self._read(key, value, family)
+
+    def _read(self, key: str, value: Any, family: str) -> None:
+        if key == "sliding_window" and family != "mistral":
+            return  # without use_sliding_window it has no effect
+        if key in FIELDS:
+            self._set(FIELDS[key], key, value)
+        elif key == "hidden_act":
+            self._choose("activation", key, value, ACTIVATIONS)
+        elif key in ("rope_scaling", "rope_parameters"):
+            self._read_rope(key, value)
+        elif key == "layer_types":
+            if value != ["full_attention"] * (len(value) if isinstance(value, list) else 0):
+                self._refuse(key, value, "only layers of full_attention are supported")
+        elif key in FIXED:
+            if value != FIXED[key]:
+                self._refuse(key, value, f"only {FIXED[key]} is supported")
+        elif key != "model_type" and not any(fnmatchcase(key, pattern) for pattern in OTHER):
+            self.unknown[key] = value
+
+    def _read_rope(self, group: str, values: Any) -> None:
+        if not isinstance(values, dict):
+            self._refuse(group, values, "expected an object with rope_type and its parameters")
+            return
+        kind = values.get("rope_type", values.get("type", "default"))
+        if not isinstance(kind, str) or kind not in ROPE_TYPES:
+            self._refuse(f"{group}.rope_type", kind, f"supported are {', '.join(ROPE_TYPES)}")
+            return
+        if kind != "default":
+            self.fields["rope_scaling_type"] = kind
+            self.origins["rope_scaling_type"] = f"{group}.rope_type={kind}"
+        for key in ROPE_TYPES[kind]:
+            if values.get(key) is None:
+                self._refuse(f"{group}.rope_type", kind, f"needs {group}.{key}")
+            else:
+                self._set(ROPE_FIELDS[key], f"{group}.{key}", values[key])
+        if values.get("rope_theta") is not None:
+            self._set("rope_theta", f"{group}.rope_theta", values["rope_theta"])
+        others = values.keys() - ROPE_FIELDS.keys() - _ROPE_OTHER
+        self.unknown |= {f"{group}.{key}": values[key] for key in others}
+
+    def _set(self, field: str, key: str, value: Any) -> None:
+        if fault := _fault(field, value):
+            self._refuse(key, value, fault)
+        else:
+            self.fields[field] = float(value) if _kind(field) is float else value
+            self.origins[field] = f"{key}={value}" + ("" if "." in key or key in self._given else " by default")
+
+    def _choose(self, field: str, key: str, value: Any, choices: Mapping[str, str]) -> None:
+        if isinstance(value, str) and value in choices:
+            self.fields[field], self.origins[field] = choices[value], f"{key}={value}"
+        else:
+            self._refuse(key, value, f"supported are {', '.join(choices)}")
+
+    def _refuse(self, key: str, value: Any, remedy: str) -> None:
+        text = str(value)
+        self.problems.append(Problem(f"{key}={text if len(text) < 60 else text[:57] + '...'}", remedy))
+
+
+_ROPE_OTHER = {"rope_type", "type", "rope_theta"}
+
+
+def _fault(field: str, value: Any) -> str | None:
+    """What is wrong with a value of JSON for this setting; no text is taken for a number."""
+    kind = _kind(field)
+    if type(value) not in ((int, float) if kind is float else (kind,)):
+        return {int: "expected a whole number", float: "expected a number", bool: "expected true or false"}[kind]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "expected a finite number"
+    return RANGES[field].words if field in RANGES and not RANGES[field].holds(value) else None
+
+
+def _kind(field: str) -> type:
+    hint = field_types()[field]
+    return next(kind for kind in (bool, int, float) if hint in (kind, kind | None))
+
+
+def config_json(config: TrainConfig, dtype: str) -> dict[str, Any]:
+    """Return config.json of the model that `config` describes, with weights in `dtype` ("float32", "bfloat16").
+
+    In the keys of transformers 4, which version 5 reads as well. Raises UserError where no family has this model.
+    """
+    family = "qwen3" if config.qk_norm else "mistral" if config.sliding_window else "llama"
+    lacks = {"qwen3": ("sliding_window", "mlp_bias"), "mistral": ("attn_bias", "mlp_bias"), "llama": ()}[family]
+    unsupported = [name for name in lacks if getattr(config, name)]
+    only = {"norm_type": "rmsnorm", "parallel_residual": False, "position_embedding_type": "rope"}
+    only["rotary_percentage"] = 1.0
+    unsupported += [name for name, value in only.items() if getattr(config, name) != value]
+    hidden_act = {field: key for key, field in ACTIVATIONS.items()}.get(config.activation)
+    if hidden_act is None:
+        unsupported.append("activation")
+    if unsupported:
+        settings = ", ".join(f"{name}={getattr(config, name)}" for name in unsupported)
+        raise UserError(f"Hugging Face's {family} has no {settings}: this model cannot be exported")
+    shape = model_shape(config)
+    return {
+        "architectures": [FAMILIES[family]],
+        "model_type": family,
+        **({"sliding_window": config.sliding_window} if family == "mistral" else {}),
+        "hidden_act": hidden_act,
+        **{key: getattr(shape, field) for key, field in DIMENSIONS.items()},
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": _rope_scaling(config),
+        "attention_bias": config.attn_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def _rope_scaling(config: TrainConfig) -> dict[str, Any] | None:
+    if config.rope_scaling_type == "none":
+        return None
+    keys = ROPE_TYPES[config.rope_scaling_type]
+    return {"rope_type": config.rope_scaling_type, **{key: getattr(config, ROPE_FIELDS[key]) for key in keys}}
