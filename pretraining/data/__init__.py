@@ -6,7 +6,6 @@
 The names are imported on first use, so that a module of this room that needs no numpy is cheap to import.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,5 +19,6 @@ def __getattr__(name: str) -> object:
     """Import a public name from the module that defines it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "prefetch" if name == "Prefetcher" else "stream"
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    from pretraining.data import prefetch, stream
+
+    return getattr(prefetch if name == "Prefetcher" else stream, name)
