@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from pretraining.config.flags import run as run_script
-from pretraining.config.training import TrainConfig
-from pretraining.importing.flags import flags_from_files
+from pretraining.configure import CHECKS, configure
 
 
 def main(**flags: str) -> int:
     """Pretrain a Llama variant: configuration, engine, model, optimizer, checkpoint, data, loop."""
     # Configuration: the files that flags name are reported key by key; every mistake at once, before torch is imported
-    config = TrainConfig.from_flags(*flags_from_files(flags))
+    config = configure(flags)
     if config.import_only:
         return 0
     if config.plan:
@@ -32,6 +32,7 @@ def main(**flags: str) -> int:
     # Engine: one mesh; the loop does not depend on it. Missing inputs are reported before any device is opened
     check_inputs(config)
     engine = open_engine(config)
+    config = engine.config
     log = print if engine.process_index == 0 else (lambda *_: None)
     check_host_memory(config, engine)
     log(describe_run(config, engine))
@@ -52,7 +53,7 @@ def main(**flags: str) -> int:
     if resumed:
         streams["train"] = open_stream(config, engine.data_rank, engine.data_size, state=resumed.data)
     if (steps := streams["train"].steps) is not None:  # num_epochs may end before num_steps
-        config.num_steps = min(config.num_steps, start + steps)
+        config = replace(config, num_steps=min(config.num_steps, start + steps))
     log(data_lines(streams["train"].facts()))
 
     # Loop: steps, reports, validations, saves
@@ -72,4 +73,4 @@ def main(**flags: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(run_script(main, checks=CHECKS))

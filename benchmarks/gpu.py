@@ -46,7 +46,7 @@ WARM_UP = 5
 Step = Callable[[], None]
 
 
-def config_of(model: str, device: str) -> TrainConfig:
+def config_of(model: str, device: Any) -> TrainConfig:
     """Return the configuration that all contenders run."""
     length = min(4096, model_shape(TrainConfig(model_variant=model)).max_position_embeddings)
     return TrainConfig(

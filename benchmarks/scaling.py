@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import topology_devices
 from pretraining.monitor.figures import size
 from pretraining.monitor.report import COLOURS, Curve, drawn
+from pretraining.plan.checks import topology_devices
 from pretraining.plan.compiled import compile_step
 from pretraining.plan.plan import plan_of
 

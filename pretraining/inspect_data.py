@@ -14,11 +14,11 @@ import numpy as np
 
 from pretraining.config.flags import run
 from pretraining.config.training import TrainConfig
+from pretraining.configure import CHECKS, configure
 from pretraining.data.datasets import SPLITS, Dataset, open_datasets, verify_dataset
 from pretraining.data.stores.shard import chunks
 from pretraining.data.stream import open_stream
 from pretraining.data.tokenizer import open_tokenizer
-from pretraining.importing.flags import flags_from_files
 
 _AT_ONCE = 1 << 22  # lengths read together: 16 MB
 _BAR = 40  # characters of the longest bar
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, flags = parser.parse_known_args(arguments)
 
     def inspect(**given: str) -> int:
-        config = TrainConfig.from_flags(*flags_from_files(given, report=False))
+        config = configure(given, report=False)
         print("\n".join(report(config, options.part)))
         if options.verify:
             print("\n".join(verify(config, options.part)))
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(sample(config, options.part, options.step, options.rows)))
         return 0
 
-    return run(inspect, flags)
+    return run(inspect, flags, CHECKS)
 
 
 def report(config: TrainConfig, split: str) -> list[str]:

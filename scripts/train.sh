@@ -110,7 +110,7 @@ count_gpus() {
 # because training prints them again.
 run_folder() {
     local output
-    if ! output=$("$python" -m pretraining.check_flags "$@" 2>&1); then
+    if ! output=$("$python" -m pretraining.configure "$@" 2>&1); then
         log "$output"
         exit 2
     fi

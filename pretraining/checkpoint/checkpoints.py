@@ -23,9 +23,9 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.restoring import Restoring, check_policy, checkpoint_folder
 from pretraining.checkpoint.store import HostBuffer, LogicalTensors, PendingSave, is_weight
 from pretraining.config.errors import UserError
+from pretraining.config.grammar import parse_steps
 from pretraining.config.lora import adapters_alone, is_trained
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import parse_steps
 from pretraining.monitor.memory import available_memory
 from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Engine

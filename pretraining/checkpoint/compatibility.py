@@ -1,125 +1,52 @@
-"""What may change between a checkpoint and the run that continues it: refused, noted or free, field by field.
+"""Which settings may differ between a checkpoint and the run that takes it up, as their declarations say.
 
-A field in none of the tables is noted: the change is made and said. Needs no tensors, so a mistake is reported before
-one is read.
+Needs no tensors, so a mistake is reported before one is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.optimizers import FLAGS, hyperparameters
-from pretraining.config.training import TrainConfig
-from pretraining.config.validate import CURVE
+from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import model_shape
-
-# Another value makes tensors of another shape.
-DIMENSIONS = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_attention_heads",
-    "num_kv_heads",
-    "intermediate_size",
-    "head_dim",
-)
-# Another value makes another function of the same weights.
-FUNCTION = (
-    "norm_type",
-    "norm_eps",
-    "norm_bias",
-    "qk_norm",
-    "activation",
-    "attn_bias",
-    "mlp_bias",
-    "parallel_residual",
-    "position_embedding_type",
-    "rotary_percentage",
-    "rope_theta",
-    "rope_scaling_type",
-    "rope_scaling_factor",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_original_max_position",
-    "sliding_window",
-)
-# Another value has other tensors; a new run may tie or untie the head of the weights it starts from, and take another
-# optimizer to them.
-TENSORS = (
-    *("tie_word_embeddings", "optimizer", "optimizer_args"),
-    *("lora_rank", "lora_target_modules", "lora_bias", "lora_modules_to_save", "lora_save_mode"),
-)
-# Another value is refused unless override_lr_on_resume says that it is meant.
-RATE = ("learning_rate", "training_stage", "lr_schedule", *CURVE)
-# Where things are, what is reported, what is saved and how: nothing of the training itself.
-FREE = (
-    "model_variant",  # its dimensions are compared instead
-    "max_position_embeddings",
-    "data_path",  # the data's own fingerprint is compared when its state is restored
-    *("plan", "plan_devices", "plan_device_kind", "plan_search", "plan_compile", "plan_topology", "plan_json"),
-    "run_name",
-    "log_dir",
-    "report_interval",
-    "tensorboard_dir",
-    "tracker",
-    "tracker_dir",
-    "tracker_project_name",
-    "tracker_run_id",
-    "use_profiler",
-    "profiler_rank0_only",
-    "profile_start_step",
-    "profile_num_steps",
-    *("memory_profiling", "log_grad_norm", "log_param_norm"),
-    "compile_cache_dir",
-    "low_cpu_fsdp",
-    "num_workers",
-    "collective_timeout",
-    "ckpt_load_path",
-    "ckpt_save_path",
-    "checkpoint_interval",
-    "checkpoint_scale",
-    "extra_checkpoint_steps",
-    "keep_last_n_checkpoints",
-    "resume",
-    "load_weights_only",
-    "strict_load",
-    "override_lr_on_resume",
-    "save_optimizer",
-    "checkpoint_dtype",
-    "async_checkpointing",
-    "ckpt_io_workers",
-    "ckpt_max_failures",
-)
 
 
 class Change(NamedTuple):
-    """A field whose value in the checkpoint is not this run's."""
+    """A setting whose value in the checkpoint is not that of this run."""
 
     field: str
-    saved: Any
-    here: Any
+    before: Any
+    now: Any
 
     def __str__(self) -> str:
-        return f"{self.field} {self.saved} -> {self.here}"
+        return f"{self.field} {self.before} -> {self.now}"
+
+    @property
+    def policy(self) -> Resume:
+        """What is declared for such a change."""
+        return SETTINGS[self.field].resume
 
 
 def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
-    """Every field that differs, the model's dimensions as its variant resolves them, FREE ones left out.
+    """Return every change that is not free, with the model's dimensions and the optimizer's defaults resolved.
 
-    Fields that only one of the two knows are left out: they are another version's.
+    Settings that only one of the two versions of this program has are left out.
     """
-    old, new = _resolved(saved_config(saved)), _resolved(config)
-    known = [name for name in new if name not in FREE and (name in saved or name in DIMENSIONS or name in FUNCTION)]
-    return [Change(name, old[name], new[name]) for name in known if old[name] != new[name]]
+    before, now = _resolved(saved_config(saved)), _resolved(config)
+    resolved = (Resume.SHAPE, Resume.FUNCTION)
+    names = [name for name, setting in SETTINGS.items() if name in saved or setting.resume in resolved]
+    differing = [Change(name, before[name], now[name]) for name in names if before[name] != now[name]]
+    return [change for change in differing if change.policy is not Resume.FREE]
 
 
 def saved_config(saved: Mapping[str, Any]) -> TrainConfig:
-    """The configuration in a checkpoint's facts; fields of another version that this one does not know are dropped."""
-    names = {field.name for field in fields(TrainConfig)}
-    return TrainConfig(**{name: value for name, value in saved.items() if name in names})
+    """Return the configuration in a checkpoint's facts without the settings that this version does not have."""
+    return TrainConfig(**{name: value for name, value in saved.items() if name in SETTINGS})
 
 
 def _resolved(config: TrainConfig) -> dict[str, Any]:
@@ -130,46 +57,40 @@ def _resolved(config: TrainConfig) -> dict[str, Any]:
 
 
 def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
-    """The changes to note when a run continues; ConfigError that lists those which are refused."""
-    found = changes(saved, config)
-    bound = {*DIMENSIONS, *FUNCTION, *TENSORS}
-    problems = [
-        Problem(f"--{name}={new}", f"the checkpoint was trained with {old}; give that, or another --ckpt_save_path")
-        for name, old, new in found
-        if name in bound
-    ]
+    """Return the changes to print when a run continues. Raises ConfigError that lists those which are refused."""
+    differing = changes(saved, config)
+    remedies = dict.fromkeys((Resume.SHAPE, Resume.FUNCTION, Resume.STATE), "use that, or another --ckpt_save_path")
     if not config.override_lr_on_resume:
-        problems += [
-            Problem(f"--{name}={new}", f"the checkpoint was trained with {old}; --override_lr_on_resume accepts it")
-            for name, old, new in found
-            if name in RATE
-        ]
-    if problems:
-        raise ConfigError(problems)
-    return [change for change in found if change.field not in bound]
+        remedies[Resume.RATE] = "use that, or --override_lr_on_resume=True"
+    _refuse(differing, remedies, "the checkpoint was trained with")
+    return differing
 
 
 def check_start(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
-    """The changes to note when a new run takes a checkpoint's weights; ConfigError where they cannot fit.
+    """Return the changes to print when a new run takes a checkpoint's weights. Raises ConfigError if they cannot fit.
 
-    The dimensions must be the same, and with strict_load the function of the weights; a new run may lay out another
-    schedule as it likes.
+    Only the model matters: a new run has a schedule, data and an optimizer of its own.
     """
-    found = changes(saved, config)
-    problems = [
-        Problem(f"--{name}={new}", f"the checkpoint at ckpt_load_path has {old}; give that{remedy}")
-        for names, remedy in ((DIMENSIONS, ""), (FUNCTION, ", or --strict_load=False to change it"))
-        for name, old, new in found
-        if name in names and (names is DIMENSIONS or config.strict_load)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return [change for change in found if change.field in FUNCTION]
+    differing = [change for change in changes(saved, config) if change.policy in (Resume.SHAPE, Resume.FUNCTION)]
+    remedies = {Resume.SHAPE: "use that"}
+    if config.strict_load:
+        remedies[Resume.FUNCTION] = "use that, or --strict_load=False"
+    _refuse(differing, remedies, "the checkpoint at ckpt_load_path has")
+    return differing
+
+
+def _refuse(differing: list[Change], remedies: Mapping[Resume, str], origin: str) -> None:
+    """Raise ConfigError if a change has a policy of `remedies`."""
+    refused = [change for change in differing if change.policy in remedies]
+    if refused:
+        raise ConfigError(
+            [Problem(f"--{c.field}={c.now}", f"{origin} {c.before}; {remedies[c.policy]}") for c in refused]
+        )
 
 
 def check_moments(saved: Mapping[str, Any], config: TrainConfig) -> None:
-    """ConfigError where a new run would take up the state of another optimizer."""
+    """Raise ConfigError if a new run would take up the state of another optimizer."""
     before = saved_config(saved).optimizer
     if before != config.optimizer and not config.load_weights_only:
-        remedy = f"the checkpoint at ckpt_load_path has {before}'s state; --load_weights_only=True leaves it there"
+        remedy = f"the checkpoint at ckpt_load_path has the state of {before}; --load_weights_only=True leaves it out"
         raise ConfigError([Problem(f"--optimizer={config.optimizer}", remedy)])

@@ -116,7 +116,8 @@ def _model_fields(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return TrainConfig's fields for the model that config.json describes. Raises UserError with every problem."""
     model = ModelDescription(config)
     missing = [key for key, field in DIMENSIONS.items() if field in REQUIRED and config.get(key) is None]
-    problems = [f"{subject}: {remedy}" for subject, remedy in model.problems] + [f"{key} is missing" for key in missing]
+    problems = [f"{problem.subject}: {problem.remedy}" for problem in model.problems]
+    problems += [f"{key} is missing" for key in missing]
     if problems:
         raise UserError(f"{path}: {'; '.join(problems)}")
     # A tied head is read as a matrix of its own: a model that keeps them apart starts from equal ones.

@@ -13,64 +13,60 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pretraining.config import training
+from pretraining.config.declaration import OneOf, Resume, Setting
 from pretraining.config.optimizers import FLAGS, OPTIMIZERS
+from pretraining.config.support import LIMITS
+from pretraining.config.training import SETTINGS
 
 WIDTH = 100  # columns of --help
 
 
 class Field(NamedTuple):
-    """One field as its source says it."""
+    """The source of one field."""
 
     group: str
     name: str
-    kind: str  # annotation: "int | None"
-    default: str  # as Python writes it
-    words: str  # its docstring on one line
+    default: str  # as written: 3e-4, where repr has 0.0003
+    text: str  # the docstring below it, on one line
 
 
-def documented_fields() -> list[Field]:
-    """The fields of TrainConfig in their order."""
+def documented_fields() -> dict[str, list[Field]]:
+    """Return the fields of TrainConfig by group, both in the order of the source."""
     return fields_in(inspect.getsource(training))
 
 
-def fields_in(source: str) -> list[Field]:
-    """The fields of the TrainConfig that `source` defines. Raises ValueError naming all that lack documentation."""
+def fields_in(source: str) -> dict[str, list[Field]]:
+    """Return the fields of the TrainConfig in `source`. Raises ValueError that names those without documentation."""
     (tree,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig")
-    following = dict(pairwise(tree.body))
-    groups = _groups(source)
-    nodes = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
-    found = [_field(source, node, following.get(node), groups[: node.lineno]) for node in nodes]
-    missing = [ast.unparse(node.target) for node, field in zip(nodes, found, strict=True) if field is None]
-    if missing:
+    headings = {i: match[1] for i, line in enumerate(source.splitlines()) if (match := HEADING.fullmatch(line))}
+    groups: dict[str, list[Field]] = {heading: [] for heading in headings.values()}
+    undocumented = []
+    lines = source.splitlines()
+    for node, following in pairwise([*tree.body, None]):
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        above = [heading for line, heading in headings.items() if line < node.lineno]
+        match following:
+            case ast.Expr(value=ast.Constant(value=str(text))) if above and node.value:
+                default = lines[node.value.lineno - 1][node.value.col_offset : node.value.end_col_offset]
+                groups[above[-1]].append(Field(above[-1], ast.unparse(node.target), default, " ".join(text.split())))
+            case _:
+                undocumented.append(ast.unparse(node.target))
+    if undocumented:
         needs = "a default, a docstring below it and a '# ---- Group' above it"
-        raise ValueError(f"TrainConfig: {', '.join(missing)}: every field needs {needs}")
-    return [field for field in found if field]
-
-
-def _groups(source: str) -> list[str | None]:
-    """For each line, the group that begins on it: "Model" of "# ---- Model"."""
-    matches = (re.fullmatch(r" +# ---- (.+)", line) for line in source.splitlines())
-    return [match and match[1] for match in matches]
-
-
-def _field(
-    source: str, node: ast.AnnAssign, following: ast.stmt | None, groups_above: list[str | None]
-) -> Field | None:
-    group = next((group for group in reversed(groups_above) if group), None)
-    match following:
-        case ast.Expr(value=ast.Constant(value=str(words))) if group and node.value:
-            default = ast.get_source_segment(source, node.value) or ""  # as written: 3e-4, where unparse says 0.0003
-            name, kind = ast.unparse(node.target), ast.unparse(node.annotation)
-            return Field(group, name, kind, default, " ".join(words.split()))
-    return None
-
-
-def by_group(fields: list[Field]) -> dict[str, list[Field]]:
-    """The fields under their group's name, both in the order of the source."""
-    groups: dict[str, list[Field]] = {}
-    for field in fields:
-        groups.setdefault(field.group, []).append(field)
+        raise ValueError(f"TrainConfig: {', '.join(undocumented)}: every field needs {needs}")
     return groups
+
+
+HEADING = re.compile(r" +# ---- (.+)")
+
+
+def type_words(setting: Setting) -> str:
+    """Return type and range or choices: "int or None, at least 1"."""
+    if isinstance(setting.constraint, OneOf):
+        return ", ".join(choice or '""' for choice in setting.constraint.choices)
+    kind = setting.kind.__name__ + (" or None" if setting.optional else "")
+    return f"{kind}, {setting.constraint.requirement}" if setting.constraint else kind
 
 
 # ---- --help
@@ -83,11 +79,12 @@ def help_text() -> str:
         "",
         "Also: --name value, --name and --noname for True and False; of a flag given twice the last counts.",
     ]
-    for group, fields in by_group(documented_fields()).items():
+    for group, fields in documented_fields().items():
         lines += ["", group]
         for field in fields:
-            lines.append(f"  --{field.name}={field.default.strip(chr(34))}  ({field.kind})")
-            lines += textwrap.wrap(field.words, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines.append(f"  --{field.name}={field.default.strip(chr(34))}")
+            text = f"({type_words(SETTINGS[field.name])}) {field.text}"
+            lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
@@ -95,9 +92,27 @@ def help_text() -> str:
 
 
 def tables() -> str:
-    """One Markdown table for each group."""
-    flags = [_table(group, fields) for group, fields in by_group(documented_fields()).items()]
-    return "\n\n".join([*flags, optimizer_table()])
+    """Return one Markdown table for each group, and those of optimizers, engine support and resume."""
+    flags = [_table(group, fields) for group, fields in documented_fields().items()]
+    return "\n\n".join([*flags, optimizer_table(), support_table(), resume_table()])
+
+
+def support_table() -> str:
+    """Return the settings that an engine does not support."""
+    rows = [
+        f"| `{limit.setting}` | {limit.values} | {', '.join(limit.missing_on)} | {limit.reason} |" for limit in LIMITS
+    ]
+    head = "| flag | values | not supported by engine | reason |"
+    return "\n".join(["### Settings that one engine does not support", "", head, "|---|---|---|---|", *rows])
+
+
+def resume_table() -> str:
+    """Return what happens to each setting that differs from the checkpoint's when a run continues."""
+    rows = []
+    for policy in Resume:
+        names = [f"`{name}`" for name, setting in SETTINGS.items() if setting.resume is policy]
+        rows.append(f"| {policy.value} | {'all others' if policy is Resume.NOTE else ', '.join(names)} |")
+    return "\n".join(["### Changes when a run continues", "", "| a change is | flags |", "|---|---|", *rows])
 
 
 def optimizer_table() -> str:
@@ -116,12 +131,11 @@ def _setting(item: tuple[str, Any]) -> str:
 
 
 def _table(group: str, fields: list[Field]) -> str:
-    rows = [f"| `{field.name}` | {_code(field.kind)} | `{field.default}` | {cell(field.words)} |" for field in fields]
-    return "\n".join([f"### {group}", "", "| flag | type | default | meaning |", "|---|---|---|---|", *rows])
-
-
-def _code(text: str) -> str:
-    return " or ".join(f"`{part}`" for part in text.split(" | "))
+    rows = [
+        f"| `{field.name}` | {cell(type_words(SETTINGS[field.name]))} | `{field.default}` | {cell(field.text)} |"
+        for field in fields
+    ]
+    return "\n".join([f"### {group}", "", "| flag | type or choices | default | meaning |", "|---|---|---|---|", *rows])
 
 
 def cell(text: str) -> str:

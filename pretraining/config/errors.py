@@ -1,4 +1,4 @@
-"""What the user got wrong, said once and completely."""
+"""Errors that the user can fix: one message with every mistake, and no traceback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: the message names the field or path, the value and the remedy. Exit code 2."""
+    """A mistake that the user can fix: the message names the field or path, the value and the remedy. Exit code 2."""
 
 
 class Problem(NamedTuple):
@@ -15,6 +15,7 @@ class Problem(NamedTuple):
 
     subject: str  # the flag as the user would type it: "--seq_length=two"
     remedy: str  # what is wrong and what would be right, in one sentence
+    is_missing: bool = False  # something is not set; it may be a flag whose name is misspelt
 
 
 class ConfigError(UserError):
@@ -25,5 +26,9 @@ class ConfigError(UserError):
         count = len(self.problems)
         width = max(len(problem.subject) for problem in self.problems)
         lines = [f"{count} problem{'s' * (count > 1)} with the configuration:"]
-        lines += [f"  {subject:<{width}}  {remedy}" for subject, remedy in self.problems]
+        lines += [f"  {problem.subject:<{width}}  {problem.remedy}" for problem in self.problems]
         super().__init__("\n".join(lines))
+
+
+class UnknownValueError(ValueError):
+    """A value that is needed is not set, or is itself a mistake that is reported elsewhere."""

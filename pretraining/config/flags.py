@@ -1,53 +1,49 @@
-"""The command line, strictly: words to flags, flags to a TrainConfig, every mistake reported at once.
+"""The command line: words to flags, flags to a TrainConfig, every mistake reported at once.
 
-`run(main)` is the entry of a script whose `main(**flags)` begins with `TrainConfig.from_flags(flags)`. Knows nothing
-of devices or files and imports nothing heavy, so a mistake costs a fraction of a second.
+`run(main)` is the entry point of a script whose `main(**flags)` begins with `config_from_flags(flags, checks)`. Does
+not depend on devices or files and imports nothing heavy, so a mistake costs a fraction of a second.
 
 fire on its own would train on after a typo, read `--run_name=2026_08_01` as a number, `--flag=false` as a true string
-and `--norm_eps` as "no rm_eps", and drop all after `#`. Here the words are brought into the one form `--name=value`
-first, fire hands the raw text on, and the annotation of the field alone decides what the text means.
+and `--norm_eps` as "no rm_eps", and drop everything after `#`. Here the words are first rewritten as `--name=value`,
+fire hands the raw text on, and the annotation of the field alone decides what the text means.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem, UserError
-from pretraining.config.training import TrainConfig
-from pretraining.config.validate import problems
+from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.validate import Check, problems
 
 HELP = frozenset({"--help", "-h"})
 USER_MISTAKE = 2  # exit code
 
 
-def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None) -> int:
-    """Call `main` with the flags of `arguments` (default: the process's), raw text each. Returns the exit code.
+def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None, checks: Iterable[Check] = ()) -> int:
+    """Call `main` with the flags of `arguments` (default: the process's) as raw text. Return the exit code.
 
-    0 or what `main` returns; 2 after a mistake of the user's, which is printed by rank 0 alone and without traceback.
+    0 or what `main` returns; 2 after a UserError, which rank 0 prints without traceback.
     """
     words = sys.argv[1:] if arguments is None else arguments
     if HELP & set(words):
         return _print_help()
     try:
-        code = _call(main, read(words))
+        code = _call(main, read(words), checks)
     except UserError as error:
-        _tell(str(error))
+        _print_once(str(error))
         code = USER_MISTAKE
-    _leave(code)
+    _write_exit_code(code)
     return code
 
 
-def _leave(code: int) -> None:
+def _write_exit_code(code: int) -> None:
     """torchrun turns every exit code into 1; scripts/train.sh finds each process's own in the folder EXIT_CODES."""
     if folder := os.environ.get("EXIT_CODES"):
         Path(folder, os.environ.get("RANK", "0")).write_text(str(code))
@@ -61,12 +57,12 @@ def _print_help() -> int:
     return 0
 
 
-def _call(main: Callable[..., int | None], line: CommandLine) -> int:
-    """Hand the flags to `main` through fire; a malformed line is refused together with all that its flags say."""
+def _call(main: Callable[..., int | None], line: CommandLine, checks: Iterable[Check]) -> int:
+    """Hand the flags to `main` through fire; refuse a malformed line together with every mistake in its flags."""
     if line.problems:
-        raise ConfigError([*line.problems, *read_values(line.flags, missing_matters=False).problems])
+        raise ConfigError([*line.problems, *read_values(line.flags, checks, missing_matters=False).problems])
     for note in line.notes:
-        _tell(f"note: {note}")
+        _print_once(f"note: {note}")
     import fire
 
     command = [f"--{name}={value}" for name, value in line.flags.items()]
@@ -74,13 +70,13 @@ def _call(main: Callable[..., int | None], line: CommandLine) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _tell(text: str) -> None:
+def _print_once(text: str) -> None:
     if first_rank():
         print(text, file=sys.stderr, flush=True)
 
 
 def first_rank() -> bool:
-    """Under torchrun every process reads the same line; one of them speaks."""
+    """Return whether this process prints: under torchrun every process reads the same command line."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -88,69 +84,63 @@ def first_rank() -> bool:
 
 
 class CommandLine(NamedTuple):
-    """What the words say: raw text by field name, what cannot be a flag, and what deserves a remark."""
+    """The words of a command line, sorted: raw text by field name, words that are wrong, and notes to print."""
 
     flags: dict[str, str]
     problems: list[Problem]
     notes: list[str]
 
 
-class _Flag(NamedTuple):
-    word: str  # as typed
-    name: str
-    value: str | None  # None: nothing was given where something is needed
-
-
 def read(words: Sequence[str]) -> CommandLine:
     """Sort `--name=value`, `--name value`, bare `--name` and `--noname` of boolean fields from everything else.
 
-    Dashes in a name count as underscores. Of a flag given twice the last counts, and a note names both values.
+    A dash in a name counts as an underscore. If a flag is repeated, the last one counts and a note names both values.
     """
     line = CommandLine({}, [], [])
     rest = deque(words)
     while rest:
         word = rest.popleft()
         if word.startswith("--") and word != "--":
-            _add(line, _flag(word, rest))
+            _add(line, *_flag(word, rest))
         else:
             line.problems.append(_stray(word, rest))
     return line
 
 
-def _add(line: CommandLine, flag: _Flag) -> None:
-    if flag.name not in field_types():
-        line.problems.append(_unknown(flag.name, flag.word))
-    elif flag.value is None:
-        line.problems.append(Problem(flag.word, f"needs a value: {_expected(flag.name)}"))
+def _add(line: CommandLine, word: str, name: str, value: str | None) -> None:
+    if name not in SETTINGS:
+        line.problems.append(_unknown(name, word))
+    elif value is None:
+        line.problems.append(Problem(word, f"needs a value: {SETTINGS[name].expected}"))
     else:
-        earlier = line.flags.get(flag.name, flag.value)
-        if earlier != flag.value:
-            line.notes.append(f"--{flag.name}={earlier} is overridden by the later --{flag.name}={flag.value}")
-        line.flags[flag.name] = flag.value
+        earlier = line.flags.get(name, value)
+        if earlier != value:
+            line.notes.append(f"--{name}={earlier} is overridden by the later --{name}={value}")
+        line.flags[name] = value
 
 
-def _flag(word: str, rest: deque[str]) -> _Flag:
-    """The flag that `word` begins; takes its value off `rest` where it stands apart."""
+def _flag(word: str, rest: deque[str]) -> tuple[str, str, str | None]:
+    """Return the flag as typed, its name and its value, which may be the next word of `rest`; None if there is none."""
     head, equals, value = word.partition("=")
     name = head[2:].replace("-", "_")
-    kind = field_types().get(name)
     if equals:
-        return _Flag(word, name, value)
-    if kind is None and field_types().get(name.removeprefix("no")) is bool:
-        return _Flag(word, name.removeprefix("no"), "False")
+        return word, name, value
+    positive = name.removeprefix("no")
+    if name not in SETTINGS and positive in SETTINGS and SETTINGS[positive].kind is bool:
+        return word, positive, "False"
     if rest and _is_value(rest[0]):
         value = rest.popleft()
-        return _Flag(f"{word}={value}", name, value)
-    return _Flag(word, name, "True" if kind is bool else None)
+        return f"{word}={value}", name, value
+    return word, name, "True" if name in SETTINGS and SETTINGS[name].kind is bool else None
 
 
 def _is_value(word: str) -> bool:
-    """A word that may follow `--name`: not a flag, though a negative number also starts with a dash."""
+    """Return whether a word may follow `--name`: a flag may not, but a negative number starts with a dash too."""
     return not word.startswith("-") or word[1:2].isdigit() or word[1:2] == "."
 
 
 def _stray(word: str, rest: deque[str]) -> Problem:
-    """A word that belongs to no flag: a positional one, or a flag with a single dash and its value."""
+    """Return the problem with a positional word, or with a flag that has a single dash, whose value it takes too."""
     if not word.startswith("-") or not word.strip("-"):
         return Problem(word, "belongs to no flag; write --name=value")
     if "=" not in word and rest and _is_value(rest[0]):
@@ -163,9 +153,9 @@ def _unknown(name: str, subject: str) -> Problem:
 
 
 def _nearest(word: str) -> str:
-    """ "; did you mean ...?" with the field names most like `word`, or nothing."""
+    """Return "; did you mean ...?" with the field names most like `word`, or nothing."""
     name = word.partition("=")[0].replace("-", "_").lower()
-    close = get_close_matches(name, field_types(), n=3, cutoff=0.6)
+    close = get_close_matches(name, SETTINGS, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(f'--{field}' for field in close)}?" if close else ""
 
 
@@ -173,111 +163,52 @@ def _nearest(word: str) -> str:
 
 
 class Values(NamedTuple):
-    """What flags came to."""
+    """A configuration and its problems."""
 
-    config: TrainConfig  # defaults stand where a value could not be read
+    config: TrainConfig  # has the default of each field that could not be read
     problems: list[Problem]
 
 
-FILES = ("config_file", "import_config", "model_config_path")  # read by pretraining/importing/flags.py
-
-
 def config_from_flags(
-    flags: Mapping[str, object], origins: Mapping[str, str] | None = None, problems: Sequence[Problem] = ()
+    flags: Mapping[str, object],
+    checks: Iterable[Check],
+    origins: Mapping[str, str] | None = None,
+    problems: Sequence[Problem] = (),
 ) -> TrainConfig:
-    """Return the configuration of `flags`: raw text or Python values by field name.
+    """Return the configuration of `flags`: raw text or Python values by field name. Raises ConfigError.
 
-    Raises ConfigError with every mistake. Reads no files. origins: "key=value in FILE" for each field whose value a
-    file gave; errors about the field name it. problems: mistakes in those files, reported with all others.
+    checks: rules across settings. origins: "key=value in FILE" for each field whose value a file gave; problems with
+    the field name it. problems: mistakes in those files, reported with all others.
     """
-    assert not any(flags.get(name) for name in FILES), "flags_from_files comes first"
-    values = read_values(flags)
-    if values.config.import_only or values.config.plan:
-        values = read_values(flags, missing_matters=False)
-    mistakes = [*problems, *(with_origin(problem, origins or {}) for problem in values.problems)]
+    values = read_values(flags, checks)
+    mistakes = [*problems, *(with_origin(found, origins or {}) for found in values.problems)]
     if mistakes:
         raise ConfigError(mistakes)
     return values.config
 
 
-def with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
-    """Return the problem with the key and file that the value of its field came from, if one did."""
-    origin = origins.get(problem.subject.removeprefix("--").partition("=")[0])
-    return Problem(problem.subject, f"{problem.remedy} [from {origin}]") if origin else problem
+def with_origin(found: Problem, origins: Mapping[str, str]) -> Problem:
+    """Return the problem with the key and file that the value of its field came from, if there is one."""
+    origin = origins.get(found.subject.removeprefix("--").partition("=")[0])
+    return found._replace(remedy=f"{found.remedy} [from {origin}]") if origin else found
 
 
-def read_values(flags: Mapping[str, object], missing_matters: bool = True) -> Values:
+def read_values(flags: Mapping[str, object], checks: Iterable[Check] = (), missing_matters: bool = True) -> Values:
     """Read and validate what can be read.
 
-    Rules about fields that could not be read are left out. So are, after mistakes, rules about flags that are
-    missing: the unknown flag may be the missing one, misspelt. missing_matters False leaves those out at once.
+    After an unknown flag, problems about settings that are not set are left out: the unknown flag may be the missing
+    one, misspelt.
     """
     values: dict[str, Any] = {}
-    found: dict[str, Problem] = {}
+    wrong: dict[str, Problem] = {}
     for name, raw in flags.items():
-        if name not in field_types():
-            found[name] = _unknown(name, f"--{name}={raw}")
+        if name not in SETTINGS:
+            wrong[name] = _unknown(name, f"--{name}={raw}")
             continue
         try:
-            values[name] = coerce(raw, field_types()[name])
-        except ValueError:
-            found[name] = Problem(f"--{name}={raw}", _expected(name))
-    missing_matters = missing_matters and found.keys() <= field_types().keys()
+            values[name] = SETTINGS[name].read(raw)
+        except ValueError as error:
+            wrong[name] = Problem(f"--{name}={raw}", str(error))
+    missing_matters = missing_matters and wrong.keys() <= SETTINGS.keys()
     config = TrainConfig(**values)
-    return Values(config, [*found.values(), *problems(config, found.keys(), missing_matters)])
-
-
-@cache
-def field_types() -> dict[str, Any]:
-    """Field name -> its annotation, resolved: str, int, float, bool, or one of them or None."""
-    hints = get_type_hints(TrainConfig)
-    return {field.name: hints[field.name] for field in fields(TrainConfig)}
-
-
-def coerce(raw: object, kind: Any) -> object:
-    """`raw` as `kind` says. Text fields take the text as it is. Raises ValueError if it says no such thing."""
-    text = ",".join(map(str, raw)) if isinstance(raw, list | tuple) else str(raw)
-    if kind is str:
-        return text
-    if NoneType in get_args(kind):
-        (kind,) = set(get_args(kind)) - {NoneType}
-        if text.lower() == "none":
-            return None
-    return _READERS[kind](text)
-
-
-def _whole(text: str) -> int:
-    """1000000, 1_000_000 or 1e6, which is a whole number too."""
-    try:
-        return int(text)
-    except ValueError:
-        if not (value := float(text)).is_integer():
-            raise
-        return int(value)
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError
-    return value
-
-
-def _truth(text: str) -> bool:
-    if text.lower() not in _TRUTHS:
-        raise ValueError
-    return _TRUTHS[text.lower()]
-
-
-_TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_READERS: dict[Any, Callable[[str], object]] = {int: _whole, float: _finite, bool: _truth}
-_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
-
-
-def _expected(name: str) -> str:
-    """ "expected a whole number, such as 4096": the field's type in words, with its default as the example."""
-    kind, default = field_types()[name], getattr(TrainConfig, name)
-    kinds = [_WORDS[part] for part in get_args(kind) or (kind,) if part is not NoneType]
-    if NoneType in get_args(kind):
-        kinds.append("none")
-    example = f", such as {default}" if isinstance(default, int | float) and not isinstance(default, bool) else ""
-    return f"expected {' or '.join(kinds)}{example}"
+    return Values(config, [*wrong.values(), *problems(config, checks, wrong.keys(), missing_matters)])

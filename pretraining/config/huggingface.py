@@ -12,9 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from pretraining.config.errors import Problem, UserError
-from pretraining.config.flags import field_types
-from pretraining.config.training import TrainConfig
-from pretraining.config.validate import RANGES
+from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import model_shape
 
 FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -138,7 +136,7 @@ class ModelDescription:
         if fault := _fault(field, value):
             self._refuse(key, value, fault)
         else:
-            self.fields[field] = float(value) if _kind(field) is float else value
+            self.fields[field] = float(value) if SETTINGS[field].kind is float else value
             self.origins[field] = f"{key}={value}" + ("" if "." in key or key in self._given else " by default")
 
     def _choose(self, field: str, key: str, value: Any, choices: Mapping[str, str]) -> None:
@@ -157,17 +155,12 @@ _ROPE_OTHER = {"rope_type", "type", "rope_theta"}
 
 def _fault(field: str, value: Any) -> str | None:
     """What is wrong with a value of JSON for this setting; no text is taken for a number."""
-    kind = _kind(field)
+    kind = SETTINGS[field].kind
     if type(value) not in ((int, float) if kind is float else (kind,)):
         return {int: "expected a whole number", float: "expected a number", bool: "expected true or false"}[kind]
     if isinstance(value, float) and not math.isfinite(value):
         return "expected a finite number"
-    return RANGES[field].words if field in RANGES and not RANGES[field].holds(value) else None
-
-
-def _kind(field: str) -> type:
-    hint = field_types()[field]
-    return next(kind for kind in (bool, int, float) if hint in (kind, kind | None))
+    return SETTINGS[field].fault(value)
 
 
 def config_json(config: TrainConfig, dtype: str) -> dict[str, Any]:

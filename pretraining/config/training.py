@@ -7,121 +7,145 @@ Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from pretraining.config.errors import Problem
+from pretraining.config.declaration import Above, AtLeast, Grammar, OneOf, Resume, declared_settings
+from pretraining.config.devices import PLAN_KINDS
+from pretraining.config.grammar import (
+    RECOMPUTABLE,
+    parse_modules,
+    parse_selective,
+    parse_split,
+    parse_steps,
+    parse_weights,
+)
+from pretraining.config.optimizers import OPTIMIZERS, parse_arguments
+from pretraining.config.schedules import SCHEDULES
+from pretraining.config.variants import CUSTOM, VARIANTS
+
+Activation = Literal["swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "relu", "silu"]
+ShardingStrategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
+InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform"]
+
+BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a share of the blocks (1/3, 0.5)")
+MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
+ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
+WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
+SPLIT = Grammar(parse_split, "up to three numbers, for train, valid and test, such as 949,50,1")
+STEPS = Grammar(parse_steps, "step numbers from 0, comma-separated, such as 0,100,1000")
+TOKENS = Grammar(parse_steps, "token ids, comma-separated, such as 0,1")
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainConfig:
     """Every setting of a run. Strings that list several values are comma-separated."""
 
     # ---- Model
-    model_variant: str = "llama2_7b"
+    model_variant: Annotated[str, OneOf((*VARIANTS, CUSTOM)), Resume.FREE] = "llama2_7b"
     """Row of the variant table that gives the dimensions below: llama2_1.4b, llama2_7b, llama2_13b, llama2_34b,
     llama2_70b, llama3_194m_4k, llama3_1.8b, llama3_3.2b, llama3_8b, llama3_70b (and their _4k forms), 7b, 13b, 34b, 70b
     as short names of llama2_*, tiny and mini for CPUs, or "custom" (every dimension is given by its own flag)."""
     model_config_path: str = ""
     """Hugging Face's config.json of a Llama, whose dimensions, rotary settings and norm_eps are taken; flags and the
     keys of import_config win over it. Empty: none."""
-    num_layers: int | None = None
+    num_layers: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
     """Transformer blocks, at least 1. None: the variant's."""
-    hidden_size: int | None = None
+    hidden_size: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
     """Width of the residual stream, a multiple of num_attention_heads unless head_dim is given. None: the variant's."""
-    intermediate_size: int | None = None
+    intermediate_size: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
     """Width of the SwiGLU feed-forward layer (gate and up each have this width). None: the variant's."""
-    num_attention_heads: int | None = None
+    num_attention_heads: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
     """Query heads. None: the variant's."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
     """Key and value heads (grouped-query attention), a divisor of num_attention_heads. None: the variant's; for
     "custom", num_attention_heads."""
-    head_dim: int | None = None
+    head_dim: Annotated[int | None, AtLeast(2), Resume.SHAPE] = None
     """Width of one head. None: hidden_size / num_attention_heads."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
     """Rows of the embedding and of the output head; every token id must be below it. None: the variant's (no default
     for "custom")."""
-    make_vocab_size_divisible_by: int = 1
+    make_vocab_size_divisible_by: Annotated[int, AtLeast(1)] = 1
     """Rows of the embedding and of the output head are padded to a multiple of this x tensor_parallel_size. Rows of
     padding are zero, take no part in the loss and do not stand in checkpoints."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: Annotated[int | None, AtLeast(1), Resume.FREE] = None
     """Longest sequence the model is made for, in tokens, at least seq_length. None: the variant's, or seq_length
     for "custom"."""
-    norm_type: str = "rmsnorm"
+    norm_type: Annotated[Literal["rmsnorm", "layernorm"], Resume.FUNCTION] = "rmsnorm"
     """"rmsnorm" or "layernorm" (mean and variance; with norm_bias, a bias too)."""
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, Above(0), Resume.FUNCTION] = 1e-5
     """Added to the mean square, or to the variance, in a norm; above 0."""
-    norm_bias: bool = False
+    norm_bias: Annotated[bool, Resume.FUNCTION] = False
     """layernorm: with a bias."""
-    qk_norm: bool = False
+    qk_norm: Annotated[bool, Resume.FUNCTION] = False
     """Norm each head's queries and keys before their rotation (Qwen 3's q_norm and k_norm)."""
-    activation: str = "swiglu"
+    activation: Annotated[Activation, Resume.FUNCTION] = "swiglu"
     """Of the feed-forward layer. Gated, with a second matrix beside the first: "swiglu", "geglu", "reglu". Plain:
     "gelu", "gelu_tanh" (its approximation), "relu", "silu"."""
-    attn_bias: bool = False
+    attn_bias: Annotated[bool, Resume.FUNCTION] = False
     """Biases in the four projections of attention."""
-    mlp_bias: bool = False
+    mlp_bias: Annotated[bool, Resume.FUNCTION] = False
     """Biases in the projections of the feed-forward layer."""
-    parallel_residual: bool = False
+    parallel_residual: Annotated[bool, Resume.FUNCTION] = False
     """x + attention(norm(x)) + feed-forward(norm(x)), each with a norm of its own, in place of one after the other
     (GPT-J, GPT-NeoX)."""
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: Annotated[bool, Resume.STATE] = False
     """The output head is the embedding: one matrix, whose gradient is the sum of both uses."""
-    position_embedding_type: str = "rope"
+    position_embedding_type: Annotated[Literal["rope", "learned_absolute", "none"], Resume.FUNCTION] = "rope"
     """"rope", "learned_absolute" (a vector for each of max_position_embeddings positions, added to the token's) or
     "none" (no positions at all but the causal mask)."""
-    rotary_percentage: float = 1.0
+    rotary_percentage: Annotated[float, Above(0, at_most=1), Resume.FUNCTION] = 1.0
     """Share of a head's channels that is rotated, the first ones, in (0, 1]; the rest carries no position."""
-    rope_theta: float | None = None
+    rope_theta: Annotated[float | None, Above(0), Resume.FUNCTION] = None
     """Base of the rotary frequencies. None: the variant's (10000 for "custom")."""
-    rope_scaling_type: str = "none"
+    rope_scaling_type: Annotated[Literal["none", "linear", "llama3"], Resume.FUNCTION] = "none"
     """"none", "linear" (positions divided by rope_scaling_factor) or "llama3" (Llama 3.1's per-frequency scaling)."""
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: Annotated[float, AtLeast(1), Resume.FUNCTION] = 8.0
     """Factor of the rope scaling, at least 1. Ignored for "none"."""
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: Annotated[float, Above(0), Resume.FUNCTION] = 1.0
     """llama3 scaling: wavelengths above rope_original_max_position / this are divided by the full factor."""
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: Annotated[float, Above(0), Resume.FUNCTION] = 4.0
     """llama3 scaling: wavelengths below rope_original_max_position / this are left alone."""
-    rope_original_max_position: int = 8192
+    rope_original_max_position: Annotated[int, AtLeast(1), Resume.FUNCTION] = 8192
     """llama3 scaling: context length of the original model, in tokens."""
-    sliding_window: int | None = None
+    sliding_window: Annotated[int | None, AtLeast(1), Resume.FUNCTION] = None
     """Tokens that attention looks back on, its own included, at least 1. None: all before it."""
-    hidden_dropout: float = 0.0
+    hidden_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
     """Share of values that training drops, in [0, 1), of the embedding and of what attention and feed-forward add to
     the stream. Of all three: which ones is a function of (seed, step, row, token, channel), the same on every mesh and
     after a stop; validation and test drop nothing."""
-    attention_dropout: float = 0.0
+    attention_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
     """The same of attention's weights."""
-    ffn_dropout: float = 0.0
+    ffn_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
     """The same of the feed-forward layer's activation."""
-    init_std: float = 0.02
+    init_std: Annotated[float, AtLeast(0)] = 0.02
     """Standard deviation s of the initial weights, as init_method uses it. Biases start at 0."""
-    init_method: str = "normal"
+    init_method: InitMethod = "normal"
     """Standard deviation of the initial weights: "normal" s, "scaled_normal" s / sqrt(2 num_layers), "small_init"
     sqrt(2 / (5 hidden_size)) (Nguyen and Salazar 2019), "wang_init" 2 / (num_layers sqrt(hidden_size)) (Wang and
     Komatsuzaki 2021), "xavier_normal" sqrt(2 / (inputs + outputs)) (Glorot and Bengio 2010), or "xavier_uniform", as
     wide but without tails."""
-    output_init_method: str = "scaled_normal"
+    output_init_method: InitMethod = "scaled_normal"
     """The same for the output projections of attention and feed-forward, which the residual stream sums over depth."""
 
     # ---- Engine and sharding
-    engine: str = "auto"
+    engine: Literal["auto", "xla", "torch"] = "auto"
     """"xla" (torch-xla, GSPMD), "torch" (FSDP2) or "auto": torch where a CUDA GPU is at hand, otherwise xla where
     torch-xla is installed, otherwise torch on the CPU. The choice and its reason are printed."""
-    device: str = "auto"
+    device: Literal["auto", "cuda", "cpu", "tpu"] = "auto"
     """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, untested) or "auto". The xla engine takes what
     PJRT_DEVICE names."""
-    sharding_strategy: str = "hsdp"
+    sharding_strategy: ShardingStrategy = "hsdp"
     """How parameters, gradients and optimizer state are split: "ddp" (all replicated), "zero1" (optimizer state split),
     "zero2" (gradients too), "fsdp" (all split over all devices), "hsdp" (all split within groups of sharding_group_size
     devices, replicated across groups). fsdp needs the least memory; hsdp keeps its gathers within a host; zero1 gathers
     parameters once a step instead of twice a pass, where they fit whole; ddp is for models small beside the device.
     The torch engine splits parameters between steps with all but ddp. Any case."""
-    sharding_group_size: int = 0
+    sharding_group_size: Annotated[int, AtLeast(0)] = 0
     """hsdp: data-parallel ranks per sharding group, a divisor of devices / (tensor_parallel_size x
     context_parallel_size). 0: those of one host."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, AtLeast(1)] = 1
     """Devices that share every matrix product: heads, feed-forward channels and vocabulary are split over them, and the
     activations are added up twice a block. Neighbouring devices, best within a host. For models whose layers, or whose
     smallest batch, are too large for one device. A divisor of num_attention_heads and intermediate_size;
@@ -129,33 +153,33 @@ class TrainConfig:
     sequence_parallel: bool = False
     """With tensor_parallel_size: between matrix products the tokens of a row are split over the tensor ranks too, so
     that norms and residuals are neither held nor computed more than once."""
-    context_parallel_size: int = 1
+    context_parallel_size: Annotated[int, AtLeast(1)] = 1
     """xla engine: devices that share the tokens of a row, for sequences whose activations are too large for one device;
     keys and values are gathered for attention. Parameters are split over them as over data-parallel ranks. 1: none."""
-    kv_replication: int = 0
+    kv_replication: Annotated[int, AtLeast(0)] = 0
     """xla engine: copies of each key/value head, used side by side where they are fewer than tensor ranks; each is
     stored once. 0: as few as possible, tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 without
     enough heads: every tensor rank computes all key/value heads."""
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: Annotated[int, AtLeast(1)] = 1
     """Groups of devices that each hold some of the layers. Training has none yet: above 1 is for plan alone."""
-    virtual_pipeline_size: int = 1
+    virtual_pipeline_size: Annotated[int, AtLeast(1)] = 1
     """Pieces of the layers that each pipeline group holds. Training has none yet: above 1 is for plan alone."""
     dump_sharding: str = ""
     """File to write, before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype and the
     mesh axes that split each dimension. Empty: none."""
-    low_cpu_fsdp: bool = False
+    low_cpu_fsdp: Annotated[bool, Resume.FREE] = False
     """True: the model is built on the meta device and each shard is made in place, so host memory grows by one
     parameter at a time. False: the whole model is built in host memory first. The initial weights are the same."""
     cpu_offload: bool = False
     """CUDA only: parameters, gradients and optimizer state live in host memory (FSDP2's offload policy)."""
-    collective_timeout: int = 600
+    collective_timeout: Annotated[int, AtLeast(1), Resume.FREE] = 600
     """torch engine: seconds a collective may wait for a peer before the run ends with an error, at least 1."""
 
     # ---- Precision
     mixed_precision: bool = True
     """True: parameters and optimizer state in fp32, matrix products and activations in bf16, gradients reduced in
     fp32. False: everything in fp32."""
-    precision: str = "auto"
+    precision: Literal["auto", "fp32", "mixed_bf16", "mixed_bf16_sr", "bf16_sr", "autocast", "fp16", "manual"] = "auto"
     """Refines mixed_precision: "auto" (mixed_bf16 if mixed_precision, else fp32), "fp32", "mixed_bf16",
     "mixed_bf16_sr" (the bf16 copy of the parameters that products read is rounded stochastically), "bf16_sr"
     (parameters, gradients and optimizer state in bf16, no fp32 copy; what the optimizer writes is rounded
@@ -169,18 +193,18 @@ class TrainConfig:
     stochastic_rounding: bool | None = None
     """precision=manual: round to bf16 stochastically, in the mean exactly; deterministic, the same on every mesh. None:
     False, to nearest."""
-    loss_scale: float = 0.0
+    loss_scale: Annotated[float, AtLeast(0)] = 0.0
     """precision=fp16: what the loss is multiplied by before the backward pass, so that small gradients survive. 0:
     dynamic, halved when gradients overflow (that step is left out) and doubled after loss_scale_window without."""
-    initial_scale_power: int = 16
+    initial_scale_power: Annotated[int, AtLeast(0, below=33)] = 16
     """precision=fp16, dynamic: the first scale is 2 to this power."""
-    loss_scale_window: int = 1000
+    loss_scale_window: Annotated[int, AtLeast(1)] = 1000
     """precision=fp16, dynamic: steps without an overflow after which the scale doubles, at least 1."""
-    loss_scale_hysteresis: int = 2
+    loss_scale_hysteresis: Annotated[int, AtLeast(1)] = 2
     """precision=fp16, dynamic: overflows before the scale is halved, at least 1; counted anew when it doubles."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: Annotated[float, Above(0)] = 1.0
     """precision=fp16, dynamic: the smallest scale; overflows at it count for max_skipped_steps."""
-    reduce_dtype: str = "auto"
+    reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the gradients' sum over devices: "fp32", "bf16" or "auto". torch engine: auto is fp32. xla engine: auto alone,
     which is the parameters' dtype."""
 
@@ -188,104 +212,104 @@ class TrainConfig:
     fsdp_activation_checkpointing: bool = False
     """Recompute the activations of the blocks that selective_checkpointing chooses in the backward pass, instead of
     keeping them."""
-    selective_checkpointing: str = "1"
+    selective_checkpointing: Annotated[str, BLOCKS] = "1"
     """Which blocks: an integer k (every k-th block; 1 is all) or a fraction between 0 and 1, as "1/3" or "0.5"
     (that share of the blocks, evenly spaced and centred)."""
-    checkpoint_granularity: str = "full"
+    checkpoint_granularity: Literal["full", "selective"] = "full"
     """What of a chosen block is recomputed: "full" (all of it), or "selective" (the modules that checkpoint_modules
     names; of the rest, what is cheap beside its memory)."""
-    checkpoint_modules: str = ""
+    checkpoint_modules: Annotated[str, MODULES] = ""
     """checkpoint_granularity=selective: "mlp", "norm", "mlp_activation" (the activation and its product with the gate)
     and "core_attention", comma-separated. Scores of attention are recomputed in any case: they are never kept."""
-    checkpoint_num_layers: int = 1
+    checkpoint_num_layers: Annotated[int, AtLeast(1)] = 1
     """checkpoint_granularity=full with every block chosen: blocks that are recomputed together from the input of the
     first, which alone is kept."""
 
     # ---- Optimizer and schedule
-    optimizer: str = "adamw"
+    optimizer: Annotated[str, OneOf(OPTIMIZERS), Resume.STATE] = "adamw"
     """"adamw", "adamw_fp32" (NxD Core's), "adam" (decay added to the gradient), "adamax", "adadelta", "adagrad",
     "rmsprop", "rprop", "sgd", "novograd", "adafactor", "sm3", "madgrad_wd", "lion" or "muon" (the matrices of the
     blocks; all else AdamW)."""
-    optimizer_args: str = ""
+    optimizer_args: Annotated[str, ARGUMENTS, Resume.STATE] = ""
     """The optimizer's own settings, comma-separated: momentum=0.9,nesterov=True. Their names and defaults are in the
     table of optimizers in configs.md."""
-    learning_rate: float | None = None
+    learning_rate: Annotated[float | None, Above(0), Resume.RATE] = None
     """Peak learning rate, above 0. None: the optimizer's default, 3e-4 for adamw."""
-    adam_beta1: float | None = None
+    adam_beta1: Annotated[float | None, AtLeast(0, below=1)] = None
     """Decay of the first moment, in [0, 1), of optimizers that have one. None: the optimizer's default, 0.9 for
     adamw."""
-    adam_beta2: float | None = None
+    adam_beta2: Annotated[float | None, AtLeast(0, below=1)] = None
     """Decay of the second moment, in [0, 1). None: the optimizer's default, 0.95 for adamw."""
-    optimizer_eps: float | None = None
+    optimizer_eps: Annotated[float | None, Above(0)] = None
     """What is added to a denominator, above 0. None: the optimizer's default, 1e-8 for adamw."""
-    weight_decay: float | None = None
+    weight_decay: Annotated[float | None, AtLeast(0)] = None
     """Weight decay, at least 0: per unit of learning rate, or added to the gradient by optimizers whose source does so.
     None: the optimizer's default, 0.1 for adamw."""
     norm_weight_decay: bool = False
     """Decay norm weights and biases too."""
-    grad_clip_thresh: float = 1.0
+    grad_clip_thresh: Annotated[float, AtLeast(0)] = 1.0
     """Global L2 norm above which gradients are scaled down. 0: never."""
-    grad_clip_norm_type: float = 2.0
+    grad_clip_norm_type: Annotated[float, AtLeast(1, special=0)] = 2.0
     """The norm that is reported and clipped by: p of the p-norm over all gradients, at least 1; 0 is the largest."""
-    training_stage: str = "initial"
+    training_stage: Annotated[Literal["initial", "annealing"], Resume.RATE] = "initial"
     """fms-fsdp's name for two schedules: "initial" leaves lr_schedule as it is, "annealing" is
     lr_schedule=fms_annealing."""
-    lr_schedule: str = "fms_cosine"
+    lr_schedule: Annotated[str, OneOf(SCHEDULES), Resume.RATE] = "fms_cosine"
     """Curve of the learning rate. fms-fsdp's: "fms_cosine" (quadratic warm-up over min(2000, num_steps // 20) steps,
     then a cosine to 10 % of the peak), "fms_annealing" (linear from the peak towards 0). NeMo's: "constant", "cosine",
     "linear_warmup_decay", "warmup_hold", "warmup_annealing", "square", "square_root", "inverse_sqrt", "noam",
     "noam_hold", "poly", "poly_hold", "step", "exponential_lr". GPT-NeoX's: "neox_linear", "neox_cosine",
     "neox_exponential", and as they were in 2022, "neox2022_linear", "neox2022_cosine", "neox2022_exponential". "wsd":
     warm-up, lr_hold_steps at the peak, a straight line to min_lr."""
-    lr_warmup_steps: int | None = None
+    lr_warmup_steps: Annotated[int | None, AtLeast(0), Resume.RATE] = None
     """Optimizer steps of the warm-up, at least 0 and fewer than the schedule has. None: lr_warmup_ratio, or none.
     fms_cosine has its own rule."""
-    lr_warmup_ratio: float | None = None
+    lr_warmup_ratio: Annotated[float | None, AtLeast(0, below=1), Resume.RATE] = None
     """The warm-up as a share of the schedule's steps, in [0, 1); instead of lr_warmup_steps."""
-    lr_decay_steps: int | None = None
+    lr_decay_steps: Annotated[int | None, AtLeast(1), Resume.RATE] = None
     """Optimizer steps that the schedule is laid over; later ones keep its last rate. None: num_steps."""
-    lr_hold_steps: int = 0
+    lr_hold_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
     """Optimizer steps at the peak after the warm-up: warmup_hold, noam_hold, poly_hold, wsd."""
-    lr_constant_steps: int = 0
+    lr_constant_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
     """cosine: optimizer steps at min_lr before the schedule's end; the cosine ends before them."""
-    min_lr: float = 0.0
+    min_lr: Annotated[float, AtLeast(0), Resume.RATE] = 0.0
     """Lowest learning rate of the schedule, at most learning_rate. fms_cosine ends at a tenth of the peak instead."""
-    lr_power: float = 1.0
+    lr_power: Annotated[float, Above(0), Resume.RATE] = 1.0
     """poly, poly_hold: exponent of the share of the steps that is left, above 0."""
-    lr_gamma: float | None = None
+    lr_gamma: Annotated[float | None, Above(0, at_most=1), Resume.RATE] = None
     """step, exponential_lr: factor in (0, 1] by which the rate shrinks; these two need it."""
-    lr_step_size: int | None = None
+    lr_step_size: Annotated[int | None, AtLeast(1), Resume.RATE] = None
     """step: optimizer steps between two multiplications by lr_gamma, at least 1; needed there."""
-    lr_decay_rate: float = 0.5
+    lr_decay_rate: Annotated[float, Above(0), Resume.RATE] = 0.5
     """noam_hold: exponent of the decay, above 0."""
-    lr_cycle: bool = False
+    lr_cycle: Annotated[bool, Resume.RATE] = False
     """poly, poly_hold: begin again after the schedule's steps, with a longer decay each time."""
-    lr_d_model: int | None = None
+    lr_d_model: Annotated[int | None, AtLeast(1), Resume.RATE] = None
     """noam: width d of the factor 1 / sqrt(d), at least 1; needed there."""
-    max_skipped_steps: int = 0
+    max_skipped_steps: Annotated[int, AtLeast(0)] = 0
     """Optimizer steps whose loss or gradient is not finite that may be skipped in the whole run, before training stops
     itself with exit code 3. Nothing of a skipped step reaches the parameters."""
 
     # ---- Adapters
-    lora_rank: int = 0
+    lora_rank: Annotated[int, AtLeast(0), Resume.STATE] = 0
     """Rank r of an adapter beside each of lora_target_modules: y = W x + s B A x, where A and B alone are trained and W
     stays as ckpt_load_path (or the seed) gave it. 0: none, everything is trained."""
-    lora_alpha: float = 8.0
+    lora_alpha: Annotated[float, Above(0)] = 8.0
     """s = lora_alpha / lora_rank, above 0."""
     lora_use_rslora: bool = False
     """s = lora_alpha / sqrt(lora_rank)."""
-    lora_dropout: float = 0.0
+    lora_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
     """Share of an adapter's input that training drops, in [0, 1)."""
-    lora_target_modules: str = ""
+    lora_target_modules: Annotated[str, Resume.STATE] = ""
     """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, comma-separated, or a
     regular expression for their paths, such as .*(q|v)_proj. Empty: q_proj,v_proj."""
-    lora_bias: str = "none"
+    lora_bias: Annotated[Literal["none", "all", "lora_only"], Resume.STATE] = "none"
     """Biases that are trained too: "none", "all", or "lora_only" (those of projections with an adapter)."""
-    lora_modules_to_save: str = ""
+    lora_modules_to_save: Annotated[str, Resume.STATE] = ""
     """Further modules that are trained whole, comma-separated: lm_head, embed_tokens, norm."""
-    lora_init: str = "default"
+    lora_init: Literal["default", "gaussian"] = "default"
     """Of A: "default" (uniform within 1 / sqrt(inputs)) or "gaussian" (deviation 1 / lora_rank). B starts at 0."""
-    lora_save_mode: str = "adapter"
+    lora_save_mode: Annotated[Literal["adapter", "base_and_adapter", "merged"], Resume.STATE] = "adapter"
     """"adapter": checkpoints hold what is trained, and go on from ckpt_load_path's weights. "base_and_adapter",
     "merged": all. python -m pretraining.checkpoint.convert then writes PEFT's files, or both, or W + s B A in Hugging
     Face's format."""
@@ -295,65 +319,65 @@ class TrainConfig:
     """Sub-folder of lora_load_path. Empty: none."""
 
     # ---- Batch and length
-    batch_size: int = 2
+    batch_size: Annotated[int, AtLeast(1)] = 2
     """Sequences per data-parallel rank in one forward and backward pass (the micro-batch), at least 1. A rank is
     tensor_parallel_size x context_parallel_size devices, one without them."""
-    global_batch_size: int | None = None
+    global_batch_size: Annotated[int | None, AtLeast(1)] = None
     """Sequences per optimizer step over all devices, a multiple of batch_size x ranks; the quotient is the number of
     gradient accumulation passes. None: batch_size x ranks x gradient_accumulation_steps."""
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: Annotated[int | None, AtLeast(1)] = None
     """Passes per optimizer step. None: derived from global_batch_size, or 1."""
-    seq_length: int = 4096
+    seq_length: Annotated[int, AtLeast(1)] = 4096
     """Tokens per sequence, at least 1."""
-    num_steps: int = 1_000_000
+    num_steps: Annotated[int, AtLeast(1)] = 1_000_000
     """Optimizer steps of the whole run, at least 1. The learning rate's curve is laid over them."""
-    seed: int = 2023
+    seed: Annotated[int, AtLeast(0, below=2**63)] = 2023
     """Seed of the initial weights and of the order of the data, at least 0."""
 
     # ---- Data
     use_dummy_dataset: bool = False
     """Train on a deterministic stream of counters, for performance runs. Neither saves nor resumes unless
     checkpoint_interval is given."""
-    data_path: str = ""
+    data_path: Annotated[str, Resume.FREE] = ""
     """Folder of token shards: one sub-folder per dataset, or the shards themselves."""
     datasets: str = ""
     """Sub-folders of data_path to mix. Empty: all of them, or data_path itself where it holds shards."""
-    weights: str = ""
+    weights: Annotated[str, WEIGHTS] = ""
     """Share of each dataset in the mixture, by tokens, in the order of datasets; normalised. Empty: by size."""
-    logical_shards: int = 1024
+    logical_shards: Annotated[int, AtLeast(1)] = 1024
     """Slots that a dataset's shuffled stream is dealt into round-robin: how far apart neighbouring sequences are read.
     At least 1; it need not divide anything."""
     tokenizer_path: str = ""
     """The sentencepiece model that made the tokens. Training does not read it; pretraining.generate does, to turn a
     prompt into tokens and back. Empty: none."""
-    sep_token: int | None = None
+    sep_token: Annotated[int | None, AtLeast(0)] = None
     """Token id put after every document. None: the one that preparation recorded beside the shards, otherwise 1, as in
     fms-fsdp."""
-    eos_token: int | None = None
+    eos_token: Annotated[int | None, AtLeast(0)] = None
     """fms-fsdp's newer name of sep_token; give one of the two."""
-    bos_token: int | None = None
+    bos_token: Annotated[int | None, AtLeast(0)] = None
     """Token id put before every document. None: none."""
-    bol_token: int | None = None
+    bol_token: Annotated[int | None, AtLeast(0)] = None
     """Token id at the first place of every sequence. None: none."""
-    eol_token: int | None = None
+    eol_token: Annotated[int | None, AtLeast(0)] = None
     """Token id that is the last label of every sequence, in place of the stream's next token. None: none."""
-    strip_tokens: str = ""
+    strip_tokens: Annotated[str, TOKENS] = ""
     """Token ids, comma-separated: one of them at a document's beginning and one at its end are left out, so that
     separators that are already in the data do not stand twice."""
-    file_type: str = "auto"
+    file_type: Literal["auto", "arrow", "parquet", "megatron"] = "auto"
     """Shards to read: "arrow" (IPC files and streams), "parquet", "megatron" (.idx beside .bin) or "auto", all of them,
     told by their content."""
     col_name: str = "tokens"
     """Column of Arrow and Parquet shards that holds the token ids."""
-    split: str = ""
+    split: Annotated[str, SPLIT] = ""
     """Shares of every dataset's documents for training, validation and test, on any scale, such as "949,50,1". Empty:
     all for training."""
-    max_samples: int | None = None
+    max_samples: Annotated[int | None, AtLeast(1)] = None
     """Documents taken of every dataset for training, from its beginning, at least 1. None: all."""
-    num_epochs: int | None = None
+    num_epochs: Annotated[int | None, AtLeast(1)] = None
     """Passes over the data, at least 1; training ends there if num_steps is not reached before. None: as many as
     num_steps needs."""
-    shuffle: str = "shards"
+    shuffle: Literal["shards", "none"] = "shards"
     """"shards": another order of all documents in each epoch. "none": the order in which they are stored."""
     eod_mask_loss: bool = False
     """Leave out of the loss the prediction of what follows a separator."""
@@ -370,7 +394,7 @@ class TrainConfig:
     accept_data_changes: bool = False
     """Go on although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture begins
     at that step, and the change is recorded. False: an error that lists what changed."""
-    num_workers: int = 1
+    num_workers: Annotated[int, AtLeast(1), Resume.FREE] = 1
     """Threads that read batches ahead, at least 1. The order of the data does not depend on it."""
 
     # ---- Validation
@@ -379,14 +403,14 @@ class TrainConfig:
     except for use_dummy_dataset."""
     valid_datasets: str = ""
     """Sub-folders of valid_data_path. Empty: all of them, or valid_data_path itself where it holds shards."""
-    valid_weights: str = ""
+    valid_weights: Annotated[str, WEIGHTS] = ""
     """Share of each of valid_datasets, like weights. Empty: by size."""
-    val_interval: int = 0
+    val_interval: Annotated[int, AtLeast(0)] = 0
     """Optimizer steps between validations; a last one follows the final step. 0: none."""
-    val_steps: int = 0
+    val_steps: Annotated[int, AtLeast(0, special=-1)] = 0
     """Global batches per validation, needed where val_interval is set; no more than the validation data hold once.
     -1: all of them."""
-    val_sanity_steps: int = 0
+    val_sanity_steps: Annotated[int, AtLeast(0, special=-1)] = 0
     """Global batches of a validation before the first step, written as step 0. 0: none; -1: as many as val_steps."""
     drop_last_val: bool = True
     """True: what is left of the validation or test data after the last whole global batch is not read. False: it is,
@@ -394,113 +418,113 @@ class TrainConfig:
     test_data_path: str = ""
     """Folder of token shards for the test at the end, laid out like data_path. Where test_steps is set, this or the
     third share of split is needed, except for use_dummy_dataset."""
-    test_steps: int = 0
+    test_steps: Annotated[int, AtLeast(0, special=-1)] = 0
     """Global batches of the test after the last step, written as test_loss. 0: no test; -1: all of the test data."""
 
     # ---- Checkpoints
-    ckpt_load_path: str = ""
+    ckpt_load_path: Annotated[str, Resume.FREE] = ""
     """Start from this when ckpt_save_path holds no checkpoint: a run folder, its checkpoints folder, one of its step_N
     folders, or a folder in Hugging Face's format (config.json and safetensors; weights only). Weights and optimizer
     are taken, the step starts at 0. A path that holds nothing of the kind is an error."""
-    ckpt_save_path: str = ""
+    ckpt_save_path: Annotated[str, Resume.FREE] = ""
     """Folder of this run's checkpoints, step_N each. Empty: <log_dir>/checkpoints. A checkpoint found in it wins over
     ckpt_load_path: the run continues."""
-    checkpoint_interval: int = -1
+    checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
     10000, or 0 with use_dummy_dataset."""
-    checkpoint_scale: str = "linear"
+    checkpoint_scale: Annotated[Literal["linear", "log"], Resume.FREE] = "linear"
     """"linear": every checkpoint_interval steps. "log": at step 1 and at every power of checkpoint_interval, which is
     then at least 2."""
-    extra_checkpoint_steps: str = ""
+    extra_checkpoint_steps: Annotated[str, STEPS, Resume.FREE] = ""
     """Further steps to save at, comma-separated; 0 is the state before the first step."""
-    keep_last_n_checkpoints: int = 0
+    keep_last_n_checkpoints: Annotated[int, AtLeast(0), Resume.FREE] = 0
     """Committed checkpoints to keep; older ones are removed after a save. 0: all."""
-    resume: str = "auto"
+    resume: Annotated[Literal["auto", "must", "never"], Resume.FREE] = "auto"
     """"auto": continue from the newest checkpoint in ckpt_save_path if there is one, from the one before if that is
     damaged; "must": an error if there is none or it is damaged; "never": an error if there is one."""
-    load_weights_only: bool = False
+    load_weights_only: Annotated[bool, Resume.FREE] = False
     """Of ckpt_load_path take the weights and start with a fresh optimizer."""
-    strict_load: bool = True
+    strict_load: Annotated[bool, Resume.FREE] = True
     """The tensors of ckpt_load_path must be exactly the model's, and its norm_eps and rotary settings this run's.
     False: the tensors that both have are loaded, and all that differs is named."""
-    override_lr_on_resume: bool = False
+    override_lr_on_resume: Annotated[bool, Resume.FREE] = False
     """Continue with another learning rate than the checkpoint was trained with; without it that is an error."""
-    save_optimizer: bool = True
+    save_optimizer: Annotated[bool, Resume.FREE] = True
     """False: save weights only. A run that continues from such a checkpoint starts with fresh moments."""
-    checkpoint_dtype: str = "auto"
+    checkpoint_dtype: Annotated[Literal["auto", "fp32", "bf16"], Resume.FREE] = "auto"
     """Floating dtype on disk: "auto" (as in memory), "fp32" or "bf16". With bf16 a continued run is not the
     uninterrupted one bit for bit."""
-    async_checkpointing: bool = False
+    async_checkpointing: Annotated[bool, Resume.FREE] = False
     """Training waits only until its state is copied to host memory; the next save and the end of the run wait for the
     disk. Needs as much free host memory as this host's share of a checkpoint."""
-    ckpt_io_workers: int = 8
+    ckpt_io_workers: Annotated[int, AtLeast(1), Resume.FREE] = 8
     """Threads that hash and write, or read and check, a checkpoint in each process; at least 1. The files are the same
     for any number."""
-    ckpt_max_failures: int = 3
+    ckpt_max_failures: Annotated[int, AtLeast(1), Resume.FREE] = 3
     """Saves in a row that may fail (a full disk, say) before the run stops itself, at least 1. The last good checkpoint
     stays as it is."""
 
     # ---- Logging and profiling
-    run_name: str = ""
+    run_name: Annotated[str, Resume.FREE] = ""
     """Name of the run. Empty: model_variant."""
-    log_dir: str = ""
+    log_dir: Annotated[str, Resume.FREE] = ""
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
-    report_interval: int = 100
+    report_interval: Annotated[int, AtLeast(1), Resume.FREE] = 100
     """Optimizer steps between reports (a progress line and a line of metrics.jsonl), at least 1. The last step is
     always reported."""
-    tensorboard_dir: str = ""
+    tensorboard_dir: Annotated[str, Resume.FREE] = ""
     """Folder of the TensorBoard events, written where the tensorboard package is installed. Empty:
     <log_dir>/tensorboard."""
-    tracker: str = ""
+    tracker: Annotated[Literal["", "wandb"], Resume.FREE] = ""
     """"wandb": send every report to Weights & Biases too (needs the wandb package). Empty: none."""
-    tracker_dir: str = ""
+    tracker_dir: Annotated[str, Resume.FREE] = ""
     """Folder of the tracker's own files. Empty: log_dir."""
-    tracker_project_name: str = "llama"
+    tracker_project_name: Annotated[str, Resume.FREE] = "llama"
     """Project that the tracker files the run under."""
-    tracker_run_id: str = ""
+    tracker_run_id: Annotated[str, Resume.FREE] = ""
     """Tracker's id of the run, to continue one that it knows. Empty: the name of log_dir."""
-    log_grad_norm: bool = True
+    log_grad_norm: Annotated[bool, Resume.FREE] = True
     """Report the gradients' norm before clipping, which costs nothing: clipping needs it."""
-    log_param_norm: bool = False
+    log_param_norm: Annotated[bool, Resume.FREE] = False
     """Report param_norm too: the L2 norm of all parameters, each counted once however it is split or shared."""
     log_step_timing: bool = False
     """Report where the time between two reports went, in seconds: data_wait_seconds (always reported),
     train_seconds, validation_seconds and checkpoint_seconds."""
-    step_timeout: int = 0
+    step_timeout: Annotated[int, AtLeast(0)] = 0
     """Seconds after which a step that has not ended prints the stack of every thread, to tell where it hangs.
     0: never."""
-    use_profiler: bool = False
+    use_profiler: Annotated[bool, Resume.FREE] = False
     """Write a trace of profile_num_steps steps to <log_dir>/profile."""
-    profiler_rank0_only: bool = True
+    profiler_rank0_only: Annotated[bool, Resume.FREE] = True
     """True: only process 0 writes a trace. False: every process does."""
-    profile_start_step: int = 5
+    profile_start_step: Annotated[int, AtLeast(1), Resume.FREE] = 5
     """First traced step, 1-based."""
-    profile_num_steps: int = 3
+    profile_num_steps: Annotated[int, AtLeast(1), Resume.FREE] = 3
     """Traced steps, at least 1."""
-    memory_profiling: bool = False
+    memory_profiling: Annotated[bool, Resume.FREE] = False
     """torch engine on CUDA, with use_profiler: also record who holds memory in the traced steps, to
     <log_dir>/profile/memory_<process>.pickle, which pytorch.org/memory_viz shows."""
     use_torch_compile: bool = True
     """torch engine on CUDA: compile each block. The xla engine always compiles; CPUs run eagerly."""
-    compile_cache_dir: str = ""
+    compile_cache_dir: Annotated[str, Resume.FREE] = ""
     """Folder of the persistent compilation cache of XLA (TPU only: the CPU backend cannot read it back). Empty: off."""
 
     # ---- Plan
-    plan: bool = False
+    plan: Annotated[bool, Resume.FREE] = False
     """Print what this configuration holds, sends and takes on plan_devices of plan_device_kind, and stop: paths and
     devices are not looked at. Exit code 0 whether or not it fits."""
-    plan_devices: int = 0
+    plan_devices: Annotated[int, AtLeast(0), Resume.FREE] = 0
     """Devices to plan for, at least 1; needed with plan. 0: as many as plan_topology has."""
-    plan_device_kind: str = ""
+    plan_device_kind: Annotated[str, OneOf(("", *PLAN_KINDS)), Resume.FREE] = ""
     """Their kind: tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, trn1, trn2 (a core each), a100-40, a100-80, h100, h200, b200."""
-    plan_search: bool = False
+    plan_search: Annotated[bool, Resume.FREE] = False
     """With plan: rank the meshes that fit by their predicted step time, for the same global batch."""
-    plan_compile: bool = False
+    plan_compile: Annotated[bool, Resume.FREE] = False
     """With plan: also have the step compiled for plan_topology by the TPU's own compiler, and show its memory,
     collectives and operations beside the plan's. Needs no TPU; needs requirements-tpu-aot.txt."""
-    plan_topology: str = ""
+    plan_topology: Annotated[str, Resume.FREE] = ""
     """Slice of TPUs, chips along each axis: 4x4 (v5e, v6e) or 4x4x4 (v4, v5p). Their product is plan_devices."""
-    plan_json: str = ""
+    plan_json: Annotated[str, Resume.FREE] = ""
     """File to write the plan to, as JSON. Empty: none."""
 
     # ---- Configuration files
@@ -510,7 +534,7 @@ class TrainConfig:
     import_config: str = ""
     """Configuration file of NxD Training, NeMo Megatron or GPT-NeoX to train with, under the flags of the command line;
     several files of GPT-NeoX are comma-separated. What each key came to is printed first. Empty: none."""
-    import_format: str = "auto"
+    import_format: Literal["auto", "nxdt", "nemo", "neox"] = "auto"
     """Whose file import_config is: "nxdt", "nemo", "neox", or "auto", told by its keys."""
     import_strict: bool = True
     """Keys of import_config that this recipe cannot follow stop the run. False: each is a warning, and training goes
@@ -520,48 +544,53 @@ class TrainConfig:
     at."""
     import_report: str = ""
     """File to write the report of import_config to, as JSON. Empty: none."""
-    import_lr_steps: str = ""
+    import_lr_steps: Annotated[str, STEPS] = ""
     """Steps, counted from 0 and comma-separated, whose learning rate the report of import_config lists. Empty: the
     first, the end of the warm-up, the middle and the last."""
-    import_pp: str = "keep"
+    import_pp: Literal["keep", "fold"] = "keep"
     """Pipeline stages of import_config: "keep" them, or "fold" their devices into data parallelism, which changes no
     loss."""
-    source_world_size: int | None = None
+    source_world_size: Annotated[int | None, AtLeast(1)] = None
     """Devices that import_config was made for, which the global batch of a GPT-NeoX file follows from. None: what the
     file says."""
-    neox_era: str = "auto"
+    neox_era: Literal["auto", "2022", "head"] = "auto"
     """Defaults and learning rates of a GPT-NeoX file: those of "2022", of "head" (today), or "auto", told by its
     keys."""
-    neox_gated_ffn: str = "auto"
+    neox_gated_ffn: Literal["auto", "head", "legacy"] = "auto"
     """Feed-forward width of a GPT-NeoX file with a gated activation: "auto" and "head" take today's two thirds,
     "legacy" the width as written before September 2024."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one global batch; known once an engine has told the number of devices."""
+        """Tokens of one global batch; global_batch_size must be known, as it is once an engine is open."""
         assert self.global_batch_size is not None
         return self.global_batch_size * self.seq_length
 
     @property
     def run_folder(self) -> Path:
-        """Where this run writes: log_dir, or runs/<run_name>."""
+        """Folder that this run writes to: log_dir, or runs/<run_name>."""
         return Path(self.log_dir or f"runs/{self.run_name or self.model_variant}")
 
+    @property
+    def reads_data(self) -> bool:
+        """Whether the run gets as far as opening data and paths: `plan` and `import_only` stop before."""
+        return not (self.plan or self.import_only)
+
+    @property
+    def precision_mode(self) -> str:
+        """`precision`, with "auto" resolved by mixed_precision."""
+        if self.precision != "auto":
+            return self.precision
+        return "mixed_bf16" if self.mixed_precision else "fp32"
+
     def __post_init__(self) -> None:
+        """Replace defaults that stand for another value; a frozen dataclass has no other way to."""
+        derived: dict[str, object] = {"sharding_strategy": self.sharding_strategy.lower()}  # fms-fsdp documents FSDP
         if self.checkpoint_interval == -1:
-            self.checkpoint_interval = 0 if self.use_dummy_dataset else 10_000
+            derived["checkpoint_interval"] = 0 if self.use_dummy_dataset else 10_000
         if self.training_stage.lower() == "annealing" and self.lr_schedule == "fms_cosine":
-            self.lr_schedule = "fms_annealing"
-        self.sharding_strategy = self.sharding_strategy.lower()  # fms-fsdp's documentation writes FSDP and HSDP
+            derived["lr_schedule"] = "fms_annealing"
+        vars(self).update(derived)
 
-    @classmethod
-    def from_flags(
-        cls, flags: Mapping[str, object], origins: Mapping[str, str] | None = None, problems: Sequence[Problem] = ()
-    ) -> TrainConfig:
-        """Return the validated configuration of `flags`, the raw text (or Python value) of each field that is given.
 
-        Raises ConfigError with every mistake in them, and `problems`, at once. origins: see config_from_flags.
-        """
-        from pretraining.config.flags import config_from_flags
-
-        return config_from_flags(flags, origins, problems)
+SETTINGS = declared_settings(TrainConfig)

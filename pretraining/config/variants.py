@@ -1,7 +1,7 @@
 """The variant table: the dimensions of every Llama that has a name.
 
 Stands beside the configuration, not beside the model, so that a head count that does not divide is reported with
-all other mistakes before torch is imported. Sources: Hugging Face's config.json of Llama 2 and 3, fms-fsdp's
+every other mistake before torch is imported. Sources: Hugging Face's config.json of Llama 2 and 3, fms-fsdp's
 `config_utils.py` (1.4b, 34b, 194m, 1.8b, 3.2b); tiny and mini are ours, for CPUs.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
+
+from pretraining.config.errors import UnknownValueError
 
 if TYPE_CHECKING:
     from pretraining.config.training import TrainConfig
@@ -100,11 +102,19 @@ CUSTOM = "custom"
 REQUIRED_OF_CUSTOM = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "intermediate_size")
 
 
-def model_shape(config: TrainConfig) -> ModelShape:
-    """The dimensions that `config` asks for: its variant's, with the flags that are given laid over them.
+def missing_dimensions(config: TrainConfig) -> list[str]:
+    """Return the dimensions that a "custom" model still needs; none for a variant of the table."""
+    needed = REQUIRED_OF_CUSTOM if config.model_variant == CUSTOM else ()
+    return [name for name in needed if getattr(config, name) is None]
 
-    Raises ValueError if a dimension of a "custom" model is missing (validation has said so before).
+
+def model_shape(config: TrainConfig) -> ModelShape:
+    """Return the dimensions of the variant, replaced by those that `config` sets.
+
+    Raises UnknownValueError if a dimension of a "custom" model is missing.
     """
+    if missing := missing_dimensions(config):
+        raise UnknownValueError(f"model_variant=custom needs {', '.join(missing)}")
     given = {f.name: getattr(config, f.name) for f in fields(ModelShape) if getattr(config, f.name) is not None}
     if config.model_variant != CUSTOM:
         base = VARIANTS[config.model_variant]
@@ -112,9 +122,6 @@ def model_shape(config: TrainConfig) -> ModelShape:
             wide = replace(base, **given)
             given["head_dim"] = wide.hidden_size // wide.num_attention_heads
         return replace(base, **given)
-    missing = [name for name in REQUIRED_OF_CUSTOM if name not in given]
-    if missing:
-        raise ValueError(f"model_variant=custom needs {', '.join(missing)}")
     defaults = {
         "num_kv_heads": given["num_attention_heads"],
         "head_dim": given["hidden_size"] // given["num_attention_heads"],

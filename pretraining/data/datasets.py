@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import UserError
+from pretraining.config.grammar import parse_split, parse_steps, parse_weights
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import parse_split, parse_steps, parse_weights
 from pretraining.config.variants import CUSTOM, VARIANTS
 from pretraining.data.checksums import verify
 from pretraining.data.hashing import short_hash

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pretraining.config.flags import coerce, field_types
-from pretraining.config.validate import CHOICES, LISTS
+from pretraining.config.declaration import Above, AtLeast
+from pretraining.config.training import SETTINGS
 from pretraining.importing.conversions import Conversion, unsupported
 from pretraining.importing.foreign import ForeignConfig
 from pretraining.importing.mappings import KeyMapping
@@ -31,20 +31,13 @@ def convert(mapping: KeyMapping, value: Any, foreign: ForeignConfig) -> Conversi
 
 
 def _mistake(name: str, value: Any) -> str:
-    """Return what is wrong with a field's value, or nothing."""
-    kind = field_types().get(name)
-    if kind is None:
+    """Return what is wrong with a field's value, or nothing. Ranges of numbers are checked with all other settings."""
+    setting = SETTINGS.get(name)
+    if setting is None:
         return "" if value in FIXED.get(name, ()) else f"this recipe has no {name}={value} yet"
     try:
-        setting = coerce(value, kind)
-    except ValueError:
-        return f"{name}={value}: expected {getattr(kind, '__name__', kind)}"
-    if name in CHOICES and setting not in CHOICES[name]:
-        return f"{name}={value}: this recipe has {', '.join(choice for choice in CHOICES[name] if choice)}"
-    if name in LISTS:
-        parse, expected = LISTS[name]
-        try:
-            parse(str(setting))
-        except ValueError:
-            return f"{name}={value}: {expected}"
-    return ""
+        converted = setting.read(value)
+    except ValueError as error:
+        return f"{name}={value}: {error}"
+    fault = None if isinstance(setting.constraint, Above | AtLeast) else setting.fault(converted)
+    return f"{name}={value}: {fault}" if fault else ""

@@ -20,7 +20,7 @@ from pretraining.importing.resolve import import_foreign
 
 
 class FileFlags(NamedTuple):
-    """Flags merged with the files that they name: the arguments of TrainConfig.from_flags."""
+    """Flags merged with the files that they name: for config_from_flags."""
 
     values: dict[str, Any]
     origins: dict[str, str]  # field -> "key=value in FILE", where a file gave the value

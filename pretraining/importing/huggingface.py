@@ -53,6 +53,6 @@ def model_flags(path: str) -> tuple[dict[str, Any], dict[str, str], list[Problem
     if not path:
         return {}, {}, []
     model = ModelDescription(read_file(Path(path)))
-    problems = [Problem(f"{path}: {subject}", remedy) for subject, remedy in model.problems]
+    problems = [problem._replace(subject=f"{path}: {problem.subject}") for problem in model.problems]
     problems += [Problem(f"{path}: {key}={value}", FORMAT.no_such_key(key)) for key, value in model.unknown.items()]
     return model.fields, {field: f"{origin} in {path}" for field, origin in model.origins.items()}, problems

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pretraining.config.flags import field_types
+from pretraining.config.training import SETTINGS
 from pretraining.importing import huggingface
 from pretraining.importing.formats import FORMATS
 from pretraining.importing.mappings import Format, KeyMapping, ignore, must_be_off, same_names, to
@@ -74,5 +74,5 @@ def _table(format: Format, cell: Callable[[str], str]) -> str:
 
 def _fields(mapping: KeyMapping) -> str:
     """Return the fields that a key sets; of those that this recipe does not have, one value alone is accepted."""
-    names = (f"`{name}`" + ("" if name in field_types() else " (not yet)") for name in mapping.fields)
+    names = (f"`{name}`" + ("" if name in SETTINGS else " (not yet)") for name in mapping.fields)
     return ", ".join(names) or "-"

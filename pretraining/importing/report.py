@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import UserError
+from pretraining.config.grammar import parse_steps
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import parse_steps
 from pretraining.config.variants import model_shape
 from pretraining.importing.resolve import ImportResult, KeyReport, settings
 from pretraining.optim.schedule import learning_rate, milestone_steps
@@ -40,7 +40,7 @@ def as_data(result: ImportResult, steps: str = "") -> dict[str, Any]:
         "keys": [_row(report) for report in result.keys],
         "defaults": [_row(report) for report in result.defaults],
         "summary": {status: counts[status] for status in STATUSES},
-        "problems": [f"{subject}: {remedy}" for subject, remedy in [*result.problems, *result.config_problems]],
+        "problems": [f"{problem.subject}: {problem.remedy}" for problem in [*result.problems, *result.config_problems]],
     }
 
 

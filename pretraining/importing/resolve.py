@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pretraining.config.errors import ConfigError, Problem
-from pretraining.config.flags import field_types, read_values, with_origin
-from pretraining.config.training import TrainConfig
-from pretraining.config.validate import comma_separated
+from pretraining.config.flags import read_values, with_origin
+from pretraining.config.grammar import comma_separated
+from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.importing.convert import convert
 from pretraining.importing.foreign import MISSING, ForeignConfig
 from pretraining.importing.formats import open_foreign
@@ -57,7 +57,7 @@ class ImportResult:
     foreign: ForeignConfig
     keys: list[KeyReport]  # one for each key of the source
     defaults: list[KeyReport]  # what its trainer takes for keys that are absent
-    flags: dict[str, Any]  # for TrainConfig.from_flags
+    flags: dict[str, Any]  # for config_from_flags
     origins: dict[str, str]  # field -> "key=value in FILE"
     problems: list[Problem]  # of the source, all that stop the run
     warnings: list[Problem]  # unsupported keys that --import_strict=False accepts
@@ -133,7 +133,7 @@ def _merge(reports: list[KeyReport], foreign: ForeignConfig) -> tuple[dict[str, 
             report.status = "unsupported"
             report.note = f"contradicts {setters[clash][0]}, which is {clash}={merged[clash]}"
             continue
-        for name in report.values.keys() & field_types().keys():
+        for name in report.values.keys() & SETTINGS.keys():
             merged[name] = report.values[name]
             setters.setdefault(name, []).append(report)
     return merged, {name: _origin(setting, foreign) for name, setting in setters.items()}

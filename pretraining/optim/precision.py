@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import precision_mode
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -47,7 +46,7 @@ MODES = {
 
 def precision_of(config: TrainConfig) -> Precision:
     """Dtypes that `precision`, `mixed_precision` and the settings of precision=manual ask for."""
-    mode = precision_mode(config)
+    mode = config.precision_mode
     chosen = _manual(config) if mode == "manual" else MODES[mode]
     # NxD Core's AdamW_FP32OptimParams keeps its state in fp32 whatever the parameters' dtype.
     state = FP32 if config.optimizer == "adamw_fp32" else chosen.optimizer_state
@@ -72,7 +71,7 @@ def describe_dtypes(config: TrainConfig) -> str:
         "optimizer state": chosen.optimizer_state,
     }
     listed = ", ".join(f"{name} {_short(dtype)}" for name, dtype in dtypes.items())
-    return f"{precision_mode(config)}: {listed}{'; rounded stochastically' if chosen.stochastic_rounding else ''}"
+    return f"{config.precision_mode}: {listed}{'; rounded stochastically' if chosen.stochastic_rounding else ''}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -20,10 +20,16 @@ def cuda_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def device_type(name: str) -> str:
+    """Return the type of device that `name` stands for: itself, or for "auto" cuda where there is a GPU, else cpu."""
+    if name != "auto":
+        return name
+    return "cuda" if cuda_gpus() else "cpu"
+
+
 def open_device(name: str) -> torch.device:
     """The device of this process: of several GPUs the one of its local rank. UserError if there is none."""
-    if name == "auto":
-        name = "cuda" if cuda_gpus() else "cpu"
+    name = device_type(name)
     if name == "cpu":
         return torch.device("cpu")
     if name == "tpu":

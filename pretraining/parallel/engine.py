@@ -97,6 +97,7 @@ class Engine(Protocol):
     torch.distributed's default group is initialised, so collectives of objects and barriers work.
     """
 
+    config: TrainConfig  # with global_batch_size and gradient_accumulation_steps resolved
     name: str  # "xla" or "torch"
     mesh: Mesh
     device_name: str  # as in the table of peaks: "NVIDIA H200", "TPU v5p", "CPU"

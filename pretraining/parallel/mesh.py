@@ -7,6 +7,7 @@ Rows of the batch are sharded over replica x shard.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem
@@ -73,20 +74,18 @@ def kv_repeats(config: TrainConfig, shape: ModelShape) -> int:
     return config.kv_replication or automatic
 
 
-def resolve_batch(config: TrainConfig, ranks: int) -> None:
-    """Fill in `global_batch_size` and `gradient_accumulation_steps` for this many data-parallel ranks.
+def resolve_batch(config: TrainConfig, ranks: int) -> TrainConfig:
+    """Return `config` with global_batch_size and gradient_accumulation_steps set for this many data-parallel ranks.
 
-    Raises ConfigError naming what would work if the global batch is not a whole number of passes.
+    Raises ConfigError with valid values if the global batch is not a whole number of micro-batches on every rank.
     """
-    per_pass = config.batch_size * ranks
+    micro_batch = config.batch_size * ranks
     steps, total = config.gradient_accumulation_steps, config.global_batch_size
     if total is None:
-        config.gradient_accumulation_steps = steps or 1
-        config.global_batch_size = per_pass * config.gradient_accumulation_steps
-        return
-    if total % per_pass or (steps is not None and total != per_pass * steps):
+        total = micro_batch * (steps or 1)
+    if total % micro_batch or (steps is not None and total != micro_batch * steps):
         raise ConfigError([Problem(f"--global_batch_size={total}", _batch_remedy(config, ranks, total, steps))])
-    config.gradient_accumulation_steps = total // per_pass
+    return replace(config, global_batch_size=total, gradient_accumulation_steps=total // micro_batch)
 
 
 def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None) -> str:

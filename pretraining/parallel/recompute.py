@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from pretraining.config.grammar import parse_modules, parse_selective
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import parse_modules, parse_selective
 
 
 def block_mask(config: TrainConfig, layers: int) -> tuple[bool, ...]:

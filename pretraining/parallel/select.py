@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from pretraining.config.errors import UserError
+from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
+from pretraining.parallel import accelerator
 from pretraining.parallel.engine import Engine
 
 CASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16")  # torch-xla's variables
@@ -14,11 +16,13 @@ NO = ("", "0", "false")
 
 
 def open_engine(config: TrainConfig) -> Engine:
-    """The engine that `config` asks for, its mesh open and the batch fields of `config` resolved.
+    """Open the engine that `config` asks for; process 0 prints which one it is and why.
 
-    Process 0 prints which one it is and why.
+    Raises ConfigError with every setting that the engine does not support, before it opens a device.
     """
     name, reason = choose(config)
+    if problems := list(unsupported(config, name, accelerator.device_type(config.device) if name == "torch" else None)):
+        raise ConfigError(problems)
     engine = _open(config, name)
     if engine.process_index == 0:
         print(f"engine: {name} on {engine.device_name} ({reason})", flush=True)
@@ -27,8 +31,6 @@ def open_engine(config: TrainConfig) -> Engine:
 
 def choose(config: TrainConfig) -> tuple[str, str]:
     """The engine's name and the reason, from the flags, the devices and the packages that are there."""
-    from pretraining.parallel import accelerator  # torch: not before the flags are known to be right
-
     if config.engine == "xla":
         if not _has_xla():
             remedy = "it is made for Linux on x86-64; --engine=torch runs on CUDA and CPUs"

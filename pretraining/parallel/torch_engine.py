@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard
 from torch.profiler import profile, supported_activities, tensorboard_trace_handler
 from torch.utils.checkpoint import checkpoint
 
-from pretraining.config.errors import ConfigError, Problem, UserError
+from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.dropout import dropout_noise
@@ -66,13 +66,8 @@ class TorchEngine:
     name = "torch"
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config = config
         self.device = accelerator.open_device(config.device)
         self.device_name = accelerator.device_name(self.device)
-        for name in ("cpu_offload", "memory_profiling"):
-            if getattr(config, name) and self.device.type != "cuda":
-                raise UserError(f"--{name}=True works on CUDA alone, not on {self.device_name}; leave it out")
-        refuse_what_is_for_xla(config)
         self.home = torch.device("cpu") if config.cpu_offload else self.device  # of shards, gradients and moments
         self.process_index, self.process_count = _from_torchrun("RANK", 0), _from_torchrun("WORLD_SIZE", 1)
         self.host_processes = _from_torchrun("LOCAL_WORLD_SIZE", 1)
@@ -80,7 +75,7 @@ class TorchEngine:
         self.mesh = resolve_mesh(config, self.process_count, self.host_processes)
         self.layout = TorchLayout(self.mesh, config.sharding_strategy)
         refuse_uneven_columns(config, self.mesh)
-        resolve_batch(config, self.mesh.data_ranks)
+        self.config = config = resolve_batch(config, self.mesh.data_ranks)
         self.data_rank, self.data_size = self.process_index // self.mesh.tensor, self.mesh.data_ranks
         self.precision = precision_of(config)
         self.compiles = config.use_torch_compile and accelerator.compiles(self.device)
@@ -335,25 +330,6 @@ class TorchEngine:
         """See engine.Engine."""
         if self._joined:
             dist.destroy_process_group()
-
-
-def refuse_what_is_for_xla(config: TrainConfig) -> None:
-    """ConfigError listing every setting that this engine does not have, and sizes that it cannot split."""
-    shape, ranks = model_shape(config), config.tensor_parallel_size
-    remedies = {
-        "sequence_parallel": "the torch engine drops nothing of a split stream; leave hidden_dropout out",
-        "context_parallel_size": "the torch engine splits no sequences; leave it out",
-        "kv_replication": "the torch engine repeats no key/value heads; leave it out",
-        "dump_sharding": "the torch engine writes none; leave it out",
-        "tensor_parallel_size": f"does not divide num_kv_heads={shape.num_kv_heads}",
-    }
-    asked = {name: getattr(config, name) > 1 for name in remedies if name.endswith(("_size", "_replication"))}
-    asked["sequence_parallel"] = config.sequence_parallel and bool(config.hidden_dropout)
-    asked["dump_sharding"] = bool(config.dump_sharding)
-    asked["tensor_parallel_size"] = bool(shape.num_kv_heads % ranks)
-    names = [name for name in remedies if asked[name]]
-    if names:
-        raise ConfigError([Problem(f"--{n}={getattr(config, n)}", f"{remedies[n]}, or --engine=xla") for n in names])
 
 
 def refuse_uneven_columns(config: TrainConfig, mesh: Mesh) -> None:

@@ -28,7 +28,6 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
 
-from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.training import TrainConfig
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import VOCABULARIES, initial_weight
@@ -71,8 +70,7 @@ class XlaEngine:
         devices = xr.global_runtime_device_count()
         self.mesh = resolve_mesh(config, devices, self.local_devices)
         self.layout = layout_of(config, self.mesh)
-        resolve_batch(config, self.mesh.data_ranks)
-        refuse_what_is_for_torch(config)
+        self.config = config = resolve_batch(config, self.mesh.data_ranks)
         # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
         self.data_size = min(self.process_count, self.mesh.data_ranks)
         self.data_rank = self.process_index * self.data_size // self.process_count
@@ -80,7 +78,6 @@ class XlaEngine:
         self.host_processes = 1
         self.xla_mesh = xs.Mesh(np.arange(devices), tuple(self.mesh), self.mesh._fields)
         self._commits = 0
-        self.config = config
         self.precision = precision_of(config)
         self.rows = config.batch_size * self.mesh.data_ranks // self.data_size  # of one micro-batch, in this process
         if self.process_count > 1:
@@ -299,16 +296,6 @@ class XlaEngine:
         """See engine.Engine."""
         if self.process_count > 1:
             torch.distributed.destroy_process_group()
-
-
-def refuse_what_is_for_torch(config: TrainConfig) -> None:
-    """ConfigError where gradients would be added up over devices in another dtype than asked for, and for fp16."""
-    if config.precision == "fp16":
-        raise ConfigError([Problem("--precision=fp16", "the xla engine has none; use mixed_bf16, or --engine=torch")])
-    stored = {torch.float32: "fp32", torch.bfloat16: "bf16"}[precision_of(config).parameters]
-    if config.reduce_dtype not in ("auto", stored):
-        remedy = f"the xla engine adds gradients up in the parameters' dtype, {stored} here; leave it out"
-        raise ConfigError([Problem(f"--reduce_dtype={config.reduce_dtype}", f"{remedy}, or --engine=torch")])
 
 
 def _describe_sharding(tensor: Tensor, axes: Spec) -> dict[str, Any]:

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 from pretraining.config.devices import PLAN_KINDS, DeviceKind
 from pretraining.config.errors import ConfigError
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import ShardingStrategy, TrainConfig
 from pretraining.config.validate import problems
 from pretraining.config.variants import model_shape
+from pretraining.models.checks import CHECKS as MODEL_CHECKS
 from pretraining.monitor.flops import flops_per_token
+from pretraining.parallel.checks import CHECKS as PARALLEL_CHECKS
 from pretraining.parallel.layout import StateTensor
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask
@@ -69,10 +71,10 @@ class Plan(NamedTuple):
 
 def plan_of(config: TrainConfig) -> Plan:
     """Return the plan for plan_devices of plan_device_kind. Raises ConfigError where sizes do not divide."""
-    kind, config = PLAN_KINDS[config.plan_device_kind], replace(config)
+    kind = PLAN_KINDS[config.plan_device_kind]
     devices = config.plan_devices // config.pipeline_parallel_size
     mesh = resolve_mesh(config, devices, min(kind.per_host, devices))
-    resolve_batch(config, mesh.data_ranks)
+    config = resolve_batch(config, mesh.data_ranks)
     of_stage = stage_config(config)
     tensors = {stage: tensors_of(of_stage, mesh, stage) for stage in stages(config)}
     memories = {stage: device_memory(of_stage, mesh, tensors[stage], stage) for stage in tensors}
@@ -149,7 +151,7 @@ def nearest_fit(plan: Plan) -> TrainConfig | None:
 
 def _plan_if_valid(config: TrainConfig) -> Plan | None:
     try:
-        return None if problems(config, missing_matters=False) else plan_of(config)
+        return None if problems(config, (*MODEL_CHECKS, *PARALLEL_CHECKS), missing_matters=False) else plan_of(config)
     except ConfigError:
         return None
 
@@ -165,7 +167,7 @@ def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
     kind = PLAN_KINDS[config.plan_device_kind]
     tensors = [ranks for ranks in (1, 2, 4, 8, 16) if config.plan_devices % ranks == 0 and ranks <= kind.per_host]
     contexts = [ranks for ranks in (1, 2, 4) if config.plan_devices % ranks == 0]
-    strategies = ("ddp", "zero1", "fsdp", "hsdp")
+    strategies: tuple[ShardingStrategy, ...] = ("ddp", "zero1", "fsdp", "hsdp")
     for strategy, tensor, context, recompute in product(strategies, tensors, contexts, (False, True)):
         yield replace(
             config,

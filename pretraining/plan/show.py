@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import topology_devices
+from pretraining.plan.checks import topology_devices
 from pretraining.plan.compiled import compile_step
 from pretraining.plan.page import as_json, compiled_json, compiled_page, page, ranking
 from pretraining.plan.plan import plan_of, search

@@ -252,7 +252,7 @@ def test_a_model_that_cannot_be_this_one_is_refused(tmp_path: Path, change: dict
 
 
 @pytest.mark.parametrize(("activation", "act"), [("geglu", "gelu"), ("reglu", "relu")])
-def test_the_gate_has_their_word_and_comes_back(activation: str, act: str) -> None:
+def test_the_gate_has_their_word_and_comes_back(activation: Any, act: str) -> None:
     exported = config_json(TrainConfig(activation=activation), "float32")
     assert exported["hidden_act"] == act
     assert ModelDescription(exported).fields["activation"] == activation

@@ -9,8 +9,8 @@ from dataclasses import fields
 
 import pytest
 
-from pretraining.config.document import documented_fields, fields_in, help_text
-from pretraining.config.training import TrainConfig
+from pretraining.config.document import documented_fields, fields_in, help_text, type_words
+from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.document import BEGIN, END, PAGE, main, page
 from pretraining.parallel.recompute import block_mask, scan_plan, show_mask
@@ -40,7 +40,7 @@ class TrainConfig:
 
 def test_a_field_is_read_as_it_is_written() -> None:
     text = re.sub(r"^    (bare|silent|endless|last).*\n( *\"\"\".*\n)?", "", SOURCE, flags=re.MULTILINE)
-    assert fields_in(text) == [("First", "good", "int | None", "1_000", "Tokens, at least 1.")]
+    assert fields_in(text) == {"First": [("First", "good", "1_000", "Tokens, at least 1.")], "Second": []}
 
 
 def test_every_field_that_lacks_documentation_is_named() -> None:
@@ -53,24 +53,28 @@ def test_the_documentation_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PAGE.parent)
 
 
+FIELDS = [field for group in documented_fields().values() for field in group]
+
+
 def test_every_field_is_documented_once_in_its_order() -> None:
-    assert [field.name for field in documented_fields()] == [field.name for field in fields(TrainConfig)]
+    assert [field.name for field in FIELDS] == [field.name for field in fields(TrainConfig)]
 
 
 def test_the_documented_default_is_the_default() -> None:
-    for field in documented_fields():
+    for field in FIELDS:
         assert eval(field.default) == getattr(TrainConfig, field.name), field.name
 
 
 def test_every_documentation_is_a_sentence_or_more() -> None:
-    for field in documented_fields():
-        assert len(field.words) > 20, field.name
-        assert field.words.endswith("."), field.name
+    for field in FIELDS:
+        assert len(field.text) > 20, field.name
+        assert field.text.endswith("."), field.name
 
 
-def test_every_variant_is_named_in_the_documentation() -> None:
-    (words,) = (field.words for field in documented_fields() if field.name == "model_variant")
-    assert all(name.removesuffix("_4k") in words for name in VARIANTS)
+def test_choices_and_ranges_are_part_of_the_help() -> None:
+    words = " ".join(help_text().split())
+    for setting in SETTINGS.values():
+        assert f"({type_words(setting)})" in words, setting.name
 
 
 def test_the_help_fits_a_terminal() -> None:

@@ -7,14 +7,17 @@ import sys
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretraining.config.declaration import parse_value
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.flags import coerce, field_types, read, run
-from pretraining.config.training import TrainConfig
+from pretraining.config.flags import read, run
+from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.configure import configure
 
 ROOT = Path(__file__).parents[2]
 DUMMY = "--use_dummy_dataset"
@@ -25,7 +28,7 @@ def parse(*words: str) -> TrainConfig:
     seen: list[TrainConfig] = []
 
     def main(**flags: str) -> None:
-        seen.append(TrainConfig.from_flags(flags))
+        seen.append(configure(flags))
 
     assert run(main, words) == 0
     return seen[0]
@@ -35,7 +38,7 @@ def complaints(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What stderr says to a command line that is wrong."""
 
     def main(**flags: str) -> None:
-        TrainConfig.from_flags(flags)
+        configure(flags)
 
     assert run(main, words) == 2
     said = capsys.readouterr()
@@ -102,23 +105,24 @@ def test_a_whole_number_may_be_written_as_people_write_it(text: str) -> None:
 
 @given(st.integers())
 def test_every_integer_survives(number: int) -> None:
-    assert coerce(str(number), int) == number
+    assert parse_value(str(number), int) == number
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_every_finite_float_survives(number: float) -> None:
-    assert coerce(repr(number), float) == number
+    assert parse_value(repr(number), float) == number
 
 
 @given(st.text(), st.sampled_from([int, float, bool]))
 def test_reading_a_value_gives_its_type_or_a_value_error(text: str, kind: type) -> None:
     with suppress(ValueError):
-        assert type(coerce(text, kind)) is kind
+        assert type(parse_value(text, kind)) is kind
 
 
 def test_the_documented_capitals_of_a_strategy_are_accepted_and_kept_small() -> None:
     assert parse(DUMMY, "--sharding_strategy=FSDP").sharding_strategy == "fsdp"
-    assert TrainConfig(sharding_strategy="HSDP").sharding_strategy == "hsdp"
+    settings: dict[str, Any] = {"sharding_strategy": "HSDP"}
+    assert TrainConfig(**settings).sharding_strategy == "hsdp"
 
 
 def test_a_value_may_be_a_negative_number() -> None:
@@ -126,7 +130,7 @@ def test_a_value_may_be_a_negative_number() -> None:
 
 
 def test_python_values_mean_what_their_text_means() -> None:
-    config = TrainConfig.from_flags({"use_dummy_dataset": True, "datasets": ("a", "b"), "num_layers": None, "seed": 3})
+    config = configure({"use_dummy_dataset": True, "datasets": ("a", "b"), "num_layers": None, "seed": 3})
     assert (config.datasets, config.num_layers, config.seed) == ("a,b", None, 3)
     assert TrainConfig(datasets="a,b", weights="1,2").datasets == "a,b"
 
@@ -192,7 +196,7 @@ def test_a_mistake_and_its_consequences_are_one_problem(capsys: pytest.CaptureFi
 @given(st.lists(st.sampled_from(["--batch_size", "--low_cpu_fsdp", "--nolow_cpu_fsdp", "--x", "--", "-b", "3", "a=b"])))
 def test_every_word_is_a_flag_or_a_problem(words: list[str]) -> None:
     line = read(words)
-    assert line.flags.keys() <= field_types().keys()
+    assert line.flags.keys() <= SETTINGS.keys()
     told = " ".join([*line.flags, *line.flags.values(), *line.notes, *(problem.subject for problem in line.problems)])
     assert all(word.replace("--no", "").strip("-") in told for word in words)
 
@@ -200,8 +204,8 @@ def test_every_word_is_a_flag_or_a_problem(words: list[str]) -> None:
 def test_all_mistakes_are_listed_at_once_quickly_and_without_torch() -> None:
     words = ["--batch_sise=4", "--num_heads=7", "--sharding_strategy=foo", "--seq_length=two"]
     code = (
-        "import sys; from pretraining.config.flags import run; from pretraining.config.training import TrainConfig\n"
-        "code = run(lambda **flags: TrainConfig.from_flags(flags))\n"
+        "import sys; from pretraining.config.flags import run; from pretraining.configure import CHECKS, configure\n"
+        "code = run(lambda **flags: configure(flags), checks=CHECKS)\n"
         "assert not {'torch', 'numpy', 'pyarrow'} & sys.modules.keys(), 'heavy'\n"
         "sys.exit(code)"
     )
@@ -273,5 +277,5 @@ def test_each_rank_leaves_its_own_exit_code(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_dictionary_of_flags_is_checked_like_a_command_line() -> None:
     with pytest.raises(ConfigError) as caught:
-        TrainConfig.from_flags({"batch_sise": "4", "seq_length": "two"})
+        configure({"batch_sise": "4", "seq_length": "two"})
     assert [problem.subject for problem in caught.value.problems] == ["--batch_sise=4", "--seq_length=two"]

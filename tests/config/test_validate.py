@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.config.flags import field_types
-from pretraining.config.training import TrainConfig
-from pretraining.config.validate import CHOICES, LISTS, RANGES, parse_selective, problems
+from pretraining.config.declaration import Above, AtLeast, OneOf, Setting
+from pretraining.config.grammar import parse_selective
+from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.validate import problems
 from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.configure import CHECKS
 
 CUSTOM: dict[str, Any] = {
     "model_variant": "custom",
@@ -28,7 +30,8 @@ CUSTOM: dict[str, Any] = {
 
 def found(**settings: Any) -> list[str]:
     """The problems of a dummy run with these settings, one text each."""
-    return [" ".join(problem) for problem in problems(TrainConfig(**{"use_dummy_dataset": True, **settings}))]
+    config = TrainConfig(**{"use_dummy_dataset": True, **settings})
+    return [f"{problem.subject} {problem.remedy}" for problem in problems(config, CHECKS)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -41,24 +44,23 @@ def test_a_custom_model_needs_five_dimensions_and_no_more() -> None:
     assert not found(**CUSTOM)
 
 
-def test_every_number_has_a_range_and_every_table_names_real_fields() -> None:
-    numbers = {name for name, kind in field_types().items() if kind not in (str, bool, bool | None)}
-    assert numbers == RANGES.keys()
-    assert CHOICES.keys() | LISTS.keys() <= field_types().keys()
+NUMBERS = [setting for setting in SETTINGS.values() if setting.kind in (int, float)]
+CHOICES = [setting for setting in SETTINGS.values() if isinstance(setting.constraint, OneOf)]
 
 
-@pytest.mark.parametrize("name", RANGES)
-def test_a_number_out_of_range_is_one_problem_that_names_it(name: str) -> None:
-    value = -2.0 if field_types()[name] in (float, float | None) else -2
-    (problem,) = found(**{name: value})
-    assert f"--{name}={value}" in problem
+@pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.name)
+def test_every_number_has_a_range_and_one_outside_is_one_problem_that_names_it(setting: Setting) -> None:
+    assert isinstance(setting.constraint, AtLeast | Above)
+    (problem,) = found(**{setting.name: setting.kind(-2)})
+    assert problem == f"--{setting.name}={setting.kind(-2)} must be {setting.constraint.requirement}"
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_an_unknown_choice_is_one_problem_that_lists_the_choices(name: str) -> None:
-    (problem,) = found(**{name: "foo"})
-    assert f"--{name}=foo" in problem
-    assert all(choice in problem for choice in CHOICES[name])
+@pytest.mark.parametrize("setting", CHOICES, ids=lambda setting: setting.name)
+def test_an_unknown_choice_is_one_problem_that_lists_the_choices(setting: Setting) -> None:
+    (problem,) = found(**{setting.name: "foo"})
+    assert f"--{setting.name}=foo" in problem
+    assert isinstance(setting.constraint, OneOf)
+    assert all(choice in problem for choice in setting.constraint.choices)
 
 
 # Settings that contradict, and the words that the message must hold: both fields, and the way out.
@@ -78,9 +80,9 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"precision": "fp32", "mixed_precision": True}, ["--precision=fp32", "--mixed_precision=False"]),
     ({"engine": "xla", "device": "cuda"}, ["--device=cuda", "--engine=torch", "PJRT_DEVICE"]),
     ({"engine": "xla", "cpu_offload": True}, ["--cpu_offload", "engine=xla"]),
-    ({"device": "cpu", "cpu_offload": True}, ["--cpu_offload", "device=cpu"]),
+    ({"device": "cpu", "cpu_offload": True}, ["--cpu_offload", "torch on cpu"]),
     ({"datasets": "a,b", "weights": "1"}, ["--weights=1", "datasets=a,b", "has 2"]),
-    ({"weights": "1,2"}, ["--weights=1,2", "datasets is not given"]),
+    ({"weights": "1,2"}, ["--weights=1,2", "datasets is not set"]),
     ({"weights": "1,-2", "datasets": "a,b"}, ["--weights=1,-2", "above 0"]),
     ({"val_interval": 10}, ["--val_interval=10", "--val_steps"]),
     (
@@ -90,7 +92,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"checkpoint_scale": "log", "checkpoint_interval": 1}, ["--checkpoint_interval=1", "checkpoint_scale=log"]),
     ({"extra_checkpoint_steps": "1,x"}, ["--extra_checkpoint_steps=1,x", "0,100,1000"]),
     ({"use_profiler": True, "num_steps": 4}, ["--profile_start_step=5", "num_steps=4"]),
-    ({"selective_checkpointing": "0"}, ["--selective_checkpointing=0", "--fsdp_activation_checkpointing=False"]),
+    ({"selective_checkpointing": "0"}, ["--selective_checkpointing=0", "every k-th block", "1/3"]),
     (
         {"fsdp_activation_checkpointing": True, "selective_checkpointing": "33"},
         ["--selective_checkpointing=33", "num_layers=32"],
@@ -181,7 +183,7 @@ def test_every_fraction_up_to_one_is_its_own_value(numerator: int, denominator: 
     [
         ({"tensor_parallel_size": 4, "num_attention_heads": 6}, r"--tensor_parallel_size=4 .*num_attention_heads=6"),
         ({"tensor_parallel_size": 8, "intermediate_size": 100}, r"--tensor_parallel_size=8 .*intermediate_size=100"),
-        ({"tensor_parallel_size": 8, "kv_replication": 3, "num_kv_heads": 2}, r"num_kv_heads=2 .*size=8 .*use 4 or 8"),
+        ({"tensor_parallel_size": 8, "kv_replication": 3, "num_kv_heads": 2}, r"num_kv_heads=2 .*size=8; use 4 or 8"),
         ({"context_parallel_size": 4, "seq_length": 62}, r"--seq_length=62 .*context_parallel_size=4; use 60 or 64"),
         (
             {"sequence_parallel": True, "tensor_parallel_size": 2, "seq_length": 63},

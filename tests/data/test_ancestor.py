@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ def one_epoch(config: TrainConfig, world: int = 1) -> Counter[int]:
     """
     tokens = epoch_tokens(open_stream(config))
     steps = -(-tokens // config.seq_length // world)
-    config.global_batch_size = world
+    config = replace(config, global_batch_size=world)
     ranks = [open_stream(config, rank, world) for rank in range(world)]
     drawn = [row for step in range(steps) for stream in ranks for row in stream.batch(step)["tokens"]]
     counts = Counter(np.concatenate(drawn).tolist())

@@ -15,7 +15,7 @@ import pytest
 
 from pretraining import inspect_data
 from pretraining.config.errors import UserError
-from pretraining.config.flags import config_from_flags
+from pretraining.configure import configure
 from pretraining.data import open_stream, prepare
 from pretraining.data.text import FileRange, divide, find_files, read_documents
 from pretraining.data.tokenizer import open_tokenizer
@@ -71,7 +71,7 @@ def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(
     assert "ignored: 1 files ending in .png" in capsys.readouterr().out
     flags = dict(line[2:].split("=", 1) for line in (tmp_path / "out" / "flags.txt").read_text().splitlines())
     assert set(flags) == {"data_path", "valid_data_path", "tokenizer_path", "vocab_size"}
-    config = config_from_flags({**flags, "seq_length": 32, "index_dir": str(tmp_path / "index"), "batch_size": 1})
+    config = configure({**flags, "seq_length": 32, "index_dir": str(tmp_path / "index"), "batch_size": 1})
     counts = [open_stream(config, split=split).facts()["datasets"][0]["documents"] for split in ("train", "valid")]
     assert sum(counts) == len(wanted) and 0.05 < counts[1] / sum(counts) < 0.2
     assert 2 in np.concatenate(rows(open_stream(config), 20))  # the tokenizer's separator, unasked
@@ -171,7 +171,7 @@ def test_a_shard_missing_from_what_was_prepared_is_named(tmp_path: Path) -> None
     run(tmp_path)
     shard = next((tmp_path / "out" / "train").glob("*.arrow"))
     shard.rename(tmp_path / "elsewhere")
-    config = config_from_flags({"data_path": str(tmp_path / "out" / "train"), "index_dir": str(tmp_path / "index")})
+    config = configure({"data_path": str(tmp_path / "out" / "train"), "index_dir": str(tmp_path / "index")})
     with pytest.raises(UserError, match=r"(missing, but meta\.json lists it|no shards)"):
         open_stream(config)
 
@@ -183,7 +183,7 @@ def test_a_vocabulary_larger_than_the_models_is_known_before_training(tmp_path: 
     with pytest.raises(
         UserError, match="its tokenizer has 400 ids, but the model's vocabulary is 300: give --vocab_size=400"
     ):
-        open_stream(config_from_flags(flags))
+        open_stream(configure(flags))
 
 
 def test_a_given_tokenizer_and_a_tokenizer_json_are_used(tmp_path: Path) -> None:

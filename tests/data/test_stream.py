@@ -5,6 +5,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ def test_a_stream_of_one_lane_is_whole_documents_with_a_separator_after_each(
 def test_ranks_threads_and_resume_points_do_not_change_the_global_batch(
     shards: list[list[int]], world: int, per_rank: int, threads: int, stop: int
 ) -> None:
-    with small_corpus(shards, seq_length=5) as (config, _):
-        whole = rows(open_stream(config), (stop + 3) * world * per_rank)
-        config.global_batch_size = world * per_rank
+    with small_corpus(shards, seq_length=5) as (plain, _):
+        whole = rows(open_stream(plain), (stop + 3) * world * per_rank)
+        config = replace(plain, global_batch_size=world * per_rank)
         if sum(map(sum, shards)) < 6 * world * per_rank:
             return
         streams = [Prefetcher(open_stream(config, rank, world), threads) for rank in range(world)]
@@ -98,7 +99,7 @@ def test_a_stream_of_eight_ranks_goes_on_with_two_and_four_and_another_batch_siz
     got = [row for step in range(3) for rank in range(8) for row in open_stream(config, rank, 8).batch(step)["tokens"]]
     state = open_stream(config, 3, 8).state(3)
     for world, batch_size, steps in ((2, 24, 2), (4, 20, 3), (1, 7, 4)):
-        config.global_batch_size = batch_size
+        config = replace(config, global_batch_size=batch_size)
         streams = [open_stream(config, rank, world, state=state) for rank in range(world)]
         got += [row for step in range(steps) for stream in streams for row in stream.batch(step)["tokens"]]
         state = streams[0].state(steps)

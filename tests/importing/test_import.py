@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.configure import configure
 from pretraining.document import PAGE
 from pretraining.importing.convert import FIXED
 from pretraining.importing.flags import flags_from_files
@@ -63,7 +64,7 @@ def resolved(node: dict[str, Any], folder: Path, name: str = "config.json", **fl
 
 
 def from_flags(flags: Mapping[str, object]) -> TrainConfig:
-    return TrainConfig.from_flags(*flags_from_files(flags, report=False))
+    return configure(flags, report=False)
 
 
 def config(node: dict[str, Any], folder: Path, **flags: object) -> TrainConfig:
@@ -336,7 +337,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_what_would_work(kind: str,
 
 def test_a_dead_cosine_is_refused_with_its_key(tmp_path: Path) -> None:
     report = refusal(put(tree("nemo"), "model.optim.sched.constant_steps", 10), tmp_path)
-    assert "fall off a cliff" in report
+    assert "no step to decay in" in report
     assert "model.optim.sched.constant_steps=10" in report
 
 
@@ -421,7 +422,7 @@ def test_every_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Path, "read_text", read_text)
     node = put(tree("nxdt"), "model.model_config", write(tmp_path, LLAMA, "model.json"))
     own = write(tmp_path, {"import_config": write(tmp_path, node)}, "own.json")
-    TrainConfig.from_flags(*flags_from_files({"config_file": own, **ENOUGH}))
+    configure({"config_file": own, **ENOUGH})
     assert sorted(read) == ["config.json", "model.json", "own.json"]
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretraining.config.schedules import SCHEDULES as OURS
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import SCHEDULES as OURS
 from pretraining.config.variants import model_shape
 from pretraining.importing.foreign import ForeignConfig
 from pretraining.importing.megatron_optim import SCHEDULES

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.configure import configure
 from pretraining.models.init import build_model, deviation, initial_weight
 from pretraining.models.llama import ACTIVATIONS, BatchInputs, LayerNorm, Llama, rope_frequencies
 from pretraining.monitor.flops import flops_per_token
@@ -138,7 +139,7 @@ def test_a_layer_norm_is_torchs() -> None:
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_a_gate_is_a_third_matrix(activation: str) -> None:
+def test_a_gate_is_a_third_matrix(activation: Any) -> None:
     model = Llama(TrainConfig(**TINY, activation=activation))
     matrices = [name for name, _ in model.named_parameters() if ".layers.0.mlp." in name]
     assert len(matrices) == (3 if activation in ("swiglu", "geglu", "reglu") else 2)
@@ -202,7 +203,7 @@ def test_a_share_of_the_channels_is_rotated() -> None:
         ("xavier_normal", math.sqrt(2 / 800)),
     ],
 )
-def test_initial_weights_have_the_spread_of_their_method(method: str, expected: float) -> None:
+def test_initial_weights_have_the_spread_of_their_method(method: Any, expected: float) -> None:
     config, shape = TrainConfig(**TINY, init_method=method, output_init_method="normal"), torch.Size((400, 400))
     assert deviation(method, config, 6, shape) == pytest.approx(expected)
     made = initial_weight(config, 6, "model.layers.0.mlp.up_proj.weight", shape)
@@ -223,7 +224,7 @@ def test_initial_weights_have_the_spread_of_their_method(method: str, expected: 
 )
 def test_options_that_contradict_are_refused(fields: dict[str, Any], names: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
-        TrainConfig.from_flags({"use_dummy_dataset": True, **TINY, **fields})
+        configure({"use_dummy_dataset": True, **TINY, **fields})
     assert all(name in str(caught.value) for name in names)
 
 

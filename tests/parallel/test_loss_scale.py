@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
+from pretraining.configure import configure
 from pretraining.parallel.loss_scale import LossScale
 from tests.parallel.launch import ALONE, environment, launched
 
@@ -65,16 +66,16 @@ def test_the_dynamic_scale_is_deepspeed_s(power: int, window: int, hysteresis: i
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"precision": "fp16", "engine": "xla"}, "precision=fp16 +is the torch engine's"),
-        ({"loss_scale": 8.0}, "loss_scale=8.0 +is for precision=fp16; precision=mixed_bf16 needs no scale"),
-        ({"precision": "fp16", "loss_scale": 8.0, "loss_scale_window": 5}, "loss_scale_window=5 +is of the dynamic"),
-        ({"precision": "fp16", "initial_scale_power": 33}, "between 0 and 32"),
+        ({"precision": "fp16", "engine": "xla"}, "precision=fp16 +is not supported by engine=xla"),
+        ({"loss_scale": 8.0}, "loss_scale=8.0 +needs precision=fp16; precision=mixed_bf16 has no"),
+        ({"precision": "fp16", "loss_scale": 8.0, "loss_scale_window": 5}, "loss_scale_window=5 +is for the dynamic"),
+        ({"precision": "fp16", "initial_scale_power": 33}, "at least 0 and below 33"),
         ({"precision": "fp16", "loss_scale_hysteresis": 0}, "at least 1"),
     ],
 )
 def test_a_scale_without_a_use_is_refused(fields: Fields, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TrainConfig.from_flags({"use_dummy_dataset": True, **fields})
+        configure({"use_dummy_dataset": True, **fields})
 
 
 @functools.cache

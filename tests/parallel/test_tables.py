@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -54,7 +55,7 @@ def test_every_matrix_is_split_somewhere() -> None:
 WIDE: dict[str, Any] = {"model_variant": "llama3_8b", "num_layers": 3}  # norms are 0.01 % of its parameters
 
 
-def shares(layout: Layout | TorchLayout, strategy: str) -> tuple[int, ...]:
+def shares(layout: Layout | TorchLayout, strategy: Any) -> tuple[int, ...]:
     """How many times smaller a device's parameters, gradients and moments are than one copy."""
     config = TrainConfig(**WIDE, sharding_strategy=strategy)
     whole = unsharded_state_bytes(config).values()
@@ -63,7 +64,8 @@ def shares(layout: Layout | TorchLayout, strategy: str) -> tuple[int, ...]:
 
 def test_the_xla_engine_shards_what_the_strategy_s_name_says() -> None:
     mesh = Mesh(1, 4, context=2, tensor=2)
-    layouts = {name: layout_of(TrainConfig(**WIDE, sharding_strategy=name), mesh) for name in STRATEGIES}
+    names: Iterable[Any] = STRATEGIES
+    layouts = {name: layout_of(TrainConfig(**WIDE, sharding_strategy=name), mesh) for name in names}
     assert {name: shares(layout, name) for name, layout in layouts.items()} == {
         **{"ddp": (2, 2, 2), "zero1": (2, 2, 16), "zero2": (2, 16, 16)},
         **{"fsdp": (16, 16, 16), "hsdp": (16, 16, 16)},
@@ -148,7 +150,7 @@ def test_published_padded_sizes_are_met() -> None:  # Pythia: 50277 tokens, mult
     ("strategy", "group", "mesh"),
     [("ddp", 0, Mesh(8, 1)), ("fsdp", 0, Mesh(1, 8)), ("hsdp", 4, Mesh(2, 4)), ("hsdp", 0, Mesh(4, 2))],
 )
-def test_the_mesh_of_each_strategy(strategy: str, group: int, mesh: Mesh) -> None:
+def test_the_mesh_of_each_strategy(strategy: Any, group: int, mesh: Mesh) -> None:
     config = TrainConfig(sharding_strategy=strategy, sharding_group_size=group)
     assert resolve_mesh(config, devices=8, devices_per_host=2) == mesh
 
@@ -161,11 +163,9 @@ def test_a_group_that_does_not_divide_the_devices_is_refused_with_those_that_do(
 @given(rows=st.integers(1, 8), devices=st.integers(1, 64), passes=st.integers(1, 16))
 def test_the_global_batch_is_rows_x_devices_x_passes(rows: int, devices: int, passes: int) -> None:
     total = rows * devices * passes
-    derived = TrainConfig(batch_size=rows, global_batch_size=total)
-    resolve_batch(derived, devices)
+    derived = resolve_batch(TrainConfig(batch_size=rows, global_batch_size=total), devices)
     assert derived.gradient_accumulation_steps == passes
-    given_passes = TrainConfig(batch_size=rows, gradient_accumulation_steps=passes)
-    resolve_batch(given_passes, devices)
+    given_passes = resolve_batch(TrainConfig(batch_size=rows, gradient_accumulation_steps=passes), devices)
     assert given_passes.global_batch_size == total
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
+from pretraining.configure import configure
 
 ROOT = Path(__file__).parents[2]
 BASE: dict[str, Any] = {"plan": True, "plan_device_kind": "tpu-v6e", "plan_topology": "2x2", "plan_compile": True}
@@ -38,7 +39,7 @@ MODEL: dict[str, Any] = {
 )
 def test_what_cannot_be_compiled_is_refused_before_anything_starts(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TrainConfig.from_flags({**BASE, **MODEL, **fields})
+        configure({**BASE, **MODEL, **fields})
 
 
 def test_missing_packages_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
+from pretraining.configure import configure
 from pretraining.plan.engines import engine_of
 from pretraining.plan.plan import USABLE, nearest_fit, plan_of, search
 from pretraining.plan.stages import idle_share
@@ -79,7 +80,7 @@ def test_what_does_not_fit_says_so_names_the_nearest_change_and_ends_well(capsys
 def test_a_plan_without_devices_or_their_kind_is_refused(fields: dict[str, Any], message: str) -> None:
     given = {"plan": True, "plan_devices": 64, "plan_device_kind": "h100", "use_dummy_dataset": True, **fields}
     with pytest.raises(ConfigError, match=message):
-        TrainConfig.from_flags(given)
+        configure(given)
 
 
 PIPED: dict[str, Any] = {
@@ -95,13 +96,16 @@ PIPED: dict[str, Any] = {
         ({"pipeline_parallel_size": 16, "plan_devices": 8}, "does not divide plan_devices=8"),
         ({"pipeline_parallel_size": 4, "virtual_pipeline_size": 3}, "= 12 does not divide num_layers=80"),
         ({"virtual_pipeline_size": 2}, "needs pipeline_parallel_size above 1"),
-        ({"pipeline_parallel_size": 4, "plan": False, "plan_devices": 0, "plan_device_kind": ""}, "no pipeline yet"),
+        (
+            {"pipeline_parallel_size": 4, "plan": False, "plan_devices": 0, "plan_device_kind": ""},
+            "is for --plan=True only",
+        ),
     ],
 )
 def test_stages_that_do_not_divide_are_refused_and_training_with_any(fields: dict[str, Any], message: str) -> None:
     given = {"plan": True, "plan_devices": 256, "plan_device_kind": "h100", "use_dummy_dataset": True, **PIPED}
     with pytest.raises(ConfigError, match=message):
-        TrainConfig.from_flags({**given, **fields})
+        configure({**given, **fields})
 
 
 def test_stages_split_the_layers_and_idle_as_the_schedule_says() -> None:

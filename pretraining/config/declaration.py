@@ -1,0 +1,184 @@
+"""How a setting is declared: its type, its range or choices, and what a resumed run may change.
+
+    batch_size: Annotated[int, AtLeast(1), Resume.FREE] = 2
+
+`declared_settings` reads the annotations of a dataclass. Flags, validation, `--help`, configs.md and the comparison
+with a checkpoint use what it returns. Does not depend on the settings themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from enum import Enum
+from types import NoneType
+from typing import Any, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
+
+
+class Resume(Enum):
+    """What happens if a checkpoint was written with another value of the setting; the text is printed in configs.md."""
+
+    SHAPE = "refused, because tensors would have another shape"
+    FUNCTION = "refused, because the weights would compute another function"
+    STATE = "refused, because the checkpoint would hold other tensors"
+    RATE = "refused unless override_lr_on_resume is True"
+    NOTE = "accepted and printed"
+    FREE = "accepted"
+
+
+class Constraint(Protocol):
+    """A condition on the value of one setting."""
+
+    @property
+    def requirement(self) -> str:
+        """The values that it accepts, as the end of the sentence "must be ..."."""
+        ...
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether `value`, which is not None, satisfies the condition."""
+        ...
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """Numbers from `minimum` on, below `below`; and `special`, a value with a meaning of its own."""
+
+    minimum: float
+    below: float = math.inf
+    special: float | None = None
+
+    @property
+    def requirement(self) -> str:
+        """See Constraint."""
+        upper = "" if self.below == math.inf else f" and below {self.below}"
+        return f"at least {self.minimum}{upper}" + ("" if self.special is None else f", or {self.special}")
+
+    def accepts(self, value: Any) -> bool:
+        """See Constraint."""
+        return bool(value == self.special or self.minimum <= value < self.below)
+
+
+@dataclass(frozen=True)
+class Above:
+    """Numbers above `bound`, at most `at_most`."""
+
+    bound: float
+    at_most: float = math.inf
+
+    @property
+    def requirement(self) -> str:
+        """See Constraint."""
+        return f"above {self.bound}" + ("" if self.at_most == math.inf else f" and at most {self.at_most}")
+
+    def accepts(self, value: Any) -> bool:
+        """See Constraint."""
+        return bool(self.bound < value <= self.at_most)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The keys of a table, or any other collection of texts; `Literal` annotations become one."""
+
+    choices: Collection[str]
+
+    @property
+    def requirement(self) -> str:
+        """See Constraint."""
+        return f"one of {', '.join(choice or 'nothing' for choice in self.choices)}"
+
+    def accepts(self, value: Any) -> bool:
+        """See Constraint."""
+        return value in self.choices
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Texts that `parse` reads without a ValueError."""
+
+    parse: Callable[[str], object]
+    requirement: str
+
+    def accepts(self, value: Any) -> bool:
+        """See Constraint."""
+        try:
+            self.parse(value)
+        except ValueError:
+            return False
+        return True
+
+
+class Setting(NamedTuple):
+    """One field of a configuration, as it is declared."""
+
+    name: str
+    kind: type  # str, int, float or bool
+    optional: bool  # whether None is a value
+    default: Any
+    constraint: Constraint | None
+    resume: Resume
+
+    @property
+    def expected(self) -> str:
+        """The type in words, with the default as an example: "expected a whole number, such as 4096"."""
+        words = TYPE_WORDS[self.kind] + (" or none" if self.optional else "")
+        numeric = self.kind in (int, float) and self.default is not None
+        return f"expected {words}" + (f", such as {self.default}" if numeric else "")
+
+    def read(self, raw: object) -> Any:
+        """Return the value of `raw`, a text or a Python value. Raises ValueError with what is expected."""
+        text = ",".join(map(str, raw)) if isinstance(raw, list | tuple) else str(raw)
+        if self.kind is str:
+            return text
+        if self.optional and text.lower() == "none":
+            return None
+        try:
+            return parse_value(text, self.kind)
+        except ValueError:
+            raise ValueError(self.expected) from None
+
+    def fault(self, value: Any) -> str | None:
+        """Return what is wrong with `value`; None if nothing is."""
+        if self.constraint is None or value is None or self.constraint.accepts(value):
+            return None
+        return f"must be {self.constraint.requirement}"
+
+
+TYPE_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def parse_value(text: str, kind: type) -> Any:
+    """Return `text` as an int, a finite float or a bool. 1000000, 1_000_000 and 1e6 are the same int.
+
+    Raises ValueError for any other text.
+    """
+    if kind is bool:
+        if text.lower() not in BOOLEANS:
+            raise ValueError(text)
+        return BOOLEANS[text.lower()]
+    if kind is int and "." not in text and "e" not in text.lower():
+        return int(text)  # exact, where a float is not
+    number = float(text)
+    if not math.isfinite(number) or (kind is int and not number.is_integer()):
+        raise ValueError(text)
+    return kind(number)
+
+
+def declared_settings(configuration: type) -> dict[str, Setting]:
+    """Return the settings of a dataclass by name, in their order."""
+    hints = get_type_hints(configuration, include_extras=True)
+    return {field.name: _setting(field.name, hints[field.name], field.default) for field in fields(configuration)}
+
+
+def _setting(name: str, hint: Any, default: Any) -> Setting:
+    """Read one annotation: `T`, `T | None`, `Literal[...]`, or `Annotated` of one of them with its markers."""
+    markers = getattr(hint, "__metadata__", ())
+    hint = hint.__origin__ if markers else hint
+    constraint = next((marker for marker in markers if not isinstance(marker, Resume)), None)
+    resume = next((marker for marker in markers if isinstance(marker, Resume)), Resume.NOTE)
+    if get_origin(hint) is Literal:
+        return Setting(name, str, False, default, OneOf(get_args(hint)), resume)
+    kinds = set(get_args(hint) or (hint,))
+    (kind,) = kinds - {NoneType}
+    return Setting(name, kind, NoneType in kinds, default, constraint, resume)

@@ -1,0 +1,65 @@
+"""Rules across the settings of the data. Nothing is opened here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pretraining.config.errors import Problem
+from pretraining.config.grammar import comma_separated, parse_split
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import problem
+
+
+def check_mixture(config: TrainConfig) -> Iterator[Problem]:
+    """There is one share for each dataset."""
+    for prefix in ("", "valid_"):
+        names = getattr(config, f"{prefix}datasets")
+        weights, datasets = len(comma_separated(getattr(config, f"{prefix}weights"))), len(comma_separated(names))
+        if weights and weights != datasets:
+            actual = f"{prefix}datasets={names} has {datasets}" if datasets else f"{prefix}datasets is not set"
+            yield problem(config, f"{prefix}weights", f"has {weights} shares but {actual}; use one share per dataset")
+
+
+def check_special_tokens(config: TrainConfig) -> Iterator[Problem]:
+    """The separator has one value, and a sequence has room for data."""
+    if config.sep_token is not None and config.eos_token not in (None, config.sep_token):
+        remedy = f"is another name of sep_token={config.sep_token}; set only one of the two"
+        yield problem(config, "eos_token", remedy)
+    if config.bol_token is not None and config.seq_length < 2:
+        yield problem(config, "bol_token", f"leaves no room for data in seq_length={config.seq_length}")
+
+
+def check_training_data(config: TrainConfig) -> Iterator[Problem]:
+    """Training needs data."""
+    if config.reads_data and not config.use_dummy_dataset and not config.data_path:
+        remedy = (
+            "is not set: give a folder of token shards, or --use_dummy_dataset=True for a speed test; "
+            "bash scripts/train.sh prepares a small corpus"
+        )
+        yield Problem("--data_path", remedy, is_missing=True)
+
+
+def check_validation_data(config: TrainConfig) -> Iterator[Problem]:
+    """Validation needs its length and held-out data."""
+    if not config.reads_data:
+        return
+    if config.val_interval and not config.val_steps:
+        remedy = "needs --val_steps=N, the number of global batches per validation"
+        yield problem(config, "val_interval", remedy, is_missing=True)
+    if config.val_interval and not (config.use_dummy_dataset or config.valid_data_path or config.split):
+        remedy = "needs held-out data: set --valid_data_path, or --split=949,50,1 to hold back part of data_path"
+        yield problem(config, "val_interval", remedy, is_missing=True)
+    if config.val_sanity_steps and not config.val_interval:
+        yield problem(config, "val_sanity_steps", "needs --val_interval=N", is_missing=True)
+
+
+def check_test_data(config: TrainConfig) -> Iterator[Problem]:
+    """A test needs data of its own."""
+    shares = parse_split(config.split)
+    has_data = config.use_dummy_dataset or config.test_data_path or (shares and shares[2])
+    if config.reads_data and config.test_steps and not has_data:
+        remedy = "needs test data: set --test_data_path, or a third share as in --split=949,50,1"
+        yield problem(config, "test_steps", remedy, is_missing=True)
+
+
+CHECKS = (check_mixture, check_special_tokens, check_training_data, check_validation_data, check_test_data)

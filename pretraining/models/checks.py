@@ -1,0 +1,105 @@
+"""Rules across the settings of the model and of its adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pretraining.config.errors import Problem
+from pretraining.config.grammar import comma_separated
+from pretraining.config.lora import MODULES, PROJECTIONS, adapted, matches
+from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.validate import divisors, either, problem
+from pretraining.config.variants import missing_dimensions, model_shape
+
+
+def check_dimensions_are_set(config: TrainConfig) -> Iterator[Problem]:
+    """A custom model has no default dimensions; --import_only works without."""
+    missing = [f"--{name}" for name in missing_dimensions(config)]
+    if missing and not config.import_only:
+        yield Problem("--model_variant=custom", f"needs {', '.join(missing)} too", is_missing=True)
+
+
+def check_heads(config: TrainConfig) -> Iterator[Problem]:
+    """Query heads share key/value heads evenly, and rotary embeddings rotate pairs of channels."""
+    shape = model_shape(config)
+    heads, kv_heads = shape.num_attention_heads, shape.num_kv_heads
+    if heads % kv_heads:
+        valid = either(divisors(heads))
+        yield Problem(f"--num_kv_heads={kv_heads}", f"does not divide num_attention_heads={heads}; use {valid}")
+    if config.head_dim is not None:
+        if config.head_dim % 2:
+            yield problem(config, "head_dim", "must be even, because rotary embeddings rotate pairs of channels")
+    elif shape.hidden_size % heads:
+        valid = either(divisors(shape.hidden_size))
+        remedy = f"does not divide hidden_size={shape.hidden_size}; use {valid}, or set --head_dim"
+        yield Problem(f"--num_attention_heads={heads}", remedy)
+    elif shape.head_dim % 2:
+        remedy = f"and hidden_size={shape.hidden_size} give head_dim={shape.head_dim}, which must be even"
+        yield Problem(f"--num_attention_heads={heads}", remedy)
+
+
+def check_positions(config: TrainConfig) -> Iterator[Problem]:
+    """The model has a position for every token of a sequence."""
+    longest = model_shape(config).max_position_embeddings
+    if config.seq_length > longest:
+        remedy = f"is above max_position_embeddings={longest}; use at most that, or raise --max_position_embeddings"
+        yield problem(config, "seq_length", remedy)
+
+
+def check_norm_bias(config: TrainConfig) -> Iterator[Problem]:
+    """RMSNorm has no bias."""
+    if config.norm_bias and config.norm_type != "layernorm":
+        yield problem(config, "norm_bias", f"needs norm_type=layernorm; norm_type={config.norm_type} has no bias")
+
+
+def check_rotary(config: TrainConfig) -> Iterator[Problem]:
+    """Rotary settings need rotary embeddings, and at least one pair of channels."""
+    for name in ("rotary_percentage", "rope_scaling_type"):
+        if config.position_embedding_type != "rope" and getattr(config, name) != SETTINGS[name].default:
+            remedy = (
+                f"has no effect with position_embedding_type={config.position_embedding_type}; remove one of the two"
+            )
+            yield problem(config, name, remedy)
+    if int(model_shape(config).head_dim * config.rotary_percentage) < 2:
+        remedy = f"of head_dim={model_shape(config).head_dim} is less than one pair of channels"
+        yield problem(config, "rotary_percentage", remedy)
+
+
+def check_rope_bands(config: TrainConfig) -> Iterator[Problem]:
+    """Llama 3's scaling interpolates between a low and a high frequency."""
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    if config.rope_scaling_type == "llama3" and high <= low:
+        yield problem(config, "rope_high_freq_factor", f"must be above rope_low_freq_factor={low}")
+
+
+def check_adapters(config: TrainConfig) -> Iterator[Problem]:
+    """Settings of LoRA need a rank, and names of modules that exist."""
+    if not config.lora_rank:
+        for name, setting in SETTINGS.items():
+            if name.startswith("lora_") and getattr(config, name) != setting.default:
+                yield problem(config, name, "needs --lora_rank=R, above 0")
+        return
+    try:
+        targets = adapted(config)
+    except re.error as error:
+        yield problem(config, "lora_target_modules", f"is not a valid regular expression: {error}")
+        return
+    if not targets:
+        names = ", ".join(name.rpartition(".")[2] for name in PROJECTIONS)
+        yield problem(config, "lora_target_modules", f"matches no projection; the projections are {names}")
+    for name in comma_separated(config.lora_modules_to_save):
+        if not any(matches(module, name) for module in MODULES):
+            remedy = f"contains {name}, which is not a module; the modules are {', '.join(MODULES)}"
+            yield problem(config, "lora_modules_to_save", remedy)
+
+
+CHECKS = (
+    check_dimensions_are_set,
+    check_heads,
+    check_positions,
+    check_norm_bias,
+    check_rotary,
+    check_rope_bands,
+    check_adapters,
+)

@@ -1,0 +1,110 @@
+"""Rules across the settings of optimizer, schedule and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pretraining.config.errors import Problem
+from pretraining.config.optimizers import FLAGS, OPTIMIZERS, hyperparameters, is_like, parse_arguments
+from pretraining.config.schedules import SCHEDULES
+from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.validate import problem
+
+SCHEDULE_SETTINGS = {name for schedule in SCHEDULES.values() for name in (*schedule.reads, *schedule.requires)}
+MANUAL_PRECISION = ("master_weights", "fp32_grad_acc", "stochastic_rounding")
+LOSS_SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale")
+
+
+def check_schedule_settings(config: TrainConfig) -> Iterator[Problem]:
+    """The schedule reads every schedule setting that is set, and has all that it requires."""
+    chosen = SCHEDULES[config.lr_schedule]
+    for name in SETTINGS:
+        is_read = name in (*chosen.reads, *chosen.requires)
+        if name in SCHEDULE_SETTINGS and not is_read and getattr(config, name) != SETTINGS[name].default:
+            readers = ", ".join(key for key, other in SCHEDULES.items() if name in (*other.reads, *other.requires))
+            remedy = f"is not read by lr_schedule={config.lr_schedule}; remove it, or use {readers}"
+            yield problem(config, name, remedy)
+    missing = [f"--{name}" for name in chosen.requires if getattr(config, name) is None]
+    if missing:
+        yield problem(config, "lr_schedule", f"needs {', '.join(missing)}")
+    if config.training_stage == "annealing" and config.lr_schedule != "fms_annealing":
+        remedy = "contradicts --training_stage=annealing, which selects fms_annealing; remove one of the two"
+        yield problem(config, "lr_schedule", remedy)
+
+
+def check_schedule_lengths(config: TrainConfig) -> Iterator[Problem]:
+    """Warm-up, hold and constant part leave steps to decay in, and the floor is below the peak."""
+    total = config.lr_decay_steps or config.num_steps
+    if config.lr_warmup_steps is not None and config.lr_warmup_ratio is not None:
+        remedy = f"has the same meaning as lr_warmup_steps={config.lr_warmup_steps}; set only one of the two"
+        yield problem(config, "lr_warmup_ratio", remedy)
+        return
+    warmup = config.lr_warmup_steps or int((config.lr_warmup_ratio or 0) * total)
+    lengths = {"lr_warmup_steps": warmup, "lr_hold_steps": config.lr_hold_steps}
+    lengths["lr_constant_steps"] = config.lr_constant_steps
+    if total <= sum(lengths.values()):
+        longest = max(lengths, key=lambda name: lengths[name])
+        terms = " + ".join(f"{name}={steps}" for name, steps in lengths.items() if steps)
+        span = "lr_decay_steps" if config.lr_decay_steps else "num_steps"
+        yield Problem(f"--{longest}={lengths[longest]}", f"leaves no step to decay in: {terms} of {span}={total}")
+    peak = hyperparameters(config).learning_rate
+    if config.min_lr > peak:
+        yield problem(config, "min_lr", f"is above learning_rate={peak}")
+
+
+def check_optimizer_settings(config: TrainConfig) -> Iterator[Problem]:
+    """The optimizer has every setting that is set, and each is set once."""
+    defaults = OPTIMIZERS[config.optimizer]
+    accepted = f"it has {', '.join(defaults.arguments)}" if defaults.arguments else "it has none"
+    for name, value in parse_arguments(config.optimizer_args).items():
+        subject = f"--optimizer_args={name}={value}"
+        if name not in defaults.arguments:
+            yield Problem(subject, f"optimizer={config.optimizer} has no {name}; {accepted}")
+        elif not is_like(value, defaults.arguments[name]):
+            yield Problem(subject, f"expected a value like {defaults.arguments[name]}")
+        elif name in FLAGS and getattr(config, FLAGS[name]) is not None:
+            other = f"{FLAGS[name]}={getattr(config, FLAGS[name])}"
+            yield Problem(subject, f"has the same meaning as {other}; set only one of the two")
+    for name, field in FLAGS.items():
+        if getattr(config, field) is not None and not isinstance(defaults.arguments.get(name, ()), float | None):
+            yield problem(config, field, f"optimizer={config.optimizer} has no {name} of one number; {accepted}")
+    if config.weight_decay and defaults.weight_decay is None:
+        remedy = f"optimizer={config.optimizer} has no weight decay; remove it, or use another optimizer"
+        yield problem(config, "weight_decay", remedy)
+
+
+def check_relative_step(config: TrainConfig) -> Iterator[Problem]:
+    """Adafactor's relative step is a learning rate of its own."""
+    arguments = hyperparameters(config).arguments
+    if arguments.get("warmup_init") and not arguments.get("relative_step"):
+        yield Problem("--optimizer_args=warmup_init=True", "needs relative_step=True; set both or none")
+    if arguments.get("relative_step") and config.learning_rate is not None:
+        remedy = "contradicts adafactor's relative_step=True, which computes its own; remove one of the two"
+        yield problem(config, "learning_rate", remedy)
+
+
+def check_precision(config: TrainConfig) -> Iterator[Problem]:
+    """The two settings of precision agree, and refinements belong to the mode."""
+    mode = config.precision_mode
+    if (mode != "fp32") != config.mixed_precision:
+        remedy = f"contradicts mixed_precision={config.mixed_precision}; set --mixed_precision={mode != 'fp32'} too"
+        yield problem(config, "precision", remedy)
+    for name in MANUAL_PRECISION:
+        if getattr(config, name) is not None and mode != "manual":
+            yield problem(config, name, f"needs precision=manual; precision={mode} determines it")
+    for name in LOSS_SCALING:
+        if getattr(config, name) != SETTINGS[name].default:
+            if mode != "fp16":
+                yield problem(config, name, f"needs precision=fp16; precision={mode} has no loss scale")
+            elif config.loss_scale and name != "loss_scale":
+                remedy = f"is for the dynamic loss scale, and loss_scale={config.loss_scale} is fixed; remove one"
+                yield problem(config, name, remedy)
+
+
+CHECKS = (
+    check_schedule_settings,
+    check_schedule_lengths,
+    check_optimizer_settings,
+    check_relative_step,
+    check_precision,
+)

@@ -1,0 +1,82 @@
+"""Rules across the settings of the plan."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from pretraining.config.devices import PLAN_KINDS
+from pretraining.config.errors import Problem
+from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.validate import problem
+from pretraining.config.variants import model_shape
+
+
+def check_plan(config: TrainConfig) -> Iterator[Problem]:
+    """A plan needs devices and their kind; without a plan its settings have no use."""
+    if config.plan:
+        if not config.plan_devices and not config.plan_topology:
+            yield Problem("--plan=True", "needs --plan_devices=N")
+        if not config.plan_device_kind:
+            yield Problem("--plan=True", f"needs --plan_device_kind: one of {', '.join(PLAN_KINDS)}")
+        return
+    for name, setting in SETTINGS.items():
+        if name.startswith("plan_") and getattr(config, name) != setting.default:
+            yield problem(config, name, "needs --plan=True")
+
+
+def check_topology(config: TrainConfig) -> Iterator[Problem]:
+    """The topology is one of its device kind's, and has as many devices as plan_devices."""
+    if not (config.plan_topology and config.plan_device_kind):
+        return
+    axes = PLAN_KINDS[config.plan_device_kind].topology_axes
+    if not axes:
+        tpus = ", ".join(name for name, kind in PLAN_KINDS.items() if kind.topology_axes)
+        remedy = f"is a slice of TPUs, and plan_device_kind={config.plan_device_kind}; use {tpus}"
+        yield problem(config, "plan_topology", remedy)
+    elif not re.fullmatch(r"[1-9]\d*" + r"x[1-9]\d*" * (axes - 1), config.plan_topology):
+        example = "x".join(["4"] * axes)
+        yield problem(config, "plan_topology", f"of {config.plan_device_kind} needs {axes} axes, such as {example}")
+    elif config.plan_devices not in (0, topology_devices(config)):
+        remedy = f"has {topology_devices(config)} chips, and plan_devices={config.plan_devices}"
+        yield problem(config, "plan_topology", remedy)
+
+
+def check_compilation(config: TrainConfig) -> Iterator[Problem]:
+    """The TPU compiler compiles one configuration of the xla engine for one topology."""
+    if not config.plan_compile:
+        return
+    if not config.plan_topology:
+        yield Problem("--plan_compile=True", "needs --plan_topology, such as 4x4 of tpu-v6e")
+    if config.plan_search:
+        yield Problem("--plan_compile=True", "compiles one configuration; remove plan_search")
+    if config.pipeline_parallel_size > 1:
+        yield Problem("--plan_compile=True", "compiles a training step; use --pipeline_parallel_size=1")
+    if config.engine == "torch":
+        yield Problem("--plan_compile=True", "compiles the step of the xla engine; remove --engine=torch")
+
+
+def check_stages(config: TrainConfig) -> Iterator[Problem]:
+    """Pipeline stages divide devices and layers evenly."""
+    stages, virtual = config.pipeline_parallel_size, config.virtual_pipeline_size
+    if not config.plan:
+        return
+    if config.plan_devices % stages:
+        yield problem(config, "pipeline_parallel_size", f"does not divide plan_devices={config.plan_devices}")
+    elif stages > 1 and config.plan_topology:
+        yield problem(config, "plan_topology", "cannot be divided into pipeline stages; use plan_devices")
+    if virtual > 1 and stages == 1:
+        yield problem(config, "virtual_pipeline_size", "needs pipeline_parallel_size above 1")
+    elif model_shape(config).num_layers % (stages * virtual):
+        product = f"x virtual_pipeline_size={virtual} = {stages * virtual} " if virtual > 1 else ""
+        remedy = f"{product}does not divide num_layers={model_shape(config).num_layers}"
+        yield problem(config, "pipeline_parallel_size", remedy)
+
+
+def topology_devices(config: TrainConfig) -> int:
+    """Return the chips of plan_topology: on every generation since v4, a chip is one device."""
+    return math.prod(map(int, config.plan_topology.split("x")))
+
+
+CHECKS = (check_plan, check_topology, check_compilation, check_stages)
