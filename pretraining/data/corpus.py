@@ -76,7 +76,7 @@ class Block(NamedTuple):
         return 1000 + 3 * self.before.nbytes
 
 
-BlockKey = tuple["Corpus", int, int]  # dataset, epoch, block
+BlockKey = tuple[int, int, int]  # id of the Corpus, epoch, block
 
 
 class BlockCache:
@@ -170,7 +170,7 @@ class Corpus:
 
     def _block(self, epoch: Epoch, number: int) -> Block:
         """Return a block, read from the index if it is not cached."""
-        key = (self, epoch.number, number)
+        key = (id(self), epoch.number, number)  # not `self`: a cycle would keep files open until it is collected
         block = self._cache.get(key)
         if block is None:
             block = self._read_block(number, key_of(epoch.key ^ number))

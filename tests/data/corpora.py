@@ -81,7 +81,7 @@ def corpus(folder: Path, *shards: Documents, name: str = "a") -> Path:
 
 
 def settings(folder: Path, **fields: Any) -> TrainConfig:
-    """A configuration that reads `folder`, with its indexes beside it."""
+    """A configuration that reads `folder`, with its indexes next to it."""
     usual = {"seq_length": 16, "global_batch_size": 1, "vocab_size": 1 << 20, "logical_shards": 8}
     return TrainConfig(**{"data_path": str(folder), "index_dir": f"{folder}.index", **usual, **fields})
 

@@ -98,12 +98,12 @@ def test_memory_and_state_are_small(tmp_path: Path) -> None:
     corpus(tmp_path / "data", numbered([300] * 3000))
     tracemalloc.start()
     stream = open_stream(settings(tmp_path / "data", logical_shards=1024, seq_length=512))
-    for step in range(2000):
+    for step in range(1200):
         stream.batch(step)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4e6  # the ancestor: 2.1 GB
-    assert len(str(stream.state(2000))) < 1000  # the ancestor: 124 MB
+    assert len(str(stream.state(1200))) < 1000  # the ancestor: 124 MB
 
 
 def test_the_mix_is_kept_when_the_world_changes(tmp_path: Path) -> None:
@@ -146,11 +146,11 @@ def open_files() -> int:
 
 
 def test_open_files_do_not_grow_with_logical_shards_or_shards(tmp_path: Path) -> None:
-    corpus(tmp_path / "data", *[numbered([15] * 20, 2 + 1000 * number) for number in range(300)])
+    corpus(tmp_path / "data", *[numbered([15] * 10, 2 + 1000 * number) for number in range(160)])
     before = open_files()
     stream = open_stream(settings(tmp_path / "data", logical_shards=1024))
-    rows(stream, 300 * 20)
-    assert open_files() - before < 200
+    rows(stream, 160 * 10)
+    assert open_files() - before < 150
     stream.close()
     assert open_files() == before
 

@@ -92,7 +92,7 @@ def test_a_shard_that_vanishes_between_index_and_reading_is_named(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("values", "kind", "told"),
+    ("values", "kind", "expected"),
     [
         ([[1.0, 2.0]] * 5, pa.list_(pa.float32()), "column 'tokens' holds list<.*float>; token ids are int32"),
         (["ab", "c"], pa.string(), "column 'tokens' holds string"),
@@ -103,7 +103,7 @@ def test_a_shard_that_vanishes_between_index_and_reading_is_named(tmp_path: Path
 )
 @pytest.mark.parametrize("store", ["arrow", "parquet"])
 def test_a_column_that_holds_no_token_ids_is_named(
-    tmp_path: Path, values: list[Any], kind: pa.DataType, told: str, store: str
+    tmp_path: Path, values: list[Any], kind: pa.DataType, expected: str, store: str
 ) -> None:
     import pyarrow.parquet as pq
 
@@ -116,7 +116,7 @@ def test_a_column_that_holds_no_token_ids_is_named(
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
     message = complaint(tmp_path / "data")
-    assert str(path) in message and re.search(told, message)
+    assert str(path) in message and re.search(expected, message)
 
 
 def test_compressed_record_batches_are_named_with_the_remedy(tmp_path: Path) -> None:

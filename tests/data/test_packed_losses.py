@@ -24,19 +24,19 @@ def losses(model: Llama, **inputs: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def tiny() -> TrainConfig:
-    return TrainConfig(model_variant="tiny", num_layers=2, vocab_size=500, seq_length=96)
+    return TrainConfig(model_variant="tiny", num_layers=2, vocab_size=500, seq_length=64)
 
 
 def test_packed_documents_have_the_losses_they_have_alone(tmp_path: Path, tiny: TrainConfig) -> None:
     drawn = np.random.default_rng(0)
-    documents = [drawn.integers(2, 500, size).tolist() for size in drawn.integers(1, 60, 80)]
+    documents = [drawn.integers(2, 500, size).tolist() for size in drawn.integers(1, 40, 60)]
     corpus(tmp_path / "data", documents)
     asked = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
-    stream = open_stream(settings(tmp_path / "data", seq_length=96, vocab_size=500, global_batch_size=2, **asked))
+    stream = open_stream(settings(tmp_path / "data", seq_length=64, vocab_size=500, global_batch_size=2, **asked))
     model = build_model(tiny)
-    for step in range(4):
+    for step in range(2):
         batch = {name: torch.from_numpy(np.ascontiguousarray(rows)) for name, rows in stream.batch(step).items()}
-        packed = losses(model, **batch).view(2, 96)
+        packed = losses(model, **batch).view(2, 64)
         for row, segments in enumerate(batch["segments"]):
             for segment in segments.unique():
                 inside = segments == segment
@@ -50,7 +50,7 @@ def test_packed_documents_have_the_losses_they_have_alone(tmp_path: Path, tiny: 
 def test_without_boundaries_the_losses_differ(tmp_path: Path, tiny: TrainConfig) -> None:
     """The comparison above can fail: documents that see their neighbours have other losses."""
     corpus(tmp_path / "data", [[7, 8, 9, 10] * 3] * 40)
-    batch = open_stream(settings(tmp_path / "data", seq_length=96, vocab_size=500, reset_attention_mask=True)).batch(0)
+    batch = open_stream(settings(tmp_path / "data", seq_length=64, vocab_size=500, reset_attention_mask=True)).batch(0)
     tokens, labels, segments = (torch.from_numpy(np.ascontiguousarray(rows)) for rows in batch.values())
     model = build_model(tiny)
     apart, together = (

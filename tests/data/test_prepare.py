@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +32,7 @@ WORDS = TEXT.split(" ")
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
-    """Documents that are told apart by their beginnings."""
+    """Documents with beginnings of their own."""
     drawn = np.random.default_rng(seed)
     return [f"{seed}-{number}: " + " ".join(drawn.choice(WORDS, drawn.integers(3, 60))) for number in range(count)]
 
@@ -62,43 +66,59 @@ def delivered(folder: Path) -> list[str]:
     return [tokenizer.decode(ids) for part in found for ids in part]
 
 
-def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wanted = write_inputs(tmp_path / "in")
-    assert run(tmp_path, "--valid_every=10") == 0
-    assert sorted(delivered(tmp_path)) == sorted(wanted)
-    assert "ignored: 1 files ending in .png" in capsys.readouterr().out
-    flags = dict(line[2:].split("=", 1) for line in (tmp_path / "out" / "flags.txt").read_text().splitlines())
+class Prepared(NamedTuple):
+    """Texts in every form, prepared once for the tests of this file; they may not change it."""
+
+    folder: Path  # "in" and "out"
+    texts: list[str]
+    printed: str
+
+    def flags(self) -> list[str]:
+        """The flags that preparation printed."""
+        return (self.folder / "out" / "flags.txt").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    folder = tmp_path_factory.mktemp("prepared")
+    written = write_inputs(folder / "in")
+    with redirect_stdout(io.StringIO()) as printed:
+        assert run(folder, "--valid_every=10") == 0
+    return Prepared(folder, written, printed.getvalue())
+
+
+def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(prepared: Prepared, tmp_path: Path) -> None:
+    assert sorted(delivered(prepared.folder)) == sorted(prepared.texts)
+    assert "ignored: 1 files ending in .png" in prepared.printed
+    flags = dict(line[2:].split("=", 1) for line in prepared.flags())
     assert set(flags) == {"data_path", "valid_data_path", "tokenizer_path", "vocab_size"}
     config = configure({**flags, "seq_length": 32, "index_dir": str(tmp_path / "index"), "batch_size": 1})
     counts = [open_stream(config, split=split).facts()["datasets"][0]["documents"] for split in ("train", "valid")]
-    assert sum(counts) == len(wanted) and 0.05 < counts[1] / sum(counts) < 0.2
-    assert 2 in np.concatenate(rows(open_stream(config), 20))  # the tokenizer's separator, unasked
+    assert sum(counts) == len(prepared.texts) and 0.05 < counts[1] / sum(counts) < 0.2
+    assert 2 in np.concatenate(rows(open_stream(config), 20))  # the tokenizer's separator, without a flag
 
 
 def test_the_same_command_again_does_nothing_and_another_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prepared: Prepared, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_inputs(tmp_path / "in")
-    assert run(tmp_path) == 0
-    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
-    assert run(tmp_path) == 0
-    assert stamps == {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
-    assert run(tmp_path, "--valid_every=3") == 2
+    folder = prepared.folder
+    stamps = {file: file.stat().st_mtime_ns for file in (folder / "out").rglob("*")}
+    assert run(folder, "--valid_every=10") == 0
+    assert stamps == {file: file.stat().st_mtime_ns for file in (folder / "out").rglob("*")}
+    assert run(folder, "--valid_every=3") == 2
     assert "prepared from something else (settings changed" in capsys.readouterr().err
-    assert prepare.main([f"--input={tmp_path / 'in'}", f"--output={tmp_path}"]) == 2
+    assert prepare.main([f"--input={folder / 'in'}", f"--output={folder}"]) == 2
     assert "not empty and not prepared by this command" in capsys.readouterr().err
 
 
 def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_document(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    wanted = texts(6000)
-    for number in range(0, 6000, 200):  # 30 parts: row groups are not joined beyond a part
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in wanted[number : number + 200])
+    wanted = texts(1600)
+    for number in range(0, 1600, 100):  # 16 shards
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in wanted[number : number + 100])
         (tmp_path / "in" / f"{number:04d}.jsonl").write_text(lines)
     driver = (
-        "import sys, pretraining.data.prepare as p; p.SHARD_BYTES = 20_000\n"
+        "import sys, pretraining.data.prepare as p; p.SHARD_BYTES = 10_000\n"
         f"if __name__ == '__main__': sys.exit(p.main(['--input={tmp_path / 'in'}', "
         f"'--output={tmp_path / 'out'}', '--vocab_size=400', '--processes=2']))"
     )
@@ -115,7 +135,7 @@ def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_doc
         )
         records = tmp_path / "out" / ".parts"
         before = len(list(records.glob("*.json")))
-        while process.poll() is None and len(list(records.glob("*.json"))) < before + 10:
+        while process.poll() is None and len(list(records.glob("*.json"))) < before + 5:
             time.sleep(0.005)
         process.kill()
         if process.wait() == 0:
@@ -126,30 +146,26 @@ def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_doc
     assert sorted(delivered(tmp_path)) == sorted(wanted)
 
 
-def test_lines_that_cross_the_border_of_parts_are_read_once(tmp_path: Path) -> None:
-    wanted = texts(200)
+def test_lines_that_cross_the_border_of_ranges_are_read_once(tmp_path: Path) -> None:
+    wanted = texts(20)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in wanted))
     size = path.stat().st_size
-    for cut in (1, 7, 100, 1000, size - 1):
-        pieces = [FileRange(str(path), "jsonl", at, min(at + cut, size)) for at in range(0, size, cut)]
-        assert list(read_documents(tuple(pieces), "text")) == wanted
+    for cut in (1, 7, 100, 1000):
+        ranges = [FileRange(str(path), "jsonl", at, min(at + cut, size)) for at in range(0, size, cut)]
+        assert list(read_documents(tuple(ranges), "text")) == wanted
 
 
-def test_parts_cover_every_file_once(tmp_path: Path) -> None:
-    write_inputs(tmp_path / "in")
-    files, aside = find_files([str(tmp_path / "in")], [".txt"])
-    assert [file.name for file in aside] == ["photo.png"]
-    parts = divide(files, [".txt"], 1000)
-    assert len(parts) > 10
-    texts_of_parts = [text for part in parts for text in read_documents(part, "text")]
-    assert sorted(texts_of_parts) == sorted(
-        read_documents(tuple(p for part in divide(files, [".txt"]) for p in part), "text")
-    )
+def test_shards_cover_every_file_once(prepared: Prepared) -> None:
+    files, ignored = find_files([str(prepared.folder / "in")], [".txt"])
+    assert [file.name for file in ignored] == ["photo.png"]
+    shards = divide(files, [".txt"], 1000)
+    assert len(shards) > 10
+    assert sorted(text for shard in shards for text in read_documents(shard, "text")) == sorted(prepared.texts)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "expected"),
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, byte 14: not a line of JSON"),
         ("a.jsonl", '{"body": "x"}\n', "no text in field 'text': choose the field with --text_key"),
@@ -158,62 +174,55 @@ def test_parts_cover_every_file_once(tmp_path: Path) -> None:
     ],
 )
 def test_input_that_cannot_be_read_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, expected: str
 ) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_text(content)
     assert run(tmp_path) == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_a_shard_missing_from_what_was_prepared_is_named(tmp_path: Path) -> None:
-    write_inputs(tmp_path / "in")
-    run(tmp_path)
-    shard = next((tmp_path / "out" / "train").glob("*.arrow"))
-    shard.rename(tmp_path / "elsewhere")
-    config = configure({"data_path": str(tmp_path / "out" / "train"), "index_dir": str(tmp_path / "index")})
+def test_a_shard_missing_from_what_was_prepared_is_named(prepared: Prepared, tmp_path: Path) -> None:
+    shutil.copytree(prepared.folder / "out" / "train", tmp_path / "train")
+    next((tmp_path / "train").glob("*.arrow")).rename(tmp_path / "elsewhere")
+    config = configure({"data_path": str(tmp_path / "train"), "index_dir": str(tmp_path / "index")})
     with pytest.raises(UserError, match=r"(missing, but meta\.json lists it|no shards)"):
         open_stream(config)
 
 
-def test_a_vocabulary_larger_than_the_models_is_known_before_training(tmp_path: Path) -> None:
-    write_inputs(tmp_path / "in")
-    run(tmp_path)
-    flags = {"data_path": str(tmp_path / "out" / "train"), "index_dir": str(tmp_path / "index"), "vocab_size": 300}
-    with pytest.raises(
-        UserError, match="its tokenizer has 400 ids, but the model's vocabulary is 300: give --vocab_size=400"
-    ):
+def test_a_vocabulary_larger_than_the_models_is_known_before_training(prepared: Prepared, tmp_path: Path) -> None:
+    flags = {"data_path": str(prepared.folder / "out" / "train"), "index_dir": str(tmp_path), "vocab_size": 300}
+    with pytest.raises(UserError, match=r"400 ids, but the model's vocabulary is 300: .*--vocab_size=400"):
         open_stream(configure(flags))
 
 
-def test_a_given_tokenizer_and_a_tokenizer_json_are_used(tmp_path: Path) -> None:
+def test_a_given_tokenizer_and_a_tokenizer_json_are_used(prepared: Prepared, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    write_inputs(tmp_path / "in")
-    run(tmp_path)
-    given = f"--tokenizer={tmp_path / 'out' / 'tokenizer.model'}"
-    assert prepare.main([f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'again'}", given]) == 0
+    (tmp_path / "a.txt").write_text(TEXT)
+    given = f"--tokenizer={prepared.folder / 'out' / 'tokenizer.model'}"
+    assert prepare.main([f"--input={tmp_path / 'a.txt'}", f"--output={tmp_path / 'again'}", given]) == 0
     model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", "</s>"])
     model.train_from_iterator(texts(200), trainer)
     model.save(str(tmp_path / "t.json"))
     given = f"--tokenizer={tmp_path / 't.json'}"
-    assert prepare.main([f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'hf'}", given]) == 0
+    assert prepare.main([f"--input={tmp_path / 'a.txt'}", f"--output={tmp_path / 'hf'}", given]) == 0
     assert json.loads((tmp_path / "hf" / "train" / "meta.json").read_text())["separator"] == 1
 
 
-def test_inspect_shows_the_datasets_and_the_text_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_inputs(tmp_path / "in")
-    run(tmp_path)
-    flags = [*(tmp_path / "out" / "flags.txt").read_text().splitlines(), f"--index_dir={tmp_path / 'index'}"]
+def test_inspect_shows_the_datasets_and_the_text_of_a_step(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(prepared.folder / "out" / "train", tmp_path / "train")
+    flags = [*prepared.flags(), f"--data_path={tmp_path / 'train'}", f"--index_dir={tmp_path / 'index'}"]
     more = ["--seq_length=64", "--global_batch_size=2", "--num_steps=100", "--step=3", "--verify"]
-    capsys.readouterr()
     assert inspect_data.main([*flags, *more]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"train +1 +1,220 +0 ", shown) and "16 to 31" in shown
+    assert re.search(r"train +1 +1,\d{3} +0 ", shown) and "16 to 31" in shown
     assert "1 files are unchanged" in shown and "---- step 3, row 1: 64 tokens" in shown
     assert sum(word in shown for word in ("quick", "brown", "lazy", "wizards")) == 4
-    shard = next((tmp_path / "out" / "train").glob("*.arrow"))
+    shard = next((tmp_path / "train").glob("*.arrow"))
     raw = bytearray(shard.read_bytes())
     raw[len(raw) // 2] ^= 1
     shard.write_bytes(raw)

@@ -13,7 +13,7 @@ from tests.data.test_mixture import three, whose
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"seed": 5}, "--seed: 2023 then, 5 now"),
         ({"seq_length": 32}, "--seq_length: 16 then, 32 now"),
@@ -27,14 +27,14 @@ from tests.data.test_mixture import three, whose
     ],
 )
 def test_a_changed_setting_is_refused_with_what_changed_and_the_flag(
-    tmp_path: Path, change: dict[str, Any], told: str
+    tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     three(tmp_path / "data")
     usual = {"datasets": "a,b,c", "weights": "1,2,1"}
     state = open_stream(settings(tmp_path / "data", **usual)).state(7)
     with pytest.raises(UserError) as caught:
         open_stream(settings(tmp_path / "data", **{**usual, **change}), state=state)
-    assert told in str(caught.value) and "--accept_data_changes=True" in str(caught.value)
+    assert message in str(caught.value) and "--accept_data_changes=True" in str(caught.value)
 
 
 def test_what_does_not_touch_the_order_may_change(tmp_path: Path) -> None:

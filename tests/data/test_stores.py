@@ -79,7 +79,7 @@ def test_many_small_and_empty_record_batches_share_one_index(tmp_path: Path) -> 
     assert (index.documents, index.nonempty) == (3000, int((lengths > 0).sum()))
 
 
-def test_the_index_is_built_once_and_never_beside_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_built_once_and_never_next_to_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = corpora.corpus(tmp_path / "data", DOCUMENTS)
     before = sorted(folder.iterdir())
     first = rows(open_stream(settings(tmp_path / "data")), 9)
