@@ -345,14 +345,14 @@ class TrainConfig:
     weights: Annotated[str, WEIGHTS] = ""
     """Share of each dataset in the mixture, by tokens, in the order of datasets; normalised. Empty: by size."""
     logical_shards: Annotated[int, AtLeast(1)] = 1024
-    """Slots that a dataset's shuffled stream is dealt into round-robin: how far apart neighbouring sequences are read.
-    At least 1; it need not divide anything."""
+    """Lanes of neighbouring sequences that an epoch of a dataset is divided into; one sequence is taken from each lane
+    in turn, so consecutive sequences come from different places of the data. At least 1; need not divide anything."""
     tokenizer_path: str = ""
-    """The sentencepiece model that made the tokens. Training does not read it; pretraining.generate does, to turn a
-    prompt into tokens and back. Empty: none."""
+    """The tokenizer that made the tokens: a sentencepiece model or a tokenizer.json. Training does not read it;
+    pretraining.generate does, to turn a prompt into tokens and back. Empty: none."""
     sep_token: Annotated[int | None, AtLeast(0)] = None
-    """Token id put after every document. None: the one that preparation recorded beside the shards, otherwise 1, as in
-    fms-fsdp."""
+    """Token id put after every document. None: the one that preparation recorded in meta.json next to the shards,
+    otherwise 1, as in fms-fsdp."""
     eos_token: Annotated[int | None, AtLeast(0)] = None
     """fms-fsdp's newer name of sep_token; give one of the two."""
     bos_token: Annotated[int | None, AtLeast(0)] = None
@@ -362,11 +362,11 @@ class TrainConfig:
     eol_token: Annotated[int | None, AtLeast(0)] = None
     """Token id that is the last label of every sequence, in place of the stream's next token. None: none."""
     strip_tokens: Annotated[str, TOKENS] = ""
-    """Token ids, comma-separated: one of them at a document's beginning and one at its end are left out, so that
-    separators that are already in the data do not stand twice."""
+    """Token ids, comma-separated: one of them at the beginning of a document and one at its end are removed, so that
+    separators that are already in the data are not repeated."""
     file_type: Literal["auto", "arrow", "parquet", "megatron"] = "auto"
-    """Shards to read: "arrow" (IPC files and streams), "parquet", "megatron" (.idx beside .bin) or "auto", all of them,
-    told by their content."""
+    """Shards to read: "arrow" (IPC files and streams), "parquet", "megatron" (.idx next to .bin) or "auto": all of
+    them, recognised by their content."""
     col_name: str = "tokens"
     """Column of Arrow and Parquet shards that holds the token ids."""
     split: Annotated[str, SPLIT] = ""
@@ -380,7 +380,7 @@ class TrainConfig:
     shuffle: Literal["shards", "none"] = "shards"
     """"shards": another order of all documents in each epoch. "none": the order in which they are stored."""
     eod_mask_loss: bool = False
-    """Leave out of the loss the prediction of what follows a separator."""
+    """Exclude from the loss the prediction of the token after a separator."""
     reset_position_ids: bool = False
     """Count positions from 0 in every document of a sequence."""
     reset_attention_mask: bool = False
@@ -389,11 +389,11 @@ class TrainConfig:
     """Folder of the shards' indexes (12 bytes a document; of Parquet shards the decoded tokens too), which are built
     once. Empty: pretraining/token_index in $XDG_CACHE_HOME, otherwise in ~/.cache."""
     verify_data: bool = False
-    """Compare every shard with its checksum before training, which reads every byte: those of meta.json, and of other
-    shards the sums recorded when they were verified first."""
+    """Compare every shard with its checksum before training, which reads every byte: with those in meta.json, and for
+    other shards with those recorded when they were verified for the first time."""
     accept_data_changes: bool = False
-    """Go on although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture begins
-    at that step, and the change is recorded. False: an error that lists what changed."""
+    """Continue although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture
+    begins at that step, and the change is recorded. False: an error that lists what changed."""
     num_workers: Annotated[int, AtLeast(1), Resume.FREE] = 1
     """Threads that read batches ahead, at least 1. The order of the data does not depend on it."""
 
