@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 from pretraining.config.flags import run as run_script
 from pretraining.configure import CHECKS, configure
@@ -21,24 +20,31 @@ def main(**flags: str) -> int:
         return show(config)
 
     from pretraining.checkpoint.checkpoints import Checkpoints
-    from pretraining.data import open_stream, splits_of
     from pretraining.loop import TrainingRun, train
     from pretraining.models.init import build_model
     from pretraining.monitor.facts import data_lines
     from pretraining.optim.optimizer import build_optimizer
     from pretraining.parallel.select import open_engine
-    from pretraining.preflight import check_host_memory, check_inputs, describe_placement, describe_run, open_run_folder
+    from pretraining.preflight import (
+        check_host_memory,
+        check_inputs,
+        describe_placement,
+        describe_run,
+        open_run_folder,
+        open_streams,
+        reopen_stream,
+    )
 
     # Engine: one mesh; the loop does not depend on it. Missing inputs are reported before any device is opened
-    check_inputs(config)
+    checkpoint = check_inputs(config)
     engine = open_engine(config)
-    config = engine.config
+
+    # Data: the global batch of step k is a pure function of (data, config, k). From here on the configuration is final
+    config, streams = open_streams(engine, checkpoint)
     log = print if engine.process_index == 0 else (lambda *_: None)
     check_host_memory(config, engine)
     log(describe_run(config, engine))
-
-    # Data: the global batch of step k is a pure function of (data, config, k)
-    streams = {part: open_stream(config, engine.data_rank, engine.data_size, part) for part in splits_of(config)}
+    log(data_lines(streams["train"].facts()))
 
     # Model and optimizer: placed by the sharding table
     model = engine.place(build_model(config))
@@ -49,12 +55,8 @@ def main(**flags: str) -> int:
     # Checkpoint: the same command continues from the newest one, with the data that follow it
     checkpoints = Checkpoints(config, config.run_folder)
     resumed = checkpoints.restore(engine, model, optimizer)
-    start = resumed.step if resumed else 0
-    if resumed:
-        streams["train"] = open_stream(config, engine.data_rank, engine.data_size, state=resumed.data)
-    if (steps := streams["train"].steps) is not None:  # num_epochs may end before num_steps
-        config = replace(config, num_steps=min(config.num_steps, start + steps))
-    log(data_lines(streams["train"].facts()))
+    if resumed and checkpoint and resumed.step != checkpoint.step:
+        streams["train"] = reopen_stream(config, engine, resumed)
 
     # Loop: steps, reports, validations, saves
     run = TrainingRun(
@@ -64,7 +66,7 @@ def main(**flags: str) -> int:
         optimizer=optimizer,
         streams=streams,
         checkpoints=checkpoints,
-        metrics=open_run_folder(config, start) if engine.process_index == 0 else None,
+        metrics=open_run_folder(config, resumed.step if resumed else 0) if engine.process_index == 0 else None,
         resumed=resumed,
     )
     code = train(run)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
+from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.restoring import check_source
+from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.data import check_data
+from pretraining.data import Stream, check_data, open_stream, splits_of
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.memory import check_memory
 from pretraining.monitor.metrics import Metrics, open_metrics
@@ -21,10 +23,44 @@ from pretraining.parallel.mesh import notes
 from pretraining.parallel.recompute import block_mask
 
 
-def check_inputs(config: TrainConfig) -> None:
-    """Raise UserError if a checkpoint or the data would stop the run, before any device is opened."""
-    check_source(config, config.run_folder)
+def check_inputs(config: TrainConfig) -> Facts | None:
+    """Return the facts of the checkpoint that the run continues from, before any device is opened.
+
+    Raises UserError if a checkpoint or the data would stop the run.
+    """
+    facts = check_source(config, config.run_folder)
     check_data(config)
+    return facts
+
+
+def open_streams(engine: Engine, checkpoint: Facts | None) -> tuple[TrainConfig, dict[str, Stream]]:
+    """Return the final configuration and a stream of every split; that of training follows `checkpoint`.
+
+    The configuration is the engine's, with num_steps lowered to the steps that num_epochs allows.
+    """
+    config, state = engine.config, checkpoint.data if checkpoint else None
+    ranks = (engine.data_rank, engine.data_size)
+    steps = open_stream(config, *ranks, state=state).steps
+    if steps is not None:
+        start_step = checkpoint.step if checkpoint else 0
+        config = replace(config, num_steps=min(config.num_steps, start_step + steps))
+    return config, {
+        split: open_stream(config, *ranks, split, state if split == "train" else None) for split in splits_of(config)
+    }
+
+
+def reopen_stream(config: TrainConfig, engine: Engine, resumed: Facts) -> Stream:
+    """Return the training data that follow `resumed`, an earlier checkpoint than expected because that is damaged.
+
+    Raises UserError if they end before num_steps, which was derived from the damaged one.
+    """
+    stream = open_stream(config, engine.data_rank, engine.data_size, state=resumed.data)
+    if stream.steps is not None and resumed.step + stream.steps < config.num_steps:
+        raise UserError(
+            f"the newest checkpoint is damaged, and from step {resumed.step} on num_epochs={config.num_epochs} allows "
+            f"{stream.steps} steps instead of {config.num_steps - resumed.step}; run the same command again"
+        )
+    return stream
 
 
 def check_host_memory(config: TrainConfig, engine: Engine) -> None:

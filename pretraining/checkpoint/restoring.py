@@ -24,10 +24,12 @@ from pretraining.parallel.engine import TrainingState
 from pretraining.parallel.loss_scale import NAME as LOSS_SCALE
 
 
-def check_source(config: TrainConfig, log_dir: Path) -> None:
-    """Refuse a start that cannot go well before any device is opened: only JSON is read, and nothing is written.
+def check_source(config: TrainConfig, log_dir: Path) -> Facts | None:
+    """Return the facts of the checkpoint that this run continues from, if there is one, before any device is opened.
 
-    UserError where `resume` forbids what is there, ckpt_load_path names nothing, or a checkpoint is of another model.
+    Only JSON is read, and nothing is written. `restore` takes an earlier checkpoint if the tensors turn out to be
+    damaged. Raises UserError where `resume` forbids what is there, ckpt_load_path names nothing, or a checkpoint is of
+    another model.
     """
     found = find_checkpoints(checkpoint_folder(config, log_dir))
     check_policy(config, found)
@@ -39,14 +41,17 @@ def check_source(config: TrainConfig, log_dir: Path) -> None:
             check_start(source.facts.config, config)
             if not all(map(is_weight, source.manifest.tensors)):
                 check_moments(source.facts.config, config)
-        return
-    try:
-        newest = open_source(found.committed[0])
-    except UnreadableError:
-        if config.resume == "must":
-            raise
-        return  # `restore` looks for one that can be read
-    check_resume(newest.facts.config, config)
+        return None
+    for path in found.committed:
+        try:
+            facts = open_source(path).facts
+        except UnreadableError:
+            if config.resume == "must":
+                raise
+        else:
+            check_resume(facts.config, config)
+            return facts
+    return None  # `restore` raises the error
 
 
 def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Path:
