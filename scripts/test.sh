@@ -4,7 +4,8 @@
 # Without arguments: lint, format, types and all tests. Then the tests that depend on the version of torch run again in
 # a second environment, .venv-newest, with the newest torch and without torch-xla; NEWEST_TORCH=no skips it.
 # --quick: lint, format, types, the tests that take less than a few seconds, and one short training run per engine.
-# Other arguments go to pytest, for example `-m "not slow" tests/config`, and skip the second environment, too.
+# Other arguments go to pytest, for example `-m "not slow" tests/config`, and skip the second environment, too. Two
+# processes run the tests; -n 8 takes eight.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -12,6 +13,11 @@ set_up requirements-dev.txt
 
 # The tests set the accelerator and the number of devices themselves.
 unset PJRT_DEVICE CPU_NUM_DEVICES XLA_FLAGS RANK WORLD_SIZE
+
+# Two processes, each of which takes whole files, slow ones first.
+run_tests() {
+    "$python" -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"
+}
 
 all_tests=no
 case ${1:-} in
@@ -21,7 +27,7 @@ esac
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-"$python" -m pytest "$@"
+run_tests "$@"
 [[ $all_tests == yes ]] || exit 0
 if [[ ${NEWEST_TORCH:-yes} == no ]]; then
     log "NEWEST_TORCH=no: the tests with the newest torch and without torch-xla were skipped"
@@ -35,5 +41,5 @@ if ! (set_up requirements-newest.txt); then
         "NEWEST_TORCH=no bash scripts/test.sh skips them"
     exit 1
 fi
-"$python" -m pytest -m "not slow" tests/models tests/optim tests/parallel tests/checkpoint
-"$python" -m pytest tests/golden tests/parallel/test_torch*.py
+run_tests -m "not slow" tests/models tests/optim tests/parallel tests/checkpoint
+run_tests tests/golden tests/parallel/test_torch*.py

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
 
@@ -9,6 +11,9 @@ from hypothesis import settings
 settings.register_profile("recipe", deadline=None)
 settings.load_profile("recipe")
 
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_WORKER:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores; set before torch is imported
 SLOW = 10.0  # s; what pyproject.toml says of the marker
 
 
@@ -20,3 +25,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"took more than {SLOW:.0f} s and is not marked slow")
         for report in unmarked:
             terminalreporter.line(f"{report.duration:6.1f} s {report.when} {report.nodeid}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let workers begin with the files that hold slow tests, so that both end at about the same time."""
+    if IS_WORKER:
+        slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow_files)

@@ -18,11 +18,12 @@ TOY = (
     "--engine=torch --use_dummy_dataset --model_variant=custom --num_layers=2 --hidden_size=32 --intermediate_size=64 "
     "--num_attention_heads=2 --vocab_size=128 --seq_length=16 --global_batch_size=8 --batch_size=1 --log_dir=run"
 )
-# A Python that prints "pip ..." instead of installing, and fails to install a file that names no-such-package.
+# A Python that prints the arguments of pip and pytest, and fails to install a file that names no-such-package.
 STUB = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     "-m pip") echo "pip $3" "$5" "$6"; [ "$3" = --version ] || ! grep -q no-such-package "$6" ;;
+    "-m pytest") shift 2; echo pytest "$@" ;;
     "--version "*) echo Python 3.12.0 ;;
 esac
 """
@@ -194,6 +195,16 @@ def test_a_newest_torch_that_cannot_be_installed_is_an_error_unless_it_is_skippe
     assert "NEWEST_TORCH=no bash scripts/test.sh skips" in failed.stderr
     skipped = bash(checkout, "bash scripts/test.sh", NEWEST_TORCH="no")
     assert (skipped.returncode, "skipped" in skipped.stderr) == (0, True)
+
+
+def test_quick_selects_by_marker_and_uses_the_first_environment_only(checkout: Path) -> None:
+    write_executable(checkout / ".venv" / "bin" / "python", STUB)
+    (checkout / "requirements-dev.txt").write_text("# nothing\n")
+    mark_as_installed(checkout, "requirements-dev.txt")
+    done = bash(checkout, "bash scripts/test.sh --quick tests/config")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("pytest") == 1
+    assert done.stdout.endswith("-m not slow or quick tests/config\n")
 
 
 def pins(name: str) -> dict[str, str]:
