@@ -22,7 +22,7 @@ from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.folder import newest_checkpoint
 from pretraining.checkpoint.huggingface import open_source
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import is_weight, tensors_of
+from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone
 from pretraining.config.training import TrainConfig
@@ -80,7 +80,7 @@ def generate(flags: argparse.Namespace) -> str:
     checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir))
     config = saved_config(checkpoint.facts.config)
     tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
-    model = load_model(config, {**base_weights(config), **tensors_of(checkpoint, is_weight)})
+    model = load_model(config, {**base_weights(config), **read_tensors(checkpoint, is_weight)})
     prompt = tokenizer.encode(flags.prompt)
     drawn = sample(
         model,
@@ -117,7 +117,7 @@ def base_weights(config: TrainConfig) -> dict[str, Tensor]:
     if not adapters_alone(config):
         return {}
     if config.ckpt_load_path:
-        return tensors_of(open_source(Path(config.ckpt_load_path)), is_weight)
+        return read_tensors(open_source(Path(config.ckpt_load_path)), is_weight)
     return {name: weight.detach() for name, weight in build_model(config).named_parameters()}
 
 

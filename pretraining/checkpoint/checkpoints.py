@@ -72,7 +72,7 @@ class Checkpoints:
         The facts are those to go on with: of ckpt_load_path, step 0 with no token seen and no state of the data.
         """
         found = self._peers.lead(lambda: find_checkpoints(self.folder))
-        for path in found.skipped:
+        for path in found.uncommitted:
             self._peers.say(f"{path} has no marker, so its save was never finished; it is ignored")
         check_policy(self._config, found)
         restoring = Restoring(self._config, self._peers, engine.state(model, optimizer))

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
 
 from pretraining.checkpoint import adapter
 from pretraining.checkpoint.adapter import MODEL, PREFIX, described, exported, is_base, merged
 from pretraining.checkpoint.compatibility import saved_config
-from pretraining.checkpoint.files import PARTIAL, descriptor, rename, sync_folder, write_at, write_file
+from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
 from pretraining.checkpoint.huggingface import (
     CONFIG,
     INDEX,
@@ -35,10 +35,10 @@ from pretraining.checkpoint.huggingface import (
     is_huggingface,
     open_source,
 )
-from pretraining.checkpoint.manifest import DTYPE_NAMES, DTYPES, Checkpoint
+from pretraining.checkpoint.manifest import DTYPES, Checkpoint
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.shards import host_bytes, safetensors_header
-from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, load
+from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
+from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, read_tensors, write_items
 from pretraining.config.errors import UserError
 from pretraining.config.huggingface import config_json
 from pretraining.config.lora import adapters_alone
@@ -78,11 +78,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """One whole tensor, checked."""
-    entry = checkpoint.manifest.tensors[name]
-    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    load(checkpoint, {name: tensor}, ALONE)
-    return tensor
+    """Read one unsharded tensor and check it."""
+    return read_tensors(checkpoint, name.__eq__)[name]
+
+
+def _placeholders(checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Tensors without memory that describe those of these names, floating ones as `dtype` if given."""
+    entries = {name: checkpoint.manifest.tensors[name] for name in names}
+    return {
+        name: torch.empty(entry.shape, dtype=dtype or DTYPES[entry.dtype], device="meta")
+        for name, entry in entries.items()
+    }
 
 
 # ---- To Hugging Face
@@ -103,21 +109,20 @@ def to_huggingface(
         _write_adapter(folder, checkpoint, config, names, dtype)
         rename(folder, target)
         return target
-    mine, names = names, [name for name in names if is_base(name)]
-    stored = {name: dtype or DTYPES[checkpoint.manifest.tensors[name].dtype] for name in names}
-    facts = config_json(replace(config, lora_rank=0), str(stored[names[0]]).removeprefix("torch."))
+    state = _placeholders(checkpoint, filter(is_base, names), dtype)
+    stored = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    fields = config_json(replace(config, lora_rank=0), stored)
     folder = _new_folder(target)  # after what can be refused, so that nothing is left of a refusal
-    files = _name_files(_group(checkpoint, stored, shard_size))
-    for file, members in files.items():
-        _write_safetensors(folder / file, checkpoint, {name: stored[name] for name in members})
+    plans = _plan_shards(state, shard_size)
+    write_files(folder, plans, lambda item: _exported_tensor(checkpoint, item.index.fqn), IO_WORKERS)
     if config.lora_rank and config.lora_save_mode == "base_and_adapter":
         (folder / ADAPTER).mkdir()
-        _write_adapter(folder / ADAPTER, checkpoint, config, mine, dtype)
-    facts |= _copy_tokenizer(tokenizer_path or config.tokenizer_path, folder)
-    _write_json(folder / CONFIG, facts)
-    if len(files) > 1:
-        total = sum(_size(checkpoint, name, stored[name]) for name in names)
-        weight_map = {name: file for file, members in files.items() for name in members}
+        _write_adapter(folder / ADAPTER, checkpoint, config, names, dtype)
+    fields |= _copy_tokenizer(tokenizer_path or config.tokenizer_path, folder)
+    _write_json(folder / CONFIG, fields)
+    if len(plans) > 1:
+        total = sum(chunk.size for plan in plans for chunk in plan.chunks)
+        weight_map = {chunk.item.index.fqn: plan.name for plan in plans for chunk in plan.chunks}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     sync_folder(folder)
     rename(folder, target)
@@ -147,47 +152,20 @@ def _new_folder(target: Path) -> Path:
     return partial
 
 
-def _size(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> int:
-    return torch.Size(checkpoint.manifest.tensors[name].shape).numel() * dtype.itemsize
-
-
-def _group(checkpoint: Checkpoint, stored: dict[str, torch.dtype], limit: int) -> list[list[str]]:
-    """Names in order, cut where the next tensor would make a file larger than `limit` bytes."""
-    groups: list[list[str]] = []
-    room = -1
-    for name, dtype in stored.items():
-        size = _size(checkpoint, name, dtype)
-        if size > room:
+def _plan_shards(state: dict[str, Tensor], limit: int) -> list[FilePlan]:
+    """Plan files of at most `limit` bytes of tensors each, or one tensor if that is larger."""
+    groups: list[list[WriteItem]] = [[]]
+    room = limit
+    for item in write_items(state):
+        size = state[item.index.fqn].nbytes
+        if groups[-1] and size > room:
             groups.append([])
             room = limit
-        groups[-1].append(name)
+        groups[-1].append(item)
         room -= size
-    return groups
-
-
-def _name_files(groups: list[list[str]]) -> dict[str, list[str]]:
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
     count = len(groups)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(groups, start=1)}
-
-
-def _write_safetensors(path: Path, checkpoint: Checkpoint, stored: dict[str, torch.dtype]) -> None:
-    described: dict[str, dict[str, object]] = {}
-    end = 0
-    for name, dtype in stored.items():
-        size, shape = _size(checkpoint, name, dtype), list(checkpoint.manifest.tensors[name].shape)
-        described[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    header = safetensors_header(described)
-    with descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as opened:
-        write_at(opened, memoryview(header), 0)
-        position = len(header)
-        for name, dtype in stored.items():
-            data = host_bytes(_exported_tensor(checkpoint, name), dtype)
-            write_at(opened, data, position)
-            position += len(data)
-        os.fsync(opened)
+    names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    return [plan_file(name, group, None) for name, group in zip(names, groups, strict=True)]
 
 
 def _exported_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -229,8 +207,7 @@ def to_checkpoint(source: Checkpoint, folder: Path, dtype: torch.dtype | None = 
     _refuse_used(folder)
     tokenizer = source.path / "tokenizer.model"
     config = replace(saved_config(source.facts.config), tokenizer_path=str(tokenizer) if tokenizer.is_file() else "")
-    entries = source.manifest.tensors.items()
-    state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta") for name, entry in entries}
+    state = _placeholders(source, source.manifest.tensors)
     facts = replace(source.facts, config=asdict(config), engine="none")
     pending = PendingSave(folder, state, facts, ALONE, dtype=dtype, workers=IO_WORKERS)
     pending.fetch_from(lambda item: read_tensor(source, item.index.fqn))

@@ -19,18 +19,18 @@ RUN_CONFIG = "config.json"  # of a run: its effective configuration
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 
 
-class Found(NamedTuple):
+class CheckpointList(NamedTuple):
     """The checkpoints of a folder."""
 
     committed: list[Path]  # newest first
-    skipped: list[Path]  # step_N without a marker, which no save of ours leaves behind
+    uncommitted: list[Path]  # step_N without a marker, which no save of ours leaves behind
 
 
-def find_checkpoints(folder: Path) -> Found:
+def find_checkpoints(folder: Path) -> CheckpointList:
     """The checkpoints in `folder`, by step; none where there is no such folder."""
     steps = sorted(((int(match[1]), path) for path, match in _matches(folder)), reverse=True)
     paths = [path for _, path in steps]
-    return Found([p for p in paths if is_committed(p)], [p for p in paths if not is_committed(p)])
+    return CheckpointList([p for p in paths if is_committed(p)], [p for p in paths if not is_committed(p)])
 
 
 def _matches(folder: Path) -> list[tuple[Path, re.Match[str]]]:
@@ -71,6 +71,5 @@ def newest_checkpoint(path: Path) -> Path:
     for folder in folders:
         if committed := find_checkpoints(folder).committed:
             return committed[0]
-    raise UserError(
-        f"{path}: no committed checkpoint (a step_N folder with its marker) in {', '.join(map(str, folders))}"
-    )
+    places = ", ".join(map(str, folders))
+    raise UserError(f"{path}: holds no committed checkpoint (a step_N folder with its marker); searched {places}")

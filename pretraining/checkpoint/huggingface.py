@@ -16,10 +16,10 @@ from pretraining.checkpoint.folder import newest_checkpoint
 from pretraining.checkpoint.manifest import (
     DTYPES,
     Checkpoint,
+    Chunk,
     Entry,
     Facts,
     Manifest,
-    Piece,
     ShardFile,
     open_checkpoint,
 )
@@ -44,9 +44,8 @@ def open_source(path: Path) -> Checkpoint:
 
 def open_huggingface(path: Path) -> Checkpoint:
     """The folder as a checkpoint of step 0 without digests. UserError where this model cannot be that one."""
-    config = read_json(path / CONFIG)
+    names, config = _weight_files(path), read_json(path / CONFIG)
     fields = _model_fields(path / CONFIG, config)
-    names = _weight_files(path)
     files = {name: shard_file(path / name) for name in names}
     tensors = {name: entry for file in names for name, entry in safetensors_entries(path / file).items()}
     if config.get("tie_word_embeddings", False) and HEAD not in tensors and EMBEDDING in tensors:
@@ -108,8 +107,8 @@ def _entry(path: Path, begin: int, facts: dict[str, Any]) -> Entry:
     start, end = facts["data_offsets"]
     if not 0 <= start <= end <= path.stat().st_size - begin or end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"data_offsets {start}, {end}")
-    piece = Piece((0,) * len(shape), shape, path.name, begin + start, end - start, digests=())
-    return Entry(facts["dtype"], shape, (piece,))
+    chunk = Chunk((0,) * len(shape), shape, path.name, begin + start, end - start, digests=())
+    return Entry(facts["dtype"], shape, (chunk,))
 
 
 def _model_fields(path: Path, config: dict[str, Any]) -> dict[str, Any]:

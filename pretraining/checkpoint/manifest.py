@@ -1,9 +1,9 @@
 """What a checkpoint folder holds, as JSON: which tensor lies where, the run's facts, and the marker that commits them.
 
     step_100/
-      weights-00000.safetensors    tensors of process 0 by Hugging Face name ("name@row,column" for a piece of one)
+      weights-00000.safetensors    tensors of process 0 by Hugging Face name ("name@row,column" for a chunk of one)
       optimizer-00000.safetensors  its moments
-      manifest.json                every tensor: dtype, shape, pieces, and a digest of every 8 MiB
+      manifest.json                every tensor: dtype, shape, chunks, and a digest of every 8 MiB
       facts.json                   step, tokens seen, state of the data, effective configuration
       COMMITTED                    digests of the two files above and one of itself; written last
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """A box of a tensor and where its bytes are."""
 
     offsets: tuple[int, ...]
@@ -57,7 +58,7 @@ class Entry:
 
     dtype: str  # safetensors' name of it
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Chunk, ...]  # the file format's name of them
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,15 @@ class Manifest:
 
     tensors: dict[str, Entry]
     files: dict[str, ShardFile]
+
+    @classmethod
+    def merge(cls, entries: Iterable[tuple[str, Entry]], files: dict[str, ShardFile]) -> Manifest:
+        """Return the manifest of these files, with the chunks of all entries of a name in one."""
+        grouped: dict[str, list[Entry]] = {}
+        for name, entry in entries:
+            grouped.setdefault(name, []).append(entry)
+        chunks = {name: tuple(chunk for entry in same for chunk in entry.pieces) for name, same in grouped.items()}
+        return cls({name: replace(same[0], pieces=chunks[name]) for name, same in grouped.items()}, files)
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not is_committed(path):
         raise UnreadableError(f"{path}: has no {MARKER} marker, so its save was never finished")
     marker = _read_marker(path / MARKER)
-    texts = {name: _vouched(path / name, marker[name]) for name in (MANIFEST, FACTS)}
+    texts = {name: _read_hashed(path / name, marker[name]) for name in (MANIFEST, FACTS)}
     checkpoint = Checkpoint(path, Facts(**json.loads(texts[FACTS])), _manifest(json.loads(texts[MANIFEST])))
     refuse_pickles(path, known={MANIFEST, FACTS, MARKER, *checkpoint.manifest.files})
     return checkpoint
@@ -146,7 +156,7 @@ def _read_marker(path: Path) -> dict[str, Any]:
     return marker
 
 
-def _vouched(path: Path, expected: str) -> bytes:
+def _read_hashed(path: Path, expected: str) -> bytes:
     text = read_file(path)
     if digest(text) != expected:
         raise UnreadableError(f"{path}: differs from what was saved")
@@ -160,7 +170,7 @@ def _manifest(value: dict[str, Any]) -> Manifest:
 
 def _entry(value: dict[str, Any]) -> Entry:
     pieces = tuple(
-        Piece(tuple(p["offsets"]), tuple(p["sizes"]), p["file"], p["start"], p["size"], tuple(p["digests"]))
+        Chunk(tuple(p["offsets"]), tuple(p["sizes"]), p["file"], p["start"], p["size"], tuple(p["digests"]))
         for p in value["pieces"]
     )
     return Entry(value["dtype"], tuple(value["shape"]), pieces)

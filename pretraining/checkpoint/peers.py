@@ -27,10 +27,10 @@ class Failure:
 
 
 class Peers:
-    """This process among those that hold the model."""
+    """This process among those that save and load together."""
 
     def __init__(self, together: bool | None = None) -> None:
-        """Collective: every process of the default group, if there is one. together=False: this process alone."""
+        """Collective over the default group, if there is one. together=False: this process alone."""
         if together is None:
             together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo") if together else None
@@ -39,7 +39,7 @@ class Peers:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that speaks and commits."""
+        """Whether this is process 0, which prints and commits."""
         return self.rank == 0
 
     def say(self, text: str) -> None:
@@ -48,56 +48,46 @@ class Peers:
             print(text, flush=True)
 
     def agree(self, act: Callable[[], T]) -> list[T]:
-        """Run `act` in every process; all results in the first one, an empty list elsewhere.
+        """Run `act` in every process; all results in process 0, an empty list elsewhere.
 
         If it fails anywhere it fails everywhere: with its own error where it happened, and with that error's text in
         the other processes.
         """
         if self._group is None:
             return [act()]
-        outcome, own = _attempt(act)
+        outcome, error = _attempt(act)
         gathered: list[Any] = [None] * self.size
         dist.gather_object(outcome, gathered if self.leads else None, dst=0, group=self._group)
-        failed = self._share(_first_failure(gathered) if self.leads else None)
-        if own is not None:
-            raise own
-        if failed is not None:
-            raise failed.kind(failed.text)
+        _raise(error, self._broadcast(_first_failure(gathered) if self.leads else None))
         return gathered if self.leads else []
 
+    def each(self, act: Callable[[], T]) -> T:
+        """Run `act` in every process; its own result in each. If it fails anywhere it fails everywhere."""
+        results: list[T] = []
+        self.agree(lambda: results.append(act()))
+        return results[0]
+
     def lead(self, act: Callable[[], T]) -> T:
-        """Run `act` in the first process; its result, or its error, in every one."""
+        """Run `act` in process 0; its result, or its error, in every one."""
         if self._group is None:
             return act()
-        own = None
-        outcome: Any = None
-        if self.leads:
-            outcome, own = _attempt(act)
-        shared: T | Failure = self._share(outcome)
-        if own is not None:
-            raise own
-        if isinstance(shared, Failure):
-            raise shared.kind(shared.text)
-        return shared
+        outcome, error = _attempt(act) if self.leads else (None, None)
+        shared = self._broadcast(outcome)
+        _raise(error, shared)
+        return cast(T, shared)
 
     def deal(self, act: Callable[[], list[T]]) -> T:
-        """Run `act` in the first process; element i of its result, or its error, in process i."""
+        """Run `act` in process 0; element i of its result, or its error, in process i."""
         if self._group is None:
             return act()[0]
-        hands: list[Any] = []
-        own = None
-        if self.leads:
-            outcome, own = _attempt(act)
-            hands = [outcome] * self.size if isinstance(outcome, Failure) else outcome
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, hands if self.leads else None, src=0, group=self._group)
-        if own is not None:
-            raise own
-        if isinstance(mine[0], Failure):
-            raise mine[0].kind(mine[0].text)
-        return cast(T, mine[0])
+        outcome, error = _attempt(act) if self.leads else (None, None)
+        results = outcome if isinstance(outcome, list) else [outcome] * self.size
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, results if self.leads else None, src=0, group=self._group)
+        _raise(error, own[0])
+        return cast(T, own[0])
 
-    def _share(self, value: Any) -> Any:
+    def _broadcast(self, value: Any) -> Any:
         boxed = [value]
         dist.broadcast_object_list(boxed, src=0, group=self._group)
         return boxed[0]
@@ -106,13 +96,19 @@ class Peers:
 def _attempt(act: Callable[[], T]) -> tuple[T | Failure, Exception | None]:
     try:
         return act(), None
-    except Exception as error:  # whatever it is, the others wait to hear of it; it is raised again in `agree`
+    except Exception as error:  # whatever it is, the others wait to hear of it; `_raise` raises it again
         kind = next((kind for kind in (UnreadableError, UserError, OSError) if isinstance(error, kind)), RuntimeError)
         return Failure(kind, str(error)), error
 
 
+def _raise(error: Exception | None, outcome: Any) -> None:
+    """Raise this process's own error, or that of another process."""
+    if error is not None:
+        raise error
+    if isinstance(outcome, Failure):
+        raise outcome.kind(outcome.text)
+
+
 def _first_failure(outcomes: list[Any]) -> Failure | None:
-    for rank, outcome in enumerate(outcomes):
-        if isinstance(outcome, Failure):
-            return Failure(outcome.kind, f"{outcome.text} (process {rank})")
-    return None
+    failures = ((rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, Failure))
+    return next((Failure(failure.kind, f"{failure.text} (process {rank})") for rank, failure in failures), None)

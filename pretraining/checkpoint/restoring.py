@@ -12,7 +12,7 @@ from pathlib import Path
 from pretraining.checkpoint.adapter import adapter_folder, open_adapter
 from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start
 from pretraining.checkpoint.files import UnreadableError
-from pretraining.checkpoint.folder import CHECKPOINTS, Found, find_checkpoints
+from pretraining.checkpoint.folder import CHECKPOINTS, CheckpointList, find_checkpoints
 from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, open_source
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
@@ -59,12 +59,13 @@ def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Path:
     return Path(config.ckpt_save_path or log_dir / CHECKPOINTS)
 
 
-def check_policy(config: TrainConfig, found: Found) -> None:
-    """UserError where `resume` forbids what was found, or that nothing was."""
-    if found.committed and config.resume == "never":
-        raise UserError(f"--resume=never, but {found.committed[0]} is there; remove it or give another ckpt_save_path")
-    if not found.committed and config.resume == "must":
-        raise UserError("--resume=must, but there is no committed checkpoint; look at --ckpt_save_path and --log_dir")
+def check_policy(config: TrainConfig, checkpoints: CheckpointList) -> None:
+    """Raise UserError where `resume` forbids what is in the folder, or that it holds nothing."""
+    if checkpoints.committed and config.resume == "never":
+        newest = checkpoints.committed[0]
+        raise UserError(f"--resume=never, but {newest} exists; remove it, or set another --ckpt_save_path")
+    if not checkpoints.committed and config.resume == "must":
+        raise UserError("--resume=must, but there is no committed checkpoint; check --ckpt_save_path and --log_dir")
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,8 @@ class Restoring:
 
     def _load_adapter(self, folder: Path) -> None:
         """Load an adapter in PEFT's format."""
-        opened: list[Checkpoint] = []
-        self.peers.agree(lambda: opened.append(open_adapter(folder, self.config)))
-        self._load(opened[0], list(opened[0].manifest.tensors))
+        adapter = self.peers.each(lambda: open_adapter(folder, self.config))
+        self._load(adapter, list(adapter.manifest.tensors))
         self.peers.say(f"adapters of {folder}")
 
     def _shared_names(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
@@ -173,9 +173,7 @@ class Restoring:
 
     def _opened(self, path: Path) -> Checkpoint:
         """Read in every process, so that all agree whether it can be."""
-        opened: list[Checkpoint] = []
-        self.peers.agree(lambda: opened.append(open_source(path)))
-        return opened[0]
+        return self.peers.each(lambda: open_source(path))
 
     def _lacks_moments(self, checkpoint: Checkpoint) -> bool:
         lacking = all(is_weight(name) for name in checkpoint.manifest.tensors)

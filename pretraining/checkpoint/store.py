@@ -32,12 +32,11 @@ from pretraining.checkpoint.manifest import (
     Entry,
     Facts,
     Manifest,
-    Piece,
     open_checkpoint,
     write_commit,
 )
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.shards import Written, lay_out, read_shards, write_shards
+from pretraining.checkpoint.shards import plan_files, read_files, write_files
 from pretraining.config.errors import UserError
 
 LogicalTensors = Mapping[str, Any]  # logical name -> Tensor, DTensor or tensor with DCP's checkpointable protocol
@@ -78,7 +77,7 @@ def save(
 
 
 class PendingSave:
-    """A save that is planned. Its tensors are read when it is written, or before, when it is staged."""
+    """A planned save. Its tensors are read when it is written, or before, when it is staged."""
 
     def __init__(
         self,
@@ -90,33 +89,32 @@ class PendingSave:
         dtype: torch.dtype | None,
         workers: int,
     ) -> None:
-        """Collective: decide which process writes which piece."""
+        """Collective: decide which process writes which chunk."""
         self._final, self._facts, self._peers, self._workers = step_folder(folder, facts.step), facts, peers, workers
         self._partial = self._final.with_name(self._final.name + PARTIAL)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(state), is_coordinator=peers.leads)
-        shapes = {name: tuple(value.shape) for name, value in state.items()}
-        offers = peers.agree(lambda: (planner.create_local_plan(), shapes))
-        self._expected = {name: shape for _, shapes in offers for name, shape in shapes.items()}
-        plan = peers.deal(lambda: planner.create_global_plan([plan for plan, _ in offers])[0])
+        local_plans = peers.agree(lambda: (planner.create_local_plan(), list(state)))
+        self._names = {name for _, names in local_plans for name in names}
+        plan = peers.deal(lambda: planner.create_global_plan([plan for plan, _ in local_plans])[0])
         items = planner.finish_plan(plan).items
-        self._layouts = lay_out(items, peers.rank, dtype)
-        self._fetch: Callable[[WriteItem], Tensor] = LiveSource(planner, state, items)
+        self._files = plan_files(items, peers.rank, dtype)
+        self._fetch: Callable[[WriteItem], Tensor] = LiveTensors(planner, state, items)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of this process's host memory that `stage` takes."""
-        return sum(_aligned(slot.size) for layout in self._layouts for slot in layout.slots)
+        return sum(_aligned(chunk.size) for file in self._files for chunk in file.chunks)
 
     def stage(self, buffer: HostBuffer) -> None:
-        """Copy this process's pieces into `buffer`; afterwards the tensors may change."""
-        flat, start, held = buffer.take(self.host_bytes), 0, {}
-        for slot in (slot for layout in self._layouts for slot in layout.slots):
-            piece = self._fetch(slot.item)
-            copy = flat[start : start + slot.size].view(slot.dtype).view(piece.shape)
-            held[slot.item.index] = copy.copy_(piece)
-            start += _aligned(slot.size)
-        self.fetch_from(lambda item: held[item.index])
+        """Copy this process's chunks into `buffer`; afterwards the tensors may change."""
+        memory, start, copies = buffer.take(self.host_bytes), 0, {}
+        for chunk in (chunk for file in self._files for chunk in file.chunks):
+            tensor = self._fetch(chunk.item)
+            copy = memory[start : start + chunk.size].view(chunk.dtype).view(tensor.shape)
+            copies[chunk.item.index] = copy.copy_(tensor)  # waits for the device: the copy is pageable memory
+            start += _aligned(chunk.size)
+        self.fetch_from(lambda item: copies[item.index])
 
     def fetch_from(self, read: Callable[[WriteItem], Tensor]) -> None:
         """Take the tensors from `read` when they are written; those of the state are then only descriptions."""
@@ -126,8 +124,8 @@ class PendingSave:
         """Collective: write, check and commit; the committed folder."""
         try:
             self._peers.lead(self._make_partial)
-            written = self._peers.agree(lambda: write_shards(self._partial, self._layouts, self._fetch, self._workers))
-            self._peers.lead(lambda: self._commit(written))
+            parts = self._peers.agree(lambda: write_files(self._partial, self._files, self._fetch, self._workers))
+            self._peers.lead(lambda: self._commit(parts))
         except Exception:
             if self._peers.leads:  # a full disk gets its space back
                 shutil.rmtree(self._partial, ignore_errors=True)
@@ -139,14 +137,22 @@ class PendingSave:
             remove_folder(self._partial)
         self._partial.mkdir(parents=True)
 
-    def _commit(self, written: list[Written]) -> None:
-        manifest = _merged(written, self._expected)
-        _verify(self._partial, manifest)
+    def _commit(self, parts: list[Manifest]) -> None:
+        entries = [entry for part in parts for entry in part.tensors.items()]
+        manifest = Manifest.merge(entries, {name: file for part in parts for name, file in part.files.items()})
+        _verify(self._partial, manifest, self._names)
         write_commit(self._partial, manifest, self._facts)
         sync_folder(self._partial)
         if self._final.exists():  # a stray that was never committed: not ours to delete
             set_aside(self._final)
         rename(self._partial, self._final)
+
+
+def write_items(state: LogicalTensors) -> list[WriteItem]:
+    """Return what one process alone has to write of these tensors, in their order."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(state), is_coordinator=True)
+    return planner.create_local_plan().items
 
 
 def _aligned(size: int) -> int:
@@ -174,48 +180,39 @@ class HostBuffer:
         return self._bytes
 
 
-class LiveSource:
-    """Pieces of the live state, read from the devices when they are asked for."""
+class LiveTensors:
+    """Chunks of the live state, on their devices."""
 
     def __init__(self, planner: DefaultSavePlanner, state: LogicalTensors, items: list[WriteItem]) -> None:
         self._planner, self._state = planner, state
         self._left = Counter(item.index.fqn for item in items)
 
     def __call__(self, item: WriteItem) -> Tensor:
-        """The piece; after a tensor's last one its host copy is forgotten, if it kept one."""
-        piece = self._planner.resolve_data(item)
-        assert isinstance(piece, Tensor)
+        """Return a chunk; a host copy of its tensor is released with the last one."""
+        chunk = self._planner.resolve_data(item)
+        assert isinstance(chunk, Tensor)
         name = item.index.fqn
         self._left[name] -= 1
         if not self._left[name] and isinstance(self._state[name], HoldsHostCopy):
             self._state[name].release()
-        return piece.detach()
+        return chunk.detach()
 
 
-def _merged(written: list[Written], shapes: dict[str, tuple[int, ...]]) -> Manifest:
-    pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
-    dtypes: dict[str, str] = {}
-    for part in written:
-        dtypes |= part.dtypes
-        for name, found in part.pieces.items():
-            pieces[name] += found
-    tensors = {name: Entry(dtypes.get(name, ""), shape, tuple(pieces[name])) for name, shape in shapes.items()}
-    return Manifest(tensors, {name: facts for part in written for name, facts in part.files.items()})
+def _verify(folder: Path, manifest: Manifest, names: set[str]) -> None:
+    """Raise RuntimeError unless every tensor's chunks add up to it and every file has its size.
 
-
-def _verify(folder: Path, manifest: Manifest) -> None:
-    """RuntimeError unless every tensor's pieces add up to it and every file has its size.
-
-    The planner has seen to it that pieces do not overlap; a planner that drops tensors reports success.
+    The planner has seen to it that chunks do not overlap; a planner that drops tensors reports success.
     """
+    if missing := sorted(names - manifest.tensors.keys()):
+        raise RuntimeError(f"{folder}: nothing of {', '.join(missing)} was written")
     for name, entry in manifest.tensors.items():
-        found = sum(math.prod(piece.sizes) for piece in entry.pieces)
-        if not entry.pieces or found != math.prod(entry.shape):
-            raise RuntimeError(f"{folder}: {found} of {math.prod(entry.shape)} elements of {name} were written")
-    for name, facts in manifest.files.items():
+        written = sum(math.prod(chunk.sizes) for chunk in entry.pieces)
+        if written != math.prod(entry.shape):
+            raise RuntimeError(f"{folder}: {written} of {math.prod(entry.shape)} elements of {name} were written")
+    for name, file in manifest.files.items():
         size = (folder / name).stat().st_size
-        if size != facts.size:
-            raise RuntimeError(f"{folder / name}: has {size} bytes, {facts.size} were written")
+        if size != file.size:
+            raise RuntimeError(f"{folder / name}: has {size} bytes, {file.size} were written")
 
 
 # ---- Loading
@@ -231,7 +228,7 @@ def load(checkpoint: Checkpoint, state: LogicalTensors, peers: Peers | None = No
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state), _metadata(checkpoint.manifest))
     items = planner.create_local_plan().items
-    (peers or Peers()).agree(lambda: read_shards(checkpoint, items, planner.resolve_tensor, workers))
+    (peers or Peers()).agree(lambda: read_files(checkpoint, items, planner.resolve_tensor, workers))
 
 
 def check_fit(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -258,24 +255,15 @@ def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:
 
 
 def read_tensors(
-    path: Path, wanted: Callable[[str], bool] = lambda name: True, workers: int = IO_WORKERS
+    source: Checkpoint | Path, is_wanted: Callable[[str], bool] = lambda name: True, workers: int = IO_WORKERS
 ) -> dict[str, Tensor]:
-    """The whole tensors of a checkpoint whose names are `wanted`, in the dtype they were saved in.
+    """Return the unsharded tensors of a checkpoint whose names are wanted, in the dtype they were saved in.
 
-    In one process, without a process group and whatever mesh saved it. UnreadableError if it cannot be trusted.
+    In one process, without a process group and whatever mesh saved it. Raises UnreadableError if it cannot be trusted.
     """
-    return tensors_of(open_checkpoint(path), wanted, workers)
-
-
-def tensors_of(
-    checkpoint: Checkpoint, wanted: Callable[[str], bool] = lambda name: True, workers: int = IO_WORKERS
-) -> dict[str, Tensor]:
-    """The same of one that is open, Hugging Face's too."""
-    state = {
-        name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        for name, entry in checkpoint.manifest.tensors.items()
-        if wanted(name)
-    }
+    checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
+    entries = checkpoint.manifest.tensors.items()
+    state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries if is_wanted(name)}
     load(checkpoint, state, Peers(together=False), workers)
     return state
 

@@ -194,12 +194,12 @@ from pretraining.checkpoint import store
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
 if os.environ.get("DYING") == os.environ["RANK"]:
-    whole = store.write_shards
+    whole = store.write_files
     def dying(folder, *rest):
         if folder.name == "step_4.partial":
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(folder, *rest)
-    store.write_shards = dying
+    store.write_files = dying
 train(small_config(Path(sys.argv[1])), lambda step, loss: print(step, loss.hex(), flush=True))
 dist.destroy_process_group()
 """

@@ -148,7 +148,7 @@ def test_a_tensor_that_is_not_wholly_written_is_never_committed(tmp_path: Path) 
     """torch-xla's own planner offers no piece at all of a partially replicated tensor, and reports success."""
     incomplete: list[Boxes] = [[], [((0, 0), (4, 6))]]
     for boxes in incomplete:
-        with pytest.raises(RuntimeError, match="of 48 elements of w were written"):
+        with pytest.raises(RuntimeError, match=r"(24 of 48 elements|nothing) of w w(ere|as) written"):
             save(tmp_path, {"w": Pieces(torch.randn(8, 6), boxes), "v": torch.ones(2)}, FACTS)
         assert list(tmp_path.iterdir()) == []
 
@@ -208,8 +208,8 @@ def test_digests_cover_every_block(tmp_path: Path) -> None:
     assert len(entry.pieces[0].digests) == 3
 
 
-def test_an_error_of_an_early_flush_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretraining.checkpoint.shards.FLUSH_EVERY", 1000)
+def test_an_error_of_a_flush_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretraining.checkpoint.shards.BLOCK", 1000)
 
     def fail(_: int) -> None:
         raise OSError(5, "Input/output error")
