@@ -15,11 +15,4 @@ def check_scale(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "checkpoint_interval", "has no powers for checkpoint_scale=log; use 2 or more")
 
 
-def check_load_path(config: TrainConfig) -> Iterator[Problem]:
-    """Loading only the weights needs a place to load them from."""
-    if config.reads_data and config.load_weights_only and not config.ckpt_load_path:
-        remedy = "has no effect without --ckpt_load_path; set it, or remove this flag"
-        yield problem(config, "load_weights_only", remedy, is_missing=True)
-
-
-CHECKS = (check_scale, check_load_path)
+CHECKS = (check_scale,)

@@ -1,6 +1,6 @@
-"""How a setting is declared: its type, its range or choices, and what a resumed run may change.
+"""How a setting is declared: its type, its range or choices, what it needs, and whether a resumed run may change it.
 
-    batch_size: Annotated[int, AtLeast(1), Resume.FREE] = 2
+    lora_alpha: Annotated[float, Above(0), Needs("lora_rank"), Resume.NOTE] = 8.0
 
 `declared_settings` reads the annotations of a dataclass. Flags, validation, `--help`, configs.md and the comparison
 with a checkpoint use what it returns. Does not depend on the settings themselves.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from enum import Enum
 from types import NoneType
@@ -101,11 +102,17 @@ class Grammar:
 
     def accepts(self, value: Any) -> bool:
         """See Constraint."""
-        try:
+        with suppress(ValueError):
             self.parse(value)
-        except ValueError:
-            return False
-        return True
+            return True
+        return False
+
+
+class Needs(NamedTuple):
+    """The setting has an effect only with another one: with this `value` of it, or if None with any but its default."""
+
+    name: str
+    value: str | None = None
 
 
 class Setting(NamedTuple):
@@ -116,6 +123,7 @@ class Setting(NamedTuple):
     optional: bool  # whether None is a value
     default: Any
     constraint: Constraint | None
+    needs: Needs | None
     resume: Resume
 
     @property
@@ -174,11 +182,12 @@ def declared_settings(configuration: type) -> dict[str, Setting]:
 def _setting(name: str, hint: Any, default: Any) -> Setting:
     """Read one annotation: `T`, `T | None`, `Literal[...]`, or `Annotated` of one of them with its markers."""
     markers = getattr(hint, "__metadata__", ())
-    hint = hint.__origin__ if markers else hint
-    constraint = next((marker for marker in markers if not isinstance(marker, Resume)), None)
     resume = next((marker for marker in markers if isinstance(marker, Resume)), Resume.NOTE)
+    needs = next((marker for marker in markers if isinstance(marker, Needs)), None)
+    constraint = next((marker for marker in markers if not isinstance(marker, Resume | Needs)), None)
+    hint = hint.__origin__ if markers else hint
     if get_origin(hint) is Literal:
-        return Setting(name, str, False, default, OneOf(get_args(hint)), resume)
+        return Setting(name, str, False, default, constraint=OneOf(get_args(hint)), needs=needs, resume=resume)
     kinds = set(get_args(hint) or (hint,))
     (kind,) = kinds - {NoneType}
-    return Setting(name, kind, NoneType in kinds, default, constraint, resume)
+    return Setting(name, kind, NoneType in kinds, default, constraint=constraint, needs=needs, resume=resume)

@@ -69,6 +69,13 @@ def type_words(setting: Setting) -> str:
     return f"{kind}, {setting.constraint.requirement}" if setting.constraint else kind
 
 
+def needs_words(setting: Setting) -> str:
+    """Return the sentence that names the setting that it needs, or nothing."""
+    if setting.needs is None:
+        return ""
+    return f" Needs {setting.needs.name}{(setting.needs.value and f'={setting.needs.value}') or ''}."
+
+
 # ---- --help
 
 
@@ -83,7 +90,7 @@ def help_text() -> str:
         lines += ["", group]
         for field in fields:
             lines.append(f"  --{field.name}={field.default.strip(chr(34))}")
-            text = f"({type_words(SETTINGS[field.name])}) {field.text}"
+            text = f"({type_words(SETTINGS[field.name])}) {field.text}{needs_words(SETTINGS[field.name])}"
             lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
@@ -100,7 +107,8 @@ def tables() -> str:
 def support_table() -> str:
     """Return the settings that an engine does not support."""
     rows = [
-        f"| `{limit.setting}` | {limit.values} | {', '.join(limit.missing_on)} | {limit.reason} |" for limit in LIMITS
+        f"| `{limit.setting}` | {limit.values_text} | {', '.join(limit.missing_on)} | {limit.reason} |"
+        for limit in LIMITS
     ]
     head = "| flag | values | not supported by engine | reason |"
     return "\n".join(["### Settings that one engine does not support", "", head, "|---|---|---|---|", *rows])
@@ -131,10 +139,11 @@ def _setting(item: tuple[str, Any]) -> str:
 
 
 def _table(group: str, fields: list[Field]) -> str:
-    rows = [
-        f"| `{field.name}` | {cell(type_words(SETTINGS[field.name]))} | `{field.default}` | {cell(field.text)} |"
-        for field in fields
-    ]
+    rows = []
+    for field in fields:
+        setting = SETTINGS[field.name]
+        words, text = cell(type_words(setting)), cell(field.text + needs_words(setting))
+        rows.append(f"| `{field.name}` | {words} | `{field.default}` | {text} |")
     return "\n".join([f"### {group}", "", "| flag | type or choices | default | meaning |", "|---|---|---|---|", *rows])
 
 

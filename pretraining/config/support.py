@@ -1,6 +1,6 @@
 """The settings that an engine does not support: one table, read before a device is opened and printed in configs.md.
 
-A value of a setting that has no row works on both engines. A test runs every row's value on the engine that lacks it.
+A value of a setting that has no row works on both engines.
 """
 
 from __future__ import annotations
@@ -14,18 +14,31 @@ from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import problem
 from pretraining.config.variants import model_shape
 
-XLA, TORCH, TORCH_CPU, TORCH_TPU = "xla", "torch", "torch on cpu", "torch on tpu"
+Places = tuple[str, ...]
+XLA: Places = ("xla",)
+TORCH: Places = ("torch",)
+NO_CUDA: Places = ("xla", "torch on cpu", "torch on tpu")
 
 
 class Limit(NamedTuple):
-    """A setting, the values of it that an engine does not support, and why."""
+    """Values of a setting that an engine does not support."""
 
     setting: str
-    values: str  # as configs.md prints them
-    is_set: Callable[[TrainConfig], bool]  # whether a configuration has such a value
-    missing_on: tuple[str, ...]
+    missing_on: Places
     reason: str
-    remedy: str = "remove it"
+    values: str = ""  # as configs.md prints them; all but the default if empty
+    is_set: Callable[[TrainConfig], bool] | None = None  # whether a configuration has such a value
+
+    @property
+    def values_text(self) -> str:
+        """The values in words."""
+        return self.values or f"all but {SETTINGS[self.setting].default!r}"
+
+    def applies(self, config: TrainConfig) -> bool:
+        """Return whether `config` has one of the values."""
+        if self.is_set:
+            return self.is_set(config)
+        return bool(getattr(config, self.setting) != SETTINGS[self.setting].default)
 
 
 def _reduces_in_another_dtype(config: TrainConfig) -> bool:
@@ -38,98 +51,48 @@ def _splits_kv_heads_unevenly(config: TrainConfig) -> bool:
 
 
 LIMITS = (
+    Limit("device", XLA, "PJRT_DEVICE names the device of the xla engine"),
     Limit(
-        setting="device",
-        values="all but auto",
-        is_set=lambda config: config.device != "auto",
-        missing_on=(XLA,),
-        reason="the xla engine runs on the device that PJRT_DEVICE names",
-        remedy="set PJRT_DEVICE instead, or --engine=torch",
-    ),
-    Limit(
-        setting="precision",
+        "precision",
+        XLA,
+        "TPUs and Trainium have bf16, which needs no loss scale (mixed_bf16)",
         values="fp16",
         is_set=lambda config: config.precision == "fp16",
-        missing_on=(XLA,),
-        reason="TPUs and Trainium have bf16, which needs no loss scale",
-        remedy="use mixed_bf16, or --engine=torch",
     ),
     Limit(
-        setting="reduce_dtype",
+        "reduce_dtype",
+        XLA,
+        "the xla engine sums gradients over devices in the dtype of the parameters",
         values="another dtype than the parameters'",
         is_set=_reduces_in_another_dtype,
-        missing_on=(XLA,),
-        reason="the xla engine sums gradients over devices in the dtype of the parameters",
-        remedy="remove it, or use --engine=torch",
     ),
+    Limit("collective_timeout", XLA, "collectives of XLA have no timeout"),
+    Limit("cpu_offload", NO_CUDA, "only the torch engine on CUDA offloads"),
+    Limit("memory_profiling", NO_CUDA, "only the torch engine on CUDA records allocations"),
+    Limit("context_parallel_size", TORCH, "the torch engine does not split sequences"),
     Limit(
-        setting="cpu_offload",
-        values="True",
-        is_set=lambda config: config.cpu_offload,
-        missing_on=(XLA, TORCH_CPU, TORCH_TPU),
-        reason="it needs the torch engine on CUDA",
-    ),
-    Limit(
-        setting="memory_profiling",
-        values="True",
-        is_set=lambda config: config.memory_profiling,
-        missing_on=(XLA, TORCH_CPU, TORCH_TPU),
-        reason="it needs the torch engine on CUDA",
-    ),
-    Limit(
-        setting="collective_timeout",
-        values=f"all but {SETTINGS['collective_timeout'].default}",
-        is_set=lambda config: config.collective_timeout != SETTINGS["collective_timeout"].default,
-        missing_on=(XLA,),
-        reason="XLA's collectives have no timeout of ours",
-    ),
-    Limit(
-        setting="context_parallel_size",
-        values="above 1",
-        is_set=lambda config: config.context_parallel_size > 1,
-        missing_on=(TORCH,),
-        reason="the torch engine does not split sequences",
-        remedy="remove it, or use --engine=xla",
-    ),
-    Limit(
-        setting="kv_replication",
+        "kv_replication",
+        TORCH,
+        "the torch engine does not replicate key/value heads",
         values="above 1",
         is_set=lambda config: config.kv_replication > 1,
-        missing_on=(TORCH,),
-        reason="the torch engine does not replicate key/value heads",
-        remedy="remove it, or use --engine=xla",
     ),
     Limit(
-        setting="tensor_parallel_size",
+        "tensor_parallel_size",
+        TORCH,
+        "the torch engine does not replicate key/value heads, so it must divide num_kv_heads",
         values="not a divisor of num_kv_heads",
         is_set=_splits_kv_heads_unevenly,
-        missing_on=(TORCH,),
-        reason="the torch engine does not replicate key/value heads",
-        remedy="use a divisor of num_kv_heads, or --engine=xla",
     ),
     Limit(
-        setting="sequence_parallel",
+        "sequence_parallel",
+        TORCH,
+        "the torch engine has no dropout in a residual stream that is split over tokens",
         values="True with hidden_dropout",
         is_set=lambda config: config.sequence_parallel and config.hidden_dropout > 0,
-        missing_on=(TORCH,),
-        reason="the torch engine does not drop values of a residual stream that is split over tokens",
-        remedy="use --hidden_dropout=0, or --engine=xla",
     ),
-    Limit(
-        setting="dump_sharding",
-        values="a file",
-        is_set=lambda config: bool(config.dump_sharding),
-        missing_on=(TORCH,),
-        reason="the torch engine does not write one",
-        remedy="remove it, or use --engine=xla",
-    ),
-    Limit(
-        setting="compile_cache_dir",
-        values="a folder",
-        is_set=lambda config: bool(config.compile_cache_dir),
-        missing_on=(TORCH,),
-        reason="it is XLA's cache of compiled programs",
-    ),
+    Limit("dump_sharding", TORCH, "the torch engine does not write this file"),
+    Limit("compile_cache_dir", TORCH, "this is the cache of XLA's compiler"),
 )
 
 
@@ -137,7 +100,9 @@ def unsupported(config: TrainConfig, engine: str, device: str | None = None) -> 
     """Yield the problem with every setting that `engine` on `device` (None: not known yet) does not support."""
     for limit in LIMITS:
         with suppress(UnknownValueError):
-            if {engine, f"{engine} on {device}"} & set(limit.missing_on) and limit.is_set(config):
-                place = engine if engine in limit.missing_on else f"{engine} on {device}"
-                remedy = f"is not supported by engine={place}: {limit.reason}; {limit.remedy}"
+            places = {engine, f"{engine} on {device}"} & set(limit.missing_on)
+            if places and limit.applies(config):
+                others = {XLA: "torch", TORCH: "xla"}
+                other = f", or use --engine={others[limit.missing_on]}" if limit.missing_on in others else ""
+                remedy = f"is not supported by engine={min(places)}: {limit.reason}; remove it{other}"
                 yield problem(config, limit.setting, remedy)

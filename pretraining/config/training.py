@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pretraining.config.declaration import Above, AtLeast, Grammar, OneOf, Resume, declared_settings
+from pretraining.config.declaration import Above, AtLeast, Grammar, Needs, OneOf, Resume, declared_settings
 from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.grammar import (
     RECOMPUTABLE,
@@ -76,7 +76,7 @@ class TrainConfig:
     """"rmsnorm" or "layernorm" (mean and variance; with norm_bias, a bias too)."""
     norm_eps: Annotated[float, Above(0), Resume.FUNCTION] = 1e-5
     """Added to the mean square, or to the variance, in a norm; above 0."""
-    norm_bias: Annotated[bool, Resume.FUNCTION] = False
+    norm_bias: Annotated[bool, Needs("norm_type", "layernorm"), Resume.FUNCTION] = False
     """layernorm: with a bias."""
     qk_norm: Annotated[bool, Resume.FUNCTION] = False
     """Norm each head's queries and keys before their rotation (Qwen 3's q_norm and k_norm)."""
@@ -142,7 +142,7 @@ class TrainConfig:
     devices, replicated across groups). fsdp needs the least memory; hsdp keeps its gathers within a host; zero1 gathers
     parameters once a step instead of twice a pass, where they fit whole; ddp is for models small beside the device.
     The torch engine splits parameters between steps with all but ddp. Any case."""
-    sharding_group_size: Annotated[int, AtLeast(0)] = 0
+    sharding_group_size: Annotated[int, AtLeast(0), Needs("sharding_strategy", "hsdp")] = 0
     """hsdp: data-parallel ranks per sharding group, a divisor of devices / (tensor_parallel_size x
     context_parallel_size). 0: those of one host."""
     tensor_parallel_size: Annotated[int, AtLeast(1)] = 1
@@ -186,23 +186,23 @@ class TrainConfig:
     stochastically), "autocast" (products in bf16, everything between them in fp32, as torch.autocast does), "fp16"
     (as mixed_bf16 with fp16 in place of bf16 and the loss scale below; torch engine) or "manual" (mixed_bf16 with the
     three settings below). A pair that contradicts is an error."""
-    master_weights: bool | None = None
+    master_weights: Annotated[bool | None, Needs("precision", "manual")] = None
     """precision=manual: keep parameters and optimizer state in fp32. False: in bf16. None: True."""
-    fp32_grad_acc: bool | None = None
+    fp32_grad_acc: Annotated[bool | None, Needs("precision", "manual")] = None
     """precision=manual: add up the gradients of micro-batches in fp32. False: in bf16. None: True."""
-    stochastic_rounding: bool | None = None
+    stochastic_rounding: Annotated[bool | None, Needs("precision", "manual")] = None
     """precision=manual: round to bf16 stochastically, in the mean exactly; deterministic, the same on every mesh. None:
     False, to nearest."""
-    loss_scale: Annotated[float, AtLeast(0)] = 0.0
+    loss_scale: Annotated[float, AtLeast(0), Needs("precision", "fp16")] = 0.0
     """precision=fp16: what the loss is multiplied by before the backward pass, so that small gradients survive. 0:
     dynamic, halved when gradients overflow (that step is left out) and doubled after loss_scale_window without."""
-    initial_scale_power: Annotated[int, AtLeast(0, below=33)] = 16
+    initial_scale_power: Annotated[int, AtLeast(0, below=33), Needs("precision", "fp16")] = 16
     """precision=fp16, dynamic: the first scale is 2 to this power."""
-    loss_scale_window: Annotated[int, AtLeast(1)] = 1000
+    loss_scale_window: Annotated[int, AtLeast(1), Needs("precision", "fp16")] = 1000
     """precision=fp16, dynamic: steps without an overflow after which the scale doubles, at least 1."""
-    loss_scale_hysteresis: Annotated[int, AtLeast(1)] = 2
+    loss_scale_hysteresis: Annotated[int, AtLeast(1), Needs("precision", "fp16")] = 2
     """precision=fp16, dynamic: overflows before the scale is halved, at least 1; counted anew when it doubles."""
-    min_loss_scale: Annotated[float, Above(0)] = 1.0
+    min_loss_scale: Annotated[float, Above(0), Needs("precision", "fp16")] = 1.0
     """precision=fp16, dynamic: the smallest scale; overflows at it count for max_skipped_steps."""
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the gradients' sum over devices: "fp32", "bf16" or "auto". torch engine: auto is fp32. xla engine: auto alone,
@@ -215,13 +215,13 @@ class TrainConfig:
     selective_checkpointing: Annotated[str, BLOCKS] = "1"
     """Which blocks: an integer k (every k-th block; 1 is all) or a fraction between 0 and 1, as "1/3" or "0.5"
     (that share of the blocks, evenly spaced and centred)."""
-    checkpoint_granularity: Literal["full", "selective"] = "full"
+    checkpoint_granularity: Annotated[Literal["full", "selective"], Needs("fsdp_activation_checkpointing")] = "full"
     """What of a chosen block is recomputed: "full" (all of it), or "selective" (the modules that checkpoint_modules
     names; of the rest, what is cheap beside its memory)."""
-    checkpoint_modules: Annotated[str, MODULES] = ""
+    checkpoint_modules: Annotated[str, MODULES, Needs("checkpoint_granularity", "selective")] = ""
     """checkpoint_granularity=selective: "mlp", "norm", "mlp_activation" (the activation and its product with the gate)
     and "core_attention", comma-separated. Scores of attention are recomputed in any case: they are never kept."""
-    checkpoint_num_layers: Annotated[int, AtLeast(1)] = 1
+    checkpoint_num_layers: Annotated[int, AtLeast(1), Needs("fsdp_activation_checkpointing")] = 1
     """checkpoint_granularity=full with every block chosen: blocks that are recomputed together from the input of the
     first, which alone is kept."""
 
@@ -294,28 +294,30 @@ class TrainConfig:
     lora_rank: Annotated[int, AtLeast(0), Resume.STATE] = 0
     """Rank r of an adapter beside each of lora_target_modules: y = W x + s B A x, where A and B alone are trained and W
     stays as ckpt_load_path (or the seed) gave it. 0: none, everything is trained."""
-    lora_alpha: Annotated[float, Above(0)] = 8.0
+    lora_alpha: Annotated[float, Above(0), Needs("lora_rank")] = 8.0
     """s = lora_alpha / lora_rank, above 0."""
-    lora_use_rslora: bool = False
+    lora_use_rslora: Annotated[bool, Needs("lora_rank")] = False
     """s = lora_alpha / sqrt(lora_rank)."""
-    lora_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
+    lora_dropout: Annotated[float, AtLeast(0, below=1), Needs("lora_rank")] = 0.0
     """Share of an adapter's input that training drops, in [0, 1)."""
-    lora_target_modules: Annotated[str, Resume.STATE] = ""
+    lora_target_modules: Annotated[str, Needs("lora_rank"), Resume.STATE] = ""
     """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, comma-separated, or a
     regular expression for their paths, such as .*(q|v)_proj. Empty: q_proj,v_proj."""
-    lora_bias: Annotated[Literal["none", "all", "lora_only"], Resume.STATE] = "none"
+    lora_bias: Annotated[Literal["none", "all", "lora_only"], Needs("lora_rank"), Resume.STATE] = "none"
     """Biases that are trained too: "none", "all", or "lora_only" (those of projections with an adapter)."""
-    lora_modules_to_save: Annotated[str, Resume.STATE] = ""
+    lora_modules_to_save: Annotated[str, Needs("lora_rank"), Resume.STATE] = ""
     """Further modules that are trained whole, comma-separated: lm_head, embed_tokens, norm."""
-    lora_init: Literal["default", "gaussian"] = "default"
+    lora_init: Annotated[Literal["default", "gaussian"], Needs("lora_rank")] = "default"
     """Of A: "default" (uniform within 1 / sqrt(inputs)) or "gaussian" (deviation 1 / lora_rank). B starts at 0."""
-    lora_save_mode: Annotated[Literal["adapter", "base_and_adapter", "merged"], Resume.STATE] = "adapter"
+    lora_save_mode: Annotated[Literal["adapter", "base_and_adapter", "merged"], Needs("lora_rank"), Resume.STATE] = (
+        "adapter"
+    )
     """"adapter": checkpoints hold what is trained, and go on from ckpt_load_path's weights. "base_and_adapter",
     "merged": all. python -m pretraining.checkpoint.convert then writes PEFT's files, or both, or W + s B A in Hugging
     Face's format."""
-    lora_load_path: str = ""
+    lora_load_path: Annotated[str, Needs("lora_rank")] = ""
     """Folder of an adapter in PEFT's format (adapter_model.safetensors) to start from. Empty: a new one."""
-    lora_load_tag: str = ""
+    lora_load_tag: Annotated[str, Needs("lora_rank")] = ""
     """Sub-folder of lora_load_path. Empty: none."""
 
     # ---- Batch and length
@@ -410,7 +412,7 @@ class TrainConfig:
     val_steps: Annotated[int, AtLeast(0, special=-1)] = 0
     """Global batches per validation, needed where val_interval is set; no more than the validation data hold once.
     -1: all of them."""
-    val_sanity_steps: Annotated[int, AtLeast(0, special=-1)] = 0
+    val_sanity_steps: Annotated[int, AtLeast(0, special=-1), Needs("val_interval")] = 0
     """Global batches of a validation before the first step, written as step 0. 0: none; -1: as many as val_steps."""
     drop_last_val: bool = True
     """True: what is left of the validation or test data after the last whole global batch is not read. False: it is,
@@ -442,7 +444,7 @@ class TrainConfig:
     resume: Annotated[Literal["auto", "must", "never"], Resume.FREE] = "auto"
     """"auto": continue from the newest checkpoint in ckpt_save_path if there is one, from the one before if that is
     damaged; "must": an error if there is none or it is damaged; "never": an error if there is one."""
-    load_weights_only: Annotated[bool, Resume.FREE] = False
+    load_weights_only: Annotated[bool, Needs("ckpt_load_path"), Resume.FREE] = False
     """Of ckpt_load_path take the weights and start with a fresh optimizer."""
     strict_load: Annotated[bool, Resume.FREE] = True
     """The tensors of ckpt_load_path must be exactly the model's, and its norm_eps and rotary settings this run's.
@@ -501,7 +503,7 @@ class TrainConfig:
     """First traced step, 1-based."""
     profile_num_steps: Annotated[int, AtLeast(1), Resume.FREE] = 3
     """Traced steps, at least 1."""
-    memory_profiling: Annotated[bool, Resume.FREE] = False
+    memory_profiling: Annotated[bool, Needs("use_profiler"), Resume.FREE] = False
     """torch engine on CUDA, with use_profiler: also record who holds memory in the traced steps, to
     <log_dir>/profile/memory_<process>.pickle, which pytorch.org/memory_viz shows."""
     use_torch_compile: bool = True
@@ -513,18 +515,18 @@ class TrainConfig:
     plan: Annotated[bool, Resume.FREE] = False
     """Print what this configuration holds, sends and takes on plan_devices of plan_device_kind, and stop: paths and
     devices are not looked at. Exit code 0 whether or not it fits."""
-    plan_devices: Annotated[int, AtLeast(0), Resume.FREE] = 0
+    plan_devices: Annotated[int, AtLeast(0), Needs("plan"), Resume.FREE] = 0
     """Devices to plan for, at least 1; needed with plan. 0: as many as plan_topology has."""
-    plan_device_kind: Annotated[str, OneOf(("", *PLAN_KINDS)), Resume.FREE] = ""
+    plan_device_kind: Annotated[str, OneOf(("", *PLAN_KINDS)), Needs("plan"), Resume.FREE] = ""
     """Their kind: tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, trn1, trn2 (a core each), a100-40, a100-80, h100, h200, b200."""
-    plan_search: Annotated[bool, Resume.FREE] = False
+    plan_search: Annotated[bool, Needs("plan"), Resume.FREE] = False
     """With plan: rank the meshes that fit by their predicted step time, for the same global batch."""
-    plan_compile: Annotated[bool, Resume.FREE] = False
+    plan_compile: Annotated[bool, Needs("plan"), Resume.FREE] = False
     """With plan: also have the step compiled for plan_topology by the TPU's own compiler, and show its memory,
     collectives and operations beside the plan's. Needs no TPU; needs requirements-tpu-aot.txt."""
-    plan_topology: Annotated[str, Resume.FREE] = ""
+    plan_topology: Annotated[str, Needs("plan"), Resume.FREE] = ""
     """Slice of TPUs, chips along each axis: 4x4 (v5e, v6e) or 4x4x4 (v4, v5p). Their product is plan_devices."""
-    plan_json: Annotated[str, Resume.FREE] = ""
+    plan_json: Annotated[str, Needs("plan"), Resume.FREE] = ""
     """File to write the plan to, as JSON. Empty: none."""
 
     # ---- Configuration files

@@ -22,13 +22,27 @@ def problems(
     """Return everything that is wrong with `config`.
 
     A check stops where it reads a setting that is `unreadable` or out of its own range, because what follows from a
-    mistake is not a second one. missing_matters False leaves out problems about settings that are not set.
+    mistake is not a second one. missing_matters False leaves out problems about settings that are not set, as do
+    configurations that stop before data and paths are opened.
     """
     faults = {name: setting.fault(getattr(config, name)) for name, setting in SETTINGS.items()}
     own = {name: problem(config, name, fault) for name, fault in faults.items() if fault and name not in unreadable}
     guarded = GuardedConfig(config, {*unreadable, *own})
-    across = [found for check in checks for found in _until_unknown(check(guarded))]
+    across = [found for check in (check_needs, *checks) for found in _until_unknown(check(guarded))]
+    missing_matters = missing_matters and config.reads_data
     return [found for found in (*own.values(), *across) if missing_matters or not found.is_missing]
+
+
+def check_needs(config: TrainConfig) -> Iterator[Problem]:
+    """A setting that has an effect only with another one is set together with it."""
+    for name, setting in SETTINGS.items():
+        with suppress(UnknownValueError):
+            if setting.needs and getattr(config, name) != setting.default:
+                other, value = setting.needs
+                actual, default = getattr(config, other), SETTINGS[other].default
+                if actual == default if value is None else actual != value:
+                    remedy = f"needs --{other}{(value and f'={value}') or ''}; set it too, or remove this flag"
+                    yield problem(config, name, remedy, is_missing=actual == default)
 
 
 def problem(config: TrainConfig, name: str, remedy: str, is_missing: bool = False) -> Problem:

@@ -31,7 +31,7 @@ def check_special_tokens(config: TrainConfig) -> Iterator[Problem]:
 
 def check_training_data(config: TrainConfig) -> Iterator[Problem]:
     """Training needs data."""
-    if config.reads_data and not config.use_dummy_dataset and not config.data_path:
+    if not config.use_dummy_dataset and not config.data_path:
         remedy = (
             "is not set: give a folder of token shards, or --use_dummy_dataset=True for a speed test; "
             "bash scripts/train.sh prepares a small corpus"
@@ -41,23 +41,19 @@ def check_training_data(config: TrainConfig) -> Iterator[Problem]:
 
 def check_validation_data(config: TrainConfig) -> Iterator[Problem]:
     """Validation needs its length and held-out data."""
-    if not config.reads_data:
-        return
     if config.val_interval and not config.val_steps:
         remedy = "needs --val_steps=N, the number of global batches per validation"
         yield problem(config, "val_interval", remedy, is_missing=True)
     if config.val_interval and not (config.use_dummy_dataset or config.valid_data_path or config.split):
         remedy = "needs held-out data: set --valid_data_path, or --split=949,50,1 to hold back part of data_path"
         yield problem(config, "val_interval", remedy, is_missing=True)
-    if config.val_sanity_steps and not config.val_interval:
-        yield problem(config, "val_sanity_steps", "needs --val_interval=N", is_missing=True)
 
 
 def check_test_data(config: TrainConfig) -> Iterator[Problem]:
     """A test needs data of its own."""
     shares = parse_split(config.split)
     has_data = config.use_dummy_dataset or config.test_data_path or (shares and shares[2])
-    if config.reads_data and config.test_steps and not has_data:
+    if config.test_steps and not has_data:
         remedy = "needs test data: set --test_data_path, or a third share as in --split=949,50,1"
         yield problem(config, "test_steps", remedy, is_missing=True)
 

@@ -16,8 +16,8 @@ from pretraining.config.variants import missing_dimensions, model_shape
 def check_dimensions_are_set(config: TrainConfig) -> Iterator[Problem]:
     """A custom model has no default dimensions; --import_only works without."""
     missing = [f"--{name}" for name in missing_dimensions(config)]
-    if missing and not config.import_only:
-        yield Problem("--model_variant=custom", f"needs {', '.join(missing)} too", is_missing=True)
+    if missing:
+        yield Problem("--model_variant=custom", f"needs {', '.join(missing)} too", is_missing=not config.plan)
 
 
 def check_heads(config: TrainConfig) -> Iterator[Problem]:
@@ -47,12 +47,6 @@ def check_positions(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "seq_length", remedy)
 
 
-def check_norm_bias(config: TrainConfig) -> Iterator[Problem]:
-    """RMSNorm has no bias."""
-    if config.norm_bias and config.norm_type != "layernorm":
-        yield problem(config, "norm_bias", f"needs norm_type=layernorm; norm_type={config.norm_type} has no bias")
-
-
 def check_rotary(config: TrainConfig) -> Iterator[Problem]:
     """Rotary settings need rotary embeddings, and at least one pair of channels."""
     for name in ("rotary_percentage", "rope_scaling_type"):
@@ -74,11 +68,8 @@ def check_rope_bands(config: TrainConfig) -> Iterator[Problem]:
 
 
 def check_adapters(config: TrainConfig) -> Iterator[Problem]:
-    """Settings of LoRA need a rank, and names of modules that exist."""
+    """The modules that LoRA names exist."""
     if not config.lora_rank:
-        for name, setting in SETTINGS.items():
-            if name.startswith("lora_") and getattr(config, name) != setting.default:
-                yield problem(config, name, "needs --lora_rank=R, above 0")
         return
     try:
         targets = adapted(config)
@@ -98,7 +89,6 @@ CHECKS = (
     check_dimensions_are_set,
     check_heads,
     check_positions,
-    check_norm_bias,
     check_rotary,
     check_rope_bands,
     check_adapters,

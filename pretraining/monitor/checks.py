@@ -15,9 +15,6 @@ def check_profile(config: TrainConfig) -> Iterator[Problem]:
     if config.use_profiler and last > config.num_steps:
         remedy = f"traces steps up to {last}, but num_steps={config.num_steps}; start earlier or trace fewer steps"
         yield problem(config, "profile_start_step", remedy)
-    if config.memory_profiling and not config.use_profiler:
-        remedy = "records the steps that use_profiler traces; set --use_profiler=True too"
-        yield problem(config, "memory_profiling", remedy)
 
 
 CHECKS = (check_profile,)

@@ -11,8 +11,6 @@ from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import problem
 
 SCHEDULE_SETTINGS = {name for schedule in SCHEDULES.values() for name in (*schedule.reads, *schedule.requires)}
-MANUAL_PRECISION = ("master_weights", "fp32_grad_acc", "stochastic_rounding")
-LOSS_SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale")
 
 
 def check_schedule_settings(config: TrainConfig) -> Iterator[Problem]:
@@ -84,21 +82,15 @@ def check_relative_step(config: TrainConfig) -> Iterator[Problem]:
 
 
 def check_precision(config: TrainConfig) -> Iterator[Problem]:
-    """The two settings of precision agree, and refinements belong to the mode."""
+    """The two settings of precision agree, and a fixed loss scale has no dynamics."""
     mode = config.precision_mode
     if (mode != "fp32") != config.mixed_precision:
         remedy = f"contradicts mixed_precision={config.mixed_precision}; set --mixed_precision={mode != 'fp32'} too"
         yield problem(config, "precision", remedy)
-    for name in MANUAL_PRECISION:
-        if getattr(config, name) is not None and mode != "manual":
-            yield problem(config, name, f"needs precision=manual; precision={mode} determines it")
-    for name in LOSS_SCALING:
-        if getattr(config, name) != SETTINGS[name].default:
-            if mode != "fp16":
-                yield problem(config, name, f"needs precision=fp16; precision={mode} has no loss scale")
-            elif config.loss_scale and name != "loss_scale":
-                remedy = f"is for the dynamic loss scale, and loss_scale={config.loss_scale} is fixed; remove one"
-                yield problem(config, name, remedy)
+    for name in ("initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"):
+        if config.loss_scale and getattr(config, name) != SETTINGS[name].default:
+            remedy = f"is for the dynamic loss scale, and loss_scale={config.loss_scale} is fixed; remove one"
+            yield problem(config, name, remedy)
 
 
 CHECKS = (

@@ -55,13 +55,6 @@ def check_sequence_split(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "seq_length", f"is not a multiple of {' x '.join(factors)}; use {valid}")
 
 
-def check_sharding_group(config: TrainConfig) -> Iterator[Problem]:
-    """Only hsdp has groups."""
-    if config.sharding_group_size and config.sharding_strategy != "hsdp":
-        remedy = f"needs sharding_strategy=hsdp, not {config.sharding_strategy}; remove one of the two"
-        yield problem(config, "sharding_group_size", remedy)
-
-
 def check_pipeline(config: TrainConfig) -> Iterator[Problem]:
     """Pipeline stages can be planned and imported; no engine trains with them."""
     for name in ("pipeline_parallel_size", "virtual_pipeline_size"):
@@ -95,17 +88,11 @@ def check_recomputed_blocks(config: TrainConfig) -> Iterator[Problem]:
 
 def check_recomputed_modules(config: TrainConfig) -> Iterator[Problem]:
     """The settings of what is recomputed within a block agree."""
-    selective, modules = config.checkpoint_granularity == "selective", parse_modules(config.checkpoint_modules)
-    if (selective or config.checkpoint_num_layers > 1) and not config.fsdp_activation_checkpointing:
-        name = "checkpoint_granularity" if selective else "checkpoint_num_layers"
-        yield problem(config, name, "needs --fsdp_activation_checkpointing=True")
-    if selective and not modules:
+    selective = config.checkpoint_granularity == "selective"
+    if selective and not parse_modules(config.checkpoint_modules):
         remedy = f"needs --checkpoint_modules={','.join(RECOMPUTABLE)}, or some of them"
         yield problem(config, "checkpoint_granularity", remedy)
-    if modules and not selective:
-        yield problem(config, "checkpoint_modules", "needs --checkpoint_granularity=selective")
-    every_block = not selective and parse_selective(config.selective_checkpointing) == 1
-    if config.checkpoint_num_layers > 1 and not every_block:
+    if config.checkpoint_num_layers > 1 and (selective or parse_selective(config.selective_checkpointing) != 1):
         remedy = "recomputes whole blocks, every one of them; remove selective_checkpointing and checkpoint_granularity"
         yield problem(config, "checkpoint_num_layers", remedy)
 
@@ -115,7 +102,6 @@ CHECKS = (
     check_tensor_parallel,
     check_kv_replication,
     check_sequence_split,
-    check_sharding_group,
     check_pipeline,
     check_batch,
     check_recomputed_blocks,

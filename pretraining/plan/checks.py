@@ -8,22 +8,17 @@ from collections.abc import Iterator
 
 from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.errors import Problem
-from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 from pretraining.config.variants import model_shape
 
 
 def check_plan(config: TrainConfig) -> Iterator[Problem]:
-    """A plan needs devices and their kind; without a plan its settings have no use."""
-    if config.plan:
-        if not config.plan_devices and not config.plan_topology:
-            yield Problem("--plan=True", "needs --plan_devices=N")
-        if not config.plan_device_kind:
-            yield Problem("--plan=True", f"needs --plan_device_kind: one of {', '.join(PLAN_KINDS)}")
-        return
-    for name, setting in SETTINGS.items():
-        if name.startswith("plan_") and getattr(config, name) != setting.default:
-            yield problem(config, name, "needs --plan=True")
+    """A plan needs devices and their kind."""
+    if config.plan and not config.plan_devices and not config.plan_topology:
+        yield Problem("--plan=True", "needs --plan_devices=N")
+    if config.plan and not config.plan_device_kind:
+        yield Problem("--plan=True", f"needs --plan_device_kind: one of {', '.join(PLAN_KINDS)}")
 
 
 def check_topology(config: TrainConfig) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from pretraining.config.validate import problems
         ({"checkpoint_scale": "cubic"}, "--checkpoint_scale=cubic", "linear, log"),
         ({"extra_checkpoint_steps": "1,two"}, "--extra_checkpoint_steps=1,two", "step numbers"),
         ({"extra_checkpoint_steps": "-1"}, "--extra_checkpoint_steps=-1", "step numbers"),
-        ({"load_weights_only": True}, "--load_weights_only=True", "without --ckpt_load_path"),
+        ({"load_weights_only": True}, "--load_weights_only=True", "needs --ckpt_load_path"),
         ({"checkpoint_dtype": "fp8"}, "--checkpoint_dtype=fp8", "auto, fp32, bf16"),
         ({"resume": "yes"}, "--resume=yes", "auto, must, never"),
         ({"ckpt_io_workers": 0}, "--ckpt_io_workers=0", "at least 1"),

@@ -67,7 +67,7 @@ def test_the_dynamic_scale_is_deepspeed_s(power: int, window: int, hysteresis: i
     ("fields", "message"),
     [
         ({"precision": "fp16", "engine": "xla"}, "precision=fp16 +is not supported by engine=xla"),
-        ({"loss_scale": 8.0}, "loss_scale=8.0 +needs precision=fp16; precision=mixed_bf16 has no"),
+        ({"loss_scale": 8.0}, "loss_scale=8.0 +needs --precision=fp16"),
         ({"precision": "fp16", "loss_scale": 8.0, "loss_scale_window": 5}, "loss_scale_window=5 +is for the dynamic"),
         ({"precision": "fp16", "initial_scale_power": 33}, "at least 0 and below 33"),
         ({"precision": "fp16", "loss_scale_hysteresis": 0}, "at least 1"),

@@ -15,6 +15,7 @@ import torch
 
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
+from pretraining.parallel import accelerator, select
 from pretraining.parallel.select import choose, refuse_downcast_variables
 from pretraining.parallel.torch_engine import TorchEngine
 from tests.parallel.launch import ALONE, environment, launched
@@ -207,17 +208,23 @@ def test_a_variable_that_narrows_everything_unseen_is_refused(monkeypatch: pytes
     refuse_downcast_variables()
 
 
-def test_what_this_engine_does_not_have_is_refused_all_at_once() -> None:
-    asked: Fields = {"kv_replication": 2, "context_parallel_size": 2, "dump_sharding": "there.json"}
+@pytest.mark.parametrize(
+    ("xla", "fields"),
+    [
+        (False, {"kv_replication": 2, "context_parallel_size": 2, "dump_sharding": "there.json"}),
+        (False, {"tensor_parallel_size": 2, "cpu_offload": True, "memory_profiling": True, "compile_cache_dir": "x"}),
+        (True, {"precision": "fp16", "reduce_dtype": "bf16", "cpu_offload": True, "collective_timeout": 5}),
+    ],
+)
+def test_what_the_chosen_engine_lacks_is_refused_all_at_once_before_it_opens(
+    monkeypatch: pytest.MonkeyPatch, xla: bool, fields: Fields
+) -> None:
+    monkeypatch.setattr(accelerator, "cuda_gpus", lambda: 0)
+    monkeypatch.setattr(select, "_has_xla", lambda: xla)
+    monkeypatch.setattr(select, "_open", lambda *_: pytest.fail("a device was opened"))
     with pytest.raises(ConfigError) as refused:
-        TorchEngine(TrainConfig(model_variant="tiny", device="cpu", **asked))
-    for name in asked:
-        assert f"--{name}=" in str(refused.value)
-
-
-def test_heads_that_tensor_ranks_do_not_divide_are_refused_with_both_names() -> None:
-    with pytest.raises(ConfigError, match=r"--tensor_parallel_size=2 .*num_kv_heads=3"):
-        TorchEngine(TrainConfig(model_variant="tiny", device="cpu", tensor_parallel_size=2))
+        select.open_engine(TrainConfig(model_variant="tiny", **fields))
+    assert {problem.subject.partition("=")[0][2:] for problem in refused.value.problems} == fields.keys()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -226,7 +233,6 @@ def test_heads_that_tensor_ranks_do_not_divide_are_refused_with_both_names() -> 
     [
         ({"device": "cuda"}, "no CUDA GPU; .* --device=cpu"),
         ({"device": "tpu"}, "needs the package torch_tpu"),
-        ({"cpu_offload": True}, "works on CUDA alone, not on CPU"),
     ],
 )
 def test_a_device_that_is_not_there_is_one_sentence(fields: Fields, words: str) -> None:

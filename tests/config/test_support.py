@@ -1,0 +1,71 @@
+"""The table of what an engine does not support."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pretraining.config.support import LIMITS, unsupported
+from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.validate import problems
+from pretraining.parallel.checks import CHECKS
+
+PLACES = [("xla", None), ("torch", "cpu"), ("torch", "tpu"), ("torch", "cuda")]
+# One configuration with the values of each row; sequences are split only together with another setting.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "device": {"device": "cuda"},
+    "precision": {"precision": "fp16"},
+    "reduce_dtype": {"reduce_dtype": "bf16"},
+    "collective_timeout": {"collective_timeout": 5},
+    "cpu_offload": {"cpu_offload": True},
+    "memory_profiling": {"memory_profiling": True},
+    "context_parallel_size": {"context_parallel_size": 2},
+    "kv_replication": {"kv_replication": 2},
+    "tensor_parallel_size": {"model_variant": "tiny", "tensor_parallel_size": 2},
+    "sequence_parallel": {"sequence_parallel": True, "hidden_dropout": 0.1},
+    "dump_sharding": {"dump_sharding": "there.json"},
+    "compile_cache_dir": {"compile_cache_dir": "there"},
+}
+
+
+def test_every_row_has_an_example_and_no_default_is_unsupported() -> None:
+    assert [limit.setting for limit in LIMITS] == list(EXAMPLES)
+    assert SETTINGS.keys() >= EXAMPLES.keys()
+    for engine, device in PLACES:
+        assert list(unsupported(TrainConfig(), engine, device)) == []
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.setting)
+def test_a_value_is_refused_where_its_row_says_and_nowhere_else(limit: Any) -> None:
+    config = TrainConfig(**EXAMPLES[limit.setting])
+    for engine, device in PLACES:
+        refused = [problem.subject for problem in unsupported(config, engine, device)]
+        missing = {engine, f"{engine} on {device}"} & set(limit.missing_on)
+        assert refused == [f"--{limit.setting}={getattr(config, limit.setting)}"] * bool(missing)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fields", "refused"),
+    [
+        ("fp32", {}, False),
+        ("bf16", {}, True),
+        ("fp32", {"precision": "bf16_sr"}, True),
+        ("bf16", {"precision": "bf16_sr"}, False),
+        ("bf16", {"precision": "manual", "master_weights": False}, False),
+        ("fp32", {"precision": "manual", "master_weights": False}, True),
+        ("fp32", {"precision": "manual"}, False),
+    ],
+)
+def test_the_xla_engine_reduces_in_the_dtype_of_the_parameters(dtype: Any, fields: Any, refused: bool) -> None:
+    config = TrainConfig(reduce_dtype=dtype, **fields)
+    assert bool(list(unsupported(config, "xla"))) == refused
+    parameters = str(pytest.importorskip("pretraining.optim.precision").precision_of(config).parameters)
+    assert refused == (parameters != {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[dtype])
+
+
+def test_flags_that_name_the_engine_or_its_device_are_validated_against_the_table() -> None:
+    for fields in ({"engine": "xla"}, {"engine": "torch", "device": "cpu"}, {"device": "cpu"}):
+        config = TrainConfig(cpu_offload=True, **fields)  # type: ignore[arg-type]
+        assert [problem.subject for problem in problems(config, CHECKS)] == ["--cpu_offload=True"]
+    assert problems(TrainConfig(cpu_offload=True), CHECKS) == []  # known when the engine is chosen
