@@ -6,7 +6,6 @@ not fit, weights that do not match.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from pretraining.config.variants import CUSTOM, VARIANTS
 from pretraining.data.checksums import verify
 from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardFile, ShardIndex, index_folder, open_indexes
+from pretraining.data.layouts import read_json, split_folders
 from pretraining.data.stores.find import FORMATS, find_datasets, find_shards
 
 SPLITS = ("train", "valid", "test")
@@ -33,6 +33,7 @@ class SplitSource(NamedTuple):
     weights_flag: str
     weights: str  # one number for each dataset, comma-separated; empty: in proportion to their tokens
     shares: str  # --split if the split takes a share of every dataset's documents; empty: it takes all
+    note: str = ""  # where the split was found, if the user did not name its folder
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,19 @@ def split_source(config: TrainConfig, split: str) -> SplitSource:
         raise UserError("--data_path is not set: give a folder of token shards, or --use_dummy_dataset=True")
     if split == "valid" and config.valid_data_path:
         folder = Path(config.valid_data_path)
+        folder = folder if config.valid_datasets else _of_split(folder, split)
         return SplitSource(folder, config.valid_datasets, "valid_weights", config.valid_weights, "")
     if split == "test" and config.test_data_path:
-        return SplitSource(Path(config.test_data_path), "", "", "", "")
+        return SplitSource(_of_split(Path(config.test_data_path), split), "", "", "", "")
+    root = Path(config.data_path)
+    layout = None if config.datasets else split_folders(root)
+    if layout and not config.split and split in layout.folders:
+        weights = config.weights if split == "train" else ""
+        return SplitSource(layout.folders[split], "", "weights", weights, "", f"{root}: {layout.describe(split)}")
     if split != "train" and not config.split:
         raise UserError(f"no {split} data: give --{split}_data_path=FOLDER or --split=949,50,1 (train, valid, test)")
-    return SplitSource(Path(config.data_path), config.datasets, "weights", config.weights, config.split)
+    folder, note = (layout.folders["train"], f"{root}: {layout.describe('train')}") if layout else (root, "")
+    return SplitSource(folder, config.datasets, "weights", config.weights, config.split, note)
 
 
 def open_datasets(config: TrainConfig, split: str) -> list[Dataset]:
@@ -84,11 +92,22 @@ def open_datasets(config: TrainConfig, split: str) -> list[Dataset]:
     source = split_source(config, split)
     datasets = []
     for name in find_datasets(source.folder, source.datasets):
-        dataset = _open(config, source.folder / name, name or source.folder.name, split, source.shares)
+        folder = _of_split(source.folder / name, "train" if source.shares else split)
+        dataset = _open(config, folder, name or source.folder.name, split, source.shares)
         if config.verify_data:
             verify_dataset(dataset, config)
         datasets.append(dataset)
     return datasets
+
+
+def _of_split(folder: Path, split: str) -> Path:
+    """Return the folder of a split if `folder` holds several. UserError if it does not hold this one."""
+    layout = split_folders(folder)
+    if layout is None:
+        return folder
+    if split not in layout.folders:
+        raise UserError(f"{folder}: {layout.kind} without a {split} split: give the folder of one, {folder}/...")
+    return layout.folders[split]
 
 
 def verify_dataset(dataset: Dataset, config: TrainConfig) -> tuple[int, int]:
@@ -139,17 +158,9 @@ def split_edges(text: str, documents: int) -> list[int]:
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
-    """Return the contents of meta.json, empty if there is none. UserError if it is damaged."""
+    """Return the contents of meta.json, empty if there is none."""
     path = folder / DESCRIPTION
-    if not path.is_file():
-        return {}
-    try:
-        description = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}): prepare the dataset again") from error
-    if not isinstance(description, dict):
-        raise UserError(f"{path}: not a JSON object: prepare the dataset again")
-    return description
+    return read_json(path) if path.is_file() else {}
 
 
 def _check_description(folder: Path, description: dict[str, Any], shards: list[ShardIndex], rows: int | None) -> None:

@@ -26,12 +26,10 @@ from pretraining.config.errors import UserError
 from pretraining.data.datasets import DESCRIPTION
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.hashing import key_of, short_hash
+from pretraining.data.layouts import FLAGS, PLAN, RECORDS
 from pretraining.data.text import SHARD_BYTES, TextShard, divide, find_files, read_documents
 from pretraining.data.tokenizer import Tokenizer, open_tokenizer, train
 
-RECORDS = ".parts"  # folder in the output: one record per finished shard
-PLAN = "plan.json"
-FLAGS = "flags.txt"
 SPLIT_FLAGS = {"train": "data_path", "valid": "valid_data_path"}  # folder in the output -> flag of the training
 _AT_ONCE = 64  # documents encoded and written together
 _SAMPLE_CHARACTERS = 20_000_000  # enough for a stable vocabulary; training takes seconds

@@ -282,7 +282,8 @@ def open_stream(
     )
     mixture = Mixture(corpora, schedule, special, config=config, state=first_state, files=files)
     total, counted = _extent(config, corpora, tokens, rank_slice, split)
-    facts = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
+    facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
+    facts["notes"] = [source.note] if source.note else []
     return Stream(mixture, rank_slice, fields, state=first_state, facts=facts, total=total, counted=counted)
 
 

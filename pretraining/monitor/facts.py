@@ -91,8 +91,9 @@ def _peak(device_name: str) -> str:
 
 
 def data_lines(facts: Mapping[str, Any]) -> str:
-    """Return one line per dataset, from a stream's `facts()`."""
-    return "\n".join(f"{'data':<14} {_dataset(dataset)}" for dataset in facts["datasets"])
+    """Return one line per dataset and per note on how they are read, from a stream's `facts()`."""
+    lines = [*map(_dataset, facts["datasets"]), *facts.get("notes", [])]
+    return "\n".join(f"{'data':<14} {line}" for line in lines)
 
 
 def _dataset(dataset: Mapping[str, Any]) -> str:

@@ -228,3 +228,20 @@ def test_inspect_shows_the_datasets_and_the_text_of_a_step(
     shard.write_bytes(raw)
     assert inspect_data.main([*flags, "--verify"]) == 2
     assert f"{shard}: its checksum is not the recorded one" in capsys.readouterr().err
+
+
+def test_the_output_folder_is_recognised_as_training_and_validation_data(prepared: Prepared, tmp_path: Path) -> None:
+    out = prepared.folder / "out"
+    flags = {"data_path": str(out), "vocab_size": 400, "seq_length": 32, "batch_size": 1, "index_dir": str(tmp_path)}
+    named = {**flags, "data_path": str(out / "train"), "valid_data_path": str(out / "valid")}
+    for split in ("train", "valid"):
+        stream = open_stream(configure({**flags, "val_interval": 10, "val_steps": -1}), split=split)
+        assert stream.facts()["notes"] == [f"{out}: {split}: {out / split} of a prepared folder"]
+        assert np.array_equal(rows(stream, 20), rows(open_stream(configure(named), split=split), 20))
+
+
+def test_an_output_folder_that_is_not_complete_is_refused_as_data(prepared: Prepared, tmp_path: Path) -> None:
+    shutil.copytree(prepared.folder / "out", tmp_path / "out")
+    (tmp_path / "out" / "flags.txt").unlink()
+    with pytest.raises(UserError, match="its preparation is not complete: run the same prepare command again"):
+        open_stream(configure({"data_path": str(tmp_path / "out")}))

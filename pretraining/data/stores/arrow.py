@@ -77,7 +77,7 @@ def _read_messages(source: pa.NativeFile, column: str, path: str, batches: int |
             raise UserError(f"{path}: compressed buffers cannot be read in place: write the shard without compression")
         first = source.tell() - body.size + in_body
         if lists:
-            offsets = documents.offsets.to_numpy().astype(np.int64)
+            offsets = list_offsets(documents)
             starts.frombytes((offsets[:-1] * width + first).tobytes())
             lengths.frombytes(np.diff(offsets).tobytes())
         else:
@@ -113,4 +113,15 @@ def is_list(kind: pa.DataType) -> bool:
     """Whether a column of this type holds a list in every row."""
     import pyarrow as pa
 
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    types = pa.types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def list_offsets(lists: pa.Array) -> np.ndarray:
+    """Return the borders of lists among their values, int64 [lists + 1]."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(lists.type):
+        return np.arange(len(lists) + 1) * int(lists.type.list_size)
+    offsets: np.ndarray = lists.offsets.to_numpy().astype(np.int64)
+    return offsets

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pretraining.config.errors import UserError
+from pretraining.data.layouts import DATASET_STATE, read_json
 from pretraining.data.stores import arrow, megatron, parquet
 from pretraining.data.stores.shard import ShardContents
 
@@ -59,8 +60,14 @@ def find_shards(folder: Path, file_type: str) -> list[tuple[str, str]]:
 
     UserError names a file that is neither a shard nor one of the files that may be next to shards.
     """
-    files = [folder] if folder.is_file() else sorted(file for file in folder.rglob("*") if file.is_file())
-    formats = {file: _format(file) for file in files if folder.is_file() or _is_visible(file.relative_to(folder))}
+    files = [folder]
+    if folder.is_dir():
+        files = sorted(file for file in folder.rglob("*") if file.is_file() and _is_visible(file.relative_to(folder)))
+    for parent in [file.parent for file in files if file.name == DATASET_STATE]:
+        listed = _listed_shards(parent)  # next to them are cache-*.arrow of Dataset.map, which repeat documents
+        if listed is not None:
+            files = [file for file in files if file.parent != parent or file in listed]
+    formats = {file: _format(file) for file in files}
     for file, name in formats.items():
         if name is None and not _is_companion(file):
             raise UserError(
@@ -73,6 +80,24 @@ def find_shards(folder: Path, file_type: str) -> list[tuple[str, str]]:
 def _is_visible(path: Path) -> bool:
     """Whether no part of a path below the dataset's folder is hidden."""
     return not any(part.startswith((".", "_")) for part in path.parts)
+
+
+def _listed_shards(folder: Path) -> set[Path] | None:
+    """Return the shards that state.json of Hugging Face's datasets lists in a folder, None if it is another state.json.
+
+    UserError if one is missing, or the rows of the dataset are a selection of the rows in the shards.
+    """
+    path = folder / DATASET_STATE
+    state = read_json(path)
+    if "_data_files" not in state:
+        return None
+    if state.get("_indices_data_files"):
+        raise UserError(f"{path}: the dataset selects rows of its shards: call flatten_indices() before save_to_disk()")
+    listed = {folder / entry["filename"] for entry in state["_data_files"]}
+    missing = sorted(file for file in listed if not file.is_file())
+    if missing:
+        raise UserError(f"{missing[0]}: missing, but {DATASET_STATE} lists it: copy or save the dataset again")
+    return listed
 
 
 def _is_companion(file: Path) -> bool:

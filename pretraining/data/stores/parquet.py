@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pretraining.config.errors import UserError
-from pretraining.data.stores.arrow import NULLS, is_list, token_type
+from pretraining.data.stores.arrow import NULLS, is_list, list_offsets, token_type
 from pretraining.data.stores.shard import ShardContents, to_int32
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def decode_parquet(path: str, column: str, decoded: str) -> ShardContents:
             pa.default_memory_pool().release_unused()
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a complete Parquet file ({error}): copy or write it again") from error
-    dtype = "int32" if dtype == "int64" else dtype
+    dtype = "int32" if dtype in ("int64", "uint64") else dtype
     starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(dtype).itemsize
     return ShardContents(decoded, dtype, starts, lengths)
 
@@ -55,6 +55,6 @@ def _decode(batches: Iterator[pa.RecordBatch], path: str, decoded: str) -> np.nd
             values = lists.flatten()
             if lists.null_count or values.null_count:
                 raise UserError(f"{path}: {NULLS}")
-            lengths.append(np.diff(lists.offsets.to_numpy()).astype(np.int64))
+            lengths.append(np.diff(list_offsets(lists)))
             to_int32(values.to_numpy(), path).tofile(file)
     return np.concatenate(lengths)

@@ -18,7 +18,7 @@ import numpy as np
 from pretraining.config.errors import UserError
 
 # Types of one token in a file. Batches hold int32, so the two types of 4 bytes are read without a conversion.
-TOKEN_TYPES = ("int32", "uint32", "uint16", "int64")
+TOKEN_TYPES = ("int32", "uint32", "uint16", "int64", "uint64")
 
 
 class Stamp(NamedTuple):

@@ -1,0 +1,68 @@
+"""Folders that hold several splits: what prepare.py writes, and a DatasetDict of Hugging Face's datasets.
+
+Does not import numpy: checks.py asks which splits a folder has before anything else is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pretraining.config.errors import UserError
+
+PLAN = "plan.json"  # what prepare.py writes into its output first
+RECORDS = ".parts"  # its folder of one record per finished shard
+FLAGS = "flags.txt"  # what it writes last
+DATASET_DICT = "dataset_dict.json"  # what DatasetDict.save_to_disk writes next to the folders of its splits
+DATASET_STATE = "state.json"  # what Dataset.save_to_disk writes next to its shards
+# Split -> the folders it may have; the first one that exists is taken. "valid" is prepare.py's.
+_FOLDERS = {"train": ("train",), "valid": ("valid", "validation", "dev"), "test": ("test",)}
+
+
+class SplitFolders(NamedTuple):
+    """A folder that holds several splits."""
+
+    kind: str
+    folders: dict[str, Path]  # split -> its folder
+
+    def describe(self, split: str) -> str:
+        """Return a line that says where a split is taken from."""
+        return f"{split}: {self.folders[split]} of {self.kind}"
+
+
+def split_folders(folder: Path) -> SplitFolders | None:
+    """Return the splits of a folder, None if it holds the data of one split.
+
+    UserError if the folder is not complete, or has no training split.
+    """
+    if (folder / PLAN).is_file() and (folder / RECORDS).is_dir():
+        if not (folder / FLAGS).is_file():
+            raise UserError(f"{folder}: its preparation is not complete: run the same prepare command again")
+        kind, names = "a prepared folder", [name for name in ("train", "valid") if (folder / name).is_dir()]
+    elif (folder / DATASET_DICT).is_file():
+        kind, names = "a DatasetDict", list(read_json(folder / DATASET_DICT).get("splits", []))
+    else:
+        return None
+    found = {}
+    for split, choices in _FOLDERS.items():
+        name = next((name for name in choices if name in names), None)
+        if name:
+            found[split] = folder / name
+    if "train" not in found:
+        listed = ", ".join(map(str, names)) or "none"
+        raise UserError(
+            f"{folder}: {kind} without a train split, it has {listed}: give the folder of one, {folder}/..."
+        )
+    return SplitFolders(kind, found)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. UserError if it is damaged."""
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error}): write the dataset again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object: write the dataset again")
+    return content

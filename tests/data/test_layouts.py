@@ -1,0 +1,110 @@
+"""Folders as the libraries of others write them: a saved Dataset, a DatasetDict, the encodings of Parquet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pretraining.config.errors import UserError
+from pretraining.data import open_stream
+from tests.data import corpora
+from tests.data.corpora import numbered, rows, settings
+
+SPLITS = {"train": numbered([20] * 40), "validation": numbered([20] * 30, 10_000), "test": numbered([20] * 20, 20_000)}
+
+
+def save_dataset(folder: Path, documents: corpora.Documents) -> None:
+    """What datasets 4 writes: Dataset.save_to_disk, then a map() of the dataset after load_from_disk."""
+    folder.mkdir(parents=True)
+    corpora.write_lists(folder / "data-00000-of-00002", documents[:15], "int64", stream=True)
+    corpora.write_lists(folder / "data-00001-of-00002", documents[15:], "int64", stream=True)
+    corpora.write_lists(folder / "cache-0123456789abcdef", documents, "int64", stream=True)
+    files = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in range(2)]
+    state = {"_data_files": files, "_fingerprint": "0123456789abcdef", "_format_columns": None, "_split": None}
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def save_dict(folder: Path) -> Path:
+    """What DatasetDict.save_to_disk writes."""
+    for split, documents in SPLITS.items():
+        save_dataset(folder / split, documents)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
+    return folder
+
+
+def tokens_of(folder: Path, split: str = "train", **fields: object) -> set[int]:
+    """The ids of one epoch of a split, without the separator."""
+    stream = open_stream(settings(folder, seq_length=7, **fields), split=split)
+    tokens = stream.facts()["datasets"][0]["tokens"]
+    return set(np.concatenate(rows(stream, tokens // 7)).tolist()) - {corpora.SEPARATOR}
+
+
+def test_a_saved_dataset_is_the_files_that_its_state_lists(tmp_path: Path) -> None:
+    save_dataset(tmp_path / "data", SPLITS["train"])
+    facts = open_stream(settings(tmp_path / "data")).facts()["datasets"]
+    assert [(dataset["shards"], dataset["documents"]) for dataset in facts] == [(2, 40)]
+    (tmp_path / "data" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow: missing, but state\.json lists it"):
+        open_stream(settings(tmp_path / "data"))
+
+
+def test_a_saved_dataset_that_selects_rows_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    save_dataset(tmp_path / "data", SPLITS["train"])
+    path = tmp_path / "data" / "state.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "_indices_data_files": [{"filename": "indices.arrow"}]})
+    )
+    with pytest.raises(UserError, match=r"selects rows of its shards: call flatten_indices\(\)"):
+        open_stream(settings(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_every_split_of_a_dataset_dict_is_taken_from_its_own_folder(tmp_path: Path, nested: bool) -> None:
+    folder = save_dict(tmp_path / "data" / "a" if nested else tmp_path / "data")
+    also = {"valid_data_path": str(folder), "test_data_path": str(folder)} if nested else {}
+    for split, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
+        tokens = tokens_of(tmp_path / "data", split, **also)
+        assert tokens <= {token for document in SPLITS[name] for token in document} and len(tokens) > 350
+
+
+def test_a_dataset_dict_without_a_train_split_asks_for_one(tmp_path: Path) -> None:
+    save_dict(tmp_path / "data")
+    (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["validation", "test"]}')
+    with pytest.raises(UserError, match="without a train split, it has validation, test: give the folder of one"):
+        open_stream(settings(tmp_path / "data"))
+    assert max(tokens_of(tmp_path / "data" / "test")) == 20_399
+
+
+TABLES = {
+    "behind_a_dictionary": pa.table(
+        {
+            "source": pa.array(["web", "books"] * 20).dictionary_encode(),
+            "tokens": pa.array(SPLITS["train"], pa.list_(pa.int32())),
+        }
+    ),
+    "fixed_size_list": pa.table({"tokens": pa.array(SPLITS["train"], pa.list_(pa.uint16(), 20))}),
+    "large_list_of_uint64": pa.table({"tokens": pa.array(SPLITS["train"], pa.large_list(pa.uint64()))}),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("store", ["arrow", "stream", "parquet"])
+def test_columns_of_every_encoding_give_the_same_documents(tmp_path: Path, name: str, store: str) -> None:
+    table = TABLES[name]
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "shard"
+    if store == "parquet":
+        pq.write_table(table, path, row_group_size=7)
+    else:
+        new = pa.ipc.new_stream if store == "stream" else pa.ipc.new_file
+        with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
+    stream = open_stream(settings(tmp_path / "data", shuffle="none"))
+    expected = [token for document in SPLITS["train"] for token in [*document, corpora.SEPARATOR]]
+    assert np.concatenate(rows(stream, 52)).tolist() == expected[: 52 * 16]
