@@ -1,48 +1,51 @@
-"""The toy's training step as the compiler made it for 8 devices, and what its text says: shapes, loops, collectives."""
+"""HLO of the toy's training step on 8 devices, and its shapes, loops and collectives."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from pretraining.plan.program import collectives
+from tests.parallel.launch import run_on_xla
 from tests.parallel.toy import TOY
 
-ROOT = Path(__file__).parents[2]
 ROWS, LENGTH, HIDDEN, LAYERS = TOY["global_batch_size"], TOY["seq_length"], TOY["hidden_size"], TOY["num_layers"]
 
 
-def program(folder: Path, stage: str = "after_optimizations", **fields: Any) -> str:
-    """The HLO of the toy's training step, optimised or ("before_optimizations") as it was traced."""
-    case = {"the case": {"sharding_strategy": "ddp", "batch_size": ROWS, "num_kv_heads": 8, "num_steps": 1, **fields}}
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONPATH": str(ROOT)}
-    environment["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
-    driver = Path(__file__).with_name("xla_driver.py")
-    subprocess.run(
-        [sys.executable, driver, json.dumps(case)], env=environment, check=True, capture_output=True, timeout=600
-    )
+def programs(folder: Path, cases: dict[str, dict[str, Any]], stage: str = "after_optimizations") -> dict[str, str]:
+    """The HLO of each case's training step: optimised, or as it was traced ("before_optimizations"). One process."""
+    common = {"sharding_strategy": "ddp", "batch_size": ROWS, "num_kv_heads": 8, "num_steps": 1}
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+    run_on_xla(8, {case: {**common, **fields} for case, fields in cases.items()}, XLA_FLAGS=flags)
+    return {case: read_program(folder / case, stage) for case in cases}
+
+
+def read_program(folder: Path, stage: str = "after_optimizations") -> str:
+    """The largest program of a case, which is its training step."""
     return max((path.read_text() for path in folder.glob(f"*{stage}.txt")), key=len)
 
 
+def program(folder: Path, **fields: Any) -> str:
+    """The optimised HLO of one case."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return programs(folder, {"case": fields})["case"]
+
+
 def results(text: str, operation: str) -> list[tuple[int, ...]]:
-    """The shapes that every `operation` of the program gives."""
+    """Shapes of the results of every `operation` of the program."""
     shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* {operation}\(", text)
     return [tuple(int(size) for size in shape.split(",") if size) for shape in shapes]
 
 
 def loops(text: str) -> list[str]:
-    """The types of what every loop carries, stacked weights and activations among it."""
+    """Types of what every loop carries, stacked weights and activations among it."""
     return re.findall(r"= (\(.*?\)) while\(", text)
 
 
 def saved_for_backward(text: str) -> list[tuple[int, ...]]:
-    """The shapes, without their layers, of what the largest loop stacks for the backward pass.
+    """Shapes, without their layers, of what the largest loop stacks for the backward pass.
 
     Weights and their gradients are [layers, blocks of a body, ..]: nothing else has a 1 there.
     """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ALONE = 0  # without torchrun; 1 is a process group of one, which is how a single GPU trains
@@ -21,3 +24,24 @@ def launched(processes: int, *arguments: str) -> list[str]:
 def environment(**more: str) -> dict[str, str]:
     """Of a process started here: one thread each, so that four of them do not fight for two cores."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def run_on_torch(processes: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Train every case on the torch engine in one start of this many processes; see torch_driver.py."""
+    script = str(Path(__file__).with_name("torch_driver.py"))
+    return _run(launched(processes, script, json.dumps(cases)))[0]
+
+
+def run_on_xla(devices: int, cases: dict[str, dict[str, Any]], **variables: str) -> tuple[dict[str, Any], str]:
+    """Train every case on this many virtual devices in one process; see xla_driver.py. Returns also its stderr."""
+    script = str(Path(__file__).with_name("xla_driver.py"))
+    devices_variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+    return _run([sys.executable, script, json.dumps(cases)], **devices_variables, **variables)
+
+
+def _run(command: list[str], **variables: str) -> tuple[dict[str, Any], str]:
+    done = subprocess.run(
+        command, env=environment(**variables), capture_output=True, text=True, check=False, timeout=1500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")), done.stderr

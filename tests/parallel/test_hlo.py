@@ -1,54 +1,56 @@
-"""What the compiler made of the sharding table: read from the program that it compiled for 8 devices."""
+"""The compiled and traced programs of 8 devices: collectives, activations kept for the backward pass, and dtypes.
+
+One process compiles all of them.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.parallel.hlo import HIDDEN, LAYERS, LENGTH, ROWS, loops, program, results, saved_for_backward
+from tests.parallel.hlo import (
+    HIDDEN,
+    LAYERS,
+    LENGTH,
+    ROWS,
+    loops,
+    programs,
+    read_program,
+    results,
+    saved_for_backward,
+)
 from tests.parallel.toy import TOY
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
 
-
-def test_eight_tensor_ranks_gather_no_weights(tmp_path: Path) -> None:
-    text = program(tmp_path, tensor_parallel_size=8)
-    assert results(text, "all-gather") == []  # neither weights nor heads
-    assert (ROWS * LENGTH, HIDDEN) in results(text, "all-reduce")  # partial sums of the stream are added up instead
-    carried = " ".join(loops(text))
-    assert f"[{LAYERS},1,{HIDDEN // 8},{HIDDEN}]" in carried  # a rank's own heads of q_proj
-    assert f"[{LAYERS},1,{HIDDEN},{HIDDEN}]" not in carried
-
-
-def test_sequence_parallelism_splits_the_residual_stream_over_tensor_ranks(tmp_path: Path) -> None:
-    text = program(tmp_path, tensor_parallel_size=8, sequence_parallel=True)
-    assert set(results(text, "all-gather")) == {(ROWS, LENGTH, HIDDEN)}  # the stream, where a matrix takes it
-    carried = " ".join(loops(text))
-    assert f"[{ROWS},{LENGTH // 8},{HIDDEN}]" in carried
-    assert f"[{ROWS},{LENGTH},{HIDDEN}]" not in carried
-
-
+BLOCKS: dict[str, Any] = {"fsdp_activation_checkpointing": True}
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "blocks": {"fsdp_activation_checkpointing": True},
+    "blocks": BLOCKS,
     **{
-        module: {
-            **{"fsdp_activation_checkpointing": True, "checkpoint_granularity": "selective"},
-            "checkpoint_modules": module,
-        }
+        module: {**BLOCKS, "checkpoint_granularity": "selective", "checkpoint_modules": module}
         for module in ("mlp", "norm", "mlp_activation")
     },
+}
+FSDP: dict[str, Any] = {"sharding_strategy": "fsdp", "batch_size": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 8},
+    "sequence": {"tensor_parallel_size": 8, "sequence_parallel": True},
+    **{name: {"num_kv_heads": 4, "batch_size": ROWS // 8, **fields} for name, fields in RECOMPUTED.items()},
+    "fp32": {**FSDP, "precision": "fp32"},
+    "bf16": {**FSDP, "mixed_precision": True},
 }
 
 
 @functools.cache
-def saved_in(folder: Path, case: str) -> list[tuple[int, ...]]:
-    return saved_for_backward(program(folder / case, num_kv_heads=4, batch_size=ROWS // 8, **RECOMPUTED[case]))
+def compiled(folder: Path) -> dict[str, str]:
+    return programs(folder, CASES)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +58,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("programs")
 
 
+def test_eight_tensor_ranks_gather_no_weights(folder: Path) -> None:
+    text = compiled(folder)["tensor"]
+    assert results(text, "all-gather") == []  # neither weights nor heads
+    assert (ROWS * LENGTH, HIDDEN) in results(text, "all-reduce")  # partial sums of the residual stream are reduced
+    carried = " ".join(loops(text))
+    assert f"[{LAYERS},1,{HIDDEN // 8},{HIDDEN}]" in carried  # a rank's heads of q_proj
+    assert f"[{LAYERS},1,{HIDDEN},{HIDDEN}]" not in carried
+
+
+def test_sequence_parallelism_shards_the_residual_stream_over_tensor_ranks(folder: Path) -> None:
+    text = compiled(folder)["sequence"]
+    assert set(results(text, "all-gather")) == {(ROWS, LENGTH, HIDDEN)}  # the stream, as the input of a matrix
+    carried = " ".join(loops(text))
+    assert f"[{ROWS},{LENGTH // 8},{HIDDEN}]" in carried
+    assert f"[{ROWS},{LENGTH},{HIDDEN}]" not in carried
+
+
 def test_neither_scores_of_attention_nor_copies_of_weights_wait_for_the_backward_pass(folder: Path) -> None:
-    shapes = saved_in(folder, "nothing")
+    shapes = saved_for_backward(compiled(folder)["nothing"])
     width = TOY["intermediate_size"]
     assert any(math.prod(shape) == ROWS // 8 * LENGTH * width for shape in shapes)  # the feed-forward's, which do
     assert not any(sorted(shape) in ([HIDDEN, width], [HIDDEN, HIDDEN], [HIDDEN // 2, HIDDEN]) for shape in shapes)
@@ -65,7 +84,26 @@ def test_neither_scores_of_attention_nor_copies_of_weights_wait_for_the_backward
 
 
 def test_each_named_module_frees_what_it_kept_and_whole_blocks_free_most(folder: Path) -> None:
-    sizes = {case: sum(math.prod(shape) for shape in saved_in(folder, case)) for case in RECOMPUTED}
+    saved = {case: saved_for_backward(compiled(folder)[case]) for case in RECOMPUTED}
+    sizes = {case: sum(map(math.prod, shapes)) for case, shapes in saved.items()}
     assert sizes["blocks"] < sizes["mlp"] < sizes["nothing"]
     assert sizes["norm"] < sizes["nothing"]
     assert sizes["mlp_activation"] <= sizes["nothing"]  # what the min-cut recomputes anyway
+
+
+def traced(folder: Path, case: str) -> str:
+    """The step as it is traced: a CPU's compiler would make fp32 of all products."""
+    compiled(folder)
+    return read_program(folder / case, "before_optimizations")
+
+
+def test_in_fp32_nothing_is_narrower(folder: Path) -> None:
+    assert "bf16[" not in traced(folder, "fp32")
+
+
+def test_weights_are_multiplied_in_bf16_and_kept_in_fp32(folder: Path) -> None:
+    text = traced(folder, "bf16")
+    by_weights = 3 * (7 + 1)  # seven projections and the head, forward and the gradients of both factors
+    assert len(re.findall(r"= bf16\[[\d,]*\]\S* dot\(", text)) >= by_weights
+    signature = next(line for line in text.splitlines() if "entry_computation_layout" in line)
+    assert "bf16[" not in signature  # arguments and results of a step

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,14 @@ from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.configure import configure
 from pretraining.parallel.loss_scale import LossScale
-from tests.parallel.launch import ALONE, environment, launched
+from tests.parallel.launch import ALONE, run_on_torch
 
 Fields = dict[str, Any]
 CPU = torch.device("cpu")
-FP16: Fields = {"precision": "fp16", "mixed_precision": True}
+FP16: Fields = {"precision": "fp16", "mixed_precision": True, "num_layers": 2}
 RISING: Fields = {**FP16, "initial_scale_power": 4, "loss_scale_window": 3}
 CASES: dict[str, Fields] = {
-    "fp32": {},
+    "fp32": {"num_layers": 2},
     "fp16": FP16,
     "recomputed, accumulated": {**FP16, "batch_size": 1, "fsdp_activation_checkpointing": True},
     "fixed": {**FP16, "loss_scale": 128.0},
@@ -80,14 +78,9 @@ def test_a_scale_without_a_use_is_refused(fields: Fields, message: str) -> None:
 
 @functools.cache
 def outcome(processes: int) -> dict[str, Any]:
-    """What the driver printed for this many processes; last, a run that is saved and taken up halfway."""
+    """Every case on this many processes; last, a run that is saved and resumed halfway."""
     with tempfile.TemporaryDirectory() as folder:
-        cases = {**CASES, "halfway": {**RISING, "halfway": str(Path(folder) / "run")}}
-        command = launched(processes, str(Path(__file__).with_name("torch_driver.py")), json.dumps(cases))
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-    return found
+        return run_on_torch(processes, {**CASES, "halfway": {**RISING, "halfway": str(Path(folder) / "run")}})
 
 
 both = pytest.mark.parametrize("processes", [ALONE, 2])

@@ -1,13 +1,10 @@
-"""Every optimizer, precision and dropout on both engines: the same losses however they are split, also after a stop.
+"""Every optimizer, precision and dropout on both engines: the same losses on every mesh, also after a stop.
 
-Three processes in all: 8 virtual devices, 2 processes of the torch engine, and one of it.
+Four starts in all: 8 virtual devices, and 1, 2 and again 1 process of the torch engine.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 
 from pretraining.config.optimizers import OPTIMIZERS
-from tests.parallel.launch import ALONE, environment, launched
+from tests.parallel.launch import ALONE, run_on_torch, run_on_xla
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +42,23 @@ BY_NORM: dict[str, Fields] = {
     "1-norm": {**FSDP, "grad_clip_norm_type": 1.0, "grad_clip_thresh": 20.0},
     "largest": {**FSDP, "grad_clip_norm_type": 0.0, "grad_clip_thresh": 0.01},
 }
+# One micro-batch, and 64 equal ones whose gradients are summed in fp32 or bf16
+EQUAL_MICRO_BATCHES: dict[str, Fields] = {
+    "one": {"global_batch_size": 1},
+    "64 in fp32": {"global_batch_size": 64, "fp32_grad_acc": True},
+    "64 in bf16": {"global_batch_size": 64, "fp32_grad_acc": False},
+}
 RESUMED = (*WHOLE_TENSORS, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout")
-CASES = {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM}
+CASES: dict[str, Fields] = {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM}
+
+
+def equal_micro_batches(ranks: int) -> dict[str, Fields]:
+    common = {"mixed_precision": True, "precision": "manual", "rows_alike": True, "batch_size": 1, "num_steps": 1}
+    sizes = {"num_layers": 2, "seq_length": 16}
+    return {
+        name: {**common, **sizes, **fields, "global_batch_size": fields["global_batch_size"] * ranks}
+        for name, fields in EQUAL_MICRO_BATCHES.items()
+    }
 
 
 def stopped(folder: Path) -> dict[str, Fields]:
@@ -54,28 +66,23 @@ def stopped(folder: Path) -> dict[str, Fields]:
     return {f"{name}, resumed": {**CASES[name], "halfway": str(folder / name)} for name in RESUMED}
 
 
-def run(command: list[str], **variables: str) -> dict[str, Any]:
-    done = subprocess.run(
-        command, env=environment(**variables), capture_output=True, text=True, check=False, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-
-
 @cache
 def on_xla(folder: Path) -> dict[str, Any]:
     pytest.importorskip("torch_xla")
-    script, cases = str(Path(__file__).with_name("xla_driver.py")), {**CASES, **stopped(folder)}
-    # Accumulated where gradients are not added up in their parameters' dtype
-    sized = {name: {**fields, "batch_size": 1 if name == "no masters" else 2} for name, fields in cases.items()}
-    return run([sys.executable, script, json.dumps(sized)], PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
+    # Accumulated where gradients are not summed in their parameters' dtype
+    sizes = {"no masters": 1, **dict.fromkeys(EQUAL_MICRO_BATCHES, 1)}
+    cases = {**CASES, **stopped(folder), **equal_micro_batches(8)}
+    return run_on_xla(8, {name: {**fields, "batch_size": sizes.get(name, 2)} for name, fields in cases.items()})[0]
 
 
 @cache
 def on_torch(processes: int, folder: Path | None = None) -> dict[str, Any]:
-    """Without a folder all cases; with one, those that 8 virtual devices have saved there, taken up."""
-    script, cases = str(Path(__file__).with_name("torch_driver.py")), stopped(folder) if folder else CASES
-    return run(launched(processes, script, json.dumps({n: {**fields, "batch_size": 4} for n, fields in cases.items()})))
+    """Without a folder all cases; with one, those that 8 virtual devices have saved there, resumed."""
+    cases = stopped(folder) if folder else CASES
+    cases = {name: {**fields, "batch_size": 4} for name, fields in cases.items()}
+    if not folder and processes == ALONE:
+        cases |= equal_micro_batches(1)
+    return run_on_torch(processes, cases)
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +174,11 @@ def test_the_state_of_an_optimizer_is_as_small_as_its_source_promises() -> None:
     assert held["adafactor"] < 0.05 and held["sm3"] < 0.05
     assert 1 < held["novograd"] < 1.001
     assert held["madgrad_wd"] == 3
+
+
+@pytest.mark.parametrize("engine", ["torch", "xla"])
+def test_many_equal_micro_batches_add_up_to_one_in_fp32_and_not_in_bf16(engine: str, folder: Path) -> None:
+    outcome = on_xla(folder) if engine == "xla" else on_torch(ALONE)
+    norms = {name: outcome[name]["grad_norm"][0] for name in EQUAL_MICRO_BATCHES}
+    assert norms["64 in fp32"] == pytest.approx(norms["one"], rel=1e-6)
+    assert abs(norms["64 in bf16"] / norms["one"] - 1) > 1e-3  # 64 sums, each rounded to 8 bits

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +14,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.parallel import accelerator, select
 from pretraining.parallel.select import choose, refuse_downcast_variables
 from pretraining.parallel.torch_engine import TorchEngine
-from tests.parallel.launch import ALONE, environment, launched
+from tests.parallel.launch import ALONE, run_on_torch
 
 slow = pytest.mark.slow
 Fields = dict[str, Any]
@@ -89,12 +85,7 @@ EXACT = [
 
 @functools.cache
 def outcome(processes: int) -> dict[str, Any]:
-    """What the driver printed for this many processes."""
-    script = str(Path(__file__).with_name("torch_driver.py"))
-    command = launched(processes, script, json.dumps(CASES[processes]))
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    return run_on_torch(processes, CASES[processes])
 
 
 @slow
@@ -114,20 +105,6 @@ def test_another_form_of_the_model_has_the_same_losses_on_tensor_ranks(form: str
     for figure in ("loss", "grad_norm", "evaluation"):
         assert got[figure] == pytest.approx(reference[figure], abs=1e-5)
     assert got["loss"][-1] < got["loss"][0]
-
-
-@slow
-def test_both_engines_give_the_same_losses_and_gradient_norms() -> None:
-    pytest.importorskip("torch_xla")
-    script = str(Path(__file__).with_name("xla_driver.py"))
-    devices = environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4")
-    command = [sys.executable, script, json.dumps({"fsdp": FSDP})]
-    done = subprocess.run(command, env=devices, capture_output=True, text=True, check=True, timeout=600)
-    xla = json.loads(done.stdout.splitlines()[-1])["fsdp"]
-    torch_ = outcome(4)["fsdp"]
-    assert torch_["loss"] == pytest.approx(xla["loss"], abs=1e-5)
-    assert torch_["grad_norm"] == pytest.approx(xla["grad_norm"], abs=1e-5)
-    assert torch_["evaluation"] == pytest.approx(xla["evaluation"], abs=1e-5)
 
 
 @slow

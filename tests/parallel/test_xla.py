@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.parallel.launch import ALONE, run_on_torch, run_on_xla
+
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 Fields = dict[str, Any]
 STRATEGIES: dict[str, Fields] = {
     "ddp": {"sharding_strategy": "ddp"},
@@ -42,21 +37,22 @@ MODULES: Fields = {
     **{"checkpoint_granularity": "selective", "checkpoint_modules": "mlp,norm,core_attention"},
 }
 TOGETHER: Fields = {**RECOMPUTED["all"], "checkpoint_num_layers": 3}  # of 4: a remainder
-MATRIX: dict[str, Fields] = {
-    f"{strategy}, {blocks}": {**STRATEGIES[strategy], **RECOMPUTED[blocks]}
-    for strategy, blocks in itertools.product(STRATEGIES, RECOMPUTED)
-}
-FEW: dict[str, Fields] = {
-    "ddp": STRATEGIES["ddp"],
-    "fsdp, a third": {**STRATEGIES["fsdp"], **RECOMPUTED["a third"]},
-    "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 1},
-}
+# Every strategy with every way of recomputing once, and not every pair of them
+PAIRS = (
+    *((strategy, "none") for strategy in STRATEGIES),
+    ("fsdp", "all"),
+    ("hsdp", "every second"),
+    ("ddp", "a third"),
+)
 CASES: dict[int, dict[str, Fields]] = {
-    1: FEW,
-    2: FEW,
-    4: {**FEW, "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 2}},
+    1: {"fsdp, a third": {**STRATEGIES["fsdp"], **RECOMPUTED["a third"]}},
+    4: {
+        "ddp": STRATEGIES["ddp"],
+        "fsdp, a third": {**STRATEGIES["fsdp"], **RECOMPUTED["a third"]},
+        "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 2},
+    },
     8: {
-        **MATRIX,
+        **{f"{strategy}, {blocks}": {**STRATEGIES[strategy], **RECOMPUTED[blocks]} for strategy, blocks in PAIRS},
         "modules": {**STRATEGIES["fsdp"], **MODULES},
         "together": {**STRATEGIES["ddp"], **TOGETHER},
         "zero1": {"sharding_strategy": "zero1"},
@@ -99,15 +95,8 @@ CASES: dict[int, dict[str, Fields]] = {
 
 @functools.cache
 def outcome(devices: int) -> tuple[dict[str, Any], str]:
-    """What the driver printed for this many devices, and its stderr."""
-    # Level 0 lets XLA's warnings through, so that silence means absence.
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "TF_CPP_MIN_LOG_LEVEL": "0"}
-    command = [sys.executable, str(Path(__file__).with_name("xla_driver.py")), json.dumps(CASES[devices])]
-    done = subprocess.run(
-        command, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=1500
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    """Every case on this many devices, and stderr. Level 0 lets warnings of XLA through, so that silence is absence."""
+    return run_on_xla(devices, CASES[devices], TF_CPP_MIN_LOG_LEVEL="0")
 
 
 def reference() -> dict[str, Any]:
@@ -125,6 +114,12 @@ def test_losses_and_gradient_norms_are_those_of_plain_data_parallelism(devices: 
     assert got["loss"] == pytest.approx(reference()["loss"], abs=1e-5)
     assert got["grad_norm"] == pytest.approx(reference()["grad_norm"], abs=1e-5)
     assert got["evaluation"] == pytest.approx(reference()["evaluation"], abs=1e-5)
+
+
+def test_both_engines_give_the_same_losses_and_gradient_norms() -> None:
+    alone = run_on_torch(ALONE, {"ddp": {**STRATEGIES["ddp"], "batch_size": 4}})["ddp"]
+    for figure in ("loss", "grad_norm", "evaluation"):
+        assert alone[figure] == pytest.approx(reference()[figure], abs=1e-5)
 
 
 def test_the_toy_learns() -> None:

@@ -10,6 +10,8 @@ whose figures nobody reads fetch something from a device.
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,10 +75,23 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def sort_dump(case: str) -> None:
+    """Move what XLA_FLAGS=--xla_dump_to=FOLDER has written since the last case to FOLDER/<case>."""
+    if found := re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", "")):
+        folder = Path(found.group(1)) / case
+        folder.mkdir()
+        for path in folder.parent.glob("module_*"):
+            path.rename(folder / path.name)
+
+
 def fetched() -> int:
     """Transfers from a device so far."""
     return int(met.metric_data("TransferFromDeviceTime")[0])
 
 
 if __name__ == "__main__":
-    print(json.dumps({case: run_case(fields) for case, fields in json.loads(sys.argv[1]).items()}))
+    outcomes = {}
+    for case, fields in json.loads(sys.argv[1]).items():
+        outcomes[case] = run_case(fields)
+        sort_dump(case)
+    print(json.dumps(outcomes))
