@@ -1,6 +1,6 @@
-"""SIGTERM and SIGINT: every process of a run learns of them at the same step, so that all of them save and leave.
+"""SIGTERM and SIGINT: all processes of a run agree on the step after which they save and exit.
 
-Composes nothing but torch.distributed; the loop asks once a step.
+Depends on torch.distributed only; the loop calls it once per step.
 """
 
 from __future__ import annotations
@@ -15,57 +15,57 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-# Seconds in which a repeated signal is the same wish: SLURM signals every process of a job step, and torchrun passes
-# on what it receives, so one request arrives twice.
+# Seconds in which a repeated signal counts as the same request: SLURM signals every process of a job step, and torchrun
+# forwards the signals it receives, so one request arrives twice.
 ECHO = 2.0
-# Seconds that processes wait for one another after a signal. torchrun also signals the survivors of a dead peer, and
+# Seconds that processes wait for each other after a signal. torchrun also signals the survivors of a dead process, and
 # kills them 30 s later.
 RENDEZVOUS = 20.0
 
 
 class NoRendezvousError(RuntimeError):
-    """After a signal another process gave no answer; `code` is what this one leaves with, without saving."""
+    """After a signal another process did not answer; this one exits with `code`, without saving."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"{signal.Signals(number).name}: another process gave no answer in {RENDEZVOUS:.0f} s")
+        super().__init__(f"{signal.Signals(number).name}: another process did not answer in {RENDEZVOUS:.0f} s")
         self.code = 128 + number
 
 
 class Interrupt:
-    """Asks the loop to save and leave; a second signal leaves at once."""
+    """Tells the loop to save and exit after a signal; a second signal exits at once."""
 
     def __init__(self, processes: int) -> None:
         self._signal, self._received = 0, 0.0
-        # gloo on every engine: an exchange of one number in the background, which no device waits for.
+        # gloo on every engine: an asynchronous all-reduce of one number, for which no device waits.
         self._group = dist.new_group(backend="gloo") if processes > 1 else None
-        self._asked: tuple[torch.Tensor, dist.Work] | None = None
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None  # the all-reduce of the last call
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if not self._signal:
             self._signal, self._received = number, time.monotonic()
-            told = f"{signal.Signals(number).name}: saving and leaving; again to leave at once"
-            print(told, file=sys.stderr, flush=True)
+            message = f"{signal.Signals(number).name}: saving and leaving; again to leave at once"
+            print(message, file=sys.stderr, flush=True)
         elif time.monotonic() - self._received > ECHO:
             os._exit(128 + number)
 
     def agreed(self) -> int:
-        """The signal to leave for, 0 if there is none; the same answer in every process. Called once a step.
+        """Return the signal to exit for, or 0; the same in every process. Called once per step.
 
-        With several processes it is what any of them had received at the call before, so that a step never waits for
-        the exchange. Raises NoRendezvousError if the others do not answer after a signal.
+        With several processes it is a signal that any of them had received at the previous call, so that no step waits
+        for the all-reduce. Raises NoRendezvousError if the others do not answer after a signal.
         """
         if self._group is None:
             return self._signal
-        earlier = self._asked
+        previous = self._pending
         received = torch.tensor(self._signal)
         work = dist.all_reduce(received, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
-        self._asked = received, work
-        return self._answer(*earlier) if earlier else 0
+        self._pending = received, work
+        return self._wait(*previous) if previous else 0
 
-    def _answer(self, received: torch.Tensor, work: dist.Work) -> int:
+    def _wait(self, received: torch.Tensor, work: dist.Work) -> int:
         if not self._signal:
             work.wait()
             return int(received)

@@ -1,7 +1,7 @@
 """Initial weights: each a pure function of (seed, parameter name, shape).
 
-So a mesh of any size, an engine of any kind and a model built on the meta device all start from the same bits.
-Every parameter of every layer has a generator of its own: one can be made without the others, and in parallel.
+Every mesh and engine, and a model built on the meta device, therefore start bitwise identical. Every parameter of every
+layer has its own generator, so that parameters are initialised independently and in parallel.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pretraining.config.variants import model_shape
 from pretraining.models.llama import Llama
 
 VOCABULARIES = ("embed_tokens", "lm_head")  # [vocabulary, hidden], whose rows may be padded
-RESIDUAL_OUTPUTS = ("o_proj", "down_proj")  # output_init_method: what they give is summed over depth
+RESIDUAL_OUTPUTS = ("o_proj", "down_proj")  # output_init_method: their outputs are summed over depth
 
 
 def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Size) -> Tensor:
-    """The fp32 value on the CPU of the parameter with this Hugging Face name at step 0; rows of padding are zero."""
+    """Return the initial fp32 value of the parameter with this Hugging Face name, on the CPU; padded rows are zero."""
     module = name.split(".")[-2]
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if module.endswith("norm"):
         return torch.ones(shape)
-    if module == "lora_B":  # so that the first step's function is the frozen model's
+    if module == "lora_B":  # the adapted model starts as the frozen one
         return torch.zeros(shape)
     if module == "lora_A" and config.lora_init == "default":  # PEFT's: uniform within 1 / sqrt(inputs)
         return torch.rand(shape, generator=generator_of(config, name)).mul_(2).sub_(1).div_(math.sqrt(shape[1]))
@@ -45,13 +45,13 @@ def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Siz
 
 
 def generator_of(config: TrainConfig, name: str) -> torch.Generator:
-    """The one of this parameter."""
+    """Return the generator of one parameter."""
     digest = hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def deviation(method: str, config: TrainConfig, layers: int, shape: torch.Size) -> float:
-    """The standard deviation that `method` gives a weight [outputs, inputs]; sources in TrainConfig.init_method."""
+    """Return the standard deviation of a weight [outputs, inputs]; sources in TrainConfig.init_method."""
     hidden = model_shape(config).hidden_size
     return {
         "normal": config.init_std,
@@ -63,13 +63,13 @@ def deviation(method: str, config: TrainConfig, layers: int, shape: torch.Size) 
 
 
 def on_meta(config: TrainConfig) -> Llama:
-    """The model `config` asks for without its values: names and shapes."""
+    """Return the configured model on the meta device: names and shapes only."""
     with torch.device("meta"):
         return Llama(config)
 
 
 def build_model(config: TrainConfig) -> Llama:
-    """The model `config` asks for: on the meta device with low_cpu_fsdp, otherwise initialised in host memory."""
+    """Return the configured model: on the meta device with low_cpu_fsdp, otherwise initialised in host memory."""
     model = on_meta(config)
     if config.low_cpu_fsdp:
         return model

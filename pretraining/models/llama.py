@@ -254,15 +254,9 @@ class Llama(Module):
         if config.lora_rank:
             adapt(config, self)
 
-    def forward(self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS, run_blocks: RunBlocks | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS) -> Tensor:
         """Return the logits [B, T, V] of the next token, in inputs.dtype; tokens are integers [B, T]."""
-        return self.padded_logits(tokens, inputs, run_blocks)[..., : self.shape.vocab_size]
-
-    def padded_logits(
-        self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS, run_blocks: RunBlocks | None = None
-    ) -> Tensor:
-        """Return the logits with the columns of padding, whose values are meaningless."""
-        return self.lm_head(self.hidden(tokens, inputs, run_blocks))
+        return self.lm_head(self.hidden(tokens, inputs))[..., : self.shape.vocab_size]
 
     def hidden(self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS, run_blocks: RunBlocks | None = None) -> Tensor:
         """Return the input of the output head, [B, T, D]."""

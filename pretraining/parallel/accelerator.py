@@ -1,4 +1,4 @@
-"""The device under the torch engine, by its name. The only module that names torch.cuda."""
+"""The torch engine's device, selected by name. The only module that uses torch.cuda."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from pretraining.config.errors import UserError
 
-EVENTS = 100_000  # of memory that are kept: some steps of a small model, about 100 MB of file
+MEMORY_EVENTS = 100_000  # kept allocations and frees: some steps of a small model, about 100 MB of file
 
 
 def cuda_gpus() -> int:
-    """CUDA GPUs that this process can see."""
+    """Return the number of CUDA GPUs that this process can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -28,7 +28,7 @@ def device_type(name: str) -> str:
 
 
 def open_device(name: str) -> torch.device:
-    """The device of this process: of several GPUs the one of its local rank. UserError if there is none."""
+    """Return this process's device: of several GPUs the one of its local rank. Raises UserError if there is none."""
     name = device_type(name)
     if name == "cpu":
         return torch.device("cpu")
@@ -53,19 +53,19 @@ def _open_tpu() -> torch.device:
 
 
 def backend_of(device: torch.device) -> str:
-    """torch.distributed's backend for tensors on `device`; objects and barriers go through gloo, on the CPU."""
+    """Return torch.distributed's backend for tensors on `device`; objects and barriers use gloo on the CPU."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def device_name(device: torch.device) -> str:
-    """As in the table of peaks: "NVIDIA H200", "CPU"."""
+    """Return the name as in config/devices.py: "NVIDIA H200", "CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Peak bytes allocated on a GPU, the process's peak on a CPU; None where the device cannot say."""
+    """Return the peak bytes allocated on a GPU, or the process's peak on a CPU; None where the device reports none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "cpu":
@@ -74,23 +74,23 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done all that it was given."""
+    """Wait until `device` has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def record_memory() -> None:
-    """From here on, note every allocation on the GPU and where it was asked for."""
-    torch.cuda.memory._record_memory_history(max_entries=EVENTS)
+    """Start recording every allocation on the GPU with its stack trace."""
+    torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 
 
 def dump_memory(path: Path) -> None:
-    """Write what was noted, as pytorch.org/memory_viz reads it, and stop noting."""
+    """Write the recorded allocations for pytorch.org/memory_viz, and stop recording."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def compiles(device: torch.device) -> bool:
-    """Whether torch.compile pays: eager CPUs start at once, and their matrix products take the time either way."""
+    """Return whether torch.compile pays: on CPUs matrix products dominate, and eager code starts at once."""
     return device.type == "cuda"

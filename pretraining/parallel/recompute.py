@@ -1,4 +1,4 @@
-"""Which blocks recompute their activations in the backward pass, and how a scan over them is cut.
+"""Activation checkpointing: which blocks recompute their activations, and how a scan over the blocks is grouped.
 
 Pure arithmetic on the block index; both engines use the same mask.
 """
@@ -15,41 +15,40 @@ from pretraining.config.training import TrainConfig
 
 
 def block_mask(config: TrainConfig, layers: int) -> tuple[bool, ...]:
-    """True for each block whose activations are recomputed."""
+    """Return, for each block, whether its activations are recomputed."""
     if not config.fsdp_activation_checkpointing:
         return (False,) * layers
     choice = parse_selective(config.selective_checkpointing)
     if isinstance(choice, int):
         return tuple(block % choice == 0 for block in range(1, layers + 1))
-    return _centred(choice, layers)
+    return _centered(choice, layers)
 
 
-def _centred(share: Fraction, layers: int) -> tuple[bool, ...]:
-    """fms-fsdp's spacing: block i (from 1) is chosen when i x share reaches 1/2, 3/2, 5/2, ... (1/3: F T F F T F).
+def _centered(share: Fraction, layers: int) -> tuple[bool, ...]:
+    """fms-fsdp's spacing: block i (from 1) is selected when i x share reaches 1/2, 3/2, 5/2, ... (1/3: F T F F T F).
 
-    Exact fractions, not floats: with floats 15/22 of 11 blocks chooses 7 of them instead of 8.
+    Exact fractions, because with floats 15/22 of 11 blocks selects 7 of them instead of 8.
     """
-    mask, next_cut = [], Fraction(1, 2)
+    mask, threshold = [], Fraction(1, 2)
     for block in range(1, layers + 1):
-        chosen = block * share >= next_cut
-        mask.append(chosen)
-        next_cut += chosen
+        is_selected = block * share >= threshold
+        mask.append(is_selected)
+        threshold += is_selected
     return tuple(mask)
 
 
 def recomputed_modules(config: TrainConfig, block: nn.Module) -> list[str]:
-    """The modules of a block that checkpoint_modules names, none inside another; none where whole blocks are meant.
+    """Return the modules of a block that checkpoint_modules names, none inside another; none for whole blocks.
 
-    Attention's scores are recomputed by its own backward pass, so "core_attention" asks for nothing more.
+    "core_attention" adds none, because attention's backward pass recomputes its scores anyway.
     """
     if config.checkpoint_granularity == "full":
         return []
     chosen = parse_modules(config.checkpoint_modules)
-    named = {"mlp": "mlp", "mlp_activation": "mlp.act_fn"}
-    found = [path for choice, path in named.items() if choice in chosen]
+    paths = [path for choice, path in (("mlp", "mlp"), ("mlp_activation", "mlp.act_fn")) if choice in chosen]
     if "norm" in chosen:
-        found += [path for path, _ in block.named_modules() if path.endswith("norm")]
-    return [path for path in found if path.rpartition(".")[0] not in found]
+        paths += [path for path, _ in block.named_modules() if path.endswith("norm")]
+    return [path for path in paths if path.rpartition(".")[0] not in paths]
 
 
 class ScanGroup(NamedTuple):
@@ -63,8 +62,8 @@ class ScanGroup(NamedTuple):
 def scan_plan(mask: tuple[bool, ...], together: int = 1) -> list[ScanGroup]:
     """Cover the blocks with as few compiled block bodies as their mask allows, or with bodies of `together` blocks.
 
-    A mask with a period is one body of that many blocks, and one for the remainder; one without costs a body per run
-    of equal blocks, so compile time grows with the number of runs.
+    A periodic mask needs one body of a period's blocks, and one for the remainder. Any other mask needs a body for each
+    run of equal blocks, so compile time grows with the number of runs.
     """
     if together > 1:
         return _periodic(mask, min(together, len(mask)))
@@ -88,5 +87,5 @@ def _runs(mask: tuple[bool, ...]) -> list[ScanGroup]:
 
 
 def show_mask(mask: tuple[bool, ...]) -> str:
-    """ "F T F F": one letter a block, T where it recomputes."""
+    """ "F T F F": one letter per block, T where it is recomputed."""
     return " ".join("FT"[chosen] for chosen in mask)

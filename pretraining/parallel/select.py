@@ -1,4 +1,4 @@
-"""Which engine runs a configuration. torch-xla is imported by the engine that needs it, and only then."""
+"""Choice of the engine. Only the chosen engine is imported, so that the other one's packages may be absent."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pretraining.config.training import TrainConfig
 from pretraining.parallel import accelerator
 from pretraining.parallel.engine import Engine
 
-CASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16")  # torch-xla's variables
-NO = ("", "0", "false")
+# Variables with which torch-xla casts every fp32 tensor to 16 bits
+DOWNCAST_VARIABLES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16")
 
 
 def open_engine(config: TrainConfig) -> Engine:
@@ -20,7 +20,7 @@ def open_engine(config: TrainConfig) -> Engine:
 
     Raises ConfigError with every setting that the engine does not support, before it opens a device.
     """
-    name, reason = choose(config)
+    name, reason = choose_engine(config)
     if problems := list(unsupported(config, name, accelerator.device_type(config.device) if name == "torch" else None)):
         raise ConfigError(problems)
     engine = _open(config, name)
@@ -29,25 +29,25 @@ def open_engine(config: TrainConfig) -> Engine:
     return engine
 
 
-def choose(config: TrainConfig) -> tuple[str, str]:
-    """The engine's name and the reason, from the flags, the devices and the packages that are there."""
+def choose_engine(config: TrainConfig) -> tuple[str, str]:
+    """Return the engine's name and the reason, from the flags, the devices and the installed packages."""
     if config.engine == "xla":
         if not _has_xla():
             remedy = "it is made for Linux on x86-64; --engine=torch runs on CUDA and CPUs"
             raise UserError(f"--engine=xla, but the package torch_xla is not installed: {remedy}")
-        return "xla", "as engine asks"
-    untested = ", which nobody has tested" if config.device == "tpu" else ""
+        return "xla", "--engine"
+    untested = ", which is untested" if config.device == "tpu" else ""
     if config.engine == "torch":
-        return "torch", f"as engine asks{untested}"
+        return "torch", f"--engine{untested}"
     if config.device != "auto":
-        return "torch", f"device={config.device} is its own{untested}"
+        return "torch", f"--device={config.device}{untested}"
     if gpus := accelerator.cuda_gpus():
-        return "torch", f"{gpus} CUDA GPU{'s' * (gpus > 1)} here"
+        return "torch", f"{gpus} CUDA GPU{'s' * (gpus > 1)} found"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return "torch", "several processes, where xla takes one per host"
+        return "torch", "several processes per host, and xla uses one"
     if _has_xla():
-        return "xla", "no CUDA GPU here, torch-xla is installed"
-    return "torch", "no CUDA GPU here, torch-xla is not installed"
+        return "xla", "no CUDA GPU found, torch-xla is installed"
+    return "torch", "no CUDA GPU found, torch-xla is not installed"
 
 
 def _has_xla() -> bool:
@@ -55,11 +55,11 @@ def _has_xla() -> bool:
 
 
 def refuse_downcast_variables() -> None:
-    """UserError where a variable would have torch-xla narrow every number behind the back of --precision."""
-    given = [f"{name}={os.environ[name]}" for name in CASTS if os.environ.get(name, "0").lower() not in NO]
-    if given:
-        remedy = "unset it, and say what is meant with --precision (bf16_sr keeps no fp32 copy)"
-        raise UserError(f"{', '.join(given)} in the environment turns all of torch-xla's fp32 into 16 bits; {remedy}")
+    """Raise UserError where an environment variable would override --precision."""
+    is_set = {name: os.environ.get(name, "").lower() not in ("", "0", "false") for name in DOWNCAST_VARIABLES}
+    if settings := [f"{name}={os.environ[name]}" for name in DOWNCAST_VARIABLES if is_set[name]]:
+        remedy = "unset it and use --precision (bf16_sr keeps no fp32 copy)"
+        raise UserError(f"{', '.join(settings)} in the environment casts all fp32 tensors to 16 bits: {remedy}")
 
 
 def _open(config: TrainConfig, name: str) -> Engine:

@@ -8,10 +8,11 @@ the host.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
 from pretraining.optim.optimizer import Optimizer, ParameterState
@@ -152,6 +153,25 @@ class OptimizerStep(ABC):
         return is_healthy & (refused <= self.config.max_skipped_steps)
 
     # ---- State
+
+    def tensors(self, model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield every parameter (prefix "") and moment (prefix "optimizer.<moment>."): prefix, parameter name, tensor.
+
+        Of a parameter with a rounded copy, on which the model runs, the parameter itself.
+        """
+        trained = {parameter.name: parameter.weight for parameter in self.optimizer.parameters}
+        for name, weight in model.named_parameters():
+            yield "", name, trained.get(name, weight)
+        for parameter in self.optimizer.parameters:
+            for name, moment in parameter.moments.items():
+                yield f"optimizer.{name}.", parameter.name, moment
+
+    def bytes_per_device(self, model: nn.Module, device_bytes: Callable[[Tensor], int]) -> dict[str, int]:
+        """See engine.Engine; `device_bytes` measures the local shard of one tensor."""
+        sums = {"parameters": sum(map(device_bytes, self.rounded_copies.values())), "moments": 0}
+        for prefix, _, tensor in self.tensors(model):
+            sums["moments" if prefix else "parameters"] += device_bytes(tensor)
+        return sums
 
     def _initial_moment(self, parameter: ParameterState, shape: torch.Size, spec: MomentSpec) -> Tensor:
         dtype = self.precision.optimizer_state

@@ -18,15 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from torch.profiler import profile, supported_activities, tensorboard_trace_handler
 from torch.utils.checkpoint import checkpoint
@@ -40,21 +34,15 @@ from pretraining.models.llama import BatchInputs, Block, Llama
 from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
-from pretraining.parallel import accelerator, loss_scale
+from pretraining.parallel import accelerator, loss_scale, torch_tensor
 from pretraining.parallel.engine import Batch, TrainingState, raise_lost_peer_error, with_token_ids
 from pretraining.parallel.layout import TorchLayout, shard_dimension
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules
 from pretraining.parallel.sharding import BATCH_AXES
 from pretraining.parallel.step import DeviceScalars
-from pretraining.parallel.torch_state import LocalShards
+from pretraining.parallel.torch_state import LocalShards, to_local
 from pretraining.parallel.torch_step import TorchStep, sum_over_processes
-from pretraining.parallel.torch_tensor import (
-    VocabularyParallelLoss,
-    gather_from_sequence,
-    scatter_to_sequence,
-    shard_over_tensor_ranks,
-)
 
 # Arguments of torch.utils.checkpoint. Dropout is a hash, so there is no random state to preserve.
 RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -84,19 +72,19 @@ class TorchEngine:
         self.tensor_ranks = self.device_mesh["tensor"] if self.device_mesh and self.mesh.tensor > 1 else None
 
     def _open_mesh(self) -> DeviceMesh | None:
-        """The grid of all processes. None in a process alone on the CPU, where FSDP would copy and gain nothing."""
+        """Return the grid of all processes; None for a single process on the CPU, where FSDP would only copy."""
         launched = "WORLD_SIZE" in os.environ
         if not launched and self.device.type == "cpu":
             return None
         with raise_lost_peer_error(self.process_index, self.config.collective_timeout):
             if not dist.is_initialized():
                 self._join(launched)
-            # Tensor ranks are neighbours; FSDP splits what each of them has, which is the order of the axes.
+            # Tensor ranks are consecutive processes; FSDP shards a tensor rank's shard, hence the order of the axes.
             grid = torch.arange(self.process_count).view(self.mesh.replica, self.mesh.shard, self.mesh.tensor)
             return DeviceMesh(self.device.type, grid.transpose(1, 2), mesh_dim_names=("replica", "tensor", "shard"))
 
     def _join(self, launched: bool) -> None:
-        """Open the process group that `close` leaves; torchrun's environment says where the others are."""
+        """Join the process group, which `close` leaves; torchrun's environment names the other processes."""
         options: dict[str, Any] = {}
         if not launched:
             options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
@@ -109,12 +97,12 @@ class TorchEngine:
     # ---- Placing
 
     def place(self, model: Llama) -> Llama:
-        """`model` with every parameter split; a meta parameter is made shard by shard.
+        """See engine.Engine. Initialises parameters on the meta device shard by shard.
 
-        FSDP2 gathers a block's parameters before it runs, so it does not matter which dimension it splits: the first
-        one, which needs no copy beside the collective, or with tensor ranks the table's.
+        FSDP2 gathers a block's parameters before it runs, so any dimension may be sharded: the first one, which needs
+        no copy besides the collective, or with tensor ranks the table's.
         """
-        given = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
+        values = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
         layers = model.shape.num_layers
         self._recomputed = block_mask(self.config, layers)
         self._recompute_modules(model)
@@ -125,8 +113,8 @@ class TorchEngine:
             self._compile(model)
         if self.device_mesh is not None:
             if self.tensor_ranks:
-                shard_over_tensor_ranks(model, self.tensor_ranks, self.config.sequence_parallel)
-                head = VocabularyParallelLoss(self.tensor_ranks)
+                torch_tensor.shard_over_tensor_ranks(model, self.tensor_ranks, self.config.sequence_parallel)
+                head = torch_tensor.VocabularyParallelLoss(self.tensor_ranks)
                 model.model.norm.register_forward_hook(lambda _, __, x: head.copy_input(x))
                 self._loss_and_gradient = head
             self._shard(model, self.device_mesh)
@@ -134,35 +122,35 @@ class TorchEngine:
         shards.bind(model)
 
         def fill(name: str) -> None:
-            value = given[name] if given else initial_weight(self.config, layers, name, shards.shapes[name])
+            value = values[name] if values else initial_weight(self.config, layers, name, shards.shapes[name])
             shards.local(name).copy_(shards.slice_of(name, value))
 
-        # torch's generator leaves the interpreter free
+        # torch's generator releases the interpreter lock
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.host_processes)) as pool:
             list(pool.map(fill, shards.weights))
         return model
 
     def _shard(self, model: Llama, grid: DeviceMesh) -> None:
-        """Each block gathers its own parameters; embedding, final norm and head gather together, for the whole step."""
+        """Apply FSDP2 to each block; embedding, final norm and head are gathered together, for the whole step."""
         activations = self.precision.activations
-        policy = MixedPrecisionPolicy(
+        policy = fsdp.MixedPrecisionPolicy(
             param_dtype=None if activations == torch.float32 else activations,
             reduce_dtype=self.precision.gradient_reduction,
             cast_forward_inputs=False,  # the rotary table stays fp32
         )
-        offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
+        offload = fsdp.CPUOffloadPolicy() if self.config.cpu_offload else fsdp.OffloadPolicy()
         options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
         options["mesh"] = grid["shard"] if self.mesh.replica == 1 else grid[BATCH_AXES]
         if self.mesh.tensor > 1:
             dims = {weight: shard_dimension(name) for name, weight in model.named_parameters()}
             options["shard_placement_fn"] = lambda weight: Shard(dims[weight])
         for block in model.model.layers:
-            fully_shard(block, reshard_after_forward=self.layout.reshards_after_forward, **options)
-        fully_shard(model, reshard_after_forward=False, **options)
-        register_fsdp_forward_method(model, "loss")
+            fsdp.fully_shard(block, reshard_after_forward=self.layout.reshards_after_forward, **options)
+        fsdp.fully_shard(model, reshard_after_forward=False, **options)
+        fsdp.register_fsdp_forward_method(model, "loss")
 
     def _compile(self, model: Llama) -> None:
-        """One compiled function serves all blocks, so compile time does not grow with depth.
+        """Compile one function for all blocks, so that compile time does not grow with depth.
 
         Only `forward` is compiled: FSDP's hooks stay outside, and parameters keep their names.
         """
@@ -181,32 +169,35 @@ class TorchEngine:
     # ---- Running
 
     def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> DeviceScalars:
-        """See engine.Engine. Gradients are summed over a shard group after every micro-batch, which keeps them split,
-        and over its replicas (across hosts) after the last. With zero1 they are whole until the last, and parameters
-        are gathered once a step."""
-        for inputs, last in self._feed(with_token_ids(self.config, batch, self.data_rank)):
+        """See engine.Engine.
+
+        Gradients are reduce-scattered in a shard group after every micro-batch and all-reduced over its replicas
+        (across hosts) after the last. With zero1 they are reduced after the last only, and parameters are gathered
+        once per step.
+        """
+        for micro_batch, is_last in self._micro_batches(with_token_ids(self.config, batch, self.data_rank)):
             if isinstance(model, FSDPModule) and self.layout.gathers_once:
-                model.set_requires_gradient_sync(last)
-                model.set_reshard_after_backward(last)
+                model.set_requires_gradient_sync(is_last)
+                model.set_reshard_after_backward(is_last)
             elif isinstance(model, FSDPModule):
-                model.set_requires_all_reduce(last)
-            loss, count = self._loss(model, inputs)
+                model.set_requires_all_reduce(is_last)
+            loss, count = self._loss(model, micro_batch)
             loss.backward()
             self.step.accumulate(loss, count)
         return self.step.apply(learning_rate)
 
-    def _feed(self, batch: Batch) -> Iterator[tuple[dict[str, Tensor], bool]]:
-        """This process's rows as micro-batches on the device, and whether it is the last."""
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[dict[str, Tensor], bool]]:
+        """Yield this process's rows as micro-batches on the device, and whether each is the last."""
         count, rows = len(batch["tokens"]), self.config.batch_size
         for start in range(0, count, rows):
-            part = {name: torch.from_numpy(array[start : start + rows]) for name, array in batch.items()}
+            host = {name: torch.from_numpy(array[start : start + rows]) for name, array in batch.items()}
             if self.device.type == "cuda":  # from pinned memory, a copy does not wait for the device
-                part = {name: tensor.pin_memory() for name, tensor in part.items()}
-            placed = {name: tensor.to(self.device, non_blocking=True) for name, tensor in part.items()}
-            yield placed, start + rows >= count
+                host = {name: tensor.pin_memory() for name, tensor in host.items()}
+            local = {name: tensor.to(self.device, non_blocking=True) for name, tensor in host.items()}
+            yield local, start + rows >= count
 
     def _loss(self, model: Llama, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Summed loss and number of trained tokens of one micro-batch."""
+        """Return the summed loss and the number of trained tokens of one micro-batch."""
         labels, noise = batch["labels"].long(), None
         chunk_loss = self._loss_and_gradient
         if self.step.loss_scale:
@@ -243,7 +234,7 @@ class TorchEngine:
             return x
 
         group = self.tensor_ranks.get_group() if self.tensor_ranks and self.config.sequence_parallel else None
-        x = scatter_to_sequence(x, group) if group else x
+        x = torch_tensor.scatter_to_sequence(x, group) if group else x
         layers, size = list(blocks), self.config.checkpoint_num_layers
         for first in range(0, len(layers), size):
             chosen = layers[first : first + size]
@@ -251,16 +242,16 @@ class TorchEngine:
             x = checkpoint(run, x, inputs, *chosen, **RECOMPUTE) if is_recomputed else run(x, inputs, *chosen)
             for _ in chosen:
                 inputs = inputs.next_block()
-        return gather_from_sequence(x, group) if group else x
+        return torch_tensor.gather_from_sequence(x, group) if group else x
 
     @torch.no_grad()
     def evaluate(self, model: Llama, batch: Batch) -> DeviceScalars:
         """See engine.Engine."""
         totals = torch.zeros(2, device=self.device)
-        for inputs, _ in self._feed(batch):
-            totals += torch.stack(self._loss(model, inputs))
+        for micro_batch, _ in self._micro_batches(batch):
+            totals += torch.stack(self._loss(model, micro_batch))
         sum_over_processes(totals)
-        for module in model.modules():  # without a backward pass, what was gathered to stay would
+        for module in model.modules():  # without a backward pass, parameters gathered for the step stay gathered
             if isinstance(module, FSDPModule):
                 module.reshard()
         return DeviceScalars(("loss", "tokens"), torch.stack((totals[0] / totals[1], totals[1] / self.mesh.tensor)))
@@ -275,31 +266,24 @@ class TorchEngine:
     # ---- Logical state
 
     def state(self, model: Llama, optimizer: Optimizer) -> TrainingState:
-        """See engine.Engine: the live tensors, DTensors where they are sharded."""
-        shards = self.shards
-        weights = {name: shards.local(name) for name in shards.weights}
-        weights |= {parameter.name: parameter.weight for parameter in optimizer.parameters}
-        logical: dict[str, Any] = {name: shards.checkpoint_tensor(name, weight) for name, weight in weights.items()}
-        for parameter in optimizer.parameters:
-            for moment, tensor in parameter.moments.items():
-                logical[f"optimizer.{moment}.{parameter.name}"] = shards.checkpoint_tensor(parameter.name, tensor)
-        logical["optimizer.step"] = optimizer.updates
+        """See engine.Engine: the live tensors."""
+        tensors = {
+            prefix + name: self.shards.checkpoint_tensor(name, to_local(tensor))
+            for prefix, name, tensor in self.step.tensors(model)
+        }
+        tensors["optimizer.step"] = optimizer.updates
         if self.step.loss_scale:
-            logical[loss_scale.NAME] = self.step.loss_scale.state
-        return TrainingState(logical, self.step.finish_loading)
+            tensors[loss_scale.NAME] = self.step.loss_scale.state
+        return TrainingState(tensors, self.step.finish_loading)
 
     # ---- Figures
 
     def bytes_per_device(self, model: Llama, optimizer: Optimizer) -> dict[str, int]:
         """See engine.Engine: measured on this process's shards."""
-        parameters = [self.shards.local(name) for name in self.shards.weights]
-        parameters += [parameter.weight for parameter in optimizer.parameters if self.step.rounded_copies]
-        moments = [moment for parameter in optimizer.parameters for moment in parameter.moments.values()]
-        groups = {"parameters": parameters, "moments": moments}
-        return {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in groups.items()}
+        return self.step.bytes_per_device(model, lambda tensor: to_local(tensor).nbytes)
 
     def compilations(self) -> int:
-        """Graphs that torch.compile made; 0 where it is not used."""
+        """Return the number of graphs that torch.compile made; 0 where it is not used."""
         if not self.compiles:
             return 0
         from torch._dynamo.utils import counters

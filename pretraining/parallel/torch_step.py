@@ -148,9 +148,17 @@ class TorchStep(OptimizerStep):
         moments = {name: full(moment) for name, moment in parameter.moments.items()}
         sharded = replace(parameter, weight=full(parameter.weight), moments=moments)
         weight, updated = sharded.compute_update(full(gradient), step, rate)
-        return _placed_like(sharded.weight, weight), {
-            name: _placed_like(moments[name], moment) for name, moment in updated.items()
+        return self._local_like(sharded.weight, weight), {
+            name: self._local_like(moments[name], moment) for name, moment in updated.items()
         }
+
+    def _local_like(self, old: Any, new: Any) -> Tensor:
+        """Local shard of the DTensor `new` in the placements of `old`, where the optimizer state is.
+
+        DTensors are on the mesh's device also where the shards are offloaded.
+        """
+        shard: Tensor = new.redistribute(placements=old.placements).to_local()
+        return shard.to(self.device)
 
     def place(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> None:
         """See OptimizerStep. A local shard stays where it is."""
@@ -172,9 +180,3 @@ def sum_over_processes(sums: Tensor) -> None:
     """All-reduce `sums` in place, where there are several processes."""
     if dist.is_initialized():
         dist.all_reduce(sums)
-
-
-def _placed_like(old: Any, new: Any) -> Tensor:
-    """Local shard of the DTensor `new`, redistributed to the placements of `old`."""
-    shard: Tensor = new.redistribute(placements=old.placements).to_local()
-    return shard

@@ -169,40 +169,41 @@ class XlaEngine:
         return result
 
     def sync(self, wait: bool = False) -> None:
-        """Run what has been traced."""
+        """Run the traced operations."""
         torch_xla.sync(wait=wait)
 
     def _micro_batches(self, batch: Batch) -> Iterator[dict[str, Tensor]]:
-        """This process's rows as micro-batches on the devices, split as TOKENS says."""
+        """Yield this process's rows as micro-batches on the devices, sharded as TOKENS says."""
         for start in range(0, len(batch["tokens"]), self.rows):
             rows = {name: torch.from_numpy(array[start : start + self.rows]) for name, array in batch.items()}
             yield {name: self.send(tensor) for name, tensor in rows.items()}
 
     def send(self, rows: Tensor) -> Tensor:
-        """A [rows, tokens] array of the whole mesh, of which `rows` is what this process's devices need."""
+        """Return the [rows, tokens] array of the whole mesh; `rows` is the part that this process's devices need."""
         first = self.data_rank * self.rows
         shape = torch.Size((self.rows * self.data_size, rows.shape[1]))
 
         def make(regions: list[Region]) -> list[Tensor]:
-            return [rows[part.start - first : part.stop - first, tokens].contiguous() for part, tokens in regions]
+            return [rows[row.start - first : row.stop - first, tokens].contiguous() for row, tokens in regions]
 
         return tensor_from_shards(shape, self.xla_mesh, self.layout.activation(TOKENS), make, self.device)
 
     def _loss(self, model: Llama, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Summed loss and number of trained tokens of one micro-batch."""
+        """Return the summed loss and the number of trained tokens of one micro-batch."""
         noise = None
         if "global_token_index" in batch:
             noise = dropout_noise(self.config.seed, self.step.optimizer.updates, batch["global_token_index"])
         inputs = BatchInputs(batch.get("positions"), batch.get("segments"), noise, self.precision.activations)
-        logits = model.padded_logits(self._for_lookup(batch["tokens"]), inputs, self.run_blocks)  # [B, T, V]
+        hidden = model.hidden(self._for_lookup(batch["tokens"]), inputs, self.run_blocks)
+        logits = model.lm_head(hidden)  # [B, T, V], with columns of padding
         loss = next_token_loss(logits, batch["labels"], model.shape.vocab_size)
         return loss, (batch["labels"] != IGNORED).sum().float()
 
     def _for_lookup(self, tokens: Tensor) -> Tensor:
-        """`tokens` as the lookup in a split embedding wants them: every column needs all tokens of its replica.
+        """Gather `tokens` along `context`: each shard of an embedding's columns looks up all tokens of its replica.
 
-        With tokens split along `context` the compiler would take the split of the rows for that of the result, and
-        replicate the whole activation to come from the columns there ("involuntary full rematerialization").
+        With tokens sharded along `context` the compiler would shard the result by rows, and replicate the whole
+        activation to move from columns to rows ("involuntary full rematerialization").
         """
         if self.mesh.context == 1:
             return tokens
@@ -212,7 +213,7 @@ class XlaEngine:
 
     @torch.no_grad()
     def evaluate(self, model: Llama, batch: Batch) -> DeviceScalars:
-        """See engine.Engine; reads {"loss": mean, "tokens": trained tokens}."""
+        """See engine.Engine."""
         total = torch.zeros(2).to(self.device)
         for inputs in self._micro_batches(batch):
             total = total + torch.stack(self._loss(model, inputs))
@@ -221,7 +222,7 @@ class XlaEngine:
 
     @torch.no_grad()
     def parameter_norm(self, model: Llama) -> float:
-        """See engine.Engine. A graph of its own, compiled at the first call."""
+        """See engine.Engine. A separate graph, compiled at the first call."""
         norm = nn.utils.get_total_norm(list(model.parameters()), foreach=False)
         torch_xla.sync()
         return norm.item()
@@ -232,18 +233,10 @@ class XlaEngine:
         """See engine.Engine."""
         torch_xla.sync(wait=True)
         logical: dict[str, LogicalTensor] = {}
-        for name, weight in self._weights(model).items():
-            logical |= self._logical(model, name, weight, "")
-        for parameter in optimizer.parameters:
-            for name, moment in parameter.moments.items():
-                logical |= self._logical(model, parameter.name, moment, f"optimizer.{name}.")
+        for prefix, name, tensor in self.step.tensors(model):
+            logical |= self._logical(model, name, tensor, prefix)
         logical["optimizer.step"] = LogicalTensor(XlaShards(optimizer.updates))
         return TrainingState(logical, partial(self._put_back, logical, self._commits))
-
-    def _weights(self, model: Llama) -> dict[str, Tensor]:
-        """Every parameter, and not the rounded copy that the model may run on."""
-        trained = {parameter.name: parameter.weight for parameter in self.step.optimizer.parameters}
-        return {**dict(model.named_parameters()), **trained}
 
     def _logical(self, model: Llama, name: str, tensor: Tensor, prefix: str) -> dict[str, LogicalTensor]:
         """`tensor`, a value or moment of the parameter `name`, layer by layer and without padding."""
@@ -267,18 +260,15 @@ class XlaEngine:
 
     def bytes_per_device(self, model: Llama, optimizer: Optimizer) -> dict[str, int]:
         """See engine.Engine: measured on the live shards, not computed from the table."""
-        parameters = [*self._weights(model).values(), *self.step.rounded_copies.values()]
-        moments = [moment for parameter in optimizer.parameters for moment in parameter.moments.values()]
-        groups = {"parameters": parameters, "moments": moments}
-        return {name: sum(_device_bytes(tensor) for tensor in tensors) for name, tensors in groups.items()}
+        return self.step.bytes_per_device(model, _device_bytes)
 
     def compilations(self) -> int:
-        """Graphs compiled so far."""
+        """See engine.Engine."""
         data = xla_metrics.metric_data("CompileTime")
         return data[0] if data else 0
 
     def memory_bytes(self) -> int | None:
-        """The process's peak on a CPU host; torch-xla does not tell under SPMD."""
+        """Return the process's peak on a CPU host; under SPMD torch-xla does not report that of devices."""
         if xr.device_type() == "CPU":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return None

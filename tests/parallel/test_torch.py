@@ -12,7 +12,7 @@ import torch
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.parallel import accelerator, select
-from pretraining.parallel.select import choose, refuse_downcast_variables
+from pretraining.parallel.select import choose_engine, refuse_downcast_variables
 from pretraining.parallel.torch_engine import TorchEngine
 from tests.parallel.launch import ALONE, run_on_torch
 
@@ -162,7 +162,7 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr("pretraining.parallel.accelerator.cuda_gpus", lambda: gpus)
         monkeypatch.setattr("pretraining.parallel.select._has_xla", lambda: xla)
         monkeypatch.setenv("WORLD_SIZE", str(processes))
-        return choose(TrainConfig(**fields))[0]
+        return choose_engine(TrainConfig(**fields))[0]
 
     assert chosen(gpus=8, xla=True) == "torch"
     assert chosen(gpus=0, xla=True) == "xla"
@@ -171,7 +171,7 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
     assert chosen(gpus=0, xla=True, device="cpu") == "torch"
     assert chosen(gpus=8, xla=True, engine="xla") == "xla"
     assert chosen(gpus=0, xla=True, engine="torch") == "torch"
-    assert "nobody has tested" in choose(TrainConfig(engine="torch", device="tpu"))[1]
+    assert "untested" in choose_engine(TrainConfig(engine="torch", device="tpu"))[1]
     with pytest.raises(UserError, match="torch_xla is not installed"):
         chosen(gpus=0, xla=False, engine="xla")
 
