@@ -1,34 +1,45 @@
-"""Loads a checkpoint into the toy on one engine and mesh, and saves it again: resave_driver.py FROM TO '{fields}'."""
+"""Loads a checkpoint into the toy on one engine and mesh, saves it again, and continues a run in the same processes.
+
+    resave_driver.py FROM TO '{fields}' [flags of main_training.py ...]
+
+Without flags nothing is continued.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
+import torch.distributed as dist
+
+from main_training import main
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import load, save
+from pretraining.checkpoint.store import save
+from pretraining.config.flags import run
 from pretraining.config.training import TrainConfig
-from pretraining.models.init import build_model
-from pretraining.optim.optimizer import build_optimizer
+from pretraining.configure import CHECKS
 from pretraining.parallel.select import open_engine
+from tests.parallel.again import continued
 from tests.parallel.toy import TOY
 
 
-def main(source: Path, target: Path, fields: dict[str, object]) -> None:
-    """See the module."""
+def resave(source: Path, target: Path, fields: dict[str, object]) -> None:
+    """Load the checkpoint `source` and save it below `target`."""
     config = TrainConfig(**{**TOY, **fields})
     engine = open_engine(config)
-    model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters())
-    engine.prepare(optimizer)
     checkpoint = open_checkpoint(source)
-    state = engine.state(model, optimizer)
-    load(checkpoint, state)
-    state.commit()
-    save(target, engine.state(model, optimizer), checkpoint.facts)
+    live = continued(engine, config, checkpoint.facts.step, source.parent)
+    save(target, engine.state(*live), checkpoint.facts)
     engine.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+    if "WORLD_SIZE" in os.environ:  # one group for both; a second cannot be joined under the same torchrun
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    source, target, fields, *flags = sys.argv[1:]
+    resave(Path(source), Path(target), json.loads(fields))
+    sys.argv[1:] = flags
+    sys.exit(run(main, checks=CHECKS) if flags else 0)

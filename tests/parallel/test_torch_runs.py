@@ -25,9 +25,13 @@ ON_XLA = {"engine": "xla", "sharding_strategy": "hsdp", "sharding_group_size": 4
 ON_TORCH = {"engine": "torch", "device": "cpu", "sharding_strategy": "fsdp"}
 
 
+def flags(folder: Path, **fields: Any) -> list[str]:
+    settings = {**TOY, "report_interval": 1, "checkpoint_interval": 4, "log_dir": folder, **fields}
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
 def train_command(folder: Path, processes: int, **fields: Any) -> list[str]:
-    flags = {**TOY, "report_interval": 1, "checkpoint_interval": 4, "log_dir": folder, **fields}
-    return launched(processes, "main_training.py", *(f"--{name}={value}" for name, value in flags.items()))
+    return launched(processes, "main_training.py", *flags(folder, **fields))
 
 
 def call(command: list[str], **more: str) -> None:
@@ -42,12 +46,6 @@ def figures(folder: Path) -> dict[int, dict[str, Any]]:
     """By step."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line for line in lines}
-
-
-def continued(run: Path, folder: Path) -> Path:
-    """A run folder that holds another run's checkpoint of step 4 and nothing else."""
-    shutil.copytree(run / "checkpoints/step_4", folder / "checkpoints/step_4")
-    return folder
 
 
 def assert_same_course(got: Path, reference: Path) -> None:
@@ -67,46 +65,44 @@ def assert_same_bits(one: Path, other: Path) -> None:
     assert int(first["optimizer.step"]) == 4
 
 
+def resave(source: Path, target: Path, run: Path, fields: dict[str, Any], processes: int, **more: str) -> None:
+    """Load a checkpoint, save it again below `target`, and continue it in the folder `run`, all in one start."""
+    shutil.copytree(source, run / "checkpoints" / source.name)
+    driver = [str(ROOT / "tests/parallel/resave_driver.py"), str(source), str(target), json.dumps(fields)]
+    call(launched(processes, *driver, *flags(run, **fields)), **more)
+
+
 def test_a_run_moves_between_the_engines_bit_for_bit_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
-    driver, four = str(ROOT / "tests/parallel/resave_driver.py"), {**ON_TORCH, "batch_size": 4}
     call(train_command(tmp_path / "xla", ALONE, **ON_XLA), **XLA)
     saved = tmp_path / "xla/checkpoints/step_4"
-
-    call(launched(4, driver, str(saved), str(tmp_path / "by_torch"), json.dumps(four)))
+    resave(saved, tmp_path / "by_torch", tmp_path / "to_torch", {**ON_TORCH, "batch_size": 4}, processes=4)
     assert_same_bits(saved, tmp_path / "by_torch/step_4")
-    call(train_command(continued(tmp_path / "xla", tmp_path / "to_torch"), 4, **four))
     assert_same_course(tmp_path / "to_torch", tmp_path / "xla")
 
-    arguments = (str(tmp_path / "by_torch/step_4"), str(tmp_path / "by_xla"), json.dumps(ON_XLA))
-    call(launched(ALONE, driver, *arguments), **XLA)
+    resave(tmp_path / "by_torch/step_4", tmp_path / "by_xla", tmp_path / "to_xla", ON_XLA, ALONE, **XLA)
     assert_same_bits(saved, tmp_path / "by_xla/step_4")
-
-    call(train_command(tmp_path / "torch", 4, **four))
-    call(train_command(continued(tmp_path / "torch", tmp_path / "to_xla"), ALONE, **ON_XLA), **XLA)
-    assert_same_course(tmp_path / "to_xla", tmp_path / "torch")
+    assert_same_course(tmp_path / "to_xla", tmp_path / "xla")
 
 
 def test_a_run_moves_to_tensor_ranks_and_back_bit_for_bit_and_goes_on(tmp_path: Path) -> None:
-    driver = str(ROOT / "tests/parallel/resave_driver.py")
-    # Biases of columns are split twice along their only dimension, the vocabulary with rows that are not saved.
+    # Biases of columns are sharded twice along their only dimension, the vocabulary with rows that are not saved.
     alone = {**ON_TORCH, "attn_bias": True, "mlp_bias": True, "vocab_size": 500}
     split = {**alone, "make_vocab_size_divisible_by": 24, "tensor_parallel_size": 2, "batch_size": 4}
     call(train_command(tmp_path / "alone", ALONE, **alone))
     saved = tmp_path / "alone/checkpoints/step_4"
-
-    call(launched(4, driver, str(saved), str(tmp_path / "split"), json.dumps(split)))
+    resave(saved, tmp_path / "split", tmp_path / "on", split, processes=4)
     assert_same_bits(saved, tmp_path / "split/step_4")
-    call(launched(ALONE, driver, str(tmp_path / "split/step_4"), str(tmp_path / "back"), json.dumps(alone)))
-    assert_same_bits(saved, tmp_path / "back/step_4")
-
-    call(train_command(continued(tmp_path / "alone", tmp_path / "on"), 4, **split))
     assert_same_course(tmp_path / "on", tmp_path / "alone")
+
+    resave(tmp_path / "split/step_4", tmp_path / "back", tmp_path / "again", alone, ALONE)
+    assert_same_bits(saved, tmp_path / "back/step_4")
+    assert_same_course(tmp_path / "again", tmp_path / "alone")
 
 
 def test_after_one_process_is_killed_the_others_say_so_and_fewer_continue(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    more = {**ON_TORCH, "num_steps": 80, "collective_timeout": 30, "checkpoint_interval": 20}
+    more = {**ON_TORCH, "num_steps": 40, "collective_timeout": 30, "checkpoint_interval": 10}
     run = subprocess.Popen(
         train_command(broken, 4, **more),
         cwd=ROOT,
@@ -115,7 +111,7 @@ def test_after_one_process_is_killed_the_others_say_so_and_fewer_continue(tmp_pa
         stderr=subprocess.STDOUT,
         text=True,
     )
-    while not (broken / "checkpoints/step_20").exists():
+    while not (broken / "checkpoints/step_10").exists():
         assert run.poll() is None, run.communicate()[0]
         time.sleep(0.05)
     os.kill(psutil.Process(run.pid).children()[1].pid, signal.SIGKILL)
@@ -124,7 +120,7 @@ def test_after_one_process_is_killed_the_others_say_so_and_fewer_continue(tmp_pa
     assert time.monotonic() - killed < 30 + 15  # torchrun itself takes some seconds
     assert "stopped: process 0 lost another one of the run" in said
     assert run.returncode != 0
-    assert max(figures(broken)) < 80
+    assert max(figures(broken)) < 40
 
     call(train_command(broken, 2, **more))
     call(train_command(whole, ALONE, **more))
