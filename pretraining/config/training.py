@@ -44,277 +44,276 @@ class TrainConfig:
 
     # ---- Model
     model_variant: Annotated[str, OneOf((*VARIANTS, CUSTOM)), Resume.FREE] = "llama2_7b"
-    """Row of the variant table that gives the dimensions below: llama2_1.4b, llama2_7b, llama2_13b, llama2_34b,
-    llama2_70b, llama3_194m_4k, llama3_1.8b, llama3_3.2b, llama3_8b, llama3_70b (and their _4k forms), 7b, 13b, 34b, 70b
-    as short names of llama2_*, tiny and mini for CPUs, or "custom" (every dimension is given by its own flag)."""
+    """Row of the variant table that gives the dimensions below. The 7b, 13b, 34b and 70b are short names of llama2_*;
+    tiny and mini are for CPUs; "custom": every dimension is set by its own flag."""
     model_config_path: str = ""
-    """Hugging Face's config.json of a Llama, whose dimensions, rotary settings and norm_eps are taken; flags and the
-    keys of import_config win over it. Empty: none."""
+    """Hugging Face's config.json of a Llama, Mistral or Qwen 3, from which dimensions, rotary settings and norm_eps are
+    read; flags and the keys of import_config override it. Empty: none."""
     num_layers: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
-    """Transformer blocks, at least 1. None: the variant's."""
+    """Transformer blocks. None: the variant's."""
     hidden_size: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
-    """Width of the residual stream, a multiple of num_attention_heads unless head_dim is given. None: the variant's."""
+    """Width of the residual stream, a multiple of num_attention_heads unless head_dim is set. None: the variant's."""
     intermediate_size: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
-    """Width of the SwiGLU feed-forward layer (gate and up each have this width). None: the variant's."""
+    """Width of the feed-forward layer; with a gated activation, gate and up projection each have this width. None: the
+    variant's."""
     num_attention_heads: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
     """Query heads. None: the variant's."""
     num_kv_heads: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
-    """Key and value heads (grouped-query attention), a divisor of num_attention_heads. None: the variant's; for
-    "custom", num_attention_heads."""
+    """Key/value heads (grouped-query attention), a divisor of num_attention_heads. None: the variant's; for "custom",
+    num_attention_heads."""
     head_dim: Annotated[int | None, AtLeast(2), Resume.SHAPE] = None
-    """Width of one head. None: hidden_size / num_attention_heads."""
+    """Width of one head, an even number. None: hidden_size / num_attention_heads."""
     vocab_size: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
     """Rows of the embedding and of the output head; every token id must be below it. None: the variant's (no default
     for "custom")."""
     make_vocab_size_divisible_by: Annotated[int, AtLeast(1)] = 1
-    """Rows of the embedding and of the output head are padded to a multiple of this x tensor_parallel_size. Rows of
-    padding are zero, take no part in the loss and do not stand in checkpoints."""
+    """The embedding and the output head are padded to a multiple of this x tensor_parallel_size rows. Padding rows are
+    zero, do not take part in the loss and are not saved in checkpoints."""
     max_position_embeddings: Annotated[int | None, AtLeast(1), Resume.FREE] = None
-    """Longest sequence the model is made for, in tokens, at least seq_length. None: the variant's, or seq_length
-    for "custom"."""
+    """Longest sequence of the model in tokens, at least seq_length. None: the variant's, or seq_length for "custom"."""
     norm_type: Annotated[Literal["rmsnorm", "layernorm"], Resume.FUNCTION] = "rmsnorm"
-    """"rmsnorm" or "layernorm" (mean and variance; with norm_bias, a bias too)."""
+    """Normalization: "rmsnorm", or "layernorm" (subtracts the mean; with norm_bias, adds a bias)."""
     norm_eps: Annotated[float, Above(0), Resume.FUNCTION] = 1e-5
-    """Added to the mean square, or to the variance, in a norm; above 0."""
+    """Constant that a norm adds to the mean square or to the variance."""
     norm_bias: Annotated[bool, Needs("norm_type", "layernorm"), Resume.FUNCTION] = False
-    """layernorm: with a bias."""
+    """Add a bias in every norm."""
     qk_norm: Annotated[bool, Resume.FUNCTION] = False
-    """Norm each head's queries and keys before their rotation (Qwen 3's q_norm and k_norm)."""
+    """Normalize the queries and keys of each head before their rotation (q_norm and k_norm of Qwen 3)."""
     activation: Annotated[Activation, Resume.FUNCTION] = "swiglu"
-    """Of the feed-forward layer. Gated, with a second matrix beside the first: "swiglu", "geglu", "reglu". Plain:
-    "gelu", "gelu_tanh" (its approximation), "relu", "silu"."""
+    """Activation of the feed-forward layer. "swiglu", "geglu" and "reglu" are gated: a second matrix multiplies the
+    activation. "gelu", "gelu_tanh" (its approximation), "relu" and "silu" are plain."""
     attn_bias: Annotated[bool, Resume.FUNCTION] = False
-    """Biases in the four projections of attention."""
+    """Add biases in the four projections of attention."""
     mlp_bias: Annotated[bool, Resume.FUNCTION] = False
-    """Biases in the projections of the feed-forward layer."""
+    """Add biases in the projections of the feed-forward layer."""
     parallel_residual: Annotated[bool, Resume.FUNCTION] = False
-    """x + attention(norm(x)) + feed-forward(norm(x)), each with a norm of its own, in place of one after the other
+    """Compute x + attention(norm(x)) + feed-forward(norm(x)), each with its own norm, instead of one after the other
     (GPT-J, GPT-NeoX)."""
     tie_word_embeddings: Annotated[bool, Resume.STATE] = False
-    """The output head is the embedding: one matrix, whose gradient is the sum of both uses."""
+    """Use the embedding as output head: one matrix, whose gradient is the sum of both uses."""
     position_embedding_type: Annotated[Literal["rope", "learned_absolute", "none"], Resume.FUNCTION] = "rope"
-    """"rope", "learned_absolute" (a vector for each of max_position_embeddings positions, added to the token's) or
-    "none" (no positions at all but the causal mask)."""
+    """"rope", "learned_absolute" (a vector for each of max_position_embeddings positions, added to the embedding of the
+    token) or "none" (only the causal mask depends on positions)."""
     rotary_percentage: Annotated[float, Above(0, at_most=1), Resume.FUNCTION] = 1.0
-    """Share of a head's channels that is rotated, the first ones, in (0, 1]; the rest carries no position."""
+    """Fraction of the channels of a head that is rotated, counted from the first channel; the others carry no
+    position."""
     rope_theta: Annotated[float | None, Above(0), Resume.FUNCTION] = None
     """Base of the rotary frequencies. None: the variant's (10000 for "custom")."""
     rope_scaling_type: Annotated[Literal["none", "linear", "llama3"], Resume.FUNCTION] = "none"
-    """"none", "linear" (positions divided by rope_scaling_factor) or "llama3" (Llama 3.1's per-frequency scaling)."""
+    """"none", "linear" (positions are divided by rope_scaling_factor) or "llama3" (Llama 3.1's scaling per
+    frequency)."""
     rope_scaling_factor: Annotated[float, AtLeast(1), Resume.FUNCTION] = 8.0
-    """Factor of the rope scaling, at least 1. Ignored for "none"."""
+    """Factor of the rope scaling. Ignored for "none"."""
     rope_low_freq_factor: Annotated[float, Above(0), Resume.FUNCTION] = 1.0
     """llama3 scaling: wavelengths above rope_original_max_position / this are divided by the full factor."""
     rope_high_freq_factor: Annotated[float, Above(0), Resume.FUNCTION] = 4.0
-    """llama3 scaling: wavelengths below rope_original_max_position / this are left alone."""
+    """llama3 scaling: wavelengths below rope_original_max_position / this are not scaled."""
     rope_original_max_position: Annotated[int, AtLeast(1), Resume.FUNCTION] = 8192
-    """llama3 scaling: context length of the original model, in tokens."""
+    """llama3 scaling: context length of the original model in tokens."""
     sliding_window: Annotated[int | None, AtLeast(1), Resume.FUNCTION] = None
-    """Tokens that attention looks back on, its own included, at least 1. None: all before it."""
+    """Tokens that a token attends to, itself included. None: all previous tokens."""
     hidden_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
-    """Share of values that training drops, in [0, 1), of the embedding and of what attention and feed-forward add to
-    the stream. Of all three: which ones is a function of (seed, step, row, token, channel), the same on every mesh and
-    after a stop; validation and test drop nothing."""
+    """Dropout probability of the embedding and of what attention and feed-forward layer add to the residual stream. The
+    dropped values of all three dropouts are a function of (seed, step, row, token, channel): the same on every mesh and
+    after a resume. Validation and test have no dropout."""
     attention_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
-    """The same of attention's weights."""
+    """Dropout probability of the attention weights."""
     ffn_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
-    """The same of the feed-forward layer's activation."""
+    """Dropout probability of the activation of the feed-forward layer."""
     init_std: Annotated[float, AtLeast(0)] = 0.02
-    """Standard deviation s of the initial weights, as init_method uses it. Biases start at 0."""
+    """Standard deviation s of the initial weights, which init_method refers to. Biases start at 0."""
     init_method: InitMethod = "normal"
     """Standard deviation of the initial weights: "normal" s, "scaled_normal" s / sqrt(2 num_layers), "small_init"
     sqrt(2 / (5 hidden_size)) (Nguyen and Salazar 2019), "wang_init" 2 / (num_layers sqrt(hidden_size)) (Wang and
-    Komatsuzaki 2021), "xavier_normal" sqrt(2 / (inputs + outputs)) (Glorot and Bengio 2010), or "xavier_uniform", as
-    wide but without tails."""
+    Komatsuzaki 2021), "xavier_normal" sqrt(2 / (inputs + outputs)) (Glorot and Bengio 2010), or "xavier_uniform", a
+    uniform distribution with the same standard deviation."""
     output_init_method: InitMethod = "scaled_normal"
-    """The same for the output projections of attention and feed-forward, which the residual stream sums over depth."""
+    """init_method of the output projections of attention and feed-forward layer, whose results are summed over all
+    blocks."""
 
     # ---- Engine and sharding
     engine: Literal["auto", "xla", "torch"] = "auto"
-    """"xla" (torch-xla, GSPMD), "torch" (FSDP2) or "auto": torch where a CUDA GPU is at hand, otherwise xla where
-    torch-xla is installed, otherwise torch on the CPU. The choice and its reason are printed."""
+    """"xla" (torch-xla, GSPMD), "torch" (FSDP2) or "auto": torch if there is a CUDA GPU, otherwise xla if torch-xla is
+    installed, otherwise torch on the CPU. The choice and its reason are printed."""
     device: Literal["auto", "cuda", "cpu", "tpu"] = "auto"
-    """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, untested) or "auto". The xla engine takes what
-    PJRT_DEVICE names."""
+    """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, untested) or "auto". The device of the xla engine is
+    named by PJRT_DEVICE."""
     sharding_strategy: ShardingStrategy = "hsdp"
-    """How parameters, gradients and optimizer state are split: "ddp" (all replicated), "zero1" (optimizer state split),
-    "zero2" (gradients too), "fsdp" (all split over all devices), "hsdp" (all split within groups of sharding_group_size
-    devices, replicated across groups). fsdp needs the least memory; hsdp keeps its gathers within a host; zero1 gathers
-    parameters once a step instead of twice a pass, where they fit whole; ddp is for models small beside the device.
-    The torch engine splits parameters between steps with all but ddp. Any case."""
+    """How parameters, gradients and optimizer state are sharded: "ddp" (all replicated), "zero1" (optimizer state
+    sharded), "zero2" (gradients too), "fsdp" (all sharded over all devices), "hsdp" (all sharded within groups of
+    sharding_group_size devices, replicated across groups). fsdp needs the least memory; hsdp keeps its all-gathers
+    within a host; zero1 all-gathers parameters once per step instead of twice per micro-batch, if unsharded parameters
+    fit; ddp is for models that are small compared with the memory of a device. Between steps, the torch engine shards
+    parameters with every strategy but ddp. Case is ignored."""
     sharding_group_size: Annotated[int, AtLeast(0), Needs("sharding_strategy", "hsdp")] = 0
-    """hsdp: data-parallel ranks per sharding group, a divisor of devices / (tensor_parallel_size x
+    """Data-parallel ranks per sharding group of hsdp, a divisor of devices / (tensor_parallel_size x
     context_parallel_size). 0: those of one host."""
     tensor_parallel_size: Annotated[int, AtLeast(1)] = 1
-    """Devices that share every matrix product: heads, feed-forward channels and vocabulary are split over them, and the
-    activations are added up twice a block. Neighbouring devices, best within a host. For models whose layers, or whose
-    smallest batch, are too large for one device. A divisor of num_attention_heads and intermediate_size;
-    on the torch engine of num_kv_heads and vocab_size too. 1: none."""
+    """Devices that share every matrix product: heads, feed-forward channels and vocabulary are sharded over them, and
+    activations are all-reduced twice per block. They are adjacent devices, best of one host. For models whose layers,
+    or whose smallest batch, are too large for one device. A divisor of num_attention_heads and intermediate_size. 1:
+    none."""
     sequence_parallel: bool = False
-    """With tensor_parallel_size: between matrix products the tokens of a row are split over the tensor ranks too, so
-    that norms and residuals are neither held nor computed more than once."""
+    """With tensor_parallel_size above 1: between matrix products, the tokens of a row are sharded over the tensor ranks
+    too, so that norms and residuals are neither stored nor computed more than once."""
     context_parallel_size: Annotated[int, AtLeast(1)] = 1
-    """xla engine: devices that share the tokens of a row, for sequences whose activations are too large for one device;
-    keys and values are gathered for attention. Parameters are split over them as over data-parallel ranks. 1: none."""
+    """Devices that share the tokens of a row, for sequences whose activations are too large for one device; keys and
+    values are all-gathered for attention. Parameters are sharded over them as over data-parallel ranks. 1: none."""
     kv_replication: Annotated[int, AtLeast(0)] = 0
-    """xla engine: copies of each key/value head, used side by side where they are fewer than tensor ranks; each is
-    stored once. 0: as few as possible, tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 without
-    enough heads: every tensor rank computes all key/value heads."""
+    """Copies of each key/value head in use if there are fewer than tensor ranks; each is stored once. 0: as few as
+    possible, tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 with too few heads: every tensor rank
+    computes all key/value heads."""
     pipeline_parallel_size: Annotated[int, AtLeast(1)] = 1
-    """Groups of devices that each hold some of the layers. Training has none yet: above 1 is for plan alone."""
+    """Groups of devices each of which has some of the layers. Above 1 is for plan only: no engine trains with pipeline
+    stages."""
     virtual_pipeline_size: Annotated[int, AtLeast(1)] = 1
-    """Pieces of the layers that each pipeline group holds. Training has none yet: above 1 is for plan alone."""
+    """Separate ranges of layers that each pipeline group has. Above 1 is for plan only."""
     dump_sharding: str = ""
-    """File to write, before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype and the
-    mesh axes that split each dimension. Empty: none."""
+    """File that is written before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype
+    and the mesh axes that shard each dimension. Empty: none."""
     low_cpu_fsdp: Annotated[bool, Resume.FREE] = False
-    """True: the model is built on the meta device and each shard is made in place, so host memory grows by one
-    parameter at a time. False: the whole model is built in host memory first. The initial weights are the same."""
+    """True: build the model on the meta device and create each shard in place, so that host memory grows by one
+    parameter at a time. False: build the whole model in host memory first. The initial weights are the same."""
     cpu_offload: bool = False
-    """CUDA only: parameters, gradients and optimizer state live in host memory (FSDP2's offload policy)."""
+    """Keep parameters, gradients and optimizer state in host memory (FSDP2's offload policy). CUDA only."""
     collective_timeout: Annotated[int, AtLeast(1), Resume.FREE] = 600
-    """torch engine: seconds a collective may wait for a peer before the run ends with an error, at least 1."""
+    """Seconds that a collective of the torch engine may wait for a peer before the run ends with an error."""
 
     # ---- Precision
     mixed_precision: bool = True
-    """True: parameters and optimizer state in fp32, matrix products and activations in bf16, gradients reduced in
-    fp32. False: everything in fp32."""
+    """True: parameters and optimizer state in fp32, matrix products and activations in bf16, gradients reduced in fp32.
+    False: everything in fp32."""
     precision: Literal["auto", "fp32", "mixed_bf16", "mixed_bf16_sr", "bf16_sr", "autocast", "fp16", "manual"] = "auto"
-    """Refines mixed_precision: "auto" (mixed_bf16 if mixed_precision, else fp32), "fp32", "mixed_bf16",
-    "mixed_bf16_sr" (the bf16 copy of the parameters that products read is rounded stochastically), "bf16_sr"
-    (parameters, gradients and optimizer state in bf16, no fp32 copy; what the optimizer writes is rounded
-    stochastically), "autocast" (products in bf16, everything between them in fp32, as torch.autocast does), "fp16"
-    (as mixed_bf16 with fp16 in place of bf16 and the loss scale below; torch engine) or "manual" (mixed_bf16 with the
-    three settings below). A pair that contradicts is an error."""
+    """Refines mixed_precision. "auto": mixed_bf16 if mixed_precision, else fp32. "mixed_bf16_sr": mixed_bf16, and the
+    bf16 copy of the parameters that matrix products read is rounded stochastically. "bf16_sr": parameters, gradients
+    and optimizer state in bf16 without an fp32 copy; the optimizer rounds what it writes stochastically. "autocast":
+    matrix products in bf16, everything between them in fp32, like torch.autocast. "fp16": mixed_bf16 with fp16 instead
+    of bf16, and a loss scale. "manual": mixed_bf16 with the three settings below."""
     master_weights: Annotated[bool | None, Needs("precision", "manual")] = None
-    """precision=manual: keep parameters and optimizer state in fp32. False: in bf16. None: True."""
+    """True: parameters and optimizer state in fp32. False: in bf16. None: True."""
     fp32_grad_acc: Annotated[bool | None, Needs("precision", "manual")] = None
-    """precision=manual: add up the gradients of micro-batches in fp32. False: in bf16. None: True."""
+    """True: sum the gradients of micro-batches in fp32. False: in bf16. None: True."""
     stochastic_rounding: Annotated[bool | None, Needs("precision", "manual")] = None
-    """precision=manual: round to bf16 stochastically, in the mean exactly; deterministic, the same on every mesh. None:
-    False, to nearest."""
+    """True: round to bf16 stochastically, which is exact on average; deterministic, and the same on every mesh. False:
+    round to nearest. None: False."""
     loss_scale: Annotated[float, AtLeast(0), Needs("precision", "fp16")] = 0.0
-    """precision=fp16: what the loss is multiplied by before the backward pass, so that small gradients survive. 0:
-    dynamic, halved when gradients overflow (that step is left out) and doubled after loss_scale_window without."""
+    """Factor of the loss before the backward pass, so that small gradients do not underflow in fp16. 0: dynamic, halved
+    when gradients overflow (that step is skipped) and doubled after loss_scale_window steps without overflow."""
     initial_scale_power: Annotated[int, AtLeast(0, below=33), Needs("precision", "fp16")] = 16
-    """precision=fp16, dynamic: the first scale is 2 to this power."""
+    """Dynamic loss scale: the first scale is 2 to this power."""
     loss_scale_window: Annotated[int, AtLeast(1), Needs("precision", "fp16")] = 1000
-    """precision=fp16, dynamic: steps without an overflow after which the scale doubles, at least 1."""
+    """Dynamic loss scale: steps without overflow after which the scale doubles."""
     loss_scale_hysteresis: Annotated[int, AtLeast(1), Needs("precision", "fp16")] = 2
-    """precision=fp16, dynamic: overflows before the scale is halved, at least 1; counted anew when it doubles."""
+    """Dynamic loss scale: overflows before the scale is halved; counted from 0 again when it doubles."""
     min_loss_scale: Annotated[float, Above(0), Needs("precision", "fp16")] = 1.0
-    """precision=fp16, dynamic: the smallest scale; overflows at it count for max_skipped_steps."""
+    """Dynamic loss scale: the smallest scale; overflows at it count for max_skipped_steps."""
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the gradients' sum over devices: "fp32", "bf16" or "auto". torch engine: auto is fp32. xla engine: auto alone,
-    which is the parameters' dtype."""
+    """Dtype in which gradients are summed over devices: "fp32", "bf16" or "auto": fp32 on the torch engine, the dtype
+    of the parameters on the xla engine."""
 
     # ---- Activation checkpointing
     fsdp_activation_checkpointing: bool = False
-    """Recompute the activations of the blocks that selective_checkpointing chooses in the backward pass, instead of
-    keeping them."""
+    """Recompute the activations of the blocks that selective_checkpointing chooses in the backward pass instead of
+    storing them."""
     selective_checkpointing: Annotated[str, BLOCKS] = "1"
-    """Which blocks: an integer k (every k-th block; 1 is all) or a fraction between 0 and 1, as "1/3" or "0.5"
-    (that share of the blocks, evenly spaced and centred)."""
+    """Blocks that are recomputed: an integer k (every k-th block; 1 is all) or a fraction between 0 and 1, such as
+    "1/3" or "0.5" (that fraction of the blocks, evenly spaced and centred)."""
     checkpoint_granularity: Annotated[Literal["full", "selective"], Needs("fsdp_activation_checkpointing")] = "full"
-    """What of a chosen block is recomputed: "full" (all of it), or "selective" (the modules that checkpoint_modules
-    names; of the rest, what is cheap beside its memory)."""
+    """What is recomputed of a chosen block: "full" (all of it), or "selective" (the modules that checkpoint_modules
+    names, and operations that are cheap compared with the memory of their results)."""
     checkpoint_modules: Annotated[str, MODULES, Needs("checkpoint_granularity", "selective")] = ""
-    """checkpoint_granularity=selective: "mlp", "norm", "mlp_activation" (the activation and its product with the gate)
-    and "core_attention", comma-separated. Scores of attention are recomputed in any case: they are never kept."""
+    """"mlp", "norm", "mlp_activation" (the activation and its product with the gate) and "core_attention",
+    comma-separated. Attention scores are always recomputed, because they are never stored."""
     checkpoint_num_layers: Annotated[int, AtLeast(1), Needs("fsdp_activation_checkpointing")] = 1
-    """checkpoint_granularity=full with every block chosen: blocks that are recomputed together from the input of the
-    first, which alone is kept."""
+    """Blocks that are recomputed together from the input of the first, which alone is stored; for
+    checkpoint_granularity=full with every block chosen."""
 
     # ---- Optimizer and schedule
     optimizer: Annotated[str, OneOf(OPTIMIZERS), Resume.STATE] = "adamw"
-    """"adamw", "adamw_fp32" (NxD Core's), "adam" (decay added to the gradient), "adamax", "adadelta", "adagrad",
-    "rmsprop", "rprop", "sgd", "novograd", "adafactor", "sm3", "madgrad_wd", "lion" or "muon" (the matrices of the
-    blocks; all else AdamW)."""
+    """"adamw_fp32" is NxD Core's (state in fp32), "adam" adds the decay to the gradient, "muon" updates the matrices of
+    the blocks and leaves the others to AdamW."""
     optimizer_args: Annotated[str, ARGUMENTS, Resume.STATE] = ""
-    """The optimizer's own settings, comma-separated: momentum=0.9,nesterov=True. Their names and defaults are in the
+    """Further settings of the optimizer, comma-separated: momentum=0.9,nesterov=True. Names and defaults are in the
     table of optimizers in configs.md."""
     learning_rate: Annotated[float | None, Above(0), Resume.RATE] = None
-    """Peak learning rate, above 0. None: the optimizer's default, 3e-4 for adamw."""
+    """Peak learning rate. None: the optimizer's default, 3e-4 for adamw."""
     adam_beta1: Annotated[float | None, AtLeast(0, below=1)] = None
-    """Decay of the first moment, in [0, 1), of optimizers that have one. None: the optimizer's default, 0.9 for
-    adamw."""
+    """Decay of the first moment, of optimizers that have one. None: the optimizer's default, 0.9 for adamw."""
     adam_beta2: Annotated[float | None, AtLeast(0, below=1)] = None
-    """Decay of the second moment, in [0, 1). None: the optimizer's default, 0.95 for adamw."""
+    """Decay of the second moment. None: the optimizer's default, 0.95 for adamw."""
     optimizer_eps: Annotated[float | None, Above(0)] = None
-    """What is added to a denominator, above 0. None: the optimizer's default, 1e-8 for adamw."""
+    """Constant that is added to a denominator. None: the optimizer's default, 1e-8 for adamw."""
     weight_decay: Annotated[float | None, AtLeast(0)] = None
-    """Weight decay, at least 0: per unit of learning rate, or added to the gradient by optimizers whose source does so.
-    None: the optimizer's default, 0.1 for adamw."""
+    """Weight decay: per unit of learning rate, or added to the gradient by optimizers whose source does so. None: the
+    optimizer's default, 0.1 for adamw."""
     norm_weight_decay: bool = False
     """Decay norm weights and biases too."""
     grad_clip_thresh: Annotated[float, AtLeast(0)] = 1.0
-    """Global L2 norm above which gradients are scaled down. 0: never."""
+    """Norm above which gradients are scaled down. 0: never."""
     grad_clip_norm_type: Annotated[float, AtLeast(1, special=0)] = 2.0
-    """The norm that is reported and clipped by: p of the p-norm over all gradients, at least 1; 0 is the largest."""
+    """p of the p-norm over all gradients that is reported and clipped by. 0: the largest absolute value."""
     training_stage: Annotated[Literal["initial", "annealing"], Resume.RATE] = "initial"
-    """fms-fsdp's name for two schedules: "initial" leaves lr_schedule as it is, "annealing" is
-    lr_schedule=fms_annealing."""
+    """fms-fsdp's name of two schedules: "initial" is lr_schedule, "annealing" is lr_schedule=fms_annealing."""
     lr_schedule: Annotated[str, OneOf(SCHEDULES), Resume.RATE] = "fms_cosine"
-    """Curve of the learning rate. fms-fsdp's: "fms_cosine" (quadratic warm-up over min(2000, num_steps // 20) steps,
-    then a cosine to 10 % of the peak), "fms_annealing" (linear from the peak towards 0). NeMo's: "constant", "cosine",
-    "linear_warmup_decay", "warmup_hold", "warmup_annealing", "square", "square_root", "inverse_sqrt", "noam",
-    "noam_hold", "poly", "poly_hold", "step", "exponential_lr". GPT-NeoX's: "neox_linear", "neox_cosine",
-    "neox_exponential", and as they were in 2022, "neox2022_linear", "neox2022_cosine", "neox2022_exponential". "wsd":
-    warm-up, lr_hold_steps at the peak, a straight line to min_lr."""
+    """Learning rate by step. fms-fsdp's: "fms_cosine" (quadratic warm-up over min(2000, num_steps // 20) steps, then a
+    cosine to 10 % of the peak), "fms_annealing" (linear from the peak to 0). NeMo's: those without a prefix.
+    GPT-NeoX's: "neox_*", and as they were in 2022, "neox2022_*". "wsd": warm-up, lr_hold_steps at the peak, then linear
+    to min_lr."""
     lr_warmup_steps: Annotated[int | None, AtLeast(0), Resume.RATE] = None
-    """Optimizer steps of the warm-up, at least 0 and fewer than the schedule has. None: lr_warmup_ratio, or none.
-    fms_cosine has its own rule."""
+    """Optimizer steps of the warm-up, fewer than the schedule has. None: lr_warmup_ratio, or no warm-up. fms_cosine has
+    its own rule."""
     lr_warmup_ratio: Annotated[float | None, AtLeast(0, below=1), Resume.RATE] = None
-    """The warm-up as a share of the schedule's steps, in [0, 1); instead of lr_warmup_steps."""
+    """Warm-up as a fraction of the steps of the schedule; instead of lr_warmup_steps."""
     lr_decay_steps: Annotated[int | None, AtLeast(1), Resume.RATE] = None
-    """Optimizer steps that the schedule is laid over; later ones keep its last rate. None: num_steps."""
+    """Optimizer steps of the schedule; later steps keep its last rate. None: num_steps."""
     lr_hold_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
     """Optimizer steps at the peak after the warm-up: warmup_hold, noam_hold, poly_hold, wsd."""
     lr_constant_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
-    """cosine: optimizer steps at min_lr before the schedule's end; the cosine ends before them."""
+    """cosine: optimizer steps at min_lr at the end of the schedule; the cosine ends before them."""
     min_lr: Annotated[float, AtLeast(0), Resume.RATE] = 0.0
     """Lowest learning rate of the schedule, at most learning_rate. fms_cosine ends at a tenth of the peak instead."""
     lr_power: Annotated[float, Above(0), Resume.RATE] = 1.0
-    """poly, poly_hold: exponent of the share of the steps that is left, above 0."""
+    """poly, poly_hold: exponent of the fraction of the steps that is left."""
     lr_gamma: Annotated[float | None, Above(0, at_most=1), Resume.RATE] = None
-    """step, exponential_lr: factor in (0, 1] by which the rate shrinks; these two need it."""
+    """step, exponential_lr: factor that the rate is multiplied by; required there."""
     lr_step_size: Annotated[int | None, AtLeast(1), Resume.RATE] = None
-    """step: optimizer steps between two multiplications by lr_gamma, at least 1; needed there."""
+    """step: optimizer steps between two multiplications by lr_gamma; required there."""
     lr_decay_rate: Annotated[float, Above(0), Resume.RATE] = 0.5
-    """noam_hold: exponent of the decay, above 0."""
+    """noam_hold: exponent of the decay."""
     lr_cycle: Annotated[bool, Resume.RATE] = False
-    """poly, poly_hold: begin again after the schedule's steps, with a longer decay each time."""
+    """poly, poly_hold: start again after the steps of the schedule, with a longer decay each time."""
     lr_d_model: Annotated[int | None, AtLeast(1), Resume.RATE] = None
-    """noam: width d of the factor 1 / sqrt(d), at least 1; needed there."""
+    """noam: width d of the factor 1 / sqrt(d); required there."""
     max_skipped_steps: Annotated[int, AtLeast(0)] = 0
-    """Optimizer steps whose loss or gradient is not finite that may be skipped in the whole run, before training stops
-    itself with exit code 3. Nothing of a skipped step reaches the parameters."""
+    """Optimizer steps with a loss or gradient that is not finite that may be skipped in the whole run, before training
+    stops with exit code 3. A skipped step does not change parameters or optimizer state."""
 
     # ---- Adapters
     lora_rank: Annotated[int, AtLeast(0), Resume.STATE] = 0
-    """Rank r of an adapter beside each of lora_target_modules: y = W x + s B A x, where A and B alone are trained and W
-    stays as ckpt_load_path (or the seed) gave it. 0: none, everything is trained."""
+    """Rank r of an adapter for each of lora_target_modules: y = W x + s B A x, where only A and B are trained and W
+    keeps the values of ckpt_load_path (or of the seed). 0: none, everything is trained."""
     lora_alpha: Annotated[float, Above(0), Needs("lora_rank")] = 8.0
-    """s = lora_alpha / lora_rank, above 0."""
+    """Scale of the adapter: s = lora_alpha / lora_rank."""
     lora_use_rslora: Annotated[bool, Needs("lora_rank")] = False
-    """s = lora_alpha / sqrt(lora_rank)."""
+    """s = lora_alpha / sqrt(lora_rank) (Kalajdzievski 2023)."""
     lora_dropout: Annotated[float, AtLeast(0, below=1), Needs("lora_rank")] = 0.0
-    """Share of an adapter's input that training drops, in [0, 1)."""
+    """Dropout probability of the input of an adapter."""
     lora_target_modules: Annotated[str, Needs("lora_rank"), Resume.STATE] = ""
     """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, comma-separated, or a
     regular expression for their paths, such as .*(q|v)_proj. Empty: q_proj,v_proj."""
     lora_bias: Annotated[Literal["none", "all", "lora_only"], Needs("lora_rank"), Resume.STATE] = "none"
     """Biases that are trained too: "none", "all", or "lora_only" (those of projections with an adapter)."""
     lora_modules_to_save: Annotated[str, Needs("lora_rank"), Resume.STATE] = ""
-    """Further modules that are trained whole, comma-separated: lm_head, embed_tokens, norm."""
+    """Modules that are trained in full, comma-separated: lm_head, embed_tokens, norm."""
     lora_init: Annotated[Literal["default", "gaussian"], Needs("lora_rank")] = "default"
-    """Of A: "default" (uniform within 1 / sqrt(inputs)) or "gaussian" (deviation 1 / lora_rank). B starts at 0."""
+    """Initial values of A: "default" (uniform within 1 / sqrt(inputs)) or "gaussian" (standard deviation 1 /
+    lora_rank). B starts at 0."""
     lora_save_mode: Annotated[Literal["adapter", "base_and_adapter", "merged"], Needs("lora_rank"), Resume.STATE] = (
         "adapter"
     )
-    """"adapter": checkpoints hold what is trained, and go on from ckpt_load_path's weights. "base_and_adapter",
-    "merged": all. python -m pretraining.checkpoint.convert then writes PEFT's files, or both, or W + s B A in Hugging
-    Face's format."""
+    """"adapter": checkpoints have only what is trained, and a resumed run reads the other weights from ckpt_load_path.
+    "base_and_adapter", "merged": checkpoints have all weights; python -m pretraining.checkpoint.convert then writes
+    PEFT's files and the base model, or W + s B A in Hugging Face's format."""
     lora_load_path: Annotated[str, Needs("lora_rank")] = ""
     """Folder of an adapter in PEFT's format (adapter_model.safetensors) to start from. Empty: a new one."""
     lora_load_tag: Annotated[str, Needs("lora_rank")] = ""
@@ -322,19 +321,19 @@ class TrainConfig:
 
     # ---- Batch and length
     batch_size: Annotated[int, AtLeast(1)] = 2
-    """Sequences per data-parallel rank in one forward and backward pass (the micro-batch), at least 1. A rank is
-    tensor_parallel_size x context_parallel_size devices, one without them."""
+    """Sequences per data-parallel rank in one forward and backward pass (the micro-batch). A rank is
+    tensor_parallel_size x context_parallel_size devices."""
     global_batch_size: Annotated[int | None, AtLeast(1)] = None
     """Sequences per optimizer step over all devices, a multiple of batch_size x ranks; the quotient is the number of
-    gradient accumulation passes. None: batch_size x ranks x gradient_accumulation_steps."""
+    micro-batches. None: batch_size x ranks x gradient_accumulation_steps."""
     gradient_accumulation_steps: Annotated[int | None, AtLeast(1)] = None
-    """Passes per optimizer step. None: derived from global_batch_size, or 1."""
+    """Micro-batches per optimizer step. None: derived from global_batch_size, or 1."""
     seq_length: Annotated[int, AtLeast(1)] = 4096
-    """Tokens per sequence, at least 1."""
+    """Length of a sequence in tokens."""
     num_steps: Annotated[int, AtLeast(1)] = 1_000_000
-    """Optimizer steps of the whole run, at least 1. The learning rate's curve is laid over them."""
+    """Optimizer steps of the whole run; the learning rate schedule spans them."""
     seed: Annotated[int, AtLeast(0, below=2**63)] = 2023
-    """Seed of the initial weights and of the order of the data, at least 0."""
+    """Seed of the initial weights, of dropout and of the order of the data."""
 
     # ---- Data
     use_dummy_dataset: bool = False
@@ -345,10 +344,10 @@ class TrainConfig:
     datasets: str = ""
     """Sub-folders of data_path to mix. Empty: all of them, or data_path itself where it holds shards."""
     weights: Annotated[str, WEIGHTS] = ""
-    """Share of each dataset in the mixture, by tokens, in the order of datasets; normalised. Empty: by size."""
+    """Fraction of each dataset in the mixture, by tokens, in the order of datasets; normalized. Empty: by size."""
     logical_shards: Annotated[int, AtLeast(1)] = 1024
     """Lanes of neighbouring sequences that an epoch of a dataset is divided into; one sequence is taken from each lane
-    in turn, so consecutive sequences come from different places of the data. At least 1; need not divide anything."""
+    in turn, so consecutive sequences come from different places of the data. It need not divide anything."""
     tokenizer_path: str = ""
     """The tokenizer that made the tokens: a sentencepiece model or a tokenizer.json. Training does not read it;
     pretraining.generate does, to turn a prompt into tokens and back. Empty: none."""
@@ -356,13 +355,13 @@ class TrainConfig:
     """Token id put after every document. None: the one that preparation recorded in meta.json next to the shards,
     otherwise 1, as in fms-fsdp."""
     eos_token: Annotated[int | None, AtLeast(0)] = None
-    """fms-fsdp's newer name of sep_token; give one of the two."""
+    """fms-fsdp's newer name of sep_token; set only one of the two."""
     bos_token: Annotated[int | None, AtLeast(0)] = None
     """Token id put before every document. None: none."""
     bol_token: Annotated[int | None, AtLeast(0)] = None
-    """Token id at the first place of every sequence. None: none."""
+    """Token id at the first position of every sequence. None: none."""
     eol_token: Annotated[int | None, AtLeast(0)] = None
-    """Token id that is the last label of every sequence, in place of the stream's next token. None: none."""
+    """Token id that is the last label of every sequence, instead of the next token of the stream. None: none."""
     strip_tokens: Annotated[str, TOKENS] = ""
     """Token ids, comma-separated: one of them at the beginning of a document and one at its end are removed, so that
     separators that are already in the data are not repeated."""
@@ -372,13 +371,13 @@ class TrainConfig:
     col_name: str = "tokens"
     """Column of Arrow and Parquet shards that holds the token ids."""
     split: Annotated[str, SPLIT] = ""
-    """Shares of every dataset's documents for training, validation and test, on any scale, such as "949,50,1". Empty:
-    all for training."""
+    """Fractions of every dataset's documents for training, validation and test, on any scale, such as "949,50,1".
+    Empty: all for training."""
     max_samples: Annotated[int | None, AtLeast(1)] = None
-    """Documents taken of every dataset for training, from its beginning, at least 1. None: all."""
+    """Documents of every dataset that are used for training, counted from its beginning. None: all."""
     num_epochs: Annotated[int | None, AtLeast(1)] = None
-    """Passes over the data, at least 1; training ends there if num_steps is not reached before. None: as many as
-    num_steps needs."""
+    """Passes over the data; training ends there if num_steps is not reached before. None: as many as num_steps
+    needs."""
     shuffle: Literal["shards", "none"] = "shards"
     """"shards": another order of all documents in each epoch. "none": the order in which they are stored."""
     eod_mask_loss: bool = False
@@ -397,40 +396,40 @@ class TrainConfig:
     """Continue although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture
     begins at that step, and the change is recorded. False: an error that lists what changed."""
     num_workers: Annotated[int, AtLeast(1), Resume.FREE] = 1
-    """Threads that read batches ahead, at least 1. The order of the data does not depend on it."""
+    """Threads that read batches ahead. The order of the data does not depend on it."""
 
     # ---- Validation
     valid_data_path: str = ""
-    """Folder of held-out token shards, laid out like data_path. Where val_interval is set, this or split is needed,
-    except for use_dummy_dataset."""
+    """Folder of held-out token shards, laid out like data_path. val_interval needs this or split, except with
+    use_dummy_dataset."""
     valid_datasets: str = ""
     """Sub-folders of valid_data_path. Empty: all of them, or valid_data_path itself where it holds shards."""
     valid_weights: Annotated[str, WEIGHTS] = ""
-    """Share of each of valid_datasets, like weights. Empty: by size."""
+    """Fraction of each of valid_datasets, like weights. Empty: by size."""
     val_interval: Annotated[int, AtLeast(0)] = 0
-    """Optimizer steps between validations; a last one follows the final step. 0: none."""
+    """Optimizer steps between validations; another one follows the final step. 0: none."""
     val_steps: Annotated[int, AtLeast(0, special=-1)] = 0
-    """Global batches per validation, needed where val_interval is set; no more than the validation data hold once.
-    -1: all of them."""
+    """Global batches per validation, required by val_interval; at most one pass over the validation data. -1: all of
+    them."""
     val_sanity_steps: Annotated[int, AtLeast(0, special=-1), Needs("val_interval")] = 0
-    """Global batches of a validation before the first step, written as step 0. 0: none; -1: as many as val_steps."""
+    """Global batches of a validation before the first step, reported as step 0. 0: none; -1: as many as val_steps."""
     drop_last_val: bool = True
-    """True: what is left of the validation or test data after the last whole global batch is not read. False: it is,
-    in a batch whose other rows do not count."""
+    """True: skip what remains of the validation or test data after the last full global batch. False: read it in a
+    batch whose other rows do not count."""
     test_data_path: str = ""
-    """Folder of token shards for the test at the end, laid out like data_path. Where test_steps is set, this or the
-    third share of split is needed, except for use_dummy_dataset."""
+    """Folder of token shards for the test at the end, laid out like data_path. test_steps needs this or the third
+    fraction of split, except with use_dummy_dataset."""
     test_steps: Annotated[int, AtLeast(0, special=-1)] = 0
-    """Global batches of the test after the last step, written as test_loss. 0: no test; -1: all of the test data."""
+    """Global batches of the test after the last step, reported as test_loss. 0: no test; -1: all of the test data."""
 
     # ---- Checkpoints
     ckpt_load_path: Annotated[str, Resume.FREE] = ""
-    """Start from this when ckpt_save_path holds no checkpoint: a run folder, its checkpoints folder, one of its step_N
+    """Start from this if ckpt_save_path has no checkpoint: a run folder, its checkpoints folder, one of its step_N
     folders, or a folder in Hugging Face's format (config.json and safetensors; weights only). Weights and optimizer
-    are taken, the step starts at 0. A path that holds nothing of the kind is an error."""
+    state are loaded, and the step starts at 0. A path without such a checkpoint is an error."""
     ckpt_save_path: Annotated[str, Resume.FREE] = ""
-    """Folder of this run's checkpoints, step_N each. Empty: <log_dir>/checkpoints. A checkpoint found in it wins over
-    ckpt_load_path: the run continues."""
+    """Folder of the checkpoints of this run, step_N each. Empty: <log_dir>/checkpoints. A checkpoint in it takes
+    precedence over ckpt_load_path: the run continues."""
     checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
     10000, or 0 with use_dummy_dataset."""
@@ -438,33 +437,34 @@ class TrainConfig:
     """"linear": every checkpoint_interval steps. "log": at step 1 and at every power of checkpoint_interval, which is
     then at least 2."""
     extra_checkpoint_steps: Annotated[str, STEPS, Resume.FREE] = ""
-    """Further steps to save at, comma-separated; 0 is the state before the first step."""
+    """Further steps that are saved, comma-separated; 0 is the state before the first step."""
     keep_last_n_checkpoints: Annotated[int, AtLeast(0), Resume.FREE] = 0
     """Committed checkpoints to keep; older ones are removed after a save. 0: all."""
     resume: Annotated[Literal["auto", "must", "never"], Resume.FREE] = "auto"
-    """"auto": continue from the newest checkpoint in ckpt_save_path if there is one, from the one before if that is
-    damaged; "must": an error if there is none or it is damaged; "never": an error if there is one."""
+    """"auto": continue from the newest checkpoint in ckpt_save_path if there is one, or from the previous one if the
+    newest is corrupt; "must": it is an error if there is none or the newest is corrupt; "never": it is an error if
+    there is one."""
     load_weights_only: Annotated[bool, Needs("ckpt_load_path"), Resume.FREE] = False
-    """Of ckpt_load_path take the weights and start with a fresh optimizer."""
+    """Load only the weights from ckpt_load_path and start with a new optimizer state."""
     strict_load: Annotated[bool, Resume.FREE] = True
-    """The tensors of ckpt_load_path must be exactly the model's, and its norm_eps and rotary settings this run's.
-    False: the tensors that both have are loaded, and all that differs is named."""
+    """True: the tensors in ckpt_load_path must be exactly those of the model, and its norm_eps and rotary settings
+    those of this run. False: load the tensors that both have, and print the differences."""
     override_lr_on_resume: Annotated[bool, Resume.FREE] = False
-    """Continue with another learning rate than the checkpoint was trained with; without it that is an error."""
+    """Continue with another learning rate schedule than the checkpoint was trained with, which is otherwise an
+    error."""
     save_optimizer: Annotated[bool, Resume.FREE] = True
-    """False: save weights only. A run that continues from such a checkpoint starts with fresh moments."""
+    """False: save only weights. A run that continues from such a checkpoint starts with a new optimizer state."""
     checkpoint_dtype: Annotated[Literal["auto", "fp32", "bf16"], Resume.FREE] = "auto"
-    """Floating dtype on disk: "auto" (as in memory), "fp32" or "bf16". With bf16 a continued run is not the
-    uninterrupted one bit for bit."""
+    """Floating-point dtype on disk: "auto" (as in memory), "fp32" or "bf16". With bf16, a resumed run is not bitwise
+    identical to the uninterrupted one."""
     async_checkpointing: Annotated[bool, Resume.FREE] = False
     """Training waits only until its state is copied to host memory; the next save and the end of the run wait for the
-    disk. Needs as much free host memory as this host's share of a checkpoint."""
+    disk. Needs as much free host memory as this host's part of a checkpoint."""
     ckpt_io_workers: Annotated[int, AtLeast(1), Resume.FREE] = 8
-    """Threads that hash and write, or read and check, a checkpoint in each process; at least 1. The files are the same
-    for any number."""
+    """Threads per process that hash and write, or read and verify, a checkpoint. The files do not depend on it."""
     ckpt_max_failures: Annotated[int, AtLeast(1), Resume.FREE] = 3
-    """Saves in a row that may fail (a full disk, say) before the run stops itself, at least 1. The last good checkpoint
-    stays as it is."""
+    """Consecutive saves that may fail (because the disk is full, for example) before the run stops. The last good
+    checkpoint is not touched."""
 
     # ---- Logging and profiling
     run_name: Annotated[str, Resume.FREE] = ""
@@ -472,29 +472,29 @@ class TrainConfig:
     log_dir: Annotated[str, Resume.FREE] = ""
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
     report_interval: Annotated[int, AtLeast(1), Resume.FREE] = 100
-    """Optimizer steps between reports (a progress line and a line of metrics.jsonl), at least 1. The last step is
-    always reported."""
+    """Optimizer steps between reports (a progress line and a line of metrics.jsonl). The last step is always
+    reported."""
     tensorboard_dir: Annotated[str, Resume.FREE] = ""
-    """Folder of the TensorBoard events, written where the tensorboard package is installed. Empty:
+    """Folder of the TensorBoard events, which are written if the tensorboard package is installed. Empty:
     <log_dir>/tensorboard."""
     tracker: Annotated[Literal["", "wandb"], Resume.FREE] = ""
     """"wandb": send every report to Weights & Biases too (needs the wandb package). Empty: none."""
     tracker_dir: Annotated[str, Resume.FREE] = ""
     """Folder of the tracker's own files. Empty: log_dir."""
     tracker_project_name: Annotated[str, Resume.FREE] = "llama"
-    """Project that the tracker files the run under."""
+    """Project of the run in the tracker."""
     tracker_run_id: Annotated[str, Resume.FREE] = ""
-    """Tracker's id of the run, to continue one that it knows. Empty: the name of log_dir."""
+    """The tracker's id of the run, to continue one that it has. Empty: the name of log_dir."""
     log_grad_norm: Annotated[bool, Resume.FREE] = True
-    """Report the gradients' norm before clipping, which costs nothing: clipping needs it."""
+    """Report the norm of the gradients before clipping. It costs nothing, because clipping needs it."""
     log_param_norm: Annotated[bool, Resume.FREE] = False
-    """Report param_norm too: the L2 norm of all parameters, each counted once however it is split or shared."""
+    """Report param_norm too: the L2 norm of all parameters, each counted once however it is sharded or shared."""
     log_step_timing: bool = False
-    """Report where the time between two reports went, in seconds: data_wait_seconds (always reported),
-    train_seconds, validation_seconds and checkpoint_seconds."""
+    """Report where the time between two reports went, in seconds: data_wait_seconds (always reported), train_seconds,
+    validation_seconds and checkpoint_seconds."""
     step_timeout: Annotated[int, AtLeast(0)] = 0
-    """Seconds after which a step that has not ended prints the stack of every thread, to tell where it hangs.
-    0: never."""
+    """Seconds after which a step that has not ended prints the stack of every thread, to show where it hangs. 0:
+    never."""
     use_profiler: Annotated[bool, Resume.FREE] = False
     """Write a trace of profile_num_steps steps to <log_dir>/profile."""
     profiler_rank0_only: Annotated[bool, Resume.FREE] = True
@@ -502,65 +502,65 @@ class TrainConfig:
     profile_start_step: Annotated[int, AtLeast(1), Resume.FREE] = 5
     """First traced step, 1-based."""
     profile_num_steps: Annotated[int, AtLeast(1), Resume.FREE] = 3
-    """Traced steps, at least 1."""
+    """Number of traced steps."""
     memory_profiling: Annotated[bool, Needs("use_profiler"), Resume.FREE] = False
-    """torch engine on CUDA, with use_profiler: also record who holds memory in the traced steps, to
-    <log_dir>/profile/memory_<process>.pickle, which pytorch.org/memory_viz shows."""
+    """Also record which code allocates memory in the traced steps, to <log_dir>/profile/memory_<process>.pickle, which
+    pytorch.org/memory_viz shows. Torch engine on CUDA only."""
     use_torch_compile: bool = True
-    """torch engine on CUDA: compile each block. The xla engine always compiles; CPUs run eagerly."""
+    """Compile each block (torch engine on CUDA). The xla engine always compiles; the torch engine runs eagerly on
+    CPUs."""
     compile_cache_dir: Annotated[str, Resume.FREE] = ""
-    """Folder of the persistent compilation cache of XLA (TPU only: the CPU backend cannot read it back). Empty: off."""
+    """Folder of the persistent compilation cache of XLA (on TPUs: the CPU backend cannot read it). Empty: off."""
 
     # ---- Plan
     plan: Annotated[bool, Resume.FREE] = False
-    """Print what this configuration holds, sends and takes on plan_devices of plan_device_kind, and stop: paths and
-    devices are not looked at. Exit code 0 whether or not it fits."""
+    """Print the memory, communication and time of this configuration on plan_devices of plan_device_kind, and stop;
+    paths and devices are not opened. The exit code is 0 whether or not it fits."""
     plan_devices: Annotated[int, AtLeast(0), Needs("plan"), Resume.FREE] = 0
-    """Devices to plan for, at least 1; needed with plan. 0: as many as plan_topology has."""
+    """Devices to plan for; required by plan. 0: as many as plan_topology has."""
     plan_device_kind: Annotated[str, OneOf(("", *PLAN_KINDS)), Needs("plan"), Resume.FREE] = ""
-    """Their kind: tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, trn1, trn2 (a core each), a100-40, a100-80, h100, h200, b200."""
+    """Kind of the devices: a TPU chip, a NeuronCore of trn1 or trn2, or a GPU; required by plan."""
     plan_search: Annotated[bool, Needs("plan"), Resume.FREE] = False
-    """With plan: rank the meshes that fit by their predicted step time, for the same global batch."""
+    """Rank the meshes that fit by their predicted step time, for the same global batch."""
     plan_compile: Annotated[bool, Needs("plan"), Resume.FREE] = False
-    """With plan: also have the step compiled for plan_topology by the TPU's own compiler, and show its memory,
-    collectives and operations beside the plan's. Needs no TPU; needs requirements-tpu-aot.txt."""
+    """Also compile the step for plan_topology with the TPU's own compiler, and print its memory, collectives and
+    operations next to those of the plan. Needs requirements-tpu-aot.txt, but no TPU."""
     plan_topology: Annotated[str, Needs("plan"), Resume.FREE] = ""
     """Slice of TPUs, chips along each axis: 4x4 (v5e, v6e) or 4x4x4 (v4, v5p). Their product is plan_devices."""
     plan_json: Annotated[str, Needs("plan"), Resume.FREE] = ""
-    """File to write the plan to, as JSON. Empty: none."""
+    """File that the plan is written to, as JSON. Empty: none."""
 
     # ---- Configuration files
     config_file: str = ""
-    """File of settings with these names, under the flags of the command line: TOML, YAML, or the config.json of a run.
-    Empty: none."""
+    """File of settings with these names, overridden by the flags of the command line: TOML, YAML, or the config.json of
+    a run. Empty: none."""
     import_config: str = ""
-    """Configuration file of NxD Training, NeMo Megatron or GPT-NeoX to train with, under the flags of the command line;
-    several files of GPT-NeoX are comma-separated. What each key came to is printed first. Empty: none."""
+    """Configuration file of NxD Training, NeMo Megatron or GPT-NeoX to train with, overridden by the flags of the
+    command line; several files of GPT-NeoX are comma-separated. A report of every key is printed first. Empty: none."""
     import_format: Literal["auto", "nxdt", "nemo", "neox"] = "auto"
-    """Whose file import_config is: "nxdt", "nemo", "neox", or "auto", told by its keys."""
+    """Format of import_config; "auto" recognizes it by its keys."""
     import_strict: bool = True
-    """Keys of import_config that this recipe cannot follow stop the run. False: each is a warning, and training goes
-    on without it."""
+    """True: keys of import_config that this recipe does not support stop the run. False: each is a warning, and
+    training ignores it."""
     import_only: bool = False
-    """Resolve the configuration, print it and the report of import_config, and stop: paths and devices are not looked
-    at."""
+    """Print the resolved configuration and the report of import_config, and stop; paths and devices are not opened."""
     import_report: str = ""
-    """File to write the report of import_config to, as JSON. Empty: none."""
+    """File that the report of import_config is written to, as JSON. Empty: none."""
     import_lr_steps: Annotated[str, STEPS] = ""
     """Steps, counted from 0 and comma-separated, whose learning rate the report of import_config lists. Empty: the
     first, the end of the warm-up, the middle and the last."""
     import_pp: Literal["keep", "fold"] = "keep"
-    """Pipeline stages of import_config: "keep" them, or "fold" their devices into data parallelism, which changes no
-    loss."""
+    """Pipeline stages of import_config: "keep" them, or "fold" their devices into data parallelism, which does not
+    change the loss."""
     source_world_size: Annotated[int | None, AtLeast(1)] = None
-    """Devices that import_config was made for, which the global batch of a GPT-NeoX file follows from. None: what the
-    file says."""
+    """Devices that import_config was written for, from which the global batch of a GPT-NeoX file follows. None: what
+    the file says."""
     neox_era: Literal["auto", "2022", "head"] = "auto"
-    """Defaults and learning rates of a GPT-NeoX file: those of "2022", of "head" (today), or "auto", told by its
+    """Defaults and learning rates of a GPT-NeoX file: those of "2022", of "head" (today), or "auto", recognized by its
     keys."""
     neox_gated_ffn: Literal["auto", "head", "legacy"] = "auto"
-    """Feed-forward width of a GPT-NeoX file with a gated activation: "auto" and "head" take today's two thirds,
-    "legacy" the width as written before September 2024."""
+    """Feed-forward width of a GPT-NeoX file with a gated activation: "auto" and "head" use today's two thirds, "legacy"
+    the width as written before September 2024."""
 
     @property
     def tokens_per_step(self) -> int:
