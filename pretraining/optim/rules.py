@@ -12,10 +12,11 @@ their source. tests/optim/test_rules.py compares each with its source.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,18 +40,19 @@ class MomentSpec(NamedTuple):
     initial: float | None = 0.0  # None: a copy of the weight
 
 
-class UpdateRule(Protocol):
+class UpdateRule(ABC):
     """The arithmetic of one optimizer."""
 
     needs_full_tensor: ClassVar[bool] = False  # whether an element's update depends on other elements of its tensor
+    moment_names: ClassVar[tuple[str, ...]] = ()  # of moments in the shape of the weight, from 0
 
     def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
         """Return the moments of a tensor with `ndim` dimensions, by name."""
-        ...
+        return dict.fromkeys(self.moment_names, MomentSpec())
 
+    @abstractmethod
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
         """Return the new weight and moments, in the shapes of the old ones."""
-        ...
 
 
 def _one_minus_power(base: float, step: Tensor) -> Tensor:
@@ -74,13 +76,11 @@ def _mean(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 class Adam(UpdateRule):
     """Kingma and Ba 2015; decoupled: AdamW (Loshchilov and Hutter 2019)."""
 
+    moment_names = ("exp_avg", "exp_avg_sq")
     beta1: float
     beta2: float
     eps: float
     decoupled: bool = False
-
-    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
-        return {"exp_avg": MomentSpec(), "exp_avg_sq": MomentSpec()}
 
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
         if self.decoupled:
@@ -109,12 +109,10 @@ class AdamWFp32(Adam):
 
 @dataclass(frozen=True)
 class Adamax(UpdateRule):
+    moment_names = ("exp_avg", "exp_inf")
     beta1: float
     beta2: float
     eps: float
-
-    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
-        return {"exp_avg": MomentSpec(), "exp_inf": MomentSpec()}
 
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
         grad = grad + context.decay * weight
@@ -157,11 +155,9 @@ class NovoGrad(UpdateRule):
 class Lion(UpdateRule):
     """Chen et al. 2023, algorithm 2."""
 
+    moment_names = ("exp_avg",)
     beta1: float
     beta2: float
-
-    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
-        return {"exp_avg": MomentSpec()}
 
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
         first = moments["exp_avg"]
@@ -191,11 +187,9 @@ class Adagrad(UpdateRule):
 
 @dataclass(frozen=True)
 class Adadelta(UpdateRule):
+    moment_names = ("square_avg", "acc_delta")
     rho: float
     eps: float
-
-    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
-        return {"square_avg": MomentSpec(), "acc_delta": MomentSpec()}
 
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
         grad = grad + context.decay * weight
@@ -373,14 +367,12 @@ class Madgrad(UpdateRule):
 class Muon(UpdateRule):
     """Jordan et al. 2024: orthogonalised momentum, scaled to the RMS of an AdamW update (Liu et al. 2025)."""
 
+    moment_names = ("momentum_buffer",)
     needs_full_tensor: ClassVar[bool] = True
     momentum: float
     nesterov: bool
     ns_steps: int
     dtype: torch.dtype  # of the matrix products
-
-    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
-        return {"momentum_buffer": MomentSpec()}
 
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
         buffer = self.momentum * moments["momentum_buffer"] + (1 - self.momentum) * grad

@@ -37,7 +37,10 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     arguments = hyperparameters(config).arguments
     if arguments.get("relative_step"):
         return relative_step(step, arguments)
-    return SCHEDULES[config.lr_schedule](step, schedule_of(config))
+    schedule = schedule_of(config)
+    if config.lr_schedule in AFTER_WARMUP and schedule.warmup and step <= schedule.warmup:
+        return schedule.peak * (step + 1) / (schedule.warmup + 1)
+    return SCHEDULES[config.lr_schedule](step, schedule)
 
 
 def relative_step(step: int, arguments: Mapping[str, Any]) -> float:
@@ -102,18 +105,12 @@ def fms_annealing(step: int, s: Schedule) -> float:
     return s.peak * max(1 - step / s.total, 0.0)
 
 
-# ---- NeMo
-
-
-def rising(step: int, s: Schedule) -> float | None:
-    """NeMo's warm-up, peak x (step + 1) / (warmup + 1) up to and with step `warmup`; None after it."""
-    return s.peak * (step + 1) / (s.warmup + 1) if s.warmup and step <= s.warmup else None
+# ---- NeMo; those of AFTER_WARMUP are called for steps after the warm-up alone
 
 
 def constant(step: int, s: Schedule) -> float:
     """`WarmupPolicy`, and `WarmupHoldPolicy` whose hold has the same height: the peak; after the total, the floor."""
-    early = rising(step, s)
-    return early if early is not None else (s.floor if step > s.total else s.peak)
+    return s.floor if step > s.total else s.peak
 
 
 def linear_warmup_decay(step: int, s: Schedule) -> float:
@@ -143,8 +140,7 @@ def square(step: int, s: Schedule) -> float:
 
 def square_root(step: int, s: Schedule) -> float:
     """`SquareRootAnnealing`: peak x sqrt((total - step) / total), which the warm-up does not shift."""
-    early = rising(step, s)
-    return early if early is not None else max(s.peak * math.sqrt(max(s.total - step, 0) / s.total), s.floor)
+    return max(s.peak * math.sqrt(max(s.total - step, 0) / s.total), s.floor)
 
 
 def warmup_annealing(step: int, s: Schedule) -> float:
@@ -154,8 +150,7 @@ def warmup_annealing(step: int, s: Schedule) -> float:
 
 def _annealed(step: int, s: Schedule, value: Callable[[float], float]) -> float:
     """`value` of the share of the steps after the warm-up that is left, 1 to 0; at least the floor."""
-    early = rising(step, s)
-    return early if early is not None else max(value(max(s.total - step, 0) / (s.total - s.warmup)), s.floor)
+    return max(value(max(s.total - step, 0) / (s.total - s.warmup)), s.floor)
 
 
 def noam(step: int, s: Schedule) -> float:
@@ -168,9 +163,6 @@ def noam(step: int, s: Schedule) -> float:
 
 def noam_hold(step: int, s: Schedule) -> float:
     """`NoamHoldAnnealing`: the peak for `hold` steps, then peak x warmup^r / (step - hold)^r, r the decay rate."""
-    early = rising(step, s)
-    if early is not None:
-        return early
     if step < s.warmup + s.hold:
         return s.peak
     if step > s.total:
@@ -180,25 +172,18 @@ def noam_hold(step: int, s: Schedule) -> float:
 
 def inverse_sqrt(step: int, s: Schedule) -> float:
     """`InverseSquareRootAnnealing`: peak / sqrt((step + 1) / (warmup + 1))."""
-    early = rising(step, s)
-    if early is not None:
-        return early
     return s.floor if step > s.total else s.peak / math.sqrt((step + 1) / (s.warmup + 1))
 
 
 def poly(step: int, s: Schedule) -> float:
     """`PolynomialDecayAnnealing`: (peak - floor) (1 - share done)^power + floor; with `cycle`, again and again."""
-    early = rising(step, s)
-    return early if early is not None else _poly(step - s.warmup, s.total - s.warmup, step, s)
+    return _poly(step - s.warmup, s.total - s.warmup, step, s)
 
 
 def poly_hold(step: int, s: Schedule) -> float:
     """`PolynomialHoldDecayAnnealing`: the same after `hold` steps at the peak."""
-    early = rising(step, s)
-    if early is not None:
-        return early
-    held = s.warmup + s.hold
-    return s.peak if step < held else _poly(step - held, s.total - held, step, s)
+    end = s.warmup + s.hold
+    return s.peak if step < end else _poly(step - end, s.total - end, step, s)
 
 
 def _poly(done: float, length: float, step: int, s: Schedule) -> float:
@@ -224,9 +209,6 @@ def exponential_lr(step: int, s: Schedule) -> float:
 
 def wsd(step: int, s: Schedule) -> float:
     """Warm-up, `hold` steps at the peak, then a straight line to the floor at the total."""
-    early = rising(step, s)
-    if early is not None:
-        return early
     stable = s.warmup + s.hold
     return s.floor + (s.peak - s.floor) * min(1.0, max(s.total - step, 0) / (s.total - stable))
 
@@ -273,22 +255,26 @@ def _halving(done: float) -> float:
     return math.exp(-0.693 * done)  # to one half at the end
 
 
-SCHEDULES: dict[str, Callable[[int, Schedule], float]] = {
-    "fms_cosine": fms_cosine,
-    "fms_annealing": fms_annealing,
+# Schedules after NeMo's warm-up, peak x (step + 1) / (warmup + 1) up to and with step `warmup`
+AFTER_WARMUP: dict[str, Callable[[int, Schedule], float]] = {
     "constant": constant,
-    "linear_warmup_decay": linear_warmup_decay,
-    "cosine": cosine,
     "wsd": wsd,
     "warmup_hold": constant,
     "square": square,
     "square_root": square_root,
-    "noam": noam,
     "noam_hold": noam_hold,
     "warmup_annealing": warmup_annealing,
     "inverse_sqrt": inverse_sqrt,
     "poly": poly,
     "poly_hold": poly_hold,
+}
+SCHEDULES: dict[str, Callable[[int, Schedule], float]] = {
+    **AFTER_WARMUP,
+    "fms_cosine": fms_cosine,
+    "fms_annealing": fms_annealing,
+    "linear_warmup_decay": linear_warmup_decay,
+    "cosine": cosine,
+    "noam": noam,
     "step": step_decay,
     "exponential_lr": exponential_lr,
     "neox_linear": neox(_line),
