@@ -28,8 +28,7 @@ from pretraining.models.dropout import (
     DropoutNoise,
     dropout,
 )
-from pretraining.models.linear import Linear, Module
-from pretraining.models.lora import adapt
+from pretraining.models.linear import Linear, Module, adapt
 from pretraining.models.ops import LossAndGradient, attention, head_loss, linear, loss_and_gradient
 
 if TYPE_CHECKING:
