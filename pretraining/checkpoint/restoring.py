@@ -20,8 +20,7 @@ from pretraining.checkpoint.store import is_weight, load
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone, is_adapter
 from pretraining.config.training import TrainConfig
-from pretraining.parallel.engine import TrainingState
-from pretraining.parallel.loss_scale import NAME as LOSS_SCALE
+from pretraining.parallel.engine import LOSS_SCALE, TrainingState
 
 
 def check_source(config: TrainConfig, log_dir: Path) -> Facts | None:

@@ -13,6 +13,7 @@ from pretraining.parallel.layout import Layout, TorchLayout
 from pretraining.parallel.mesh import Mesh
 
 Batch = dict[str, np.ndarray]
+LOSS_SCALE = "optimizer.loss_scale"  # name of fp16's loss scale in the logical state
 
 
 class LostPeerError(RuntimeError):

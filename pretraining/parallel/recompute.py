@@ -84,8 +84,3 @@ def _runs(mask: tuple[bool, ...]) -> list[ScanGroup]:
     offsets = [i for i in range(len(mask)) if i == 0 or mask[i] != mask[i - 1]]
     ends = [*offsets[1:], len(mask)]
     return [ScanGroup(start, end - start, (mask[start],)) for start, end in zip(offsets, ends, strict=True)]
-
-
-def show_mask(mask: tuple[bool, ...]) -> str:
-    """ "F T F F": one letter per block, T where it is recomputed."""
-    return " ".join("FT"[chosen] for chosen in mask)

@@ -74,11 +74,8 @@ HEADS: Activation = ("self_attn.o_proj", "input", (*TOKENS, "tensor"))
 ACTIVATIONS: Activations = (
     ("self_attn", "input", STREAM),  # with sequence_parallel, tokens are all-gathered here
     ("self_attn.q_proj", "output", (*TOKENS, "tensor")),
-    (
-        "self_attn.k_proj",
-        "output",
-        (BATCH_AXES, None, "tensor"),
-    ),  # every query attends to all keys: all-gathered along context
+    # Every query attends to all keys and values: all-gathered along context
+    ("self_attn.k_proj", "output", (BATCH_AXES, None, "tensor")),
     ("self_attn.v_proj", "output", (BATCH_AXES, None, "tensor")),
     HEADS,
     ("self_attn.o_proj", "output", None),  # partial sums are all-reduced or reduce-scattered here
@@ -87,10 +84,7 @@ ACTIVATIONS: Activations = (
     ("mlp.up_proj", "output", (*TOKENS, "tensor")),
     ("mlp.down_proj", "output", None),
 )
-HEAD_ACTIVATIONS: Activations = (
-    ("model.norm", "output", STREAM),
-    ("lm_head", "output", LOGITS),
-)
+HEAD_ACTIVATIONS: Activations = (("model.norm", "output", STREAM), ("lm_head", "output", LOGITS))
 
 WHOLE_HEADS: Spec = (BATCH_AXES, None, None)  # of k_proj and v_proj if every tensor rank computes all heads
 

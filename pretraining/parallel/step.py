@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
 from pretraining.optim.optimizer import Optimizer, ParameterState
-from pretraining.optim.precision import FP16, precision_of
-from pretraining.optim.rounding import round_stochastically
+from pretraining.optim.precision import FP16, precision_of, round_stochastically
 from pretraining.optim.rules import Moments, MomentSpec
-from pretraining.parallel.loss_scale import LossScale
 
 COUNTERS = ("updates", "refused", "first_refused")  # see engine.StepResult
 
@@ -42,6 +40,43 @@ class Gradients(NamedTuple):
     divisor: Tensor | None
     loss: Tensor  # mean over the trained tokens of the global batch
     norm: Tensor  # of the gradients of that mean
+
+
+class LossScale:
+    """Factor of the gradients of a mean loss in fp16, whose smallest numbers are larger than many gradients.
+
+    Lowered when gradients overflow, by DeepSpeed's rule, which GPT-NeoX configures.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        self.is_dynamic = config.loss_scale == 0
+        self.window, self.hysteresis = config.loss_scale_window, config.loss_scale_hysteresis
+        self.minimum = config.min_loss_scale
+        initial = 2.0**config.initial_scale_power if self.is_dynamic else config.loss_scale
+        # Scale, steps since the last overflow, and how many more overflows leave the scale unchanged
+        self.state = torch.tensor([initial, 0.0, self.hysteresis - 1.0], device=device)
+
+    @property
+    def scale(self) -> Tensor:
+        """The current scale, a scalar."""
+        return self.state[0]
+
+    def can_back_off(self, loss: Tensor) -> Tensor:
+        """Return whether gradients may be non-finite because of the scale, and the scale can still be lowered."""
+        return torch.isfinite(loss) & (self.scale > self.minimum) & torch.tensor(self.is_dynamic, device=loss.device)
+
+    def update(self, is_finite: Tensor) -> None:
+        """Halve the scale after the `hysteresis`-th overflow; double it after `window` steps without one."""
+        if not self.is_dynamic:
+            return
+        scale, clean_steps, tolerated = self.state.unbind()
+        halved = torch.where(tolerated > 0, scale, (scale / 2).clamp(min=self.minimum))
+        after_overflow = torch.stack((halved, torch.zeros_like(clean_steps), (tolerated - 1).clamp(min=0)))
+        grows = (clean_steps + 1) % self.window == 0
+        reset = torch.full_like(tolerated, self.hysteresis - 1)
+        grown, tolerated = torch.where(grows, scale * 2, scale), torch.where(grows, reset, tolerated)
+        after_clean_step = torch.stack((grown, clean_steps + 1, tolerated))
+        self.state.copy_(torch.where(is_finite, after_clean_step, after_overflow))
 
 
 class OptimizerStep(ABC):
@@ -99,12 +134,11 @@ class OptimizerStep(ABC):
         self.update(gradients, clip, learning_rate, is_accepted)
         self.round_copies()
         self.totals.zero_()
-        scalars = [gradients.loss, gradients.norm, *self.counters.unbind()]
-        if not self.loss_scale:
-            return DeviceScalars(("loss", "grad_norm", *COUNTERS), torch.stack(scalars))
-        return DeviceScalars(
-            ("loss", "grad_norm", *COUNTERS, "loss_scale"), torch.stack([*scalars, self.loss_scale.scale])
-        )
+        scalars = {"loss": gradients.loss, "grad_norm": gradients.norm}
+        scalars |= dict(zip(COUNTERS, self.counters.unbind(), strict=True))
+        if self.loss_scale:
+            scalars["loss_scale"] = self.loss_scale.scale
+        return DeviceScalars(tuple(scalars), torch.stack(list(scalars.values())))
 
     def update(self, gradients: Gradients, clip: Tensor | None, learning_rate: float, is_accepted: Tensor) -> None:
         """Apply the update rule to each parameter in turn."""

@@ -34,8 +34,8 @@ from pretraining.models.llama import BatchInputs, Block, Llama
 from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
-from pretraining.parallel import accelerator, loss_scale, torch_tensor
-from pretraining.parallel.engine import Batch, TrainingState, raise_lost_peer_error, with_token_ids
+from pretraining.parallel import accelerator, torch_tensor
+from pretraining.parallel.engine import LOSS_SCALE, Batch, TrainingState, raise_lost_peer_error, with_token_ids
 from pretraining.parallel.layout import TorchLayout, shard_dimension
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules
@@ -273,7 +273,7 @@ class TorchEngine:
         }
         tensors["optimizer.step"] = optimizer.updates
         if self.step.loss_scale:
-            tensors[loss_scale.NAME] = self.step.loss_scale.state
+            tensors[LOSS_SCALE] = self.step.loss_scale.state
         return TrainingState(tensors, self.step.finish_loading)
 
     # ---- Figures

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.noise import name_hashes, random_bits
-from pretraining.optim.rounding import round_stochastically
+from pretraining.optim.precision import round_stochastically
 
 ORDINARY = st.floats(2.0**-100, 2.0**100, width=32)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.configure import configure
-from pretraining.parallel.loss_scale import LossScale
+from pretraining.parallel.step import LossScale
 from tests.parallel.launch import ALONE, run_on_torch
 
 Fields = dict[str, Any]

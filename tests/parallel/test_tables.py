@@ -18,7 +18,7 @@ from pretraining.config.variants import VARIANTS, padded_vocabulary
 from pretraining.models.llama import Llama
 from pretraining.parallel.layout import STRATEGIES, Layout, TorchLayout, layout_of, state_bytes, unsharded_state_bytes
 from pretraining.parallel.mesh import Mesh, kv_repeats, resolve_batch, resolve_mesh
-from pretraining.parallel.recompute import block_mask, scan_plan, show_mask
+from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.parallel.sharding import LLAMA_SHARDING, axes_of, spec_of
 
 
@@ -178,7 +178,7 @@ def test_a_global_batch_that_does_not_divide_lists_the_batch_sizes_that_would() 
 
 def mask_of(choice: str, layers: int) -> str:
     config = TrainConfig(fsdp_activation_checkpointing=True, selective_checkpointing=choice)
-    return show_mask(block_mask(config, layers)).replace(" ", "")
+    return "".join("FT"[is_chosen] for is_chosen in block_mask(config, layers))
 
 
 @pytest.mark.parametrize(
