@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from enum import Enum
 from types import NoneType
-from typing import Any, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 
 class Resume(Enum):
@@ -28,19 +28,6 @@ class Resume(Enum):
     FREE = "accepted"
 
 
-class Constraint(Protocol):
-    """A condition on the value of one setting."""
-
-    @property
-    def requirement(self) -> str:
-        """The values that it accepts, as the end of the sentence "must be ..."."""
-        ...
-
-    def accepts(self, value: Any) -> bool:
-        """Return whether `value`, which is not None, satisfies the condition."""
-        ...
-
-
 @dataclass(frozen=True)
 class AtLeast:
     """Numbers from `minimum` on, below `below`; and `special`, a value with a meaning of its own."""
@@ -51,12 +38,12 @@ class AtLeast:
 
     @property
     def requirement(self) -> str:
-        """See Constraint."""
+        """The values that are accepted; see Constraint."""
         upper = "" if self.below == math.inf else f" and below {self.below}"
         return f"at least {self.minimum}{upper}" + ("" if self.special is None else f", or {self.special}")
 
     def accepts(self, value: Any) -> bool:
-        """See Constraint."""
+        """Return whether `value` satisfies the condition."""
         return bool(value == self.special or self.minimum <= value < self.below)
 
 
@@ -69,11 +56,11 @@ class Above:
 
     @property
     def requirement(self) -> str:
-        """See Constraint."""
+        """The values that are accepted; see Constraint."""
         return f"above {self.bound}" + ("" if self.at_most == math.inf else f" and at most {self.at_most}")
 
     def accepts(self, value: Any) -> bool:
-        """See Constraint."""
+        """Return whether `value` satisfies the condition."""
         return bool(self.bound < value <= self.at_most)
 
 
@@ -85,11 +72,11 @@ class OneOf:
 
     @property
     def requirement(self) -> str:
-        """See Constraint."""
+        """The values that are accepted; see Constraint."""
         return f"one of {', '.join(choice or 'nothing' for choice in self.choices)}"
 
     def accepts(self, value: Any) -> bool:
-        """See Constraint."""
+        """Return whether `value` satisfies the condition."""
         return value in self.choices
 
 
@@ -101,7 +88,7 @@ class Grammar:
     requirement: str
 
     def accepts(self, value: Any) -> bool:
-        """See Constraint."""
+        """Return whether `value` satisfies the condition."""
         with suppress(ValueError):
             self.parse(value)
             return True
@@ -113,6 +100,11 @@ class Needs(NamedTuple):
 
     name: str
     value: str | None = None
+
+
+# A condition on the value of one setting. `requirement` names the values that it accepts, as the end of the sentence
+# "must be ..."; `accepts` gets values that are not None.
+Constraint = AtLeast | Above | OneOf | Grammar
 
 
 class Setting(NamedTuple):

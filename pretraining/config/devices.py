@@ -39,64 +39,37 @@ class DeviceKind(NamedTuple):
 
 
 # The first kind that matches a reported name is the device's, so the special ones come first.
+# fmt: off
 DEVICE_KINDS = (
+    # name, title, aliases, peak_flops, memory, link, network, per_host, efficiency, engine, topology_axes
+    #
     # cloud.google.com/tpu/docs: v6e, v5p, v5e, v4; bandwidth of a chip's interconnect, both directions together.
     # TPU_ACCELERATOR_TYPE says "v5litepod", PJRT "v5 lite" and "v6 lite".
-    DeviceKind(
-        name="tpu-v4", title="TPU v4", aliases=(("tpu", "v4"),), peak_flops=275e12,
-        memory=32 * GIB, link=150e9, network=150e9, per_host=4, efficiency=0.55, engine="xla", topology_axes=3,
-    ),
-    DeviceKind(
-        name="tpu-v5e", title="TPU v5e", aliases=(("tpu", "v5e"), ("tpu", "v5lite"), ("tpu", "v5 lite")),
-        peak_flops=197e12,
-        memory=16 * GIB, link=100e9, network=100e9, per_host=8, efficiency=0.65, engine="xla", topology_axes=2,
-    ),
-    DeviceKind(
-        name="tpu-v5p", title="TPU v5p", aliases=(("tpu", "v5p"),), peak_flops=459e12,
-        memory=95 * GIB, link=300e9, network=300e9, per_host=4, efficiency=0.70, engine="xla", topology_axes=3,
-    ),
-    DeviceKind(
-        name="tpu-v6e", title="TPU v6e", aliases=(("tpu", "v6e"), ("tpu", "v6 lite")), peak_flops=918e12,
-        memory=32 * GIB, link=224e9, network=224e9, per_host=8, efficiency=0.50, engine="xla", topology_axes=2,
-    ),
+    DeviceKind("tpu-v4", "TPU v4", (("tpu", "v4"),), 275e12, 32 * GIB, 150e9, 150e9, 4, 0.55, "xla", 3),
+    DeviceKind("tpu-v5e", "TPU v5e", (("tpu", "v5e"), ("tpu", "v5lite"), ("tpu", "v5 lite")),
+               197e12, 16 * GIB, 100e9, 100e9, 8, 0.65, "xla", 2),
+    DeviceKind("tpu-v5p", "TPU v5p", (("tpu", "v5p"),), 459e12, 95 * GIB, 300e9, 300e9, 4, 0.70, "xla", 3),
+    DeviceKind("tpu-v6e", "TPU v6e", (("tpu", "v6e"), ("tpu", "v6 lite")),
+               918e12, 32 * GIB, 224e9, 224e9, 8, 0.50, "xla", 2),
     # awsdocs-neuron: Trainium (190 TFLOP/s and 32 GiB on two NeuronCores, NeuronLink-v2 768 GB/s a chip; trn1.32xlarge
     # has 800 Gbit/s for 32 cores), Trainium2 (667 TFLOP/s and 96 GiB on eight NeuronCores, two to a device (LNC=2),
     # 1.28 TB/s; trn2.48xlarge 3.2 Tbit/s). AWS's PyTorch does not support GSPMD.
-    DeviceKind(
-        name="trn1", title="trn1 NeuronCore", aliases=(("trn1",),), peak_flops=95e12,
-        memory=16 * GIB, link=192e9, network=3.1e9, per_host=32, efficiency=0.25,
-    ),
-    DeviceKind(
-        name="trn2", title="trn2 logical NeuronCore (LNC=2)", aliases=(("trn2",),), peak_flops=166.75e12,
-        memory=24 * GIB, link=160e9, network=6.25e9, per_host=64, efficiency=0.25,
-    ),
+    DeviceKind("trn1", "trn1 NeuronCore", (("trn1",),), 95e12, 16 * GIB, 192e9, 3.1e9, 32, 0.25),
+    DeviceKind("trn2", "trn2 logical NeuronCore (LNC=2)", (("trn2",),),
+               166.75e12, 24 * GIB, 160e9, 6.25e9, 64, 0.25),
     # NVIDIA's data sheets: GB200 NVL72 (per GPU), Blackwell (DGX B200), H200, GH200, H100, A100 (SXM and PCIe alike).
-    DeviceKind(name="gb200", title="GB200", aliases=(("gb200",),), peak_flops=2500e12),
-    DeviceKind(
-        name="b200", title="B200", aliases=(("b200",),), peak_flops=2250e12,
-        memory=180 * GIB, link=900e9, network=100e9, per_host=8, efficiency=0.42,
-    ),
-    DeviceKind(name="h200-nvl", title="H200 NVL", aliases=(("h200", "nvl"),), peak_flops=835.5e12),
-    DeviceKind(name="gh200", title="GH200", aliases=(("gh200",),), peak_flops=990e12),
-    DeviceKind(
-        name="h200", title="H200 SXM", aliases=(("h200",),), peak_flops=989.5e12,
-        memory=140 * GIB, link=450e9, network=50e9, per_host=8, efficiency=0.42,
-    ),
-    DeviceKind(name="h100-nvl", title="H100 NVL", aliases=(("h100", "nvl"),), peak_flops=835.5e12),
-    DeviceKind(name="h100-pcie", title="H100 PCIe", aliases=(("h100", "pcie"),), peak_flops=756.5e12),
-    DeviceKind(
-        name="h100", title="H100 SXM", aliases=(("h100",),), peak_flops=989.5e12,
-        memory=80 * GIB, link=450e9, network=50e9, per_host=8, efficiency=0.42,
-    ),
-    DeviceKind(
-        name="a100-80", title="A100", aliases=(("a100", "80"),), peak_flops=312e12,
-        memory=80 * GIB, link=300e9, network=25e9, per_host=8, efficiency=0.63,
-    ),
-    DeviceKind(
-        name="a100-40", title="A100", aliases=(("a100",),), peak_flops=312e12,
-        memory=40 * GIB, link=300e9, network=25e9, per_host=8, efficiency=0.63,
-    ),
-)  # fmt: skip
+    DeviceKind("gb200", "GB200", (("gb200",),), 2500e12),
+    DeviceKind("b200", "B200", (("b200",),), 2250e12, 180 * GIB, 900e9, 100e9, 8, 0.42),
+    DeviceKind("h200-nvl", "H200 NVL", (("h200", "nvl"),), 835.5e12),
+    DeviceKind("gh200", "GH200", (("gh200",),), 990e12),
+    DeviceKind("h200", "H200 SXM", (("h200",),), 989.5e12, 140 * GIB, 450e9, 50e9, 8, 0.42),
+    DeviceKind("h100-nvl", "H100 NVL", (("h100", "nvl"),), 835.5e12),
+    DeviceKind("h100-pcie", "H100 PCIe", (("h100", "pcie"),), 756.5e12),
+    DeviceKind("h100", "H100 SXM", (("h100",),), 989.5e12, 80 * GIB, 450e9, 50e9, 8, 0.42),
+    DeviceKind("a100-80", "A100", (("a100", "80"),), 312e12, 80 * GIB, 300e9, 25e9, 8, 0.63),
+    DeviceKind("a100-40", "A100", (("a100",),), 312e12, 40 * GIB, 300e9, 25e9, 8, 0.63),
+)
+# fmt: on
 
 PLAN_KINDS = {kind.name: kind for kind in DEVICE_KINDS if kind.memory}
 

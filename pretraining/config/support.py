@@ -50,50 +50,30 @@ def _splits_kv_heads_unevenly(config: TrainConfig) -> bool:
     return model_shape(config).num_kv_heads % config.tensor_parallel_size > 0
 
 
+def _drops_split_stream(config: TrainConfig) -> bool:
+    return config.sequence_parallel and config.hidden_dropout > 0
+
+
 LIMITS = (
     Limit("device", XLA, "PJRT_DEVICE names the device of the xla engine"),
-    Limit(
-        "precision",
-        XLA,
-        "TPUs and Trainium have bf16, which needs no loss scale (mixed_bf16)",
-        values="fp16",
-        is_set=lambda config: config.precision == "fp16",
-    ),
-    Limit(
-        "reduce_dtype",
-        XLA,
-        "the xla engine sums gradients over devices in the dtype of the parameters",
-        values="another dtype than the parameters'",
-        is_set=_reduces_in_another_dtype,
-    ),
+    Limit("precision", XLA, "TPUs and Trainium have bf16, which needs no loss scale (mixed_bf16)",
+          values="fp16", is_set=lambda config: config.precision == "fp16"),
+    Limit("reduce_dtype", XLA, "the xla engine sums gradients over devices in the dtype of the parameters",
+          values="another dtype than the parameters'", is_set=_reduces_in_another_dtype),
     Limit("collective_timeout", XLA, "collectives of XLA have no timeout"),
     Limit("cpu_offload", NO_CUDA, "only the torch engine on CUDA offloads"),
     Limit("memory_profiling", NO_CUDA, "only the torch engine on CUDA records allocations"),
     Limit("context_parallel_size", TORCH, "the torch engine does not split sequences"),
-    Limit(
-        "kv_replication",
-        TORCH,
-        "the torch engine does not replicate key/value heads",
-        values="above 1",
-        is_set=lambda config: config.kv_replication > 1,
-    ),
-    Limit(
-        "tensor_parallel_size",
-        TORCH,
-        "the torch engine does not replicate key/value heads, so it must divide num_kv_heads",
-        values="not a divisor of num_kv_heads",
-        is_set=_splits_kv_heads_unevenly,
-    ),
-    Limit(
-        "sequence_parallel",
-        TORCH,
-        "the torch engine has no dropout in a residual stream that is split over tokens",
-        values="True with hidden_dropout",
-        is_set=lambda config: config.sequence_parallel and config.hidden_dropout > 0,
-    ),
+    Limit("kv_replication", TORCH, "the torch engine does not replicate key/value heads",
+          values="above 1", is_set=lambda config: config.kv_replication > 1),
+    Limit("tensor_parallel_size", TORCH,
+          "the torch engine does not replicate key/value heads, so it must divide num_kv_heads",
+          values="not a divisor of num_kv_heads", is_set=_splits_kv_heads_unevenly),
+    Limit("sequence_parallel", TORCH, "the torch engine has no dropout in a residual stream that is split over tokens",
+          values="True with hidden_dropout", is_set=_drops_split_stream),
     Limit("dump_sharding", TORCH, "the torch engine does not write this file"),
     Limit("compile_cache_dir", TORCH, "this is the cache of XLA's compiler"),
-)
+)  # fmt: skip
 
 
 def unsupported(config: TrainConfig, engine: str, device: str | None = None) -> Iterator[Problem]:
