@@ -1,9 +1,9 @@
-"""Sample text from a run: plain PyTorch on the CPU, whatever engine and mesh trained it.
+"""Sample text from a run, in plain PyTorch on the CPU, whatever engine and mesh trained it.
 
     python -m pretraining.generate RUN_DIR --prompt=TEXT [--max_new_tokens=N] [--temperature=T] [--top_k=K] [--seed=S]
 
-No cache of keys and values: every token reads its whole context again, which is quick enough for the models that one
-trains on a CPU and keeps the model free of anything that training does not need.
+There is no cache of keys and values: every token recomputes its context, which is fast enough for models of a size
+that a CPU trains, and keeps the model free of code that training does not need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.folder import newest_checkpoint
-from pretraining.checkpoint.huggingface import open_source
+from pretraining.checkpoint.huggingface import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import UserError
@@ -31,7 +31,7 @@ from pretraining.models.llama import Llama
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the prompt and what the run's newest checkpoint makes of it. Exit code 2 on a mistake of the user."""
+    """Print the prompt and its continuation. Returns exit code 2 on a mistake of the user."""
     flags = parse(arguments)
     try:
         print(generate(flags))
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m pretraining.generate", allow_abbrev=False)
     parser.add_argument("run_dir", type=Path, help="the run's folder, its checkpoints' folder, or one checkpoint")
     parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
@@ -55,28 +55,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def whole(text: str) -> int:
-    """A whole number, 0 or above."""
+    """Read a whole number, 0 or above."""
     if (value := int(text)) < 0:
         raise ValueError
     return value
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Read a whole number above 0."""
     if (value := int(text)) < 1:
         raise ValueError
     return value
 
 
 def not_negative(text: str) -> float:
-    """A number, 0 or above."""
+    """Read a number, 0 or above."""
     if not (value := float(text)) >= 0:
         raise ValueError
     return value
 
 
 def generate(flags: argparse.Namespace) -> str:
-    """The prompt and its continuation. Raises UserError where there is no checkpoint or no tokenizer."""
+    """Return the prompt and its continuation. Raises UserError if there is no checkpoint or no tokenizer."""
     checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir))
     config = saved_config(checkpoint.facts.config)
     tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
@@ -108,21 +108,21 @@ def load_tokenizer(path: str) -> Any:
 
 
 def document_start(tokenizer: Any) -> list[int]:
-    """What stands before a document in the training data: the separator after the one before."""
+    """Return the tokens before a document in the training data: the separator of the previous document."""
     return [tokenizer.eos_id()] if tokenizer.eos_id() >= 0 else []
 
 
 def base_weights(config: TrainConfig) -> dict[str, Tensor]:
-    """What lies under adapters that were saved alone: ckpt_load_path's weights, or those that the seed gives."""
+    """Return the frozen weights of a checkpoint that has only adapters: ckpt_load_path's, or the initial ones."""
     if not adapters_alone(config):
         return {}
     if config.ckpt_load_path:
-        return read_tensors(open_source(Path(config.ckpt_load_path)), is_weight)
+        return read_tensors(open_any_checkpoint(Path(config.ckpt_load_path)), is_weight)
     return {name: weight.detach() for name, weight in build_model(config).named_parameters()}
 
 
 def load_model(config: TrainConfig, weights: dict[str, Tensor]) -> Llama:
-    """The model with these weights, built without a second copy of them."""
+    """Return the model with these weights, without a second copy of them."""
     with torch.device("meta"):
         model = Llama(config)
     model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
@@ -140,7 +140,7 @@ def sample(
     top_k: int,
     generator: torch.Generator,
 ) -> Iterator[int]:
-    """Tokens that follow `context`, without end. Reads the last `window` tokens; draws only ids below `vocabulary`."""
+    """Yield tokens after `context` without end, from its last `window` tokens and with ids below `vocabulary`."""
     tokens = list(context)
     while True:
         logits = model(torch.tensor([tokens[-window:]]))[0, -1, :vocabulary]  # [V]
@@ -149,7 +149,7 @@ def sample(
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One token from logits [V]: the likeliest at temperature 0, otherwise from the softmax over the top k (0: all)."""
+    """Draw a token from logits [V]: the likeliest at temperature 0, else from the softmax over the top k (0: all)."""
     if temperature == 0:
         return int(logits.argmax())
     values, ids = logits.topk(min(top_k or len(logits), len(logits)))

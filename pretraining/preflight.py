@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from pretraining.checkpoint.manifest import Facts
-from pretraining.checkpoint.restoring import check_source
+from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -28,7 +28,7 @@ def check_inputs(config: TrainConfig) -> Facts | None:
 
     Raises UserError if a checkpoint or the data would stop the run.
     """
-    facts = check_source(config, config.run_folder)
+    facts = check_starting_point(config, config.run_folder)
     check_data(config)
     return facts
 

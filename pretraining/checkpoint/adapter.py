@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretraining.checkpoint.files import read_json
 from pretraining.checkpoint.huggingface import safetensors_entries, shard_file
 from pretraining.checkpoint.manifest import Checkpoint, Facts, Manifest
 from pretraining.config.errors import ConfigError, Problem, UserError
@@ -17,11 +17,11 @@ from pretraining.config.lora import adapted, is_adapter, is_trained, lora_scale
 from pretraining.config.training import TrainConfig
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every name in their file
+PREFIX = "base_model.model."  # of every tensor's name in the file
 
 
-def described(config: TrainConfig) -> dict[str, Any]:
-    """adapter_config.json."""
+def adapter_config(config: TrainConfig) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -40,25 +40,26 @@ def described(config: TrainConfig) -> dict[str, Any]:
 
 
 def adapter_folder(config: TrainConfig) -> Path | None:
-    """Where the adapter to start from is, if one is named."""
+    """Return the folder of the adapter to start from, or None if --lora_load_path is not set."""
     return Path(config.lora_load_path) / config.lora_load_tag if config.lora_load_path else None
 
 
 def open_adapter(folder: Path, config: TrainConfig) -> Checkpoint:
-    """The adapter in `folder`, under our names.
+    """Open the adapter in `folder` as a checkpoint with our names.
 
-    UserError where it is none; ConfigError where it is of another rank or of other projections than `config` asks for.
+    Raises UserError if there is none, and ConfigError if it has another rank or other projections than `config`.
     """
     for name in (CONFIG, MODEL):
         if not (folder / name).is_file():
-            raise UserError(f"--lora_load_path={folder}: holds no {name}; give a folder in PEFT's format")
-    theirs, ours = json.loads((folder / CONFIG).read_text()), described(config)
+            raise UserError(f"--lora_load_path={folder}: contains no {name}; give a folder in PEFT's format")
+    theirs, ours = read_json(folder / CONFIG), adapter_config(config)
     fields = {"r": "lora_rank", "target_modules": "lora_target_modules", "bias": "lora_bias"}
-    wanted = {key: sorted(theirs[key]) if isinstance(theirs[key], list) else theirs[key] for key in fields}
+    values = {key: theirs.get(key) for key in fields}
+    values = {key: sorted(map(str, value)) if isinstance(value, list) else value for key, value in values.items()}
     problems = [
-        Problem(f"--{field}={getattr(config, field)}", f"the adapter at lora_load_path has {wanted[key]}; give that")
+        Problem(f"--{field}={getattr(config, field)}", f"the adapter at lora_load_path has {values[key]}; use that")
         for key, field in fields.items()
-        if wanted[key] != ours[key]
+        if values[key] != ours[key]
     ]
     if problems:
         raise ConfigError(problems)
@@ -67,13 +68,13 @@ def open_adapter(folder: Path, config: TrainConfig) -> Checkpoint:
     return Checkpoint(folder, facts, Manifest(entries, {MODEL: shard_file(folder / MODEL)}))
 
 
-def exported(config: TrainConfig, names: list[str]) -> list[str]:
-    """Of a model's parameters, those that belong to the adapter."""
+def adapter_names(config: TrainConfig, names: list[str]) -> list[str]:
+    """Return those of a model's parameters that belong to the adapter."""
     return [name for name in names if is_trained(config, name)]
 
 
-def merged(config: TrainConfig, name: str, weight: Tensor, read: Any) -> Tensor:
-    """`weight` with its adapter's product added, where it has one; `read` gives a tensor by its name."""
+def merge_adapter(config: TrainConfig, name: str, weight: Tensor, read: Any) -> Tensor:
+    """Return `weight` plus the product of its adapter, if it has one; `read` returns a tensor by its name."""
     module = name.removesuffix(".weight")
     if not any(module.endswith(target) for target in adapted(config)):
         return weight
@@ -82,5 +83,5 @@ def merged(config: TrainConfig, name: str, weight: Tensor, read: Any) -> Tensor:
 
 
 def is_base(name: str) -> bool:
-    """Whether a parameter is the model's own."""
+    """Return whether a parameter belongs to the model itself."""
     return not is_adapter(name)

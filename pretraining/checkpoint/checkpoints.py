@@ -1,7 +1,7 @@
-"""The checkpoints of one run: when to save, what to keep, and that nobody else writes there.
+"""The checkpoints of one run: when to save, which to keep, and a lock against other runs.
 
-The loop asks `due`, hands over the state, and forgets; the engine is known only by its protocol. Steps are counted
-after the update: step_100 holds what 100 updates made.
+The loop asks `due` and hands over the state; of the engine only the protocol is used. Steps are counted after the
+update: step_100 is the state after 100 updates.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ DTYPES_ON_DISK = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class SaveFailedError(RuntimeError):
-    """Too many saves in a row failed, or the last one of the run did."""
+    """Too many saves in a row have failed, or the last one of the run."""
 
 
 class Checkpoints:
     """One per run and process; every method is collective over the processes."""
 
     def __init__(self, config: TrainConfig, log_dir: Path) -> None:
-        """Claim the folder if this run saves. UserError where another run holds it or it cannot be written."""
+        """Lock the folder if this run saves. Raises UserError if another run has it or it cannot be written."""
         self._config, self._peers = config, Peers()
         self.folder = checkpoint_folder(config, log_dir)
         self._extra = set(parse_steps(config.extra_checkpoint_steps))
@@ -67,13 +67,13 @@ class Checkpoints:
     # ---- Continuing
 
     def restore(self, engine: Engine, model: torch.nn.Module, optimizer: Optimizer) -> Facts | None:
-        """Fill model and optimizer from the run's newest checkpoint, or from ckpt_load_path; None to start afresh.
+        """Load the run's newest checkpoint, or ckpt_load_path and lora_load_path; return the facts to continue with.
 
-        The facts are those to go on with: of ckpt_load_path, step 0 with no token seen and no state of the data.
+        Those of ckpt_load_path are at step 0 without data state. None if there is nothing to load.
         """
         found = self._peers.lead(lambda: find_checkpoints(self.folder))
         for path in found.uncommitted:
-            self._peers.say(f"{path} has no marker, so its save was never finished; it is ignored")
+            self._peers.say(f"{path} has no marker: its save was never finished, and it is ignored")
         check_policy(self._config, found)
         restoring = Restoring(self._config, self._peers, engine.state(model, optimizer))
         if not found.committed:
@@ -84,14 +84,14 @@ class Checkpoints:
         return facts
 
     def _set_aside(self, damaged: list[Path]) -> None:
-        """If this run saves: else the next removal of old checkpoints would count these, and keep them alone."""
+        """Rename corrupt checkpoints if this run saves, because the removal of old ones would count them."""
         for path in damaged if self._config.checkpoint_interval else ():
             self._peers.lead(partial(set_aside, path))
 
     # ---- Saving
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` updates is to be saved; never twice."""
+        """Return whether the state after `step` updates is to be saved and is not saved yet."""
         interval = self._config.checkpoint_interval
         if not interval or step == self._saved:
             return False
@@ -102,10 +102,10 @@ class Checkpoints:
         return step > 0 and step % interval == 0
 
     def save(self, step: int, state: LogicalTensors, facts: Facts) -> None:
-        """Save `state`, or begin to: with async_checkpointing it may change as soon as this returns.
+        """Save `state`, or start to: with async_checkpointing it may change as soon as this returns.
 
-        Does nothing where checkpoint_interval is 0 or the step is saved already. A save that fails is reported;
-        SaveFailedError after ckpt_max_failures in a row.
+        Does nothing if checkpoint_interval is 0 or the step is saved already. A failed save is printed;
+        ckpt_max_failures in a row raise SaveFailedError.
         """
         self.wait()
         if not self._config.checkpoint_interval or step == self._saved:
@@ -133,7 +133,7 @@ class Checkpoints:
         return PendingSave(self.folder, state, facts, self._peers, dtype=dtype, workers=self._config.ckpt_io_workers)
 
     def _has_room(self, pending: PendingSave) -> bool:
-        """Whether every host can hold its processes' copies; if not, training waits for the disk instead."""
+        """Return whether every host has memory for its processes' copies; if not, training waits for the disk."""
         more = max(pending.host_bytes - self._buffer.size, 0)
         asked = self._peers.agree(lambda: (socket.gethostname(), more, available_memory()))
         short = self._peers.lead(lambda: shortage(asked))
@@ -168,7 +168,7 @@ class Checkpoints:
             self._peers.say(f"an old checkpoint could not be removed: {error}")
 
     def wait(self) -> None:
-        """Until what was begun is committed. SaveFailedError if that was one failure too many."""
+        """Wait until the save that was started is committed. Raises SaveFailedError after too many failures."""
         if self._writer is None:
             return
         self._writer.join()
@@ -186,9 +186,9 @@ class Checkpoints:
             raise SaveFailedError(f"{self._failures} saves in a row failed, the last one with: {error}") from error
 
     def close(self) -> None:
-        """Wait, and let others use the folder. SaveFailedError if the last save failed: the run's end is not kept."""
+        """Wait for the last save and release the folder. Raises SaveFailedError if that save failed."""
         self.wait()
-        self._retain()  # a kill after the last save came before it
+        self._retain()  # the run may have been killed between its last save and the removal of old ones
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -197,7 +197,10 @@ class Checkpoints:
 
 
 def shortage(asked: list[tuple[str, int, int]]) -> str:
-    """What is wrong if a host's processes together ask for more than it has; each: (host, bytes asked, bytes free)."""
+    """Describe the host whose processes together ask for more than it has; "" if none does.
+
+    asked: (host, bytes asked for, bytes available) of every process.
+    """
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
     for host, size, available in asked:
@@ -205,12 +208,12 @@ def shortage(asked: list[tuple[str, int, int]]) -> str:
         free[host] = min(available, free.get(host, available))
     for host, size in needed.items():
         if size > free[host]:
-            return f"{host} has {free[host] / 1e9:.1f} GB of memory left for copies of {size / 1e9:.1f} GB"
+            return f"{host} has {free[host] / 1e9:.1f} GB of memory available for copies of {size / 1e9:.1f} GB"
     return ""
 
 
 def is_power(step: int, base: int) -> bool:
-    """Whether `step` is base**k for some k >= 0; base at least 2."""
+    """Return whether `step` is base**k for some k >= 0; base is at least 2."""
     while step > 1 and step % base == 0:
         step //= base
     return step == 1

@@ -1,4 +1,4 @@
-"""Convert between checkpoints of this recipe and folders in Hugging Face's format, one tensor at a time.
+"""Convert between checkpoints of this recipe and folders in Hugging Face's format, a few tensors at a time.
 
     python -m pretraining.checkpoint.convert SOURCE TARGET [--dtype=bf16] [--tokenizer_path=FILE] [--shard_size=5e9]
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from pretraining.checkpoint import adapter
-from pretraining.checkpoint.adapter import MODEL, PREFIX, described, exported, is_base, merged
+from pretraining.checkpoint.adapter import MODEL, PREFIX, adapter_config, adapter_names, is_base, merge_adapter
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
 from pretraining.checkpoint.huggingface import (
@@ -33,7 +33,7 @@ from pretraining.checkpoint.huggingface import (
     INDEX,
     SINGLE,
     is_huggingface,
-    open_source,
+    open_any_checkpoint,
 )
 from pretraining.checkpoint.manifest import DTYPES, Checkpoint
 from pretraining.checkpoint.peers import Peers
@@ -46,15 +46,15 @@ from pretraining.config.training import TrainConfig
 
 CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = 5e9  # bytes of one file, transformers' default before version 5
-ADAPTER = "lora_adapter"  # folder beside the base it belongs to
+ADAPTER = "lora_adapter"  # folder next to the base model
 ALONE = Peers(together=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert and say where the result is. Exit code 2 on a mistake of the user."""
+    """Convert and print the folder of the result. Returns exit code 2 on a mistake of the user."""
     flags = parse(arguments)
     try:
-        source = open_source(flags.source)
+        source = open_any_checkpoint(flags.source)
         dtype = CHOICES[flags.dtype] if flags.dtype else None
         if is_huggingface(flags.source):
             print(to_checkpoint(source, flags.target, dtype))
@@ -67,13 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m pretraining.checkpoint.convert", allow_abbrev=False)
     parser.add_argument("source", type=Path, help="a run, a checkpoint, or a folder in Hugging Face's format")
-    parser.add_argument("target", type=Path, help="folder to write; it must not exist, or be empty")
-    parser.add_argument("--dtype", choices=CHOICES, help="of the tensors written; as they are if not given")
-    parser.add_argument("--tokenizer_path", default="", help="sentencepiece model to add; empty: the run's own")
-    parser.add_argument("--shard_size", type=float, default=SHARD_SIZE, help="bytes of one file at most (%(default)g)")
+    parser.add_argument("target", type=Path, help="folder to write; must be new or empty")
+    parser.add_argument("--dtype", choices=CHOICES, help="of the written tensors (default: unchanged)")
+    parser.add_argument("--tokenizer_path", default="", help="sentencepiece model to add (default: the run's)")
+    parser.add_argument(
+        "--shard_size", type=float, default=SHARD_SIZE, help="bytes of a file at most (default: %(default)g)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -132,16 +134,16 @@ def to_huggingface(
 def _write_adapter(
     folder: Path, checkpoint: Checkpoint, config: TrainConfig, names: list[str], dtype: torch.dtype | None
 ) -> None:
-    """PEFT's two files."""
-    tensors = {name: read_tensor(checkpoint, name) for name in exported(config, names)}
+    """Write the two files of PEFT's format."""
+    tensors = {name: read_tensor(checkpoint, name) for name in adapter_names(config, names)}
     prefixed = {f"{PREFIX}{name}": tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
     save_file(prefixed, folder / MODEL, {"format": "pt"})
-    _write_json(folder / adapter.CONFIG, described(config))
+    _write_json(folder / adapter.CONFIG, adapter_config(config))
 
 
 def _refuse_used(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target}: is there already; name a new folder")
+        raise UserError(f"{target}: exists already; give a new folder")
 
 
 def _new_folder(target: Path) -> Path:
@@ -169,11 +171,11 @@ def _plan_shards(state: dict[str, Tensor], limit: int) -> list[FilePlan]:
 
 
 def _exported_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A whole tensor, with its adapter where that is to be merged."""
+    """Read an unsharded tensor, with its adapter merged if lora_save_mode says so."""
     config, weight = saved_config(checkpoint.facts.config), read_tensor(checkpoint, name)
     if not config.lora_rank or config.lora_save_mode != "merged":
         return weight
-    return merged(config, name, weight, partial(read_tensor, checkpoint))
+    return merge_adapter(config, name, weight, partial(read_tensor, checkpoint))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -181,9 +183,9 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _copy_tokenizer(path: str, folder: Path) -> dict[str, Any]:
-    """Add the sentencepiece model, if there is one, and how to use it; its special ids for config.json."""
+    """Copy the sentencepiece model, if there is one, and describe it; return its special ids for config.json."""
     if not path:
-        print("the checkpoint names no tokenizer: none is added; --tokenizer_path=FILE adds one", file=sys.stderr)
+        print("no tokenizer in the checkpoint's configuration: add one with --tokenizer_path=FILE", file=sys.stderr)
         return {}
     if not Path(path).is_file():
         raise UserError(f"--tokenizer_path={path}: no such file; give the sentencepiece model of the run's data")

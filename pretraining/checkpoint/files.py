@@ -1,7 +1,7 @@
-"""Bytes that are on the disk when a function returns: durable writes, checked reads, atomic renames, one lock.
+"""Durable writes, checked reads, atomic renames and a lock: what a function has written is on the disk on return.
 
-Knows nothing of tensors or of what a checkpoint holds. Every change to the disk is a call of `os`, so a test can
-stop the process between any two of them.
+Does not depend on tensors or on the content of a checkpoint. Every change to the disk is a call of `os`, so that a test
+can stop the process between any two of them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from pretraining.config.errors import UserError
 
 PARTIAL = ".partial"  # being written
 DELETED = ".deleted"  # being removed
-DAMAGED = ".damaged"  # set aside, for a person to look at
+DAMAGED = ".damaged"  # renamed, to be examined by a person
 LOCK = "lock"
 # One digest per block, so a reader checks what it reads and nothing else, and hashing goes on in several threads.
 BLOCK = 8 << 20
 
 
 class UnreadableError(UserError):
-    """A checkpoint that cannot be trusted: the message names the file and what is wrong with it."""
+    """A checkpoint is incomplete or corrupt; the message names the file and what is wrong with it."""
 
 
 def digest(data: bytes | memoryview) -> str:
-    """32 hex digits of SHA-256: 1.03 GB/s a core with the SHA instructions, against BLAKE2b's 0.78 (CRC-32: 2.2)."""
+    """Return 32 hex digits of SHA-256: 1.03 GB/s a core with SHA instructions (BLAKE2b: 0.78, CRC-32: 2.2)."""
     return hashlib.sha256(data).hexdigest()[:32]
 
 
 @contextlib.contextmanager
 def descriptor(path: Path, flags: int) -> Iterator[int]:
-    """An open file descriptor, closed on leaving."""
+    """Open a file descriptor and close it on leaving."""
     opened = os.open(path, flags, 0o644)
     try:
         yield opened
@@ -54,32 +54,32 @@ def write_at(opened: int, data: memoryview, start: int) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Create `path` with this content, on the disk on return. Its name is only after the folder's sync."""
+    """Create `path` with this content, on the disk on return; its name is only after the folder's sync."""
     with descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as opened:
         write_at(opened, memoryview(data), 0)
         os.fsync(opened)
 
 
 def sync_folder(path: Path) -> None:
-    """Put the folder's list of names on the disk."""
+    """Flush the folder's list of names to the disk."""
     with descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as opened:
         os.fsync(opened)
 
 
 def read_into(opened: int, target: memoryview, start: int, path: Path) -> None:
-    """Fill `target` from byte `start` on; UnreadableError names `path` if it ends before or the disk fails."""
+    """Fill `target` from byte `start` on. Raises UnreadableError if the file ends before or the disk fails."""
     while target:
         try:
             count = os.preadv(opened, [target], start)
         except OSError as error:
             raise UnreadableError(f"{path}: {error.strerror} at byte {start}") from error
         if count == 0:
-            raise UnreadableError(f"{path}: ends at byte {start}, before what was saved in it does")
+            raise UnreadableError(f"{path}: ends at byte {start}, before the saved data does")
         target, start = target[count:], start + count
 
 
 def read_file(path: Path) -> bytes:
-    """The whole of a small file; UnreadableError where there is none or it cannot be read."""
+    """Return the content of a small file. Raises UnreadableError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -87,7 +87,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; UnreadableError where it cannot be read or holds something else."""
+    """Return the object in a JSON file. Raises UnreadableError if it cannot be read or contains something else."""
     try:
         value = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
@@ -98,13 +98,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a folder its new name in one instant, on the disk on return."""
+    """Rename a folder atomically, on the disk on return."""
     old.rename(new)
     sync_folder(new.parent)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder that may be visible: it vanishes in one instant, and its files follow."""
+    """Remove a folder that may be a committed checkpoint: rename it atomically, then remove its files."""
     doomed = path if path.suffix in (PARTIAL, DELETED) else path.with_name(path.name + DELETED)
     if doomed != path:
         shutil.rmtree(doomed, ignore_errors=True)  # left by a removal that was interrupted
@@ -113,21 +113,21 @@ def remove_folder(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Make a damaged checkpoint invisible, so that it is never counted among those that could be continued."""
+    """Rename a corrupt checkpoint, so that it is not counted among the committed ones."""
     aside = path.with_name(path.name + DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)  # of the same step, once before
     rename(path, aside)
 
 
 class FolderLock:
-    """Keeps a second run out of a folder while this process lives.
+    """A lock that keeps a second run out of a folder while this process lives.
 
     A POSIX record lock and not flock: a forked child would inherit flock's and keep the folder locked after the run
-    was killed. The kernel lets go of it with the process, so there is nothing stale to clean up.
+    was killed. The kernel releases it with the process, so there is no stale lock to clean up.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError where another process holds the folder, OSError where files cannot be locked or written."""
+        """Lock the folder. Raises UserError if another process holds the lock, OSError if it cannot be written."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / LOCK
         self._opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -137,11 +137,11 @@ class FolderLock:
             holder = os.pread(self._opened, 256, 0).decode(errors="replace").strip() or "another process"
             os.close(self._opened)
             raise UserError(
-                f"{folder}: {holder} trains here and still runs; stop it, or give this run its own ckpt_save_path"
+                f"{folder}: used by {holder}, which is still running; stop it, or set another --ckpt_save_path"
             ) from error
         os.ftruncate(self._opened, 0)
         os.pwrite(self._opened, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         os.close(self._opened)

@@ -1,6 +1,6 @@
-"""A folder of checkpoints: which are committed, which to remove.
+"""A folder of checkpoints: which are committed, which is the newest, which to remove.
 
-`step_N` counts if it carries the marker; everything else in the folder is left alone and never counted.
+A checkpoint is a folder step_N with the marker; everything else is neither counted nor touched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pretraining.checkpoint.files import DELETED, PARTIAL, read_json, remove_fol
 from pretraining.checkpoint.manifest import is_committed
 from pretraining.config.errors import UserError
 
-CHECKPOINTS = "checkpoints"  # where a run keeps them, unless ckpt_save_path says otherwise
+CHECKPOINTS = "checkpoints"  # in a run's folder, unless ckpt_save_path is set
 RUN_CONFIG = "config.json"  # of a run: its effective configuration
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 
@@ -27,7 +27,7 @@ class CheckpointList(NamedTuple):
 
 
 def find_checkpoints(folder: Path) -> CheckpointList:
-    """The checkpoints in `folder`, by step; none where there is no such folder."""
+    """Return the checkpoints in `folder`, newest first; none if there is no such folder."""
     steps = sorted(((int(match[1]), path) for path, match in _matches(folder)), reverse=True)
     paths = [path for _, path in steps]
     return CheckpointList([p for p in paths if is_committed(p)], [p for p in paths if not is_committed(p)])
@@ -41,7 +41,7 @@ def _matches(folder: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def keep_newest(folder: Path, count: int) -> list[Path]:
-    """Remove all but the `count` newest committed checkpoints, the oldest first; those removed."""
+    """Remove all but the `count` newest committed checkpoints, oldest first, and return those removed."""
     assert count >= 1
     doomed = find_checkpoints(folder).committed[count:]
     for path in reversed(doomed):
@@ -50,7 +50,7 @@ def keep_newest(folder: Path, count: int) -> list[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what interrupted saves and removals left. Only for who holds the folder's lock: nobody is saving."""
+    """Remove what interrupted saves and removals have left. The caller holds the folder's lock."""
     for path in folder.glob("step_*"):
         if path.suffix in (PARTIAL, DELETED) and STEP.fullmatch(path.stem) and path.is_dir():
             shutil.rmtree(path)

@@ -37,7 +37,7 @@ def is_huggingface(path: Path) -> bool:
     return (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG)
 
 
-def open_source(path: Path) -> Checkpoint:
+def open_any_checkpoint(path: Path) -> Checkpoint:
     """What `path` means: a folder in Hugging Face's format, a step_N folder, or the newest checkpoint of a run."""
     return open_huggingface(path) if is_huggingface(path) else open_checkpoint(newest_checkpoint(path))
 

@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, as JSON: which tensor lies where, the run's facts, and the marker that commits them.
+"""The content of a checkpoint folder, as JSON: where each tensor is, the run's facts, and the marker that commits them.
 
     step_100/
       weights-00000.safetensors    tensors of process 0 by Hugging Face name ("name@row,column" for a chunk of one)
@@ -7,7 +7,7 @@
       facts.json                   step, tokens seen, state of the data, effective configuration
       COMMITTED                    digests of the two files above and one of itself; written last
 
-Nothing here executes anything on reading: there is no pickle.
+Reading executes nothing: there is no pickle.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run must know to continue, beside its tensors.
+    """What a run needs to continue, besides its tensors.
 
-    There is no state of a random generator: initial weights and the order of the data are functions of the seed and
-    of the step, and nothing else draws.
+    There is no state of a random generator: initial weights, dropout and the order of the data are functions of the
+    seed and the step.
     """
 
     step: int  # optimizer updates done
     tokens_seen: int
-    data: dict[str, Any] | None  # the stream's own state; None to begin its order afresh
+    data: dict[str, Any] | None  # state of the data stream; None to start it from the beginning
     config: dict[str, Any]  # effective TrainConfig, field by field
     engine: str
     mesh: dict[str, int]
@@ -113,7 +113,7 @@ class Checkpoint:
 
 
 def write_commit(folder: Path, manifest: Manifest, facts: Facts) -> None:
-    """Write manifest and facts, then the marker that vouches for them, each on the disk before the next."""
+    """Write manifest and facts, then the marker with their digests, each on the disk before the next."""
     texts = {MANIFEST: _text(asdict(manifest)), FACTS: _text(asdict(facts))}
     for name, text in texts.items():
         write_file(folder / name, text)
@@ -130,12 +130,12 @@ def _text(value: dict[str, Any]) -> bytes:
 
 
 def is_committed(path: Path) -> bool:
-    """Whether the folder carries a marker (which may turn out to be damaged)."""
+    """Return whether the folder contains a marker, which may be corrupt."""
     return (path / MARKER).is_file()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint's description; UnreadableError if it is uncommitted, damaged or carries a pickle."""
+    """Read the description of a checkpoint. Raises UnreadableError if it is incomplete, corrupt or has a pickle."""
     if not is_committed(path):
         raise UnreadableError(f"{path}: has no {MARKER} marker, so its save was never finished")
     marker = _read_marker(path / MARKER)
@@ -177,17 +177,17 @@ def _entry(value: dict[str, Any]) -> Entry:
 
 
 def refuse_pickles(folder: Path, known: set[str]) -> None:
-    """UnreadableError if a file that is not `known` is a pickle or one of torch.save's archives of them.
+    """Raise UnreadableError if a file that is not `known` is a pickle or an archive of torch.save.
 
-    Nothing here would load it; another program that is pointed at the folder might, and would run what is in it.
+    This program would not load it, but another one that is given the folder might, and would execute it.
     """
     for entry in os.scandir(folder):
         if entry.name not in known and entry.is_file() and looks_pickled(Path(entry.path)):
-            raise UnreadableError(f"{entry.path}: a pickle, which could run any program; remove it")
+            raise UnreadableError(f"{entry.path}: a pickle, which could execute any program; remove it")
 
 
 def looks_pickled(path: Path) -> bool:
-    """Whether a file begins as pickles (protocol 2 to 5) or zip archives do, or is named as torch names them."""
+    """Return whether a file begins like a pickle (protocol 2 to 5) or a zip archive, or has a name of torch's."""
     with path.open("rb") as file:
         start = file.read(4)
     binary = start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")

@@ -1,6 +1,6 @@
-"""Where a run begins: at its own newest checkpoint, at another one's weights, or at nothing.
+"""Start a run from its own newest checkpoint, from other weights, or from an adapter.
 
-What may be loaded is decided from JSON alone; tensors are read once that is settled.
+Whether a checkpoint may be loaded is decided from JSON alone, before any tensor is read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pretraining.checkpoint.adapter import adapter_folder, open_adapter
 from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.folder import CHECKPOINTS, CheckpointList, find_checkpoints
-from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, open_source
+from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, open_any_checkpoint
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import is_weight, load
@@ -23,7 +23,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.parallel.engine import LOSS_SCALE, TrainingState
 
 
-def check_source(config: TrainConfig, log_dir: Path) -> Facts | None:
+def check_starting_point(config: TrainConfig, log_dir: Path) -> Facts | None:
     """Return the facts of the checkpoint that this run continues from, if there is one, before any device is opened.
 
     Only JSON is read, and nothing is written. `restore` takes an earlier checkpoint if the tensors turn out to be
@@ -36,14 +36,14 @@ def check_source(config: TrainConfig, log_dir: Path) -> Facts | None:
         open_adapter(folder, config)
     if not found.committed:
         if config.ckpt_load_path:
-            source = open_source(Path(config.ckpt_load_path))
+            source = open_any_checkpoint(Path(config.ckpt_load_path))
             check_start(source.facts.config, config)
             if not all(map(is_weight, source.manifest.tensors)):
                 check_moments(source.facts.config, config)
         return None
     for path in found.committed:
         try:
-            facts = open_source(path).facts
+            facts = open_any_checkpoint(path).facts
         except UnreadableError:
             if config.resume == "must":
                 raise
@@ -54,7 +54,7 @@ def check_source(config: TrainConfig, log_dir: Path) -> Facts | None:
 
 
 def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Path:
-    """Where the run's checkpoints are."""
+    """Return the folder of the run's checkpoints."""
     return Path(config.ckpt_save_path or log_dir / CHECKPOINTS)
 
 
@@ -76,9 +76,9 @@ class Restoring:
     state: TrainingState
 
     def continue_from(self, paths: list[Path]) -> tuple[Facts, list[Path]]:
-        """Load the first of `paths` that can be read; its facts, and those before it that cannot.
+        """Load the first of `paths` that can be read; return its facts and the corrupt ones before it.
 
-        With resume=must the first must be sound. UserError where none is.
+        Raises UserError if none can be read; with resume=must, if the first cannot.
         """
         began = time.perf_counter()
         for number, path in enumerate(paths):
@@ -92,17 +92,17 @@ class Restoring:
             except UnreadableError as error:
                 if self.config.resume == "must":
                     raise
-                self.peers.say(f"{error}; the checkpoint is passed over")
+                self.peers.say(f"{error}; this checkpoint is skipped")
                 continue
             self.state.commit(restart_optimizer=restart)
             if noted:
                 self.peers.say(f"changed since {path.name}: {', '.join(map(str, noted))}")
             self.peers.say(f"continuing from {path}, read in {time.perf_counter() - began:.1f} s")
             return checkpoint.facts, paths[:number]
-        raise UserError(f"{paths[0].parent}: none of its checkpoints can be read; remove them to start again")
+        raise UserError(f"{paths[0].parent}: none of the checkpoints can be read; remove them to start from step 0")
 
     def _names_to_continue(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
-        """The tensors that the checkpoint must hold."""
+        """Return the tensors that the checkpoint must contain."""
         names = [name for name in self.state if is_weight(name) or not weights_only]
         if adapters_alone(self.config):
             return [name for name in names if name in checkpoint.manifest.tensors]
@@ -122,20 +122,20 @@ class Restoring:
         return facts
 
     def _load_other_run(self, source: Path) -> tuple[Facts, bool]:
-        """Load a checkpoint of another run, or Hugging Face's weights; the facts of step 0, and whether it has no
-        optimizer state to continue with."""
+        """Load a checkpoint of another run or Hugging Face's weights; return the facts of step 0, and whether the
+        optimizer's state starts from zero."""
         checkpoint = self._opened(source)
         noted = check_start(checkpoint.facts.config, self.config)
         adapts = self.config.lora_rank and not any(map(is_adapter, checkpoint.manifest.tensors))
         fresh = self.config.load_weights_only or bool(adapts) or self._lacks_moments(checkpoint)
         self._load(checkpoint, self._shared_names(checkpoint, weights_only=fresh))
         if noted:
-            self.peers.say(f"other than in {checkpoint.path}: {', '.join(map(str, noted))}")
+            self.peers.say(f"changed from {checkpoint.path}: {', '.join(map(str, noted))}")
         self.peers.say(f"starting at step 0 from {'the weights of ' if fresh else ''}{checkpoint.path}")
         return replace(checkpoint.facts, step=0, tokens_seen=0, data=None), fresh
 
     def _load_base(self) -> None:
-        """Load the frozen weights below the adapters, where ckpt_load_path has them."""
+        """Load the frozen weights below the adapters, if --ckpt_load_path is set."""
         if self.config.ckpt_load_path:
             base = self._opened(Path(self.config.ckpt_load_path))
             self._load(base, [name for name in self.state if is_weight(name) and name in base.manifest.tensors])
@@ -144,12 +144,12 @@ class Restoring:
         """Load an adapter in PEFT's format."""
         adapter = self.peers.each(lambda: open_adapter(folder, self.config))
         self._load(adapter, list(adapter.manifest.tensors))
-        self.peers.say(f"adapters of {folder}")
+        self.peers.say(f"loaded the adapter in {folder}")
 
     def _shared_names(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
-        """The tensors that state and checkpoint have in common; with strict_load, neither may have others.
+        """Return the tensors that state and checkpoint have in common; with strict_load, neither may have others.
 
-        The loss scale is not among them: a new run starts with its own.
+        The loss scale is left out: a new run starts with its own.
         """
         tensors = checkpoint.manifest.tensors
         here, there = (
@@ -157,27 +157,27 @@ class Restoring:
             for names in (self.state, tensors)
         )
         if HEAD not in here and tensors.get(HEAD) is tensors.get(EMBEDDING):
-            there.discard(HEAD)  # one matrix there, and one here
+            there.discard(HEAD)  # tied in both
         new = {name for name in here - there if is_adapter(name) and is_weight(name)}
         lists = {
             "only in the model": sorted(here - there - new),
             "only in the checkpoint": sorted(there - here),
         }
-        told = "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)
-        if told and self.config.strict_load:
-            raise UserError(f"{checkpoint.path}: {told}; --strict_load=False loads what both have")
-        if told:
-            self.peers.say(f"{checkpoint.path}: not loaded, {told}")
+        differences = "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)
+        if differences and self.config.strict_load:
+            raise UserError(f"{checkpoint.path}: {differences}; --strict_load=False loads what both have")
+        if differences:
+            self.peers.say(f"{checkpoint.path}: not loaded, {differences}")
         return sorted(here & there)
 
     def _opened(self, path: Path) -> Checkpoint:
-        """Read in every process, so that all agree whether it can be."""
-        return self.peers.each(lambda: open_source(path))
+        """Open a checkpoint in every process, so that all agree whether it can be read."""
+        return self.peers.each(lambda: open_any_checkpoint(path))
 
     def _lacks_moments(self, checkpoint: Checkpoint) -> bool:
         lacking = all(is_weight(name) for name in checkpoint.manifest.tensors)
         if lacking:
-            self.peers.say(f"{checkpoint.path} holds no optimizer state: moments start at zero")
+            self.peers.say(f"{checkpoint.path} has no optimizer state: moments start at zero")
         return lacking
 
     def _load(self, checkpoint: Checkpoint, names: list[str]) -> None:

@@ -1,7 +1,8 @@
-"""One checkpoint written or read: torch.distributed.checkpoint's planners decide who holds what, this commits it.
+"""Save and load one checkpoint: torch.distributed.checkpoint's planners decide who writes what, this commits it.
 
 Write to step_N.partial, sync every file, write the marker last, sync, rename to step_N, sync the folder above:
-at every instant a checkpoint is committed or invisible. Tensors are logical, so one saved on any mesh loads on any.
+at every instant a checkpoint is either committed or ignored. Tensors are unsharded in name and shape, so a checkpoint
+of any mesh loads on any other.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ IO_WORKERS = 8
 
 @runtime_checkable
 class HoldsHostCopy(Protocol):
-    """A tensor of the state that keeps its bytes in host memory once they were asked for."""
+    """A tensor of the state that keeps a host copy after its first read."""
 
     def release(self) -> None:
-        """Forget them; asking again reads them again."""
+        """Release the host copy; the next read makes another."""
         ...
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, once it is committed."""
+    """Return the folder of the committed checkpoint of `step`."""
     return folder / f"step_{step}"
 
 
@@ -71,7 +72,7 @@ def save(
 ) -> Path:
     """Write and commit `folder`/step_N; collective over `peers`. Floating tensors are stored as `dtype` if given.
 
-    Raises OSError where the disk refuses; nothing is committed then, and no earlier checkpoint is touched.
+    Raises OSError if writing fails; nothing is committed then, and no earlier checkpoint is touched.
     """
     return PendingSave(folder, state, facts, peers or Peers(), dtype=dtype, workers=workers).write()
 
@@ -103,7 +104,7 @@ class PendingSave:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of this process's host memory that `stage` takes."""
+        """Bytes of host memory that `stage` takes in this process."""
         return sum(_aligned(chunk.size) for file in self._files for chunk in file.chunks)
 
     def stage(self, buffer: HostBuffer) -> None:
@@ -121,7 +122,7 @@ class PendingSave:
         self._fetch = read
 
     def write(self) -> Path:
-        """Collective: write, check and commit; the committed folder."""
+        """Write, check and commit; return the committed folder. Collective."""
         try:
             self._peers.lead(self._make_partial)
             parts = self._peers.agree(lambda: write_files(self._partial, self._files, self._fetch, self._workers))
@@ -160,7 +161,7 @@ def _aligned(size: int) -> int:
 
 
 class HostBuffer:
-    """Host memory for the copy of a state, kept from one save to the next.
+    """Host memory for copies of a state, kept from one save to the next.
 
     Copying a gigabyte took 0.09 s into memory that was touched before and 0.33 to 2 s into new memory (2 cores).
     """
@@ -173,9 +174,9 @@ class HostBuffer:
         return self._bytes.numel()
 
     def take(self, size: int) -> Tensor:
-        """At least `size` bytes; what was in them is overwritten."""
+        """Return at least `size` bytes, with any content."""
         if size > self.size:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # give back before taking
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before the next allocation
             self._bytes = torch.empty(size, dtype=torch.uint8)
         return self._bytes
 
@@ -232,17 +233,17 @@ def load(checkpoint: Checkpoint, state: LogicalTensors, peers: Peers | None = No
 
 
 def check_fit(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
-    """UserError that names the tensors of `shapes` which the checkpoint lacks or holds in another shape."""
+    """Raise UserError with the tensors of `shapes` that the checkpoint lacks or has in another shape."""
     tensors = checkpoint.manifest.tensors
-    wrong = [f"{name} is not in it" for name in shapes if name not in tensors]
+    wrong = [f"{name} is missing" for name in shapes if name not in tensors]
     wrong += [
-        f"{name} is {list(tensors[name].shape)} in it and {list(shape)} here"
+        f"{name} has shape {list(tensors[name].shape)}, the model needs {list(shape)}"
         for name, shape in shapes.items()
         if name in tensors and tensors[name].shape != shape
     ]
     if wrong:
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
-        raise UserError(f"{checkpoint.path} does not fit this model: {'; '.join(wrong[:5])}{more}")
+        raise UserError(f"{checkpoint.path} does not match this model: {'; '.join(wrong[:5])}{more}")
 
 
 def _metadata(manifest: Manifest) -> Metadata:
@@ -269,5 +270,5 @@ def read_tensors(
 
 
 def is_weight(name: str) -> bool:
-    """Whether a name of the logical state is a parameter's, and not the optimizer's."""
+    """Return whether a name of the state belongs to a parameter, not to the optimizer."""
     return not name.startswith(OPTIMIZER)

@@ -23,7 +23,7 @@ import torch
 import torch_xla
 from safetensors.torch import save_file
 
-from pretraining.checkpoint.adapter import CONFIG, MODEL, PREFIX, described
+from pretraining.checkpoint.adapter import CONFIG, MODEL, PREFIX, adapter_config
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import load, read_tensors, save
@@ -109,7 +109,7 @@ def load_adapter(name: str, folder: Path) -> list[str]:
     assert len(adapter) == 12  # two matrices for each of two projections in three layers
     folder.mkdir()
     save_file({PREFIX + key: tensor for key, tensor in adapter.items()}, folder / MODEL)
-    (folder / CONFIG).write_text(json.dumps(described(config)))
+    (folder / CONFIG).write_text(json.dumps(adapter_config(config)))
     Checkpoints(config, folder / "run").restore(engine, model, optimizer)
     loaded = read_tensors(save_run(run, folder / "saved"))
     return [key for key, tensor in adapter.items() if not torch.equal(tensor, loaded[key])]

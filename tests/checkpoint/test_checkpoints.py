@@ -16,7 +16,7 @@ from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_
 from pretraining.checkpoint.files import FolderLock
 from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.restoring import check_source
+from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError, UserError
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
@@ -96,7 +96,7 @@ def test_training_in_the_background_of_a_save_does_not_change_what_is_saved(tmp_
 def test_processes_of_one_host_share_its_memory() -> None:
     assert shortage([("a", 4, 10), ("b", 9, 10), ("a", 6, 11)]) == ""
     assert shortage([("a", 4 << 30, 10 << 30), ("a", 7 << 30, 11 << 30)]) == (
-        "a has 10.7 GB of memory left for copies of 11.8 GB"
+        "a has 10.7 GB of memory available for copies of 11.8 GB"
     )
 
 
@@ -145,7 +145,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again_from_nothi
     run(tmp_path, num_steps=4)
     for path in find_checkpoints(tmp_path / "checkpoints").committed:
         flip(path / "manifest.json")
-    with pytest.raises(UserError, match="none of its checkpoints can be read"):
+    with pytest.raises(UserError, match="none of the checkpoints can be read"):
         run(tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_a_checkpoint_without_moments_continues_with_fresh_ones_and_says_so(
     run(tmp_path, num_steps=4, save_optimizer=False)
     assert all(map(is_weight, read_tensors(tmp_path / "checkpoints" / "step_4")))
     assert len(run(tmp_path)) == 4
-    assert "holds no optimizer state" in capsys.readouterr().out
+    assert "has no optimizer state" in capsys.readouterr().out
 
 
 def test_strict_load_names_what_differs_and_can_be_told_to_let_it_be(
@@ -246,7 +246,7 @@ def test_strict_load_names_what_differs_and_can_be_told_to_let_it_be(
 
 def test_a_start_that_cannot_go_well_is_refused_before_a_model_exists(tmp_path: Path) -> None:
     def check(**fields: Any) -> None:
-        check_source(small_config(tmp_path, **fields), tmp_path)
+        check_starting_point(small_config(tmp_path, **fields), tmp_path)
 
     check()
     with pytest.raises(UserError, match="--resume=must"):
@@ -306,7 +306,7 @@ def test_a_second_run_on_the_same_folder_is_refused_while_the_first_lives(tmp_pa
         [sys.executable, "-c", holder, str(tmp_path / "checkpoints")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert first.stdin and first.stdout and first.stdout.readline() == b"held\n"
-    with pytest.raises(UserError, match=f"process {first.pid} on .* trains here and still runs"):
+    with pytest.raises(UserError, match=f"process {first.pid} on .*, which is still running"):
         run(tmp_path)
     first.kill()
     first.wait()
@@ -372,7 +372,7 @@ def test_another_optimizer_takes_weights_alone_from_a_checkpoint_and_none_from_i
     source = str(tmp_path / "checkpoints")
     other = small_config(tmp_path / "other", num_steps=4, optimizer="lion", ckpt_load_path=source)
     with pytest.raises(ConfigError, match=r"--optimizer=lion .*has the state of adamw; --load_weights_only=True"):
-        check_source(other, tmp_path / "other")
-    check_source(replace(other, load_weights_only=True), tmp_path / "other")
+        check_starting_point(other, tmp_path / "other")
+    check_starting_point(replace(other, load_weights_only=True), tmp_path / "other")
     with pytest.raises(ConfigError, match=r"--optimizer=lion .*trained with adamw"):
-        check_source(small_config(tmp_path, num_steps=4, optimizer="lion"), tmp_path)
+        check_starting_point(small_config(tmp_path, num_steps=4, optimizer="lion"), tmp_path)

@@ -15,7 +15,7 @@ import torch
 
 from pretraining.checkpoint.checkpoints import SaveFailedError
 from pretraining.checkpoint.files import UnreadableError
-from pretraining.checkpoint.huggingface import open_source
+from pretraining.checkpoint.huggingface import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_carries_a_pickle_is_refused_and_nothing_of_it_runs(
         shutil.copy(tmp_path / "archive", copy / name)
     else:
         (copy / name).write_bytes(pickle.dumps(bomb))
-    with pytest.raises(UnreadableError, match="a pickle, which could run any program"):
+    with pytest.raises(UnreadableError, match="a pickle, which could execute any program"):
         read_tensors(copy)
     assert not (tmp_path / "exploded").exists()
     with pytest.raises(FileExistsError):  # it would have worked
@@ -133,7 +133,7 @@ def test_hugging_face_weights_that_are_pickles_are_refused(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     torch.save(Bomb(tmp_path / "exploded"), tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="holds weights as pickles"):
-        open_source(tmp_path)
+        open_any_checkpoint(tmp_path)
     assert not (tmp_path / "exploded").exists()
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.convert import main, to_checkpoint, to_huggingface
 from pretraining.checkpoint.files import UnreadableError
-from pretraining.checkpoint.huggingface import is_huggingface, open_source
+from pretraining.checkpoint.huggingface import is_huggingface, open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors, save
 from pretraining.config.errors import ConfigError, UserError
@@ -87,7 +87,7 @@ def test_llama_s_relatives_travel_under_their_own_names(tmp_path: Path, fields: 
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-4)
     theirs.save_pretrained(tmp_path / "back")  # as they write it, with all of their keys
-    described = open_source(tmp_path / "back").facts.config
+    described = open_any_checkpoint(tmp_path / "back").facts.config
     assert {name: described[name] for name in fields} == fields
     settings, _, problems = model_flags(str(tmp_path / "back" / "config.json"))
     assert not problems
@@ -129,14 +129,14 @@ def test_a_transformers_model_trains_here_and_starts_as_the_same_function(
     losses = run(tmp_path / "run", **fields)
     assert len(losses) == 8 and losses[-1] < losses[0] + 1
     back = transformers.LlamaForCausalLM.from_pretrained(
-        to_huggingface(open_source(tmp_path / "run"), tmp_path / "back")
+        to_huggingface(open_any_checkpoint(tmp_path / "run"), tmp_path / "back")
     )
     assert (back.lm_head.weight is back.model.embed_tokens.weight) == ours_tied
 
 
 def test_import_then_export_gives_the_same_bytes(tmp_path: Path) -> None:
     first = to_huggingface(open_checkpoint(saved(tmp_path / "run", **LLAMA3)), tmp_path / "first", shard_size=3000)
-    imported = to_checkpoint(open_source(first), tmp_path / "imported")
+    imported = to_checkpoint(open_any_checkpoint(first), tmp_path / "imported")
     second = to_huggingface(open_checkpoint(imported), tmp_path / "second", shard_size=3000)
     names = sorted(path.name for path in first.iterdir())
     assert names == sorted(path.name for path in second.iterdir())
@@ -166,7 +166,7 @@ def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: 
     assert main([str(tmp_path / "hf"), str(tmp_path / "back"), "--dtype=bf16"]) == 0
     assert {t.dtype for t in read_tensors(tmp_path / "back" / "step_0").values()} == {torch.bfloat16}
     assert main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:
     assert (config["bos_token_id"], config["eos_token_id"]) == (model.bos_id(), model.eos_id())
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(exported)
     assert theirs.encode("a quick lazy dog") == model.encode("a quick lazy dog")
-    imported = open_checkpoint(to_checkpoint(open_source(exported), tmp_path / "back"))
+    imported = open_checkpoint(to_checkpoint(open_any_checkpoint(exported), tmp_path / "back"))
     assert imported.facts.config["tokenizer_path"] == str(exported / "tokenizer.model")
 
 
@@ -248,7 +248,7 @@ def test_a_model_that_cannot_be_this_one_is_refused(tmp_path: Path, change: dict
         json.dumps({k: v for k, v in config.items() if v is not None or k not in change})
     )
     with pytest.raises(UserError, match=message):
-        open_source(exported)
+        open_any_checkpoint(exported)
 
 
 @pytest.mark.parametrize(("activation", "act"), [("geglu", "gelu"), ("reglu", "relu")])
@@ -290,7 +290,7 @@ def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
     for spoilt in (sound[:-1], sound[:4], sound[:100], b"\xff" * 8 + sound[8:], sound[:8] + b"x" + sound[9:]):
         file.write_bytes(spoilt)
         with pytest.raises(UnreadableError, match=r"model\.safetensors"):
-            open_source(exported)
+            open_any_checkpoint(exported)
 
 
 def test_an_index_cannot_reach_outside_its_folder(tmp_path: Path) -> None:
@@ -299,4 +299,4 @@ def test_an_index_cannot_reach_outside_its_folder(tmp_path: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "../outside.safetensors"}}
     (exported / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UnreadableError, match="lies outside the folder"):
-        open_source(exported)
+        open_any_checkpoint(exported)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pretraining.checkpoint.convert import to_huggingface
-from pretraining.checkpoint.huggingface import open_source
+from pretraining.checkpoint.huggingface import open_any_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.lora import is_adapter
 from pretraining.config.training import TrainConfig
@@ -109,7 +109,7 @@ def test_with_the_base_in_the_checkpoint_it_is_unchanged_bit_for_bit_and_merges(
     transformers = pytest.importorskip("transformers")
     frozen, saved = weights(base, 6), weights(merged, 8)
     assert all(torch.equal(tensor, saved[name]) for name, tensor in frozen.items())
-    exported = to_huggingface(open_source(merged), merged / "hf")
+    exported = to_huggingface(open_any_checkpoint(merged), merged / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
     tokens = torch.randint(0, 64, (2, 20))
     ours = adapted_model(tuned)[1](tokens)
@@ -118,8 +118,8 @@ def test_with_the_base_in_the_checkpoint_it_is_unchanged_bit_for_bit_and_merges(
 
 def test_the_adapter_loads_in_peft_and_back(base: Path, tuned: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    adapter = to_huggingface(open_source(tuned), tuned / "adapter")
-    exported = to_huggingface(open_source(base), base / "hf")
+    adapter = to_huggingface(open_any_checkpoint(tuned), tuned / "adapter")
+    exported = to_huggingface(open_any_checkpoint(base), base / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(exported)
     theirs = peft.PeftModel.from_pretrained(model, str(adapter)).float().eval()
     config, ours = adapted_model(tuned)
