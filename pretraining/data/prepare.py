@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shlex
 import sys
 import sysconfig
 import time
@@ -71,7 +72,7 @@ class Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare, and print the flags for the training. Return the exit code."""
+    """Prepare, and print the command that trains on it. Return the exit code."""
     options = _parse(arguments)
     try:
         prepare(options)
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare(options: Options) -> list[str]:
-    """Prepare what is not prepared yet; return the flags that train on it.
+    """Prepare what is not prepared yet; print the command that trains on it and return its flags.
 
     UserError if the input or the tokenizer cannot be used.
     """
@@ -95,7 +96,10 @@ def prepare(options: Options) -> list[str]:
             print(f"ignored: {len(ignored)} files ending in {endings} (--endings=... reads them as text)")
         _prepare_shards(options, files, output)
     flags = (output / FLAGS).read_text().splitlines()
-    print(f"prepared in {output}; train on it with:\n  " + "\n  ".join(flags))
+    if (output / "valid").is_dir():
+        flags += ["--val_interval=50", "--val_steps=-1", "--drop_last_val=False"]
+    words = ["bash scripts/train.sh", *map(shlex.quote, flags)]
+    print(f"prepared in {output}; train on it with:\n  " + " \\\n    ".join(words))
     return flags
 
 
@@ -145,9 +149,12 @@ def _plan(options: Options, files: list[Path]) -> dict[str, Any]:
 
 
 def _claim(output: Path, plan: dict[str, Any]) -> None:
-    """Write the plan into the output folder. UserError if the folder holds anything else or another plan."""
+    """Write the plan into the output folder. UserError if the folder holds anything else or another plan.
+
+    A plan that ended before its tokenizer was written is replaced: it left nothing behind.
+    """
     path = output / PLAN
-    if path.is_file():
+    if path.is_file() and any(output.glob("tokenizer.*")):
         before = json.loads(path.read_text())
         changed = [name for name in plan if before.get(name) != plan[name]]
         if changed:
@@ -156,7 +163,7 @@ def _claim(output: Path, plan: dict[str, Any]) -> None:
                 "--output or remove the folder"
             )
         return
-    if output.is_dir() and any(output.iterdir()):
+    if not path.is_file() and output.is_dir() and any(output.iterdir()):
         raise UserError(f"{output}: not empty and not prepared by this command: choose another --output")
     for folder in (RECORDS, *SPLIT_FLAGS):
         (output / folder).mkdir(parents=True, exist_ok=True)

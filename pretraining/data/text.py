@@ -46,6 +46,11 @@ def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Path
         path = Path(name)
         if not path.exists():
             raise UserError(f"{name}: no such file or folder")
+        if path.is_file() and path.suffix and format_of(path, endings) is None:
+            raise UserError(
+                f"{name}: files ending in {path.suffix} are not read as text: convert it to .txt, .jsonl or .parquet, "
+                f"or read it as plain text with --endings={','.join([*endings, path.suffix])}"
+            )
         files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
         for file in files:
             (chosen if path.is_file() or format_of(file, endings) else ignored).append(file)

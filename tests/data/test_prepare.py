@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 from pretraining import inspect_data
 from pretraining.config.errors import UserError
 from pretraining.configure import configure
-from pretraining.data import open_stream, prepare
+from pretraining.data import check_data, open_stream, prepare, splits_of
 from pretraining.data.text import FileRange, divide, find_files, read_documents
 from pretraining.data.tokenizer import open_tokenizer
 from tests.data.corpora import rows
@@ -245,3 +246,35 @@ def test_an_output_folder_that_is_not_complete_is_refused_as_data(prepared: Prep
     (tmp_path / "out" / "flags.txt").unlink()
     with pytest.raises(UserError, match="its preparation is not complete: run the same prepare command again"):
         open_stream(configure({"data_path": str(tmp_path / "out")}))
+
+
+def test_the_printed_command_trains_and_validates_on_the_output(prepared: Prepared, tmp_path: Path) -> None:
+    command = prepared.printed.split("train on it with:\n")[1].replace("\\\n", " ")
+    words = shlex.split(command)
+    assert words[:2] == ["bash", "scripts/train.sh"]
+    flags = dict(word.removeprefix("--").split("=", 1) for word in words[2:])
+    config = configure({**flags, "seq_length": 256, "global_batch_size": 16, "index_dir": str(tmp_path)})
+    check_data(config)
+    assert splits_of(config) == ["train", "valid"] and config.val_interval
+
+
+def test_a_vocabulary_that_is_too_large_can_be_lowered_in_the_same_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(TEXT)
+    assert run(tmp_path, "--vocab_size=30000") == 2
+    assert "--vocab_size=30000: too large" in capsys.readouterr().err
+    assert run(tmp_path, "--vocab_size=320", "--processes=1") == 0
+
+
+@pytest.mark.parametrize("ending", [".json", ".csv", ".pdf"])
+def test_a_named_file_that_is_no_text_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    path = tmp_path / f"data{ending}"
+    path.write_text(TEXT)
+    assert prepare.main([f"--input={path}", f"--output={tmp_path / 'out'}"]) == 2
+    printed = capsys.readouterr().err
+    assert str(path) in printed and f"--endings=.txt,.md,{ending}" in printed
+    assert not (tmp_path / "out").exists()
