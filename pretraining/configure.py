@@ -30,7 +30,7 @@ def configure(flags: Mapping[str, object], report: bool = True) -> TrainConfig:
 
     report: print the report of --import_config.
     """
-    values, origins, problems = flags_from_files(flags, report)
+    values, origins, problems = flags_from_files(flags, report, CHECKS)
     return config_from_flags(values, CHECKS, origins, problems)
 
 

@@ -7,12 +7,13 @@ and --model_config_path is Hugging Face's config.json. Each is read once. A flag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem
 from pretraining.config.flags import first_rank, read_values
+from pretraining.config.validate import Check
 from pretraining.importing.huggingface import model_flags
 from pretraining.importing.reading import read_file
 from pretraining.importing.report import as_data, as_text, describe_differences, write_report
@@ -27,16 +28,17 @@ class FileFlags(NamedTuple):
     problems: list[Problem]  # what a file asks for and this recipe cannot do
 
 
-def flags_from_files(flags: Mapping[str, object], report: bool = True) -> FileFlags:
+def flags_from_files(flags: Mapping[str, object], report: bool = True, checks: Iterable[Check] = ()) -> FileFlags:
     """Return `flags` merged with the files that they name. Raises UserError if one of them cannot be read.
 
     report: on the first process, print what became of each key of --import_config and write it to --import_report;
-    with --import_only and no file to import, print the settings alone.
+    with --import_only and no file to import, print the settings alone. checks: rules across settings, whose problems
+    are in the report too.
     """
     given, origins = _merge_config_file(flags)
     report = report and first_rank()
     if given.get("import_config"):
-        result = import_foreign(given)
+        result = import_foreign(given, checks)
         if report:
             data = as_data(result, str(given.get("import_lr_steps", "")))
             print(as_text(result, data))
@@ -45,7 +47,7 @@ def flags_from_files(flags: Mapping[str, object], report: bool = True) -> FileFl
     below, below_origins, problems = model_flags(str(given.pop("model_config_path", "")))
     origins |= {name: origin for name, origin in below_origins.items() if name not in given}
     values = {**below, **given}
-    config, mistakes = read_values(values, missing_matters=False)
+    config, mistakes = read_values(values, checks, missing_matters=False)
     if report and config.import_only and not problems and not mistakes:
         print("\n".join(describe_differences(config)))
     return FileFlags(values, origins, problems)

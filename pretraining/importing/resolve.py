@@ -6,7 +6,7 @@ unsupported, so a row of a table works from the day its field exists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.flags import read_values, with_origin
 from pretraining.config.grammar import comma_separated
 from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.validate import Check
 from pretraining.importing.convert import convert
 from pretraining.importing.foreign import MISSING, ForeignConfig
 from pretraining.importing.formats import open_foreign
@@ -65,7 +66,7 @@ class ImportResult:
     config_problems: list[Problem]
 
 
-def import_foreign(flags: Mapping[str, object]) -> ImportResult:
+def import_foreign(flags: Mapping[str, object], checks: Iterable[Check] = ()) -> ImportResult:
     """Resolve --import_config with the flags next to it. Raises UserError if no configuration can be read at all."""
     own = read_values({name: flags[name] for name in ORIGIN if name in flags}, missing_matters=False)
     if own.problems:
@@ -87,7 +88,7 @@ def import_foreign(flags: Mapping[str, object]) -> ImportResult:
     problems += [problem for check in format_.checks for problem in check(foreign)]
     warnings = [] if own.config.import_strict else refused
     problems = problems if warnings else [*refused, *problems]
-    config, mistakes = read_values(values, missing_matters=not own.config.import_only)
+    config, mistakes = read_values(values, checks, missing_matters=not own.config.import_only)
     mistakes = [with_origin(problem, origins) for problem in mistakes]
     return ImportResult(format_, foreign, keys, defaults, values, origins, problems, warnings, config, mistakes)
 

@@ -82,17 +82,17 @@ def refusal(node: dict[str, Any], folder: Path, **flags: object) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_training_in_three_formats_is_one_configuration(kind: str, tmp_path: Path) -> None:
-    found = settings_of(config(tree(kind), tmp_path))
-    assert {name: found[name] for name in RESOLVED} == RESOLVED
+    result = settings_of(config(tree(kind), tmp_path))
+    assert {name: result[name] for name in RESOLVED} == RESOLVED
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_is_reported_once(kind: str, tmp_path: Path) -> None:
-    found = resolved(tree(kind), tmp_path)
-    keys = [record.source_key for record in found.keys]
+    result = resolved(tree(kind), tmp_path)
+    keys = [row.source_key for row in result.keys]
     assert sorted(keys) == sorted(key for key, _ in leaves(tree(kind)))
-    assert {record.status for record in found.keys} <= {"mapped", "implied", "ignored"}
-    assert all(record.note for record in found.keys if record.status in ("implied", "ignored"))
+    assert {row.status for row in result.keys} <= {"mapped", "implied", "ignored"}
+    assert all(row.note for row in result.keys if row.status in ("implied", "ignored"))
 
 
 def test_nemo_and_the_nxdt_file_made_of_it_differ_only_where_the_report_says_so(tmp_path: Path) -> None:
@@ -102,15 +102,15 @@ def test_nemo_and_the_nxdt_file_made_of_it_differ_only_where_the_report_says_so(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_learning_rate_and_the_size_are_in_the_report(kind: str, tmp_path: Path) -> None:
-    found = resolved(tree(kind), tmp_path)
-    report = as_data(found, "0,5,11")
+    result = resolved(tree(kind), tmp_path)
+    report = as_data(result, "0,5,11")
     # embedding and head 2 x 100 x 32; a block: q and o 2 x 32^2, k and v 2 x 32 x 16, 3 x 32 x 64, two norms of 32
     assert report["parameters"] == 2 * 100 * 32 + 32 + 2 * (2 * 32**2 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
-    assert report["learning_rate"] == {str(step): learning_rate(found.config, step) for step in (0, 5, 11)}
-    assert list(as_data(found)["learning_rate"]) == ["0", "3", "6", "11"]
+    assert report["learning_rate"] == {str(step): learning_rate(result.config, step) for step in (0, 5, 11)}
+    assert list(as_data(result)["learning_rate"]) == ["0", "3", "6", "11"]
     assert report["learning_rate"]["0"] == pytest.approx(1e-3 if kind == "neox" else 3e-3 / 4)
     assert sum(report["summary"].values()) == len(report["keys"]) == len(list(leaves(tree(kind))))
-    assert "unsupported" in as_text(found, report)
+    assert "unsupported" in as_text(result, report)
 
 
 # ---- metamorphic
@@ -173,8 +173,8 @@ def _always_ignored(kind: str, key: str) -> bool:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(data=st.data())
 def test_a_typo_is_unsupported_and_the_key_is_suggested(kind: str, data: st.DataObject, tmp_path: Path) -> None:
-    told = ("num_layers", "model.micro_batch_size", "model.encoder_seq_length", "model.tensor_model_parallel_size")
-    known = [key for key, _ in leaves(tree(kind)) if key not in told]  # those name the format or are referred to
+    excluded = ("num_layers", "model.micro_batch_size", "model.encoder_seq_length", "model.tensor_model_parallel_size")
+    known = [key for key, _ in leaves(tree(kind)) if key not in excluded]  # those name the format or are referred to
     key = data.draw(st.sampled_from(known))
     node = drop(tree(kind), key)
     report = refusal(put(node, f"{key}x", 1), tmp_path)
@@ -215,12 +215,12 @@ def test_no_value_of_any_key_leads_to_anything_but_a_report_or_an_error_for_the_
     for key in chosen:
         put(node, key, data.draw(st.sampled_from(JUNK)))
     try:
-        found = resolved(node, tmp_path)
+        result = resolved(node, tmp_path)
     except UserError:
         return
-    assert len(found.keys) == len(list(leaves(node)))
-    json.dumps(as_data(found), default=str)
-    as_text(found, as_data(found))
+    assert len(result.keys) == len(list(leaves(node)))
+    json.dumps(as_data(result), default=str)
+    as_text(result, as_data(result))
 
 
 # ---- what is refused, each with its key, value and reason
@@ -305,10 +305,10 @@ def test_what_cannot_be_done_is_refused_with_key_value_and_reason(
 def test_an_unknown_key_stops_the_run_unless_it_is_allowed(kind: str, key: str, tmp_path: Path) -> None:
     node = put(tree(kind), key, 1)
     assert f"{key}=1" in refusal(node, tmp_path)
-    found = resolved(node, tmp_path, import_strict="False")
-    assert not [*found.problems, *found.config_problems]
-    assert [record.status for record in found.keys if record.source_key == key] == ["unsupported"]
-    assert f"warning: {key}=1" in as_text(found, as_data(found))
+    result = resolved(node, tmp_path, import_strict="False")
+    assert not [*result.problems, *result.config_problems]
+    assert [row.status for row in result.keys if row.source_key == key] == ["unsupported"]
+    assert f"warning: {key}=1" in as_text(result, as_data(result))
 
 
 def test_keys_that_contradict_are_named_both(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_keys_that_contradict_are_named_both(tmp_path: Path) -> None:
     assert "model.encoder_seq_length=32  contradicts data.seq_length=64" in report
 
 
-def test_a_schedule_that_is_not_indented_is_told(tmp_path: Path) -> None:
+def test_a_schedule_that_is_not_indented_is_refused(tmp_path: Path) -> None:
     node = put(put(tree("nxdt"), "model.optim.sched", None), "model.optim.warmup_steps", 3)
     assert "indent model.optim.warmup_steps under it" in refusal(node, tmp_path)
 
@@ -345,11 +345,11 @@ def test_a_dead_cosine_is_refused_with_its_key(tmp_path: Path) -> None:
 
 
 def test_flags_win_over_the_file_and_the_report_says_so(tmp_path: Path) -> None:
-    found = resolved(tree("nemo"), tmp_path, learning_rate="1e-3")
-    assert found.config.learning_rate == 1e-3
-    (record,) = (record for record in found.keys if record.source_key == "model.optim.lr")
-    assert "overridden by command line: --learning_rate=1e-3" in record.note
-    assert record.values == {"learning_rate": "1e-3"}
+    result = resolved(tree("nemo"), tmp_path, learning_rate="1e-3")
+    assert result.config.learning_rate == 1e-3
+    (row,) = (row for row in result.keys if row.source_key == "model.optim.lr")
+    assert "overridden by command line: --learning_rate=1e-3" in row.note
+    assert row.values == {"learning_rate": "1e-3"}
 
 
 def test_a_flag_answers_what_the_file_leaves_open(tmp_path: Path) -> None:
@@ -380,8 +380,8 @@ def test_pipelines_are_kept_for_reading_and_folded_for_training(tmp_path: Path) 
     kept = resolved(node, tmp_path, import_only="True")
     assert not [*kept.problems, *kept.config_problems]
     assert kept.config.pipeline_parallel_size == 2
-    (record,) = (record for record in kept.keys if record.source_key.endswith(".pipeline_model_parallel_size"))
-    assert "no pipelines yet" in record.note
+    (row,) = (row for row in kept.keys if row.source_key.endswith(".pipeline_model_parallel_size"))
+    assert "no pipelines yet" in row.note
 
 
 def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) -> None:
@@ -390,9 +390,9 @@ def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) ->
         'model_variant = "tiny"\nuse_dummy_dataset = true\nseq_length = 64\n'
         "learning_rate = 1e-3\nextra_checkpoint_steps = [1, 2]\n"
     )
-    found = from_flags({"config_file": str(path), "learning_rate": "2e-3"})
-    assert (found.model_variant, found.use_dummy_dataset, found.learning_rate) == ("tiny", True, 2e-3)
-    assert found.extra_checkpoint_steps == "1,2"
+    result = from_flags({"config_file": str(path), "learning_rate": "2e-3"})
+    assert (result.model_variant, result.use_dummy_dataset, result.learning_rate) == ("tiny", True, 2e-3)
+    assert result.extra_checkpoint_steps == "1,2"
     path.write_text("learning_rat = 1.0\n")
     with pytest.raises(ConfigError, match=r"--learning_rat=1.0 .*did you mean --learning_rate"):
         from_flags({"config_file": str(path)})
@@ -452,10 +452,15 @@ LLAMA = {
 def test_dimensions_come_from_a_config_json_under_the_flags(tmp_path: Path) -> None:
     path = write(tmp_path, LLAMA, "model.json")
     flags = {"model_config_path": path, "use_dummy_dataset": "True", "seq_length": "16", "num_layers": "5"}
-    found = from_flags(flags)
-    assert (found.model_variant, found.num_layers, found.intermediate_size, found.vocab_size) == ("custom", 5, 48, 90)
-    assert (found.norm_eps, found.rope_theta, found.rope_scaling_type) == (1e-6, 5e5, "llama3")
-    assert (found.rope_scaling_factor, found.rope_original_max_position) == (4.0, 16)
+    result = from_flags(flags)
+    assert (result.model_variant, result.num_layers, result.intermediate_size, result.vocab_size) == (
+        "custom",
+        5,
+        48,
+        90,
+    )
+    assert (result.norm_eps, result.rope_theta, result.rope_scaling_type) == (1e-6, 5e5, "llama3")
+    assert (result.rope_scaling_factor, result.rope_original_max_position) == (4.0, 16)
 
 
 @pytest.mark.parametrize(("key", "value"), [("model_type", "gpt2"), ("hidden_act", "gelu_new"), ("hidden_sise", 32)])
@@ -470,10 +475,14 @@ def test_an_nxdt_file_takes_the_dimensions_it_leaves_out_from_its_model_config(t
     put(node, "model.model_config", "model.json")
     assert "model.model_config=model.json" in refusal(node, tmp_path)
     path = write(tmp_path, LLAMA, "model.json")
-    beside = config(node, tmp_path)
-    assert (beside.num_layers, beside.intermediate_size, beside.num_kv_heads) == (2, 48, 2)  # 2: the file's own
+    own = config(node, tmp_path)
+    assert (own.num_layers, own.intermediate_size, own.num_kv_heads) == (
+        2,
+        48,
+        2,
+    )  # 2: the file's own
     put(node, "model.model_config", "/elsewhere/model.json")
-    assert config(node, tmp_path, model_config_path=path) == beside
+    assert config(node, tmp_path, model_config_path=path) == own
     llama3 = model_shape(config(node, tmp_path, model_variant="llama3_8b", num_kv_heads="2"))
     assert (llama3.num_layers, llama3.intermediate_size) == (2, 14336)
 
@@ -482,11 +491,11 @@ def test_an_nxdt_file_takes_the_dimensions_it_leaves_out_from_its_model_config(t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_format_is_told_by_the_keys(kind: str, tmp_path: Path) -> None:
+def test_the_format_is_recognised_by_its_keys(kind: str, tmp_path: Path) -> None:
     assert resolved(tree(kind), tmp_path).format.name == kind
 
 
-def test_a_file_of_nobodys_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_an_unknown_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="format is unknown"):
         resolved({"lr": 1}, tmp_path)
 
@@ -567,6 +576,6 @@ def test_import_only_prints_our_own_settings_too(tmp_path: Path) -> None:
     assert {"  --model_variant=mini", "  --seq_length=512"} <= set(done.stdout.splitlines())
 
 
-def test_nothing_is_told_without_a_foreign_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_without_a_foreign_file(capsys: pytest.CaptureFixture[str]) -> None:
     flags_from_files({"model_variant": "tiny"})
     assert capsys.readouterr().out == ""

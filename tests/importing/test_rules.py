@@ -23,7 +23,7 @@ from tests.importing.files import put, tree, write
 ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True", "import_only": "True"}
 
 
-def found(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> ImportResult:
+def imported_file(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> ImportResult:
     node = tree(kind)
     for key, value in changes.items():
         put(node, key, value)
@@ -31,7 +31,7 @@ def found(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> 
 
 
 def config(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> TrainConfig:
-    imported = found(kind, folder, changes, **flags)
+    imported = imported_file(kind, folder, changes, **flags)
     assert not [*imported.problems, *imported.config_problems]
     return imported.config
 
@@ -80,7 +80,7 @@ def test_a_gated_width_is_about_a_third_of_the_written_one(written: int, multipl
     ("leaves", "era"),
     [({"save_interval": 1}, "2022"), ({"mlp_type": "llama"}, "2022"), ({"checkpoint_factor": 1}, "head"), ({}, "head")],
 )
-def test_the_era_is_told_by_the_keys(leaves: dict[str, Any], era: str) -> None:
+def test_the_era_follows_from_the_keys(leaves: dict[str, Any], era: str) -> None:
     assert era_of(leaves, "auto")[0] == era
     assert era_of(leaves, "2022")[0] == "2022"
 
@@ -118,7 +118,7 @@ def test_two_sizes_of_a_batch_give_the_third(
 
 def test_three_sizes_that_disagree_are_refused_with_what_divides(tmp_path: Path) -> None:
     sizes = {"train_batch_size": 80, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-    (problem,) = found("neox", tmp_path, sizes).problems
+    (problem,) = imported_file("neox", tmp_path, sizes).problems
     assert problem.subject == "train_batch_size=80"
     assert problem.remedy.endswith("micro batches that divide: 1, 2, 5, 10")
 
@@ -132,9 +132,9 @@ def test_without_the_number_of_devices_the_global_batch_is_the_runs(tmp_path: Pa
 def test_neox_sets_sequences_aside_for_validation(tmp_path: Path) -> None:
     """(320000 // 1000 + 1) x 10 x 32 to validate on and 10 x 32 to test on."""
     changes = {"train_iters": 320000, "eval_interval": 1000, "eval_iters": 10, "data_path": "/c/text"}
-    imported = found("neox", tmp_path, changes)
-    (record,) = (record for record in imported.keys if record.source_key == "eval_iters")
-    assert "102720 and 320 sequences" in record.note
+    imported = imported_file("neox", tmp_path, changes)
+    (row,) = (row for row in imported.keys if row.source_key == "eval_iters")
+    assert "102720 and 320 sequences" in row.note
     assert imported.config.split == "969, 30, 1"
     assert imported.config.data_path == "/c/text.idx"
 
@@ -204,7 +204,7 @@ def test_every_way_to_name_a_corpus_is_read(prefix: Any, expected: tuple[str, st
 )
 def test_absent_hyperparameters_are_the_optimizers_own(name: str, eps: float, decay: float, tmp_path: Path) -> None:
     changes = {"model.optim.name": name, "model.optim.betas": None, "model.optim.weight_decay": None}
-    imported = found("nxdt", tmp_path, changes, import_strict="False").config
+    imported = imported_file("nxdt", tmp_path, changes, import_strict="False").config
     assert (imported.adam_beta1, imported.adam_beta2) == (0.9, 0.999)
     assert (imported.optimizer_eps, imported.weight_decay) == (eps, decay)
 
@@ -221,10 +221,10 @@ def test_without_a_schedule_the_rate_is_constant(tmp_path: Path) -> None:
 
 
 def test_the_trainers_steps_count_and_not_the_schedules(tmp_path: Path) -> None:
-    imported = found("nemo", tmp_path, {"model.optim.sched.max_steps": 99})
+    imported = imported_file("nemo", tmp_path, {"model.optim.sched.max_steps": 99})
     assert imported.config.lr_decay_steps is None
-    (record,) = (record for record in imported.keys if record.source_key == "model.optim.sched.max_steps")
-    assert (record.status, "trainer.max_steps=12 counts" in record.note) == ("implied", True)
+    (row,) = (row for row in imported.keys if row.source_key == "model.optim.sched.max_steps")
+    assert (row.status, "trainer.max_steps=12 counts" in row.note) == ("implied", True)
 
 
 @pytest.mark.parametrize(
@@ -258,5 +258,5 @@ def test_the_folder_of_the_run(tmp_path: Path) -> None:
 def test_a_report_is_json_whatever_the_source_holds(tmp_path: Path) -> None:
     from pretraining.importing.report import as_data
 
-    report = as_data(found("nemo", tmp_path, {"model.data.data_prefix": "/c/a"}))
+    report = as_data(imported_file("nemo", tmp_path, {"model.data.data_prefix": "/c/a"}))
     assert json.loads(json.dumps(report)) == report
