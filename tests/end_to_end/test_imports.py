@@ -15,7 +15,7 @@ from tests.importing.files import put, tree, write
 
 pytestmark = pytest.mark.slow
 
-# What the three files say, as somebody would write it here. One CPU process: accumulation is derived, 16 passes a step.
+# What the three files say, as somebody would write it here. One CPU process: 2 micro-batches a step.
 FLAGS = {
     "model_variant": "custom",
     "num_layers": 2,
@@ -28,7 +28,7 @@ FLAGS = {
     "init_std": 0.03,
     "mixed_precision": False,
     "seq_length": 32,
-    "batch_size": 2,
+    "batch_size": 16,
     "global_batch_size": 32,
     "num_steps": 12,
     "learning_rate": 3e-3,
@@ -45,47 +45,101 @@ CURVES = {
     "nxdt": {"lr_schedule": "cosine", "lr_warmup_steps": 3},
     "neox": {"lr_schedule": "neox_cosine", "lr_warmup_steps": 3},
 }
-HERE = ("--engine=torch", "--device=cpu", "--use_dummy_dataset", "--vocab_size=100", "--checkpoint_interval=0")
+ONE_DEVICE = {"trainer.devices": 1, "trainer.num_nodes": 1}
+BATCHES: dict[str, dict[str, Any]] = {
+    "nemo": {**ONE_DEVICE, "model.micro_batch_size": 16},
+    "nxdt": {**ONE_DEVICE, "data.micro_batch_size": 16},
+    "neox": {"num_gpus": 1, "num_nodes": 1, "train_micro_batch_size_per_gpu": 16},
+}
+COMMON = ("--engine=torch", "--device=cpu", "--checkpoint_interval=0")
 SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
+# All runs of a test in one process: starting Python and importing torch takes longer than one of these trainings.
+DRIVER = """
+import json, sys
+from main_training import main
+from pretraining.config.flags import run
+from pretraining.configure import CHECKS
+sys.exit(max(run(main, words, CHECKS) for words in json.loads(sys.argv[1])))
+"""
 
 
-def losses(folder: Path, *words: str, here: tuple[str, ...] = HERE) -> list[dict[str, float]]:
-    """What each step of a run reports."""
-    command = [sys.executable, "main_training.py", *words, *here, f"--log_dir={folder}"]
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def train(folder: Path, runs: dict[str, list[str]]) -> dict[str, list[dict[str, float]]]:
+    """Train with each list of flags; return what each step of each run reports."""
+    commands = [[*words, *COMMON, f"--log_dir={folder / name}"] for name, words in runs.items()]
+    one_thread = {**environment(), "OMP_NUM_THREADS": "1"}  # two threads take four times the CPU time of a busy machine
+    subprocess.run([sys.executable, "-c", DRIVER, json.dumps(commands)], cwd=ROOT, env=one_thread, check=True)
+    return {name: reported_steps(folder / name / "metrics.jsonl") for name in runs}
+
+
+def reported_steps(path: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{name: line[name] for name in SAME} for line in lines if "loss" in line]
 
 
+def changed_file(folder: Path, kind: str, changes: dict[str, Any]) -> str:
+    file = tree(kind)
+    for key, value in changes.items():
+        put(file, key, value)
+    return write(folder, file, f"{kind}.yaml")
+
+
+def as_words(flags: dict[str, Any]) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
 def test_each_format_trains_as_the_equivalent_flags_do(tmp_path: Path) -> None:
-    with_flags: dict[str, list[dict[str, float]]] = {}
-    for kind, curve in CURVES.items():
-        with_file = losses(tmp_path / kind, f"--import_config={write(tmp_path, tree(kind))}")
-        schedule = str(curve["lr_schedule"])
-        if schedule not in with_flags:
-            words = [f"--{name}={value}" for name, value in {**FLAGS, **curve}.items()]
-            with_flags[schedule] = losses(tmp_path / schedule, *words)
-        assert len(with_file) == FLAGS["num_steps"]
-        assert with_file == with_flags[schedule]
-        assert with_file[-1]["loss"] < with_file[0]["loss"]
+    data = ["--use_dummy_dataset", "--vocab_size=100"]
+    runs = {kind: [f"--import_config={changed_file(tmp_path, kind, BATCHES[kind])}", *data] for kind in CURVES}
+    runs |= {f"flags_{kind}": [*as_words({**FLAGS, **CURVES[kind]}), *data] for kind in ("nemo", "neox")}
+    steps = train(tmp_path, runs)
+    assert steps["nemo"] == steps["nxdt"] == steps["flags_nemo"]
+    assert steps["neox"] == steps["flags_neox"]
+    for reported in steps.values():
+        assert len(reported) == FLAGS["num_steps"]
+        assert reported[-1]["loss"] < reported[0]["loss"]
 
 
-# scripts/train.sh's model, batch and rate, as a file of each format says them
+# scripts/train.sh's batch and rate and half of its model, as a file of each format says them
 SHAPES: dict[str, dict[str, Any]] = {
     "nemo": {
-        **{"trainer.max_steps": 8, "trainer.gradient_clip_val": 1.0, "model.micro_batch_size": 2},
-        **{"model.global_batch_size": 16, "model.encoder_seq_length": 256, "model.max_position_embeddings": 512},
-        **{"model.num_layers": 6, "model.hidden_size": 192, "model.ffn_hidden_size": 512},
-        **{"model.num_attention_heads": 6, "model.num_query_groups": 3, "model.layernorm_epsilon": 1e-5},
-        **{"model.init_method_std": 0.07, "model.optim.weight_decay": 0.1, "model.optim.betas": [0.9, 0.95]},
-        **{"model.optim.sched.warmup_steps": 2},
+        "trainer.max_steps": 8,
+        "trainer.devices": 1,
+        "trainer.num_nodes": 1,
+        "trainer.gradient_clip_val": 1.0,
+        "model.micro_batch_size": 8,
+        "model.global_batch_size": 16,
+        "model.encoder_seq_length": 128,
+        "model.max_position_embeddings": 512,
+        "model.num_layers": 2,
+        "model.hidden_size": 192,
+        "model.ffn_hidden_size": 512,
+        "model.num_attention_heads": 6,
+        "model.num_query_groups": 3,
+        "model.layernorm_epsilon": 1e-5,
+        "model.init_method_std": 0.07,
+        "model.optim.weight_decay": 0.1,
+        "model.optim.betas": [0.9, 0.95],
+        "model.optim.sched.warmup_steps": 2,
     },
     "neox": {
-        **{"train_iters": 8, "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 2, "num_nodes": 1},
-        **{"seq_length": 256, "max_position_embeddings": 512, "num_layers": 6, "hidden_size": 192},
-        **{"intermediate_size": 1536, "num_attention_heads": 6, "num_kv_heads": 3, "rms_norm_epsilon": 1e-5},
-        **{"init_method_std": 0.07, "weight_decay": 0.1, "optimizer.params.betas": [0.9, 0.95]},
-        **{"eval_iters": 1},
+        "train_iters": 8,
+        "gradient_clipping": 1.0,
+        "train_micro_batch_size_per_gpu": 8,
+        "num_nodes": 1,
+        "num_gpus": 1,
+        "split": "8,1,1",
+        "seq_length": 128,
+        "max_position_embeddings": 512,
+        "num_layers": 2,
+        "hidden_size": 192,
+        "intermediate_size": 1536,
+        "num_attention_heads": 6,
+        "num_kv_heads": 3,
+        "rms_norm_epsilon": 1e-5,
+        "init_method_std": 0.07,
+        "weight_decay": 0.1,
+        "optimizer.params.betas": [0.9, 0.95],
+        "eval_iters": 1,
     },
 }
 SHAPES["nxdt"] = {
@@ -96,35 +150,37 @@ SHAPES["nxdt"] = {
     }.get(key, key): value
     for key, value in SHAPES["nemo"].items()
 }
-QUICKSTART = (
-    *("--model_variant=tiny", "--seq_length=256", "--global_batch_size=16", "--batch_size=2", "--num_steps=8"),
-    *("--learning_rate=3e-3", "--init_std=0.07", "--mixed_precision=False", "--seed=7", "--report_interval=1"),
-    *("--lr_warmup_steps=2", "--min_lr=3e-4", "--num_workers=2"),
-)
+QUICKSTART = {
+    "model_variant": "tiny",
+    "num_layers": 2,
+    "seq_length": 128,
+    "global_batch_size": 16,
+    "batch_size": 8,
+    "num_steps": 8,
+    "learning_rate": 3e-3,
+    "init_std": 0.07,
+    "mixed_precision": False,
+    "seed": 7,
+    "report_interval": 1,
+    "lr_warmup_steps": 2,
+    "min_lr": 3e-4,
+    "num_workers": 2,
+}
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's text."""
-    folder = tmp_path_factory.mktemp("data") / "stdlib"
-    prepare = [sys.executable, "-m", "pretraining.data.prepare", "--stdlib", f"--output={folder}"]
-    subprocess.run(prepare, cwd=ROOT, check=True, capture_output=True)
-    return folder
-
-
-@pytest.mark.parametrize(("kinds", "schedule"), [(("nemo", "nxdt"), "cosine"), (("neox",), "neox_cosine")])
-def test_the_quickstart_s_text_trains_through_a_file_as_it_does_with_flags(
-    tmp_path: Path, corpus: Path, kinds: tuple[str, ...], schedule: str
-) -> None:
-    data = (f"--data_path={corpus / 'train'}", "--vocab_size=4096", "--checkpoint_interval=0")
-    here = ("--engine=torch", "--device=cpu", *data)
-    # GPT-NeoX divides one corpus, unless its file says otherwise
-    parts = ("--split=969,30,1", "--val_interval=1000", "--val_steps=1", "--test_steps=1") if "neox" in kinds else ()
-    with_flags = losses(tmp_path / "flags", *QUICKSTART, *parts, f"--lr_schedule={schedule}", here=here)
-    assert len(with_flags) == 8
-    assert with_flags[-1]["loss"] < with_flags[0]["loss"] - 0.5
-    for kind in kinds:
-        file = tree(kind)
-        for key, value in SHAPES[kind].items():
-            put(file, key, value)
-        assert losses(tmp_path / kind, f"--import_config={write(tmp_path, file)}", here=here) == with_flags
+def test_text_trains_through_a_file_as_it_does_with_flags(tmp_path: Path) -> None:
+    prepare = [sys.executable, "-m", "pretraining.data.prepare", "--input=pretraining", "--endings=.py"]
+    subprocess.run([*prepare, f"--output={tmp_path / 'data'}", "--vocab_size=1024"], cwd=ROOT, check=True)
+    data = [f"--data_path={tmp_path / 'data' / 'train'}", "--vocab_size=1024", f"--index_dir={tmp_path / 'index'}"]
+    parts = ["--split=8,1,1", "--val_interval=1000", "--val_steps=1", "--test_steps=1"]
+    runs = {
+        "flags_nemo": [*as_words(QUICKSTART), "--lr_schedule=cosine", *data],
+        "flags_neox": [*as_words(QUICKSTART), "--lr_schedule=neox_cosine", *parts, *data],
+    }
+    runs |= {kind: [f"--import_config={changed_file(tmp_path, kind, SHAPES[kind])}", *data] for kind in SHAPES}
+    steps = train(tmp_path, runs)
+    assert steps["nemo"] == steps["nxdt"] == steps["flags_nemo"]
+    assert steps["neox"] == steps["flags_neox"]
+    for reported in steps.values():
+        assert len(reported) == 8
+        assert reported[-1]["loss"] < reported[0]["loss"] - 0.5
