@@ -1,8 +1,8 @@
-"""Write the tables of configs.md: every flag, and what the keys of other trainers' files become.
+"""Write the generated tables of configs.md and docs/migrating.md.
 
     python -m pretraining.document --write
 
-puts them between the page's two markers; without --write it prints the page. The text outside the markers is written by
+puts each table between its two markers; without --write it prints the pages. The text outside the markers is written by
 hand and kept.
 """
 
@@ -12,32 +12,42 @@ import re
 import sys
 from pathlib import Path
 
-from pretraining.config.document import cell, tables
+from pretraining.config.document import cell, flag_tables, variant_table
 from pretraining.importing.migration import migration_tables
 
-PAGE = Path(__file__).parents[1] / "configs.md"
-BEGIN = "<!-- tables: written by python -m pretraining.document --write -->"
-END = "<!-- end of tables -->"
+ROOT = Path(__file__).parents[1]
+CONFIGS, MIGRATING = ROOT / "configs.md", ROOT / "docs" / "migrating.md"
 
 
-def page(current: str) -> str:
-    """Return `current` with fresh tables between the markers. Raises ValueError unless each is there once, in order."""
-    match = re.fullmatch(f"(.*{re.escape(BEGIN)}\n).*(\n{re.escape(END)}.*)", current, re.DOTALL)
-    if not match or current.count(BEGIN) + current.count(END) != 2:
-        raise ValueError(f"{PAGE.name} must hold the line {BEGIN} and, below it, the line {END}, once each")
-    return f"{match[1]}\n{tables()}\n\n{migration_tables(cell)}\n{match[2]}"
+def tables_of(page: Path) -> dict[str, str]:
+    """Return the generated parts of a page by the name in their markers."""
+    if page == CONFIGS:
+        return {"variants": variant_table(), "flags": flag_tables()}
+    return {"migration": migration_tables(cell)}
+
+
+def generate(text: str, tables: dict[str, str]) -> str:
+    """Return `text` with fresh tables between their markers. Raises ValueError unless each pair is there once."""
+    for name, table in tables.items():
+        begin, end = f"<!-- begin {name}: python -m pretraining.document --write -->", f"<!-- end {name} -->"
+        match = re.fullmatch(f"(.*{re.escape(begin)}\n).*({re.escape(end)}.*)", text, re.DOTALL)
+        if not match or text.count(begin) + text.count(end) != 2:
+            raise ValueError(f"the page must have the line {begin} and, below it, the line {end}, once each")
+        text = f"{match[1]}\n{table}\n\n{match[2]}"
+    return text
 
 
 def main(arguments: list[str]) -> int:
-    """Print configs.md as it should be, or write it. Exit code 2 for any other argument."""
+    """Print the pages, or write them. Return exit code 2 for any other argument."""
     if arguments not in ([], ["--write"]):
         print("usage: python -m pretraining.document [--write]", file=sys.stderr)
         return 2
-    text = page(PAGE.read_text(encoding="utf-8"))
-    if arguments:
-        PAGE.write_text(text, encoding="utf-8")
-    else:
-        print(text, end="")
+    for page in (CONFIGS, MIGRATING):
+        text = generate(page.read_text(encoding="utf-8"), tables_of(page))
+        if arguments:
+            page.write_text(text, encoding="utf-8")
+        else:
+            print(text, end="")
     return 0
 
 

@@ -1,6 +1,6 @@
 """The documentation of every field, read from the source of the dataclass: `--help` and the tables of configs.md.
 
-pretraining/document.py writes the page.
+pretraining/document.py writes the pages.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pretraining.config.declaration import OneOf, Resume, Setting
 from pretraining.config.optimizers import FLAGS, OPTIMIZERS
 from pretraining.config.support import LIMITS
 from pretraining.config.training import SETTINGS
+from pretraining.config.variants import VARIANTS
 
 WIDTH = 100  # columns of --help
 
@@ -98,7 +99,24 @@ def help_text() -> str:
 # ---- configs.md
 
 
-def tables() -> str:
+def variant_table() -> str:
+    """Return every variant with its dimensions and the number of its parameters."""
+    columns = (
+        "variant | parameters | of which embeddings | layers | hidden | feed-forward | heads (key/value) | vocabulary"
+    )
+    names: dict[int, list[str]] = {}  # short names have the same shape object
+    for name, shape in VARIANTS.items():
+        names.setdefault(id(shape), []).append(f"`{name}`")
+    rows = []
+    for shape in {id(shape): shape for shape in VARIANTS.values()}.values():
+        heads = f"{shape.num_attention_heads} ({shape.num_kv_heads})"
+        counts = f"{shape.parameters / 1e6:,.0f} M | {shape.embedding_parameters / 1e6:,.0f} M | {shape.num_layers}"
+        sizes = f"{shape.hidden_size} | {shape.intermediate_size} | {heads} | {shape.vocab_size}"
+        rows.append(f"| {', '.join(names[id(shape)])} | {counts} | {sizes} | {shape.max_position_embeddings} |")
+    return "\n".join([f"| {columns} | vocabulary | sequence |", "|---|---|---|---|---|---|---|---|---|", *rows])
+
+
+def flag_tables() -> str:
     """Return one Markdown table for each group, and those of optimizers, engine support and resume."""
     flags = [_table(group, fields) for group, fields in documented_fields().items()]
     return "\n\n".join([*flags, optimizer_table(), support_table(), resume_table()])

@@ -50,10 +50,15 @@ class ModelShape:
     def parameters(self) -> int:
         """Parameters, embedding and head included; a tied head counts once."""
         norm = self.hidden_size * (1 + self.norm_bias)
+        block = self._attention() + self._feed_forward() + 2 * norm
+        return self.num_layers * block + self.embedding_parameters + norm
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embeddings of tokens and positions and of the output head."""
         rows = self.vocab_size * (1 if self.tie_word_embeddings else 2)
         rows += self.max_position_embeddings * (self.position_embedding_type == "learned_absolute")
-        block = self._attention() + self._feed_forward() + 2 * norm
-        return self.num_layers * block + rows * self.hidden_size + norm
+        return rows * self.hidden_size
 
     def _attention(self) -> int:
         queries, keys = self.num_attention_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -1,4 +1,4 @@
-"""Write the migration tables of configs.md: keys of other trainers -> our fields, from the tables of the importer.
+"""Write the tables of docs/migrating.md: keys of other trainers -> our fields, from the tables of the importer.
 
 fms-fsdp and NxD Core have no configuration files: their tables are for readers alone.
 """
@@ -61,7 +61,7 @@ NXD_CORE = {
 def migration_tables(cell: Callable[[str], str]) -> str:
     """Return one Markdown table for each trainer; keys of one meaning share a row. cell: escapes text for a cell."""
     formats = [*FORMATS.values(), Format("", "fms-fsdp", FMS), Format("", "NxD Core", NXD_CORE), huggingface.FORMAT]
-    return "\n\n".join(["## Coming from other trainers", *(_table(format, cell) for format in formats)])
+    return "\n\n".join([_table(format, cell) for format in formats])
 
 
 def _table(format: Format, cell: Callable[[str], str]) -> str:
@@ -69,7 +69,7 @@ def _table(format: Format, cell: Callable[[str], str]) -> str:
     for key, mapping in format.mappings.items():
         keys_of.setdefault((_fields(mapping), cell(mapping.description)), []).append(f"`{key}`")
     rows = [f"| {', '.join(keys)} | {fields} | {how} |" for (fields, how), keys in keys_of.items()]
-    return "\n".join([f"### From {format.title}", "", "| key there | here | how |", "|---|---|---|", *rows])
+    return "\n".join([f"## From {format.title}", "", "| key there | here | how |", "|---|---|---|", *rows])
 
 
 def _fields(mapping: KeyMapping) -> str:

@@ -6,19 +6,58 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from pretraining.config.document import documented_fields, fields_in, help_text, type_words
+from pretraining.config.flags import read
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import VARIANTS
-from pretraining.document import BEGIN, END, PAGE, main, page
+from pretraining.configure import configure
+from pretraining.document import CONFIGS, MIGRATING, ROOT, generate, main, tables_of
 from pretraining.parallel.recompute import block_mask, scan_plan
 
 
-def test_configs_md_is_what_the_generator_writes() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert text == page(text), "run python -m pretraining.document --write"
+@pytest.mark.parametrize("page", [CONFIGS, MIGRATING], ids=lambda page: page.name)
+def test_the_pages_are_what_the_generator_writes(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == generate(text, tables_of(page)), "run python -m pretraining.document --write"
+
+
+def test_the_contents_of_configs_md_are_its_headings() -> None:
+    text = CONFIGS.read_text()
+    contents = text[text.index("Contents:") : text.index("## Recipes")]
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    linked = set(re.findall(r"\(#([\w-]+)\)", contents))
+    headings = re.findall(r"^### (.+)$", text, re.MULTILINE)
+    tables = {heading.lower().replace(" ", "-") for heading in headings if heading not in documented_fields()}
+    assert linked == anchors | tables
+
+
+def commands() -> list[list[str]]:
+    """Every training command of configs.md, word by word."""
+    text = CONFIGS.read_text().replace("\\\n", " ")
+    lines = re.findall(r"^ *(?:python main_training.py|bash scripts/train.sh) (.*--.+)$", text, re.MULTILINE)
+    return [line.split() for line in lines if line != "--help"]
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: words[0])
+def test_every_command_of_configs_md_is_valid(words: list[str]) -> None:
+    line = read(words)
+    assert not line.problems
+    if "import_config" not in line.flags:
+        configure(line.flags)
+
+
+def test_the_sizes_of_the_variants_are_their_parameters() -> None:
+    rows = re.findall(r"^\| (`.+`) \| ([\d,]+) M \| ([\d,]+) M \|", CONFIGS.read_text(), re.MULTILINE)
+    assert {name for names, _, _ in rows for name in re.findall("`([^`]+)`", names)} == set(VARIANTS)
+    for names, parameters, embeddings in rows:
+        shape = VARIANTS[names.split("`")[1]]
+        assert parameters == f"{shape.parameters / 1e6:,.0f}"
+        assert embeddings == f"{2 * shape.vocab_size * shape.hidden_size / 1e6:,.0f}"
 
 
 SOURCE = '''
@@ -50,7 +89,7 @@ def test_every_field_that_lacks_documentation_is_named() -> None:
 
 def test_the_documentation_needs_no_torch() -> None:
     code = "import sys, pretraining.config.document as d; d.help_text(); assert not {'torch', 'numpy'} & {*sys.modules}"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=PAGE.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 FIELDS = [field for group in documented_fields().values() for field in group]
@@ -81,19 +120,19 @@ def test_the_help_fits_a_terminal() -> None:
     assert max(map(len, help_text().splitlines())) <= 100
 
 
+BEGIN, END = "<!-- begin t: python -m pretraining.document --write -->", "<!-- end t -->"
+
+
 def test_what_is_written_by_hand_is_kept() -> None:
-    text = f"before\n{BEGIN}\nthe table before\n{END}\nafter\n"
-    fresh = page(text)
-    assert fresh.startswith(f"before\n{BEGIN}\n")
-    assert fresh.endswith(f"{END}\nafter\n")
-    assert "the table before" not in fresh
-    assert page(fresh) == fresh
+    fresh = generate(f"before\n{BEGIN}\nthe table before\n{END}\nafter\n", {"t": "new"})
+    assert fresh == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+    assert generate(fresh, {"t": "new"}) == fresh
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, END, f"{END}\n{BEGIN}\n", f"{BEGIN}\n{END}\n{BEGIN}\n{END}"])
 def test_a_page_without_its_markers_is_not_overwritten(text: str) -> None:
-    with pytest.raises(ValueError, match="must hold the line"):
-        page(text)
+    with pytest.raises(ValueError, match="must have the line"):
+        generate(text, {"t": "new"})
 
 
 def test_an_unknown_argument_of_the_generator_is_refused() -> None:
@@ -105,7 +144,7 @@ def recomputing(choice: str) -> TrainConfig:
 
 
 def test_the_masks_shown_are_those_that_run() -> None:
-    rows = re.findall(r"^\| `([\d/.]+)` \| ([TF ]+) \| (\d+) of 12 \| \+(\d+) % \|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([\d/.]+)` \| ([TF ]+) \| (\d+) of 12 \| \+(\d+) % \|$", CONFIGS.read_text(), re.MULTILINE)
     assert len(rows) == 8
     for choice, mask, count, cost in rows:
         chosen = block_mask(recomputing(choice), 12)
@@ -114,7 +153,7 @@ def test_the_masks_shown_are_those_that_run() -> None:
 
 
 def test_the_compiled_bodies_shown_are_those_of_the_scan() -> None:
-    rows = re.findall(r"^\| (off, or )?`([\d/.]+)`(?: or `([\d/.]+)`)? \| (\d+) \| ", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (off, or )?`([\d/.]+)`(?: or `([\d/.]+)`)? \| (\d+) \| ", CONFIGS.read_text(), re.MULTILINE)
     assert len(rows) == 5
     for off, first, second, bodies in rows:
         masks = [block_mask(recomputing(choice), 12) for choice in (first, second) if choice]
@@ -123,7 +162,7 @@ def test_the_compiled_bodies_shown_are_those_of_the_scan() -> None:
 
 
 def test_the_memory_shown_is_sixteen_bytes_a_parameter() -> None:
-    text = PAGE.read_text()
+    text = CONFIGS.read_text()
     llama2, llama3 = (16 * VARIANTS[name].parameters / 1e9 for name in ("llama2_7b", "llama3_8b"))
     assert f"{llama2:.0f} GB for `llama2_7b`" in text
     assert f"`ddp` {llama3:.1f} GB, `hsdp` {llama3 / 8:.1f} GB, `fsdp` {llama3 / 32:.1f} GB" in text

@@ -18,7 +18,7 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.configure import configure
-from pretraining.document import PAGE
+from pretraining.document import ROOT
 from pretraining.importing.convert import FIXED
 from pretraining.importing.flags import flags_from_files
 from pretraining.importing.formats import FORMATS
@@ -536,7 +536,7 @@ def test_fields_of_origin_are_fields() -> None:
 def test_the_importer_needs_neither_torch_nor_numpy() -> None:
     code = "import sys, pretraining.importing.report, pretraining.optim.schedule; "
     subprocess.run(
-        [sys.executable, "-c", code + "assert not {'torch', 'numpy'} & {*sys.modules}"], check=True, cwd=PAGE.parent
+        [sys.executable, "-c", code + "assert not {'torch', 'numpy'} & {*sys.modules}"], check=True, cwd=ROOT
     )
 
 
@@ -544,7 +544,7 @@ def test_the_importer_needs_neither_torch_nor_numpy() -> None:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    script = [sys.executable, str(PAGE.parent / "main_training.py"), *words]
+    script = [sys.executable, str(ROOT / "main_training.py"), *words]
     return subprocess.run(script, capture_output=True, text=True, check=False)
 
 
