@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pretraining.config.errors import Problem
-from pretraining.config.optimizers import FLAGS, OPTIMIZERS, hyperparameters, is_like, parse_arguments
+from pretraining.config.optimizers import FLAGS, OPTIMIZERS, is_like, parse_arguments
 from pretraining.config.schedules import SCHEDULES
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import problem
@@ -45,7 +45,7 @@ def check_schedule_lengths(config: TrainConfig) -> Iterator[Problem]:
         terms = " + ".join(f"{name}={steps}" for name, steps in lengths.items() if steps)
         span = "lr_decay_steps" if config.lr_decay_steps else "num_steps"
         yield Problem(f"--{longest}={lengths[longest]}", f"leaves no step to decay in: {terms} of {span}={total}")
-    peak = hyperparameters(config).learning_rate
+    peak = OPTIMIZERS[config.optimizer].learning_rate if config.learning_rate is None else config.learning_rate
     if config.min_lr > peak:
         yield problem(config, "min_lr", f"is above learning_rate={peak}")
 
@@ -73,7 +73,7 @@ def check_optimizer_settings(config: TrainConfig) -> Iterator[Problem]:
 
 def check_relative_step(config: TrainConfig) -> Iterator[Problem]:
     """Adafactor's relative step is a learning rate of its own."""
-    arguments = hyperparameters(config).arguments
+    arguments = {**OPTIMIZERS[config.optimizer].arguments, **parse_arguments(config.optimizer_args)}
     if arguments.get("warmup_init") and not arguments.get("relative_step"):
         yield Problem("--optimizer_args=warmup_init=True", "needs relative_step=True; set both or none")
     if arguments.get("relative_step") and config.learning_rate is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.config.declaration import Above, AtLeast, OneOf, Setting
+from pretraining.config.flags import read_values
 from pretraining.config.grammar import parse_selective
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import problems
@@ -133,6 +135,48 @@ def test_the_batch_sizes_a_message_offers_are_valid(batch: int, total: int, pass
         offered = problem.partition("; use ")[2].partition(",")[0]
         for text in offered.split(" or "):
             assert not found(**{**settings, "global_batch_size": int(text)})
+
+
+@pytest.mark.parametrize(
+    ("mistake", "consequence"),
+    [
+        ({"plan": "maybe"}, {"pipeline_parallel_size": 2}),
+        ({"optimizer": "adamx"}, {"lr_schedule": "cosine", "min_lr": 1.0}),
+        ({"learning_rate": -1.0}, {"lr_schedule": "cosine", "min_lr": 1.0}),
+        ({"optimizer_args": "x"}, {"learning_rate": 1.0}),
+        ({"engine": "tpu"}, {"cpu_offload": True}),
+        ({"lora_rank": -1}, {"lora_alpha": 3.0}),
+        ({"model_variant": "lama"}, {"num_kv_heads": 5, "tensor_parallel_size": 3}),
+        ({"num_kv_heads": 0}, {"kv_replication": 3, "tensor_parallel_size": 2}),
+    ],
+)
+def test_what_follows_from_a_mistake_is_not_a_second_problem(mistake: dict[str, Any], consequence: Any) -> None:
+    given = {"use_dummy_dataset": True, **mistake, **consequence}
+    (name,) = mistake
+    assert [problem.subject for problem in read_values(given, CHECKS).problems] == [f"--{name}={mistake[name]}"]
+
+
+def test_a_mistake_hides_no_problem_that_does_not_depend_on_it() -> None:
+    given = {"use_dummy_dataset": True, "adam_beta1": 2, "min_lr": 1, "kv_replication": -1, "engine": "xla"}
+    found = read_values({**given, "cpu_offload": True, "num_kv_heads": 5}, CHECKS).problems
+    names = [problem.subject.partition("=")[0] for problem in found]
+    assert {"--adam_beta1", "--cpu_offload", "--kv_replication", "--min_lr", "--num_kv_heads"} == set(names)
+
+
+def test_a_configuration_does_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        TrainConfig().num_steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS.values() if s.needs], ids=lambda setting: setting.name)
+def test_a_setting_without_the_one_that_it_needs_is_refused(setting: Setting) -> None:
+    assert setting.needs
+    value = {bool: True, int: 3, float: 0.25, str: "mlp"}[setting.kind]
+    if isinstance(setting.constraint, OneOf):
+        value = next(choice for choice in setting.constraint.choices if choice not in ("", setting.default))
+    others = {"sharding_strategy": "fsdp", "use_dummy_dataset": True}
+    problems = read_values({**others, setting.name: value}, CHECKS).problems
+    assert any(problem.remedy.startswith(f"needs --{setting.needs.name}") for problem in problems)
 
 
 # ---- selective_checkpointing
