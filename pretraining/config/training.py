@@ -340,7 +340,8 @@ class TrainConfig:
     """Train on a deterministic stream of counters, for performance runs. Neither saves nor resumes unless
     checkpoint_interval is given."""
     data_path: Annotated[str, Resume.FREE] = ""
-    """Folder of token shards: one sub-folder per dataset, or the shards themselves."""
+    """Folder of token shards: one sub-folder per dataset, or the shards themselves. Of a folder that prepare.py wrote,
+    or a DatasetDict that Hugging Face's datasets saved, training, validation and test take their own splits."""
     datasets: str = ""
     """Sub-folders of data_path to mix. Empty: all of them, or data_path itself where it holds shards."""
     weights: Annotated[str, WEIGHTS] = ""
@@ -351,9 +352,10 @@ class TrainConfig:
     tokenizer_path: str = ""
     """The tokenizer that made the tokens: a sentencepiece model or a tokenizer.json. Training does not read it;
     pretraining.generate does, to turn a prompt into tokens and back. Empty: none."""
-    sep_token: Annotated[int | None, AtLeast(0)] = None
-    """Token id put after every document. None: the one that preparation recorded in meta.json next to the shards,
-    otherwise 1, as in fms-fsdp."""
+    sep_token: Annotated[int | None, AtLeast(-1)] = None
+    """Token id put after every document; -1: none, for rows that are packed already. None: the one that preparation
+    recorded in meta.json next to the shards, otherwise 1, as in fms-fsdp; an error where the documents end with
+    another id."""
     eos_token: Annotated[int | None, AtLeast(0)] = None
     """fms-fsdp's newer name of sep_token; set only one of the two."""
     bos_token: Annotated[int | None, AtLeast(0)] = None

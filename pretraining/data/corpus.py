@@ -37,14 +37,14 @@ class DocumentOrder:
 
     key: tuple[int, ...]  # seed, and what distinguishes this dataset from others
     shuffled: bool
-    separator: int
-    bos: int | None
+    separator: int | None  # after every document; None: none
+    bos: int | None  # before every document; None: none
     boundaries: bool  # whether the caller asks where documents begin
 
     @property
     def added(self) -> int:
         """Tokens added to every document."""
-        return 1 if self.bos is None else 2
+        return (self.separator is not None) + (self.bos is not None)
 
 
 class Epoch(NamedTuple):
@@ -122,7 +122,7 @@ class Corpus:
         """
         done, total = 0, len(out)
         beginnings: list[int] = []
-        out.fill(self._order.separator)
+        out.fill(self._order.separator or 0)
         while done < total:
             epoch, place, within = self._locate(position + done)
             block = self._block(epoch, epoch.blocks[place])
@@ -202,13 +202,14 @@ class Corpus:
 
         `out` holds separators already. The result is empty where nobody asked for boundaries.
         """
-        before, lead = block.before, self._order.added - 1
+        before, lead = block.before, 0 if self._order.bos is None else 1
         first = bisect_right(before, within) - 1
         last = bisect_left(before, within + len(out), first)
         if block.width != 8 and block.high - block.low < (last - first) * _BYTES_PER_READ:
             _gather(block, file, out, (first, last), within, lead)
-            ends = np.asarray(before[first + 1 : last + 1]) - within
-            out[ends[ends <= len(out)] - 1] = self._order.separator
+            if self._order.separator is not None:
+                ends = np.asarray(before[first + 1 : last + 1]) - within
+                out[ends[ends <= len(out)] - 1] = self._order.separator
         else:
             ranges = _document_ranges(block, first, last, within - lead, len(out))
             (_read_in_place if block.width == 4 else _read_and_convert)(block, file, out, ranges)

@@ -10,19 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import parse_split, parse_steps, parse_weights
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import CUSTOM, VARIANTS
 from pretraining.data.checksums import verify
 from pretraining.data.hashing import short_hash
-from pretraining.data.index import ShardFile, ShardIndex, index_folder, open_indexes
+from pretraining.data.index import ShardFile, ShardIndex, index_folder, last_tokens, open_indexes
 from pretraining.data.layouts import read_json, split_folders
 from pretraining.data.stores.find import FORMATS, find_datasets, find_shards
 
 SPLITS = ("train", "valid", "test")
 DESCRIPTION = "meta.json"  # what prepare.py writes next to the shards
 DEFAULT_SEPARATOR = 1  # fms-fsdp's sep_token
+NO_SEPARATOR = -1  # value of --sep_token
+_SAMPLED_ENDINGS, _FEWEST_ENDINGS = 256, 8  # documents whose last token is read; fewer are no evidence
 
 
 class SplitSource(NamedTuple):
@@ -51,10 +55,11 @@ class Dataset:
 class SpecialTokens(NamedTuple):
     """Ids put around documents and sequences; None: none."""
 
-    eos: int
+    eos: int | None
     bos: int | None
     bol: int | None
     eol: int | None
+    origin: str  # what set the separator
 
 
 def vocabulary(config: TrainConfig) -> int | None:
@@ -185,21 +190,49 @@ def _check_description(folder: Path, description: dict[str, Any], shards: list[S
 def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialTokens:
     """Return the ids in use: the flags', and for the separator the one that the data was prepared with.
 
-    UserError if two datasets, or a flag and a dataset, disagree on the separator.
+    UserError if two datasets, or a flag and a dataset, disagree on the separator, or if nothing sets it and the
+    documents end with another id.
     """
     prepared = {
         str(dataset.folder): int(dataset.description["separator"])
         for dataset in datasets
         if dataset.description.get("separator") is not None
     }
-    given = config.sep_token if config.sep_token is not None else config.eos_token
-    separators = {*prepared.values(), *([] if given is None else [given])}
+    flag = config.sep_token if config.sep_token is not None else config.eos_token
+    separators = {*prepared.values(), *([] if flag is None else [flag])}
     if len(separators) > 1:
         listing = ", ".join(f"{folder} was prepared with separator {token}" for folder, token in prepared.items())
-        flag = "" if given is None else f"--sep_token={given}, but "
-        raise UserError(f"{flag}{listing}: leave the flag out, or prepare the data again with one separator")
+        given = "" if flag is None else f"--sep_token={flag}, but "
+        raise UserError(f"{given}{listing}: leave the flag out, or prepare the data again with one separator")
+    if not separators:
+        for dataset in datasets:
+            _check_endings(dataset)
     separator = separators.pop() if separators else DEFAULT_SEPARATOR
-    return SpecialTokens(separator, config.bos_token, config.bol_token, config.eol_token)
+    origin = "--sep_token" if flag is not None else DESCRIPTION if prepared else "the default, --sep_token sets another"
+    eos = None if separator == NO_SEPARATOR else separator
+    return SpecialTokens(eos, config.bos_token, config.bol_token, config.eol_token, origin)
+
+
+def describe_separator(special: SpecialTokens) -> str:
+    """Return a line with the separator and what set it."""
+    token = "no separator between documents" if special.eos is None else f"separator {special.eos} after every document"
+    return f"{token} ({special.origin})"
+
+
+def _check_endings(dataset: Dataset) -> None:
+    """Raise UserError if nearly all documents end with the same id and it is not the default separator."""
+    endings = last_tokens(dataset.shards[0], _SAMPLED_ENDINGS)
+    tokens, counts = np.unique(endings, return_counts=True)
+    if len(endings) < _FEWEST_ENDINGS or counts.max() < 0.9 * len(endings):
+        return
+    token = int(tokens[counts.argmax()])
+    if token != DEFAULT_SEPARATOR:
+        raise UserError(
+            f"{dataset.folder}: {counts.max()} of {len(endings)} documents end with id {token}, but the separator "
+            f"would be {DEFAULT_SEPARATOR}: give --sep_token={token} --strip_tokens={token} if {token} separates "
+            f"documents, --sep_token={NO_SEPARATOR} for rows that are packed already, or "
+            f"--sep_token={DEFAULT_SEPARATOR}"
+        )
 
 
 def dataset_weights(source: SplitSource, datasets: list[Dataset], tokens: list[int]) -> list[float]:

@@ -238,9 +238,23 @@ def _is_one_of(
     tokens: tuple[int, ...], descriptor: int, offsets: np.ndarray, lengths: np.ndarray, contents: ShardContents
 ) -> np.ndarray:
     """Whether the token at each byte offset is in `tokens`, bool [documents]; False for empty documents."""
-    width = np.dtype(contents.dtype).itemsize
-    filled = lengths > 0
-    raw = b"".join([read_exactly(descriptor, width, at, contents.tokens) for at in offsets[filled].tolist()])
+    nonempty = lengths > 0
     result = np.zeros(len(offsets), bool)
-    result[filled] = np.isin(np.frombuffer(raw, contents.dtype), tokens)
+    result[nonempty] = np.isin(_tokens_at(descriptor, offsets[nonempty], contents), tokens)
     return result
+
+
+def last_tokens(shard: ShardIndex, count: int) -> np.ndarray:
+    """Return the last token of the first non-empty documents, of at most `count` documents."""
+    starts, lengths = (next(chunks(array, count), np.zeros(0, np.int64)) for array in (shard.starts, shard.lengths))
+    nonempty = lengths > 0
+    ends = starts[nonempty] + (lengths[nonempty].astype(np.int64) - 1) * np.dtype(shard.dtype).itemsize
+    with open_descriptor(shard.tokens) as descriptor:
+        return _tokens_at(descriptor, ends, shard)
+
+
+def _tokens_at(descriptor: int, offsets: np.ndarray, shard: ShardContents | ShardIndex) -> np.ndarray:
+    """Return the token at each byte offset, in the dtype of the shard."""
+    width = np.dtype(shard.dtype).itemsize
+    raw = b"".join([read_exactly(descriptor, width, at, shard.tokens) for at in offsets.tolist()])
+    return np.frombuffer(raw, shard.dtype)

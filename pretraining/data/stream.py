@@ -19,6 +19,7 @@ from pretraining.data.datasets import (
     Dataset,
     SpecialTokens,
     dataset_weights,
+    describe_separator,
     open_datasets,
     special_tokens,
     split_source,
@@ -283,7 +284,7 @@ def open_stream(
     mixture = Mixture(corpora, schedule, special, config=config, state=first_state, files=files)
     total, counted = _extent(config, corpora, tokens, rank_slice, split)
     facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
-    facts["notes"] = [source.note] if source.note else []
+    facts["notes"] = [*([source.note] if source.note else []), describe_separator(special)]
     return Stream(mixture, rank_slice, fields, state=first_state, facts=facts, total=total, counted=counted)
 
 

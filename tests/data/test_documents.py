@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
-from tests.data.corpora import corpus, numbered, rows, settings
+from tests.data.corpora import corpus, numbered, rows, settings, write_flat
 
 EOS, BOS, BOL, EOL = 900_001, 900_002, 900_003, 900_004
 
@@ -98,3 +98,30 @@ def test_eod_mask_loss_leaves_out_what_follows_a_separator_and_nothing_else(tmp_
         want, got = plain.batch(step), masked.batch(step)
         assert np.array_equal(want["tokens"], got["tokens"])
         assert np.array_equal(got["labels"], np.where(want["tokens"] == EOS, IGNORED, want["labels"]))
+
+
+@pytest.mark.parametrize("kind", ["uint16", "int32", "int64"])
+@pytest.mark.parametrize("bos", [None, BOS])
+def test_packed_rows_are_read_without_separators(tmp_path: Path, kind: str, bos: int | None) -> None:
+    """Short documents are gathered from their block, long ones read one by one."""
+    for name, lengths in (("short", [3, 1, 0, 7, 2] * 40), ("long", [4000, 1, 0, 3000] * 3)):
+        documents = numbered(lengths)
+        (tmp_path / name).mkdir()
+        write_flat(tmp_path / name / "s0", documents, kind)
+        config = settings(tmp_path / name, shuffle="none", sep_token=-1, bos_token=bos, reset_attention_mask=True)
+        stream = open_stream(config)
+        lead = [] if bos is None else [bos]
+        expected = [token for document in documents if document for token in [*lead, *document]]
+        steps = len(expected) // 16
+        assert np.concatenate(rows(stream, steps)).tolist() == expected[: steps * 16]
+        assert stream.facts()["notes"] == ["no separator between documents (--sep_token)"]
+
+
+def test_a_separator_that_the_documents_contradict_is_asked_for(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", [[*document, EOS] for document in numbered([5, 30, 1] * 20)])
+    with pytest.raises(UserError, match=f"end with id {EOS}, .*--sep_token={EOS} --strip_tokens={EOS}"):
+        open_stream(settings(tmp_path / "data"))
+    for fields, separators in (({"sep_token": EOS, "strip_tokens": str(EOS)}, 1), ({"sep_token": 1}, 2)):
+        stream = open_stream(settings(tmp_path / "data", **fields))
+        assert stream.facts()["datasets"][0]["tokens"] == 20 * 36 + separators * 60
+        assert stream.facts()["notes"] == [f"separator {fields['sep_token']} after every document (--sep_token)"]

@@ -237,7 +237,10 @@ def test_the_output_folder_is_recognised_as_training_and_validation_data(prepare
     named = {**flags, "data_path": str(out / "train"), "valid_data_path": str(out / "valid")}
     for split in ("train", "valid"):
         stream = open_stream(configure({**flags, "val_interval": 10, "val_steps": -1}), split=split)
-        assert stream.facts()["notes"] == [f"{out}: {split}: {out / split} of a prepared folder"]
+        assert stream.facts()["notes"] == [
+            f"{out}: {split}: {out / split} of a prepared folder",
+            "separator 2 after every document (meta.json)",
+        ]
         assert np.array_equal(rows(stream, 20), rows(open_stream(configure(named), split=split), 20))
 
 

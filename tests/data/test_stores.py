@@ -65,7 +65,7 @@ def test_a_column_of_another_name_is_chosen_by_flag(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     table = pa.table({"text": ["a"] * 9, "input_ids": [[5, 6, 7, 8, 9]] * 9})
     pq.write_table(table, tmp_path / "data" / "x.parquet")
-    assert rows(open_stream(settings(tmp_path / "data", col_name="input_ids")), 1)[0].max() == 9
+    assert rows(open_stream(settings(tmp_path / "data", col_name="input_ids", sep_token=1)), 1)[0].max() == 9
     with pytest.raises(UserError, match=r"no column 'tokens', it has text, input_ids: choose with --col_name"):
         open_stream(settings(tmp_path / "data"))
 
