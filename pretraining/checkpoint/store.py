@@ -50,7 +50,6 @@ class HoldsHostCopy(Protocol):
 
     def release(self) -> None:
         """Release the host copy; the next read makes another."""
-        ...
 
 
 def step_folder(folder: Path, step: int) -> Path:

@@ -7,7 +7,7 @@ asked for; the state is the number of sequences consumed.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,25 +35,6 @@ IGNORED = -100  # label of a position that is not trained: torch's and Hugging F
 Batch = dict[str, np.ndarray]
 
 
-class SequenceSource(Protocol):
-    """Where a stream's sequences come from."""
-
-    def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> list[int]:
-        """Fill `out` (int32 [seq_length + 1]) with sequence `sequence`; return where documents begin in it.
-
-        checked: files that were checked for change during this batch.
-        """
-        ...
-
-    def check(self, sequence: int, rows: np.ndarray) -> None:
-        """Raise UserError if `rows`, sequences from `sequence` on, hold an id outside the model's vocabulary."""
-        ...
-
-    def close(self) -> None:
-        """Close open files."""
-        ...
-
-
 class RankSlice(NamedTuple):
     """The rows of a global batch that one rank reads."""
 
@@ -76,7 +57,7 @@ class Stream:
 
     def __init__(
         self,
-        source: SequenceSource,
+        source: Mixture | Counters,
         rank_slice: RankSlice,
         fields: BatchFields,
         *,
@@ -171,7 +152,7 @@ class Counters:
         self._seed, self._vocabulary = seed, vocabulary
 
     def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> list[int]:
-        """See SequenceSource.row; a sequence is one document."""
+        """Fill `out` (int32 [seq_length + 1]); a sequence is one document. See Mixture.row."""
         start = key_of(self._seed, sequence) % self._vocabulary
         out[:] = (np.arange(len(out), dtype=np.int64) + start) % self._vocabulary
         return []
@@ -205,7 +186,10 @@ class Mixture:
         self._vocabulary = vocabulary(config)
 
     def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> list[int]:
-        """Fill `out` with [bol,] tokens of one dataset, and one more as the last label. See SequenceSource.row."""
+        """Fill `out` (int32 [seq_length + 1]) with [bol,] tokens of one dataset, and one more as the last label.
+
+        Return where documents begin in it. checked: files that were checked for change during this batch.
+        """
         corpus, start = self._locate(sequence)
         lead = 0 if self._special.bol is None else 1
         beginnings = corpus.fill(start, out[lead:] if lead else out, checked)

@@ -24,11 +24,9 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text, without special tokens."""
-        ...
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        ...
 
 
 class SentencePieceTokenizer:

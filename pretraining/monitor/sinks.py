@@ -10,24 +10,12 @@ from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 
 Record = Mapping[str, Any]  # "step" (1-based, after the update) and what is reported of it
-
-
-class Sink(Protocol):
-    """Shows the records of metrics.jsonl."""
-
-    def write(self, record: Record) -> None:
-        """Show every number of `record` at its step."""
-        ...
-
-    def close(self) -> None:
-        """Send what is buffered."""
-        ...
 
 
 def open_sinks(config: TrainConfig, log_dir: Path, step: int) -> list[Sink]:
@@ -59,14 +47,14 @@ class TensorBoard:
         self._writer = writer(str(folder), purge_step=step + 1 if step else 0)
 
     def write(self, record: Record) -> None:
-        """See Sink."""
+        """Show every number of `record` at its step."""
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
                 for tag in filter(None, (name, ALIASES.get(name))):
                     self._writer.add_scalar(tag, value, record["step"])
 
     def close(self) -> None:
-        """See Sink."""
+        """Write what is buffered."""
         self._writer.close()
 
 
@@ -94,9 +82,12 @@ class WandB:
             raise UserError(f"--tracker=wandb: {error} (or set WANDB_MODE=offline to send the run later)") from error
 
     def write(self, record: Record) -> None:
-        """See Sink."""
+        """Send `record` as the values of its step."""
         self._run.log(dict(record), step=record["step"])
 
     def close(self) -> None:
-        """See Sink."""
+        """Send what is buffered."""
         self._run.finish()
+
+
+Sink = TensorBoard | WandB

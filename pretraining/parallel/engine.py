@@ -56,7 +56,6 @@ class StepResult(Protocol):
         because loss or gradient was not finite, and the first of those, from 1; 0: none), with fp16 "loss_scale".
         Of an evaluation: "loss" and "tokens" (trained positions).
         """
-        ...
 
 
 class TrainingState(Mapping[str, Any]):
@@ -112,52 +111,39 @@ class Engine(Protocol):
     @property
     def layout(self) -> Layout | TorchLayout:
         """How parameters, gradients and optimizer state are sharded over the mesh."""
-        ...
 
     def place(self, model: Any) -> Any:
         """Shard every parameter of `model` over the mesh as the sharding table says, and return the model."""
-        ...
 
     def prepare(self, optimizer: Any) -> None:
         """Create the optimizer state, sharded as the layout says, before the first step."""
-        ...
 
     def train_step(self, model: Any, optimizer: Any, batch: Batch, learning_rate: float) -> StepResult:
         """Run one optimizer step on this process's rows of the global batch, accumulated over micro-batches."""
-        ...
 
     def evaluate(self, model: Any, batch: Batch) -> StepResult:
         """Compute the loss on this process's rows of a global batch without changing any state."""
-        ...
 
     def parameter_norm(self, model: Any) -> float:
         """Return the L2 norm of the unsharded parameters. Waits for the device."""
-        ...
 
     def state(self, model: Any, optimizer: Any) -> TrainingState:
         """Return a handle on the live state, for one save or for one load. A commit makes older handles invalid."""
-        ...
 
     def bytes_per_device(self, model: Any, optimizer: Any) -> dict[str, int]:
         """Return the bytes of "parameters" and of "moments" (all optimizer state) on one device."""
-        ...
 
     def compilations(self) -> int:
         """Return the number of graphs compiled so far; constant after the first step."""
-        ...
 
     def memory_bytes(self) -> int | None:
         """Return the peak bytes in use on this process's busiest device; None where the device does not report it."""
-        ...
 
     def start_trace(self, folder: str) -> None:
         """Start a profile of this process's devices, written for TensorBoard under `folder`."""
-        ...
 
     def stop_trace(self) -> None:
         """Stop the profile and write it."""
-        ...
 
     def close(self) -> None:
         """Leave the process group, if this engine joined one."""
-        ...
