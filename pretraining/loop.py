@@ -29,11 +29,9 @@ from pretraining.data import Batch, Stream
 from pretraining.data.prefetch import Prefetcher
 from pretraining.interrupt import Interrupt, NoRendezvousError
 from pretraining.monitor.flops import Meter, flops_per_token
-from pretraining.monitor.heartbeat import heartbeat
 from pretraining.monitor.metrics import Metrics
-from pretraining.monitor.progress import evaluation_line, progress_line
+from pretraining.monitor.progress import evaluation_line, heartbeat, progress_line, summary
 from pretraining.monitor.spikes import WINDOW, is_spike
-from pretraining.monitor.summary import summary
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Engine, LostPeerError, StepResult, raise_lost_peer_error

@@ -1,15 +1,20 @@
-"""The line of a report: the same in a terminal and in a log file.
+"""What a run prints while it trains: the line of a report, signs of life, and the summary of a benchmark.
 
-Pure functions of a record of metrics.jsonl. No colours, no carriage returns, columns of fixed width.
+The same in a terminal and in a log file: no colours, no carriage returns, columns of fixed width.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from pretraining.monitor.figures import duration, number, percent
+from pretraining.monitor.figures import duration, flop, number, percent, size
+from pretraining.monitor.flops import Meter
 
 
 def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
@@ -39,3 +44,53 @@ def _position(step: int, num_steps: int) -> str:
     width = len(str(num_steps))
     share = math.floor(1000 * step / num_steps) / 10  # rounded down: only the last step is 100 %
     return f"step {step:>{width}}/{num_steps} {share:>5.1f}%"
+
+
+@contextmanager
+def heartbeat(label: str, every: float = 10.0) -> Iterator[None]:
+    """While the body runs, print "<label> ... 20s" every `every` seconds; nothing if it is faster."""
+    done = threading.Event()
+    start = time.monotonic()
+
+    def beat() -> None:
+        while not done.wait(every):
+            print(f"{label} ... {duration(time.monotonic() - start)}", flush=True)
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def summary(meter: Meter, first_step: float, step_times: Sequence[float], memory_bytes: int | None) -> str:
+    """Return median step time, tokens/s, both MFUs, peak memory and compile time, as lines of text.
+
+    first_step: seconds of the step that compiled. step_times: seconds per step after it, one per report; a report
+    that covers several steps gives their mean. memory_bytes: peak of the busiest device, None where it cannot say.
+    """
+    memory = "n/a" if memory_bytes is None else size(memory_bytes)
+    if not step_times:
+        rows = [("first step, compiling", f"{first_step:.2f} s"), ("median step", "n/a (no step after the first)")]
+        return _table([*rows, ("peak memory", memory)])
+    median = statistics.median(step_times)
+    speed = meter.speed(median)
+    kind = meter.kind
+    peak = f"of {flop(kind.peak_flops)}/s, {kind.title}, dense bf16" if kind else "peak unknown"
+    rows = [
+        ("median step", f"{median:.4g} s over {len(step_times)} reports"),
+        ("tokens/s", f"{speed['tokens_per_second']:,.0f} on {meter.devices} devices"),
+        ("tokens/s/device", f"{speed['tokens_per_second_per_device']:,.0f}"),
+        ("MFU (6N + 12LdS)", f"{percent(speed['mfu'])} ({peak})"),
+        ("MFU (causal)", percent(speed["mfu_causal"])),
+        ("peak memory", memory),
+        ("compile time", f"{max(first_step - median, 0.0):.1f} s (first step {first_step:.1f} s)"),
+    ]
+    return _table(rows)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["Benchmark summary", *(f"  {name:<{width}}  {value}" for name, value in rows)])

@@ -11,7 +11,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.flops import Meter, flops_per_token
-from pretraining.monitor.summary import summary
+from pretraining.monitor.progress import summary
 from pretraining.optim.precision import describe_dtypes
 from pretraining.optim.schedule import learning_rate, milestone_steps
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pretraining.monitor.heartbeat import heartbeat
+from pretraining.monitor.progress import heartbeat
 
 
 def test_it_prints_while_the_body_runs_and_not_after(capsys: pytest.CaptureFixture[str]) -> None:
