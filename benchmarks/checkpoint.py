@@ -28,7 +28,7 @@ from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import host_bytes
-from pretraining.checkpoint.store import PendingSave, load, save
+from pretraining.checkpoint.store import PendingSave, load
 from pretraining.config.training import TrainConfig
 
 BLOCK = 8 << 20
@@ -85,7 +85,7 @@ def measure_round(root: Path, state: dict[str, torch.Tensor], workers: int, *, o
     plain, ours, buffer = root / "plain", root / "ours", bytearray(BLOCK)
     functions: dict[str, Callable[[], object]] = {
         "plain_write": lambda: plain_write(plain, state),
-        "save": lambda: save(ours, state, FACTS, workers=workers),
+        "save": lambda: PendingSave(ours, state, FACTS, Peers(), workers=workers).write(),
         "plain_read": lambda: plain_read(plain, buffer),
         "load": lambda: load(open_checkpoint(ours / "step_1"), state, workers=workers),
     }

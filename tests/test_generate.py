@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.checkpoint.manifest import Facts
-from pretraining.checkpoint.store import save
 from pretraining.config.training import TrainConfig
 from pretraining.generate import draw, main, sample
 from pretraining.models.init import build_model
 from pretraining.models.llama import Block
+from tests.checkpoint.saving import save
 
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from seven hungry wolves in cold winter nights"

@@ -69,12 +69,7 @@ class Peers:
 
     def lead(self, act: Callable[[], T]) -> T:
         """Run `act` in process 0; its result, or its error, in every one."""
-        if self._group is None:
-            return act()
-        outcome, error = _attempt(act) if self.leads else (None, None)
-        shared = self._broadcast(outcome)
-        _raise(error, shared)
-        return cast(T, shared)
+        return self.deal(lambda: [act()] * self.size)
 
     def deal(self, act: Callable[[], list[T]]) -> T:
         """Run `act` in process 0; element i of its result, or its error, in process i."""

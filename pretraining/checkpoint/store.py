@@ -52,28 +52,7 @@ class HoldsHostCopy(Protocol):
         """Release the host copy; the next read makes another."""
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """Return the folder of the committed checkpoint of `step`."""
-    return folder / f"step_{step}"
-
-
 # ---- Saving
-
-
-def save(
-    folder: Path,
-    state: LogicalTensors,
-    facts: Facts,
-    peers: Peers | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    workers: int = IO_WORKERS,
-) -> Path:
-    """Write and commit `folder`/step_N; collective over `peers`. Floating tensors are stored as `dtype` if given.
-
-    Raises OSError if writing fails; nothing is committed then, and no earlier checkpoint is touched.
-    """
-    return PendingSave(folder, state, facts, peers or Peers(), dtype=dtype, workers=workers).write()
 
 
 class PendingSave:
@@ -86,12 +65,12 @@ class PendingSave:
         facts: Facts,
         peers: Peers,
         *,
-        dtype: torch.dtype | None,
-        workers: int,
+        dtype: torch.dtype | None = None,
+        workers: int = IO_WORKERS,
     ) -> None:
-        """Collective: decide which process writes which chunk."""
-        self._final, self._facts, self._peers, self._workers = step_folder(folder, facts.step), facts, peers, workers
-        self._partial = self._final.with_name(self._final.name + PARTIAL)
+        """Decide which process writes which chunk. Collective over `peers`. dtype: of floating tensors, if given."""
+        self._facts, self._peers, self._workers = facts, peers, workers
+        self._final, self._partial = folder / f"step_{facts.step}", folder / f"step_{facts.step}{PARTIAL}"
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(state), is_coordinator=peers.leads)
         local_plans = peers.agree(lambda: (planner.create_local_plan(), list(state)))
@@ -121,7 +100,10 @@ class PendingSave:
         self._fetch = read
 
     def write(self) -> Path:
-        """Write, check and commit; return the committed folder. Collective."""
+        """Write, check and commit; return the committed folder `folder`/step_N. Collective.
+
+        Raises OSError if writing fails; nothing is committed then, and no earlier checkpoint is touched.
+        """
         try:
             self._peers.lead(self._make_partial)
             parts = self._peers.agree(lambda: write_files(self._partial, self._files, self._fetch, self._workers))
@@ -226,7 +208,8 @@ def load(checkpoint: Checkpoint, state: LogicalTensors, peers: Peers | None = No
     """
     check_fit(checkpoint, {name: tuple(value.shape) for name, value in state.items()})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(state), _metadata(checkpoint.manifest))
+    entries = checkpoint.manifest.tensors.items()
+    planner.set_up_planner(dict(state), Metadata({name: _tensor_metadata(entry) for name, entry in entries}))
     items = planner.create_local_plan().items
     (peers or Peers()).agree(lambda: read_files(checkpoint, items, planner.resolve_tensor, workers))
 
@@ -243,10 +226,6 @@ def check_fit(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> Non
     if wrong:
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise UserError(f"{checkpoint.path} does not match this model: {'; '.join(wrong[:5])}{more}")
-
-
-def _metadata(manifest: Manifest) -> Metadata:
-    return Metadata({name: _tensor_metadata(entry) for name, entry in manifest.tensors.items()})
 
 
 def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:

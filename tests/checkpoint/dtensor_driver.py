@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
-from pretraining.checkpoint.store import load, save
+from pretraining.checkpoint.store import load
+from tests.checkpoint.saving import save
 
 SHAPES = {"even": (8, 6), "uneven": (5, 3), "one_row": (1, 7), "optimizer.vector": (9,)}
 PLACEMENTS: dict[str, tuple[Placement, Placement]] = {  # saved, loaded

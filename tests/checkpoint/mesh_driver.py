@@ -26,11 +26,12 @@ from safetensors.torch import save_file
 from pretraining.checkpoint.adapter import CONFIG, MODEL, PREFIX, adapter_config
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
-from pretraining.checkpoint.store import load, read_tensors, save
+from pretraining.checkpoint.store import load, read_tensors
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import Optimizer, build_optimizer
 from pretraining.parallel.xla import XlaEngine
+from tests.checkpoint.saving import save
 
 DEVICES = int(os.environ["CPU_NUM_DEVICES"])
 MESHES: dict[str, dict[str, Any]] = {

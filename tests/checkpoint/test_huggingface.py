@@ -17,12 +17,13 @@ from pretraining.checkpoint.convert import main, to_checkpoint, to_huggingface
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.huggingface import is_huggingface, open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors, save
+from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.huggingface import FAMILIES, ModelDescription, config_json
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.importing.huggingface import model_flags
+from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
 

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from pretraining.checkpoint import files
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
-from pretraining.checkpoint.store import is_weight, load, read_tensors, save
+from pretraining.checkpoint.store import is_weight, load, read_tensors
 from pretraining.config.errors import UserError
+from tests.checkpoint.saving import save
 
 FACTS = Facts(step=3, tokens_seen=96, data={"position": 12}, config={"seed": 1}, engine="xla", mesh={"shard": 8})
 

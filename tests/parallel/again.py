@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
-from pretraining.checkpoint.store import load, save
+from pretraining.checkpoint.store import load
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import Optimizer, build_optimizer
+from tests.checkpoint.saving import save
 
 Live = tuple[Any, Optimizer]  # model and optimizer
 

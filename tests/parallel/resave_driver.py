@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from main_training import main
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import save
 from pretraining.config.flags import run
 from pretraining.config.training import TrainConfig
 from pretraining.configure import CHECKS
 from pretraining.parallel.select import open_engine
+from tests.checkpoint.saving import save
 from tests.parallel.again import continued
 from tests.parallel.toy import TOY
 

@@ -14,11 +14,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.store import load, save
+from pretraining.checkpoint.store import load
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.torch_state import LocalShards
+from tests.checkpoint.saving import save
 
 CONFIG = TrainConfig(model_variant="tiny", seq_length=16, num_layers=1, vocab_size=100, make_vocab_size_divisible_by=64)
 FACTS = Facts(1, 0, None, {}, "torch", {})
