@@ -1,8 +1,8 @@
-"""Shards of XLA tensors in host memory: made from a rule, read for a checkpoint, written back from one.
+"""Shards of XLA tensors in host memory: created for placement, read for a checkpoint, written back from one.
 
-torch-xla's own save planner silently drops partially replicated tensors (every hsdp parameter), so the tensors
-handed to torch.distributed.checkpoint describe their shards themselves, through its checkpointable protocol.
-Stacked parameters [layers, ...] appear as one logical tensor per layer.
+torch-xla's own save planner silently drops partially replicated tensors (every hsdp parameter), so the tensors passed
+to torch.distributed.checkpoint describe their shards themselves, through its checkpointable protocol. Stacked
+parameters [layers, ...] appear as one logical tensor per layer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Region = tuple[slice, ...]
 
 
 def local_regions(shape: torch.Size, mesh: xs.Mesh, spec: Spec) -> list[Region]:
-    """The region of a tensor of this shape that each of this process's devices holds, in device order."""
+    """Return each local device's region of a tensor of this shape, in device order."""
     sizes = dict(zip(_axes(mesh), mesh.mesh_shape, strict=True))
     return [
-        tuple(_cut(extent, axis, sizes, position) for extent, axis in zip(shape, spec, strict=True))
+        tuple(_shard_slice(extent, axis, sizes, position) for extent, axis in zip(shape, spec, strict=True))
         for position in _local_positions(mesh)
     ]
 
@@ -46,19 +46,19 @@ def _axes(mesh: xs.Mesh) -> tuple[str, ...]:
     return tuple(mesh.axis_names)
 
 
-def _cut(extent: int, axis: Axis, sizes: dict[str, int], position: dict[str, int]) -> slice:
-    parts, place = 1, 0
+def _shard_slice(extent: int, axis: Axis, sizes: dict[str, int], position: dict[str, int]) -> slice:
+    shards, index = 1, 0
     for name in axes_of(axis):
-        parts, place = parts * sizes[name], place * sizes[name] + position[name]
-    width = -(-extent // parts)  # an uneven split pads the last shards
-    start = min(place * width, extent)
+        shards, index = shards * sizes[name], index * sizes[name] + position[name]
+    width = -(-extent // shards)  # an uneven split pads the last shards
+    start = min(index * width, extent)
     return slice(start, min(start + width, extent))
 
 
 def tensor_from_shards(
     shape: torch.Size, mesh: xs.Mesh, spec: Spec, make: Callable[[list[Region]], list[Tensor]], device: torch.device
 ) -> Tensor:
-    """An XLA tensor of this global shape; `make` gets the distinct regions held here and returns their host tensors."""
+    """Return an XLA tensor of this global shape; `make` creates the host tensors of the distinct local regions."""
     regions = local_regions(shape, mesh, spec)
     keys = [tuple((cut.start, cut.stop) for cut in region) for region in regions]
     distinct = dict(zip(keys, regions, strict=True))
@@ -73,12 +73,12 @@ def tensor_from_shards(
 
 
 def _padded(shard: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Shards of an uneven split must all have the size of the largest."""
+    """Pad a shard of an uneven split to the size of the largest."""
     if shard.shape == shape:
         return shard
-    whole = shard.new_zeros(shape)
-    whole[tuple(slice(0, n) for n in shard.shape)] = shard
-    return whole
+    padded = shard.new_zeros(shape)
+    padded[tuple(slice(0, n) for n in shard.shape)] = shard
+    return padded
 
 
 class XlaShards:
@@ -109,11 +109,11 @@ class XlaShards:
         return self._host[index][tuple(slice(0, cut.stop - cut.start) for cut in region)]
 
     def release(self) -> None:
-        """Forget the host copy."""
+        """Free the host copy."""
         self._host, self._released = None, 0
 
     def release_layer(self) -> None:
-        """Forget the host copy after as many calls as logical tensors share it."""
+        """Free the host copy after as many calls as logical tensors share it."""
         self._released += 1
         if self._released >= self.users:
             self.release()
@@ -134,7 +134,7 @@ class XlaShards:
 class LogicalTensor(Tensor):
     """One tensor of the logical state, as torch.distributed.checkpoint's planners take it.
 
-    Either a whole XLA tensor, or its first `rows`, or one layer of a stacked one. Only its description is a tensor; the
+    Either a full XLA tensor, or its first `rows`, or one layer of a stacked one. Only its description is a tensor; the
     bytes stay with `shards` until a planner asks for them.
     """
 
@@ -148,11 +148,11 @@ class LogicalTensor(Tensor):
     ) -> LogicalTensor:
         shape = shards.shape if layer is None else shards.shape[1:]
         shape = shape if rows is None else torch.Size((rows, *shape[1:]))
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device=torch.device("cpu"))
-        made.shards, made.layer, made.rows = shards, layer, rows
+        description = Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device=torch.device("cpu"))
+        description.shards, description.layer, description.rows = shards, layer, rows
         if layer is not None:
             shards.users = shards.shape[0]
-        return made
+        return description
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -163,7 +163,7 @@ class LogicalTensor(Tensor):
         for start in offsets:
             region = self.shards.regions[start][1]
             if self.layer is not None:
-                region = region[1:]  # stacks are never split along their layers
+                region = region[1:]  # stacks are never sharded along their layers
             if self.rows is not None:
                 if start[0] >= self.rows:
                     continue  # nothing but padding
@@ -187,7 +187,7 @@ class LogicalTensor(Tensor):
         return self._chunks(self.shards.regions)
 
     def release(self) -> None:
-        """Forget the host copy, once every layer that shares it is no longer needed."""
+        """Free the host copy once no layer that shares it needs it."""
         self.shards.release_layer()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -22,7 +22,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.configure import CHECKS
 from pretraining.parallel.select import open_engine
 from tests.checkpoint.saving import save
-from tests.parallel.again import continued
+from tests.parallel.resuming import resume_run
 from tests.parallel.toy import TOY
 
 
@@ -31,7 +31,7 @@ def resave(source: Path, target: Path, fields: dict[str, object]) -> None:
     config = TrainConfig(**{**TOY, **fields})
     engine = open_engine(config)
     checkpoint = open_checkpoint(source)
-    live = continued(engine, config, checkpoint.facts.step, source.parent)
+    live = resume_run(engine, config, checkpoint.facts.step, source.parent)
     save(target, engine.state(*live), checkpoint.facts)
     engine.close()
 

@@ -17,7 +17,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.torch_engine import TorchEngine
-from tests.parallel.again import begun
+from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
 
 pytestmark = [
@@ -137,7 +137,7 @@ def test_a_saved_run_continues_with_the_losses_of_the_uninterrupted_one(tmp_path
     batch, losses = batch_of(config, documents=False), []
     engine = TorchEngine(config)
     try:
-        model, optimizer = begun(engine, config)
+        model, optimizer = prepare_run(engine, config)
         checkpoints = Checkpoints(config, tmp_path)
         for step in range(1, 9):
             losses.append(engine.train_step(model, optimizer, batch, 3e-3).read()["loss"])
@@ -145,7 +145,7 @@ def test_a_saved_run_continues_with_the_losses_of_the_uninterrupted_one(tmp_path
                 facts = Facts(step, 0, None, asdict(config), engine.name, engine.mesh._asdict())
                 checkpoints.save(step, engine.state(model, optimizer), facts)
         checkpoints.close()
-        again = begun(engine, config)
+        again = prepare_run(engine, config)
         facts_again = Checkpoints(config, tmp_path).restore(engine, *again)
         assert facts_again is not None and facts_again.step == 4
         continued = [engine.train_step(*again, batch, 3e-3).read()["loss"] for _ in range(4)]

@@ -35,7 +35,8 @@ RANDOM: dict[str, Fields] = {  # what is drawn anew at every step
     "dropout": {**FSDP, "hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1},
     "dropout, recomputed": {
         **{**FSDP, "hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1},
-        **{"fsdp_activation_checkpointing": True, "sharding_strategy": "ddp"},
+        "fsdp_activation_checkpointing": True,
+        "sharding_strategy": "ddp",
     },
 }
 BY_NORM: dict[str, Fields] = {

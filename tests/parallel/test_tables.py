@@ -67,8 +67,11 @@ def test_the_xla_engine_shards_what_the_strategy_s_name_says() -> None:
     names: Iterable[Any] = STRATEGIES
     layouts = {name: layout_of(TrainConfig(**WIDE, sharding_strategy=name), mesh) for name in names}
     assert {name: shares(layout, name) for name, layout in layouts.items()} == {
-        **{"ddp": (2, 2, 2), "zero1": (2, 2, 16), "zero2": (2, 16, 16)},
-        **{"fsdp": (16, 16, 16), "hsdp": (16, 16, 16)},
+        "ddp": (2, 2, 2),
+        "zero1": (2, 2, 16),
+        "zero2": (2, 16, 16),
+        "fsdp": (16, 16, 16),
+        "hsdp": (16, 16, 16),
     }
 
 

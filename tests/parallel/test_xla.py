@@ -20,8 +20,15 @@ STRATEGIES: dict[str, Fields] = {
     "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 4},
 }
 OPTIONS: Fields = {  # of the model, all that differ from Llama's
-    **{"norm_type": "layernorm", "norm_bias": True, "activation": "gelu", "attn_bias": True, "mlp_bias": True},
-    **{"qk_norm": True, "parallel_residual": True, "rotary_percentage": 0.5, "tie_word_embeddings": True},
+    "norm_type": "layernorm",
+    "norm_bias": True,
+    "activation": "gelu",
+    "attn_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "parallel_residual": True,
+    "rotary_percentage": 0.5,
+    "tie_word_embeddings": True,
 }
 WINDOWED: Fields = {"sliding_window": 20, "position_embedding_type": "learned_absolute"}
 TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
@@ -34,7 +41,8 @@ RECOMPUTED: dict[str, Fields] = {
 }
 MODULES: Fields = {
     **RECOMPUTED["every second"],
-    **{"checkpoint_granularity": "selective", "checkpoint_modules": "mlp,norm,core_attention"},
+    "checkpoint_granularity": "selective",
+    "checkpoint_modules": "mlp,norm,core_attention",
 }
 TOGETHER: Fields = {**RECOMPUTED["all"], "checkpoint_num_layers": 3}  # of 4: a remainder
 # Every strategy with every way of recomputing once, and not every pair of them

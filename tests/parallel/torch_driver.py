@@ -21,7 +21,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.torch_engine import TorchEngine
-from tests.parallel.again import begun, continued, saved
+from tests.parallel.resuming import prepare_run, resume_run, save_run
 from tests.parallel.toy import TOY
 
 
@@ -32,14 +32,14 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     config = TrainConfig(**{**TOY, "device": "cpu", **fields})
     engine = TorchEngine(config)
-    model, optimizer = begun(engine, config)
+    model, optimizer = prepare_run(engine, config)
     stream = open_stream(config, engine.data_rank, engine.data_size)
     losses, norms, refused, scales = [], [], [], []
     for step in range(config.num_steps):
         if halfway and step == 4:
             if not Path(halfway).exists():
-                saved(engine, config, (model, optimizer), step, Path(halfway))
-            model, optimizer = continued(engine, config, step, Path(halfway))
+                save_run(engine, config, (model, optimizer), step, Path(halfway))
+            model, optimizer = resume_run(engine, config, step, Path(halfway))
         batch = stream.batch(step)
         if alike:
             batch = {name: array[:1].repeat(len(array), axis=0) for name, array in batch.items()}

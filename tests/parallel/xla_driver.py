@@ -22,7 +22,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.xla import XlaEngine
-from tests.parallel.again import begun, continued, saved
+from tests.parallel.resuming import prepare_run, resume_run, save_run
 from tests.parallel.toy import TOY
 
 
@@ -33,13 +33,13 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     config = TrainConfig(**{**TOY, **fields})
     engine = XlaEngine(config)
-    model, optimizer = begun(engine, config)
+    model, optimizer = prepare_run(engine, config)
     stream = open_stream(config)
     losses, norms, compiled, refused = [], [], [], []
     for step in range(config.num_steps):
         if halfway and step == 4:
-            saved(engine, config, (model, optimizer), step, Path(halfway))
-            model, optimizer = continued(engine, config, step, Path(halfway))
+            save_run(engine, config, (model, optimizer), step, Path(halfway))
+            model, optimizer = resume_run(engine, config, step, Path(halfway))
         rate = learning_rate(config, step)
         batch = stream.batch(step)
         if alike:

@@ -23,7 +23,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.parallel.torch_engine import TorchEngine
 from pretraining.plan.traffic import ring
-from tests.parallel.again import begun
+from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
 
 SMALL = 4096  # bytes: norms of all blocks and three numbers a row are no more in this model
@@ -63,7 +63,7 @@ def run_case(fields: dict[str, Any], sent: Counter[str]) -> dict[str, Any]:
     """One step of the toy with these fields."""
     config = TrainConfig(**{**TOY, "device": "cpu", **fields})
     engine = TorchEngine(config)
-    model, optimizer = begun(engine, config)
+    model, optimizer = prepare_run(engine, config)
     batch = open_stream(config, engine.data_rank, engine.data_size).batch(0)
     sent.clear()
     engine.train_step(model, optimizer, batch, 1e-3).read()

@@ -1,4 +1,4 @@
-"""A run in the middle: saved, and taken up by a model and an optimizer that know nothing of it."""
+"""Saving a run and resuming it with a new model and optimizer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tests.checkpoint.saving import save
 Live = tuple[Any, Optimizer]  # model and optimizer
 
 
-def begun(engine: Any, config: TrainConfig) -> Live:
-    """A placed model and its prepared optimizer."""
+def prepare_run(engine: Any, config: TrainConfig) -> Live:
+    """Return a placed model and its prepared optimizer."""
     model = engine.place(build_model(config))
     optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
     return model, optimizer
 
 
-def saved(engine: Any, config: TrainConfig, live: Live, step: int, folder: Path) -> None:
+def save_run(engine: Any, config: TrainConfig, live: Live, step: int, folder: Path) -> None:
     """Save the run after `step` updates."""
     save(folder, engine.state(*live), Facts(step, 0, {}, asdict(config), engine.name, engine.mesh._asdict()))
 
 
-def continued(engine: Any, config: TrainConfig, step: int, folder: Path) -> Live:
-    """What `saved` left, on this engine."""
-    live = begun(engine, config)
+def resume_run(engine: Any, config: TrainConfig, step: int, folder: Path) -> Live:
+    """Return the run that `save_run` saved, on this engine."""
+    live = prepare_run(engine, config)
     state = engine.state(*live)
     load(open_checkpoint(folder / f"step_{step}"), state)
     state.commit()
