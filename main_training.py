@@ -6,11 +6,13 @@ import sys
 
 from pretraining.config.flags import run as run_script
 from pretraining.configure import CHECKS, configure
+from pretraining.parallel.processes import read_processes
 
 
 def main(**flags: str) -> int:
     """Pretrain a Llama variant: configuration, engine, model, optimizer, checkpoint, data, loop."""
     # Configuration: the files that flags name are reported key by key; every mistake at once, before torch is imported
+    read_processes()
     config = configure(flags)
     if config.import_only:
         return 0

@@ -11,6 +11,8 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.monitor import memory
+from pretraining.parallel import torch_engine
+from pretraining.parallel.processes import Processes
 from pretraining.parallel.torch_engine import TorchEngine
 
 GIB = 2**30
@@ -18,7 +20,7 @@ GIB = 2**30
 
 def engine(processes: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[TrainConfig, TorchEngine]:
     """The torch engine of one process among so many on this host."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setattr(torch_engine, "read_processes", lambda: Processes(local_world_size=processes))
     config = TrainConfig(device="cpu", model_variant="llama3_194m_4k", **fields)
     return config, TorchEngine(config)
 
@@ -48,6 +50,6 @@ def test_the_facts_show_the_memory_that_the_engine_s_layout_shards(monkeypatch: 
     config, opened = engine(1, monkeypatch, sharding_strategy="zero2", batch_size=1)
     opened.mesh = opened.mesh._replace(shard=8)
     opened.layout = opened.layout._replace(mesh=opened.mesh)
-    (line,) = (line for line in preflight.describe_run(config, opened).splitlines() if line.startswith("memory"))
+    (line,) = (line for line in preflight.describe_run(opened.config, opened).splitlines() if line.startswith("memory"))
     whole = 4 * VARIANTS[config.model_variant].parameters
     assert f"parameters {whole / 8 / 2**20:.2f} MiB" in line

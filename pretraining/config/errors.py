@@ -9,6 +9,8 @@ from typing import NamedTuple
 class UserError(ValueError):
     """A mistake that the user can fix: the message names the field or path, the value and the remedy. Exit code 2."""
 
+    is_printed_by_all = False  # by every process of a run, and not by rank 0 alone
+
 
 class Problem(NamedTuple):
     """One mistake in the configuration."""

@@ -37,7 +37,8 @@ def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None,
     try:
         code = _call(main, read(words), checks)
     except UserError as error:
-        _print_once(str(error))
+        if error.is_printed_by_all or first_rank():
+            print(error, file=sys.stderr, flush=True)
         code = USER_MISTAKE
     _write_exit_code(code)
     return code
@@ -46,7 +47,8 @@ def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None,
 def _write_exit_code(code: int) -> None:
     """torchrun turns every exit code into 1; scripts/train.sh finds each process's own in the folder EXIT_CODES."""
     if folder := os.environ.get("EXIT_CODES"):
-        Path(folder, os.environ.get("RANK", "0")).write_text(str(code))
+        rank = os.environ.get("RANK", "0")
+        Path(folder, rank if rank.isdigit() else "0").write_text(str(code))
 
 
 def _print_help() -> int:

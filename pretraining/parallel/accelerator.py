@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import resource
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pretraining.config.errors import UserError
+from pretraining.parallel.processes import read_processes
 
 MEMORY_EVENTS = 100_000  # kept allocations and frees: some steps of a small model, about 100 MB of file
 
@@ -34,7 +34,7 @@ def open_device(name: str) -> torch.device:
         return torch.device("cpu")
     if name == "tpu":
         return _open_tpu()
-    local, gpus = int(os.environ.get("LOCAL_RANK", "0")), cuda_gpus()
+    local, gpus = read_processes().local_rank, cuda_gpus()
     if not gpus:
         raise UserError("--device=cuda, but PyTorch finds no CUDA GPU; leave the flag out, or use --device=cpu")
     if local >= gpus:

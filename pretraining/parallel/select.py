@@ -10,6 +10,7 @@ from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.parallel import accelerator
 from pretraining.parallel.engine import Engine
+from pretraining.parallel.processes import read_processes
 
 # Variables with which torch-xla casts every fp32 tensor to 16 bits
 DOWNCAST_VARIABLES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16")
@@ -43,7 +44,7 @@ def choose_engine(config: TrainConfig) -> tuple[str, str]:
         return "torch", f"--device={config.device}{untested}"
     if gpus := accelerator.cuda_gpus():
         return "torch", f"{gpus} CUDA GPU{'s' * (gpus > 1)} found"
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if read_processes().world_size > 1:
         return "torch", "several processes per host, and xla uses one"
     if _has_xla():
         return "xla", "no CUDA GPU found, torch-xla is installed"

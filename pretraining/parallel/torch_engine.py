@@ -35,9 +35,10 @@ from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator, torch_tensor
-from pretraining.parallel.engine import LOSS_SCALE, Batch, TrainingState, raise_lost_peer_error, with_token_ids
+from pretraining.parallel.engine import LOSS_SCALE, Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import TorchLayout, shard_dimension
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
+from pretraining.parallel.processes import Processes, raise_process_error, read_processes
 from pretraining.parallel.recompute import block_mask, recomputed_modules
 from pretraining.parallel.sharding import BATCH_AXES
 from pretraining.parallel.step import DeviceScalars
@@ -57,8 +58,9 @@ class TorchEngine:
         self.device = accelerator.open_device(config.device)
         self.device_name = accelerator.device_name(self.device)
         self.home = torch.device("cpu") if config.cpu_offload else self.device  # of shards, gradients and moments
-        self.process_index, self.process_count = _from_torchrun("RANK", 0), _from_torchrun("WORLD_SIZE", 1)
-        self.host_processes = _from_torchrun("LOCAL_WORLD_SIZE", 1)
+        processes = read_processes()
+        self.process_index, self.process_count = processes.rank, processes.world_size
+        self.host_processes = processes.local_world_size
         self.host_devices = self.host_processes if self.home.type == "cpu" else 0
         self.mesh = resolve_mesh(config, self.process_count, self.host_processes)
         self.layout = TorchLayout(self.mesh, config.sharding_strategy)
@@ -68,25 +70,24 @@ class TorchEngine:
         self.precision = precision_of(config)
         self.compiles = config.use_torch_compile and accelerator.compiles(self.device)
         self._joined = False
-        self.device_mesh = self._open_mesh()
+        self.device_mesh = self._open_mesh(processes)
         self.tensor_ranks = self.device_mesh["tensor"] if self.device_mesh and self.mesh.tensor > 1 else None
 
-    def _open_mesh(self) -> DeviceMesh | None:
+    def _open_mesh(self, processes: Processes) -> DeviceMesh | None:
         """Return the grid of all processes; None for a single process on the CPU, where FSDP would only copy."""
-        launched = "WORLD_SIZE" in os.environ
-        if not launched and self.device.type == "cpu":
+        if not processes.is_launched and self.device.type == "cpu":
             return None
-        with raise_lost_peer_error(self.process_index, self.config.collective_timeout):
+        with raise_process_error(processes, self.config.collective_timeout):
             if not dist.is_initialized():
-                self._join(launched)
+                self._join(processes)
             # Tensor ranks are consecutive processes; FSDP shards a tensor rank's shard, hence the order of the axes.
             grid = torch.arange(self.process_count).view(self.mesh.replica, self.mesh.shard, self.mesh.tensor)
             return DeviceMesh(self.device.type, grid.transpose(1, 2), mesh_dim_names=("replica", "tensor", "shard"))
 
-    def _join(self, launched: bool) -> None:
+    def _join(self, processes: Processes) -> None:
         """Join the process group, which `close` leaves; torchrun's environment names the other processes."""
         options: dict[str, Any] = {}
-        if not launched:
+        if not processes.is_launched:
             options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         if self.device.type == "cuda":
             options["device_id"] = self.device
@@ -323,7 +324,3 @@ def refuse_uneven_columns(config: TrainConfig, mesh: Mesh) -> None:
         remedy = f"needs hidden_size={hidden} to be a multiple of the {mesh.shard} data-parallel ranks of a group"
         problem = Problem(f"--tensor_parallel_size={mesh.tensor}", f"{remedy}; use sharding_strategy=hsdp with fewer")
         raise ConfigError([problem])
-
-
-def _from_torchrun(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))

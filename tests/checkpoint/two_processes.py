@@ -15,11 +15,11 @@ def processes(*command: str | Path, **environment: str) -> list[tuple[int, list[
     """Exit status and output lines of `python COMMAND` as rank 0 and as rank 1."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     started = [
         subprocess.Popen(
             [sys.executable, *command],
-            env={**os.environ, **common, **environment, "RANK": rank},
+            env={**os.environ, **common, **environment, "RANK": rank, "LOCAL_RANK": rank},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -12,6 +12,7 @@ import torch
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.parallel import accelerator, select
+from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine, refuse_downcast_variables
 from pretraining.parallel.torch_engine import TorchEngine
 from tests.parallel.launch import ALONE, run_on_torch
@@ -169,7 +170,7 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
     def chosen(gpus: int, xla: bool, processes: int = 1, **fields: Any) -> str:
         monkeypatch.setattr("pretraining.parallel.accelerator.cuda_gpus", lambda: gpus)
         monkeypatch.setattr("pretraining.parallel.select._has_xla", lambda: xla)
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        monkeypatch.setattr("pretraining.parallel.select.read_processes", lambda: Processes(world_size=processes))
         return choose_engine(TrainConfig(**fields))[0]
 
     assert chosen(gpus=8, xla=True) == "torch"

@@ -1,0 +1,103 @@
+"""The processes of a run, as torchrun's environment variables describe them. Imports no torch.
+
+A run without any of these variables is a single process. A launcher sets all of them, so every mistake is reported at
+once, in every process that sees it: rank 0 may be the one that is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pretraining.config.errors import UserError
+
+COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+VARIABLES = (*COUNTS, "MASTER_ADDR", "MASTER_PORT")
+HOW_TO_START = (
+    "A launcher sets all of these variables. Start several processes with `bash scripts/train.sh` or `torchrun "
+    f"--nproc-per-node=N main_training.py`, and a single one without them: env -u {' -u '.join(COUNTS)}"
+)
+
+
+class Processes(NamedTuple):
+    """This process among those of the run; the default is a single process without a launcher."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0  # among the processes of this host
+    local_world_size: int = 1  # processes of this host
+    is_launched: bool = False
+
+
+class ProcessError(UserError):
+    """The processes of a run cannot start together. Printed by every process that raises it."""
+
+    is_printed_by_all = True
+
+
+def read_processes(environment: Mapping[str, str] = os.environ) -> Processes:
+    """Return what the environment says. Raises ProcessError with every mistake and how to start a run."""
+    if not any(name in environment for name in COUNTS):
+        return Processes()
+    problems = dict(_problems(environment))
+    if problems:
+        subjects = {name: f"{name}={environment[name]}" if name in environment else name for name in problems}
+        width = max(map(len, subjects.values()))
+        lines = [f"  {subjects[name]:<{width}}  {problem}" for name, problem in problems.items()]
+        headline = f"{len(problems)} problem{'s' * (len(problems) > 1)} with the environment:"
+        raise ProcessError("\n".join([headline, *lines, HOW_TO_START]))
+    rank, world_size, local_rank, local_world_size = (int(environment[name]) for name in COUNTS)
+    return Processes(rank, world_size, local_rank, local_world_size, is_launched=True)
+
+
+@contextmanager
+def raise_process_error(processes: Processes, timeout: int) -> Iterator[None]:
+    """Raise ProcessError where the processes do not find each other: torch.distributed describes a socket."""
+    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    try:
+        if processes.is_launched:
+            socket.getaddrinfo(address, int(port))
+        yield
+    except socket.gaierror as error:
+        raise ProcessError(f"MASTER_ADDR={address} is not the name of a host: {error.strerror}") from error
+    except RuntimeError as error:  # DistNetworkError, DistStoreError and gloo's errors
+        if not processes.is_launched:
+            raise
+        start = f"process {processes.rank} of {processes.world_size} did not reach the others through {address}:{port}"
+        remedy = f"start all {processes.world_size} with the same MASTER_ADDR and MASTER_PORT"
+        reason = str(error).splitlines()[0]
+        raise ProcessError(f"{start} within {timeout} s (collective_timeout): {remedy} ({reason})") from error
+
+
+def _problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the variables that are wrong, and why."""
+    numbers: dict[str, int] = {}
+    for name in VARIABLES:
+        text = environment.get(name)
+        if not text:
+            yield name, "is not set" if text is None else "is empty"
+        elif text.isascii() and text.isdigit() and len(text) < 10:
+            numbers[name] = int(text)
+        elif name != "MASTER_ADDR":
+            yield name, "is not a whole number"
+    for name, number in numbers.items():
+        if contradiction := _contradiction(name, number, numbers):
+            yield name, contradiction
+
+
+def _contradiction(name: str, number: int, numbers: Mapping[str, int]) -> str | None:
+    if name.endswith("WORLD_SIZE") and number < 1:
+        return "is not at least 1"
+    if name == "MASTER_PORT" and not 1 <= number <= 65535:
+        return "is not a port from 1 to 65535"
+    if name == "LOCAL_WORLD_SIZE" and number > numbers.get("WORLD_SIZE", number):
+        return f"is above WORLD_SIZE={numbers['WORLD_SIZE']}"
+    if name == "LOCAL_RANK" and number > numbers.get("RANK", number):
+        return f"is above RANK={numbers['RANK']}"
+    bound = name.replace("RANK", "WORLD_SIZE")
+    if name.endswith("RANK") and number >= numbers.get(bound, number + 1):
+        return f"is not below {bound}={numbers[bound]}"
+    return None

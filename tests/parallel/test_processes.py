@@ -1,0 +1,113 @@
+"""The environment of a launcher: every mistake in one message, before torch is imported, and no endless wait."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pretraining.parallel.processes import COUNTS, VARIABLES, ProcessError, Processes, read_processes
+from tests.parallel.launch import ROOT
+
+COMPLETE = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+WRONG = ("", " ", "abc", "-1", "1.5", "1e3", "0x1", "\u0663", "9" * 5000)
+CONTRADICTIONS: list[tuple[dict[str, str], set[str]]] = [
+    ({"RANK": "4"}, {"RANK"}),
+    ({"RANK": "0"}, {"LOCAL_RANK"}),
+    ({"WORLD_SIZE": "0"}, {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}),
+    ({"WORLD_SIZE": "1"}, {"RANK", "LOCAL_WORLD_SIZE"}),
+    ({"LOCAL_RANK": "2", "RANK": "3"}, {"LOCAL_RANK"}),
+    ({"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}),
+    ({"LOCAL_WORLD_SIZE": "5"}, {"LOCAL_WORLD_SIZE"}),
+    ({"MASTER_PORT": "0"}, {"MASTER_PORT"}),
+    ({"MASTER_PORT": "65536"}, {"MASTER_PORT"}),
+    ({"RANK": "9", "MASTER_PORT": "x", "MASTER_ADDR": ""}, {"RANK", "MASTER_PORT", "MASTER_ADDR"}),
+]
+
+
+def wrong_variables(environment: dict[str, str]) -> set[str]:
+    with pytest.raises(ProcessError) as refused:
+        read_processes(environment)
+    head, *lines, remedy = str(refused.value).splitlines()
+    assert head.startswith(f"{len(lines)} problem")
+    assert "torchrun" in remedy and "env -u RANK" in remedy
+    return {line.split()[0].partition("=")[0] for line in lines}
+
+
+def test_a_complete_environment_is_read_and_none_is_a_single_process() -> None:
+    assert read_processes(COMPLETE) == Processes(1, 4, 1, 2, is_launched=True)
+    assert read_processes({"MASTER_ADDR": "", "MASTER_PORT": "x"}) == Processes()
+
+
+@pytest.mark.parametrize(
+    "present", [names for size in range(1, 6) for names in itertools.combinations(VARIABLES, size)]
+)
+def test_every_missing_variable_is_named(present: tuple[str, ...]) -> None:
+    environment = {name: COMPLETE[name] for name in present}
+    if set(present) & set(COUNTS):
+        assert wrong_variables(environment) >= set(VARIABLES) - set(present)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIABLES if name != "MASTER_ADDR"])
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: repr(value)[:8])
+def test_a_value_that_is_no_number_is_named(name: str, value: str) -> None:
+    assert wrong_variables({**COMPLETE, name: value}) == {name}
+
+
+@pytest.mark.parametrize(("changes", "names"), CONTRADICTIONS)
+def test_contradictions_are_named_together(changes: dict[str, str], names: set[str]) -> None:
+    assert wrong_variables({**COMPLETE, **changes}) == names
+
+
+def start(**variables: str) -> tuple[int, str, float]:
+    """Exit code, output and seconds of the script in this environment."""
+    flags = [
+        "--use_dummy_dataset",
+        "--model_variant=tiny",
+        "--seq_length=64",
+        "--engine=torch",
+        "--device=cpu",
+        "--collective_timeout=5",
+    ]
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "main_training.py", *flags],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - began
+
+
+def test_the_script_refuses_a_wrong_environment_before_it_imports_torch() -> None:
+    code, output, _ = start(RANK="3", WORLD_SIZE="2", PYTHONPROFILEIMPORTTIME="1")
+    lines = [line for line in output.splitlines() if not line.startswith("import time:")]
+    assert (code, lines[0]) == (2, "5 problems with the environment:")
+    assert not any(line.split("|")[-1].strip() == "torch" for line in output.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "address"), [("1", "localhost"), ("0", "localhost"), ("1", "no-such-host.invalid")])
+def test_a_peer_that_never_comes_and_an_unknown_master_are_one_sentence(rank: str, address: str) -> None:
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**COMPLETE, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+    code, output, seconds = start(**{**environment, "MASTER_ADDR": address, "MASTER_PORT": str(port)})
+    assert code == 2 and "Traceback" not in output, output
+    assert seconds < 45
+    assert address in output.splitlines()[-1]
