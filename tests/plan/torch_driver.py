@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=4 torch_driver.py '{"case": {"field": value}, ...}'
 
-Process 0 prints JSON: by case, bytes of parameters and moments, and bytes that leave the process in a training step,
-by operation. Scalars and small sums are left out, as the plan leaves them out.
+Process 0 prints JSON: by case, the bytes of one device as the engine measures them and as its layout counts them, and
+the bytes that leave the process in a training step, by operation. Scalars and small sums are left out, as in the plan.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
+from pretraining.parallel.layout import state_bytes
 from pretraining.parallel.torch_engine import TorchEngine
 from pretraining.plan.traffic import ring
 from tests.parallel.resuming import prepare_run
@@ -67,7 +68,11 @@ def run_case(fields: dict[str, Any], sent: Counter[str]) -> dict[str, Any]:
     batch = open_stream(config, engine.data_rank, engine.data_size).batch(0)
     sent.clear()
     engine.train_step(model, optimizer, batch, 1e-3).read()
-    return {"bytes": engine.bytes_per_device(model, optimizer), "sent": dict(sent)}
+    return {
+        "measured": engine.bytes_per_device(model, optimizer),
+        "counted": state_bytes(config, engine.layout),
+        "sent": dict(sent),
+    }
 
 
 if __name__ == "__main__":
