@@ -22,7 +22,8 @@ def engine(processes: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tu
     """The torch engine of one process among so many on this host."""
     monkeypatch.setattr(torch_engine, "read_processes", lambda: Processes(local_world_size=processes))
     config = TrainConfig(device="cpu", model_variant="llama3_194m_4k", **fields)
-    return config, TorchEngine(config)
+    opened = TorchEngine(config)
+    return opened.config, opened
 
 
 @pytest.mark.parametrize(("processes", "fits"), [(1, True), (8, False)])

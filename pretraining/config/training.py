@@ -590,6 +590,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Replace defaults that stand for another value; a frozen dataclass has no other way to."""
         derived: dict[str, object] = {"sharding_strategy": self.sharding_strategy.lower()}  # fms-fsdp documents FSDP
+        derived["plan_device_kind"] = self.plan_device_kind.lower()
         if self.checkpoint_interval == -1:
             derived["checkpoint_interval"] = 0 if self.use_dummy_dataset else 10_000
         if self.training_stage.lower() == "annealing" and self.lr_schedule == "fms_cosine":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+FLOP_UNITS = ("KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP", "YFLOP")
+
 
 def number(value: float | None, width: int, digits: int) -> str:
     """Return a number in a fixed width; "nan" for one that is not finite (null in metrics.jsonl)."""
@@ -43,7 +45,7 @@ def amount(count: float) -> str:
 
 def flop(count: float) -> str:
     """Return floating-point operations as "46.87 GFLOP"."""
-    return f"{count:.0f} FLOP" if count < 1e3 else _largest(count, 1e3, ("KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+    return f"{count:.0f} FLOP" if count < 1e3 else _largest(count, 1e3, FLOP_UNITS)
 
 
 def _largest(count: float, step: float, units: Sequence[str]) -> str:

@@ -47,7 +47,7 @@ def _position(step: int, num_steps: int) -> str:
 
 
 @contextmanager
-def heartbeat(label: str, every: float = 10.0) -> Iterator[None]:
+def heartbeat(label: str, every: float = 5.0) -> Iterator[None]:
     """While the body runs, print "<label> ... 20s" every `every` seconds; nothing if it is faster."""
     done = threading.Event()
     start = time.monotonic()

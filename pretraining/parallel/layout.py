@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from pretraining.config.errors import Problem
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.init import on_meta
@@ -140,6 +141,14 @@ class TorchLayout(NamedTuple):
     def moment(self, name: str) -> Spec:
         """Return the sharding of its optimizer state."""
         return self.parameter(name)
+
+
+def uneven_columns(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Yield a problem if FSDP2 would have to shard columns unevenly, which it cannot."""
+    hidden = model_shape(config).hidden_size
+    if mesh.tensor > 1 and hidden % mesh.shard:
+        remedy = f"needs hidden_size={hidden} to be a multiple of the {mesh.shard} data-parallel ranks of a group"
+        yield Problem(f"--tensor_parallel_size={mesh.tensor}", f"{remedy}; use sharding_strategy=hsdp with fewer")
 
 
 def tensor_dimension(name: str) -> int | None:

@@ -25,9 +25,8 @@ from torch.distributed.tensor import Shard
 from torch.profiler import profile, supported_activities, tensorboard_trace_handler
 from torch.utils.checkpoint import checkpoint
 
-from pretraining.config.errors import ConfigError, Problem
+from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import model_shape
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import initial_weight
 from pretraining.models.llama import BatchInputs, Block, Llama
@@ -36,8 +35,8 @@ from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator, torch_tensor
 from pretraining.parallel.engine import LOSS_SCALE, Batch, TrainingState, with_token_ids
-from pretraining.parallel.layout import TorchLayout, shard_dimension
-from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
+from pretraining.parallel.layout import TorchLayout, shard_dimension, uneven_columns
+from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes, raise_process_error, read_processes
 from pretraining.parallel.recompute import block_mask, recomputed_modules
 from pretraining.parallel.sharding import BATCH_AXES
@@ -64,7 +63,8 @@ class TorchEngine:
         self.host_devices = self.host_processes if self.home.type == "cpu" else 0
         self.mesh = resolve_mesh(config, self.process_count, self.host_processes)
         self.layout = TorchLayout(self.mesh, config.sharding_strategy)
-        refuse_uneven_columns(config, self.mesh)
+        if problems := list(uneven_columns(config, self.mesh)):
+            raise ConfigError(problems)
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
         self.data_rank, self.data_size = self.process_index // self.mesh.tensor, self.mesh.data_ranks
         self.precision = precision_of(config)
@@ -317,10 +317,3 @@ class TorchEngine:
             dist.destroy_process_group()
 
 
-def refuse_uneven_columns(config: TrainConfig, mesh: Mesh) -> None:
-    """ConfigError where FSDP would split columns unevenly, which it cannot."""
-    hidden = model_shape(config).hidden_size
-    if mesh.tensor > 1 and hidden % mesh.shard:
-        remedy = f"needs hidden_size={hidden} to be a multiple of the {mesh.shard} data-parallel ranks of a group"
-        problem = Problem(f"--tensor_parallel_size={mesh.tensor}", f"{remedy}; use sharding_strategy=hsdp with fewer")
-        raise ConfigError([problem])

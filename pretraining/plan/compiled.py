@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
+from pretraining.monitor.progress import heartbeat
 from pretraining.plan.program import bytes_by_purpose, collectives, product_flops
 
 ROOT = Path(__file__).parents[2]
@@ -73,9 +74,11 @@ def compile_step(config: TrainConfig, shard: int) -> CompiledStep:
         folder = Path(name)
         began = time.perf_counter()
         devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(config.plan_devices)}
-        _run("pretraining.parallel.xla_export", name, stdin=json.dumps(asdict(traced)), variables=devices)
+        with heartbeat("tracing the step"):
+            _run("pretraining.parallel.xla_export", name, stdin=json.dumps(asdict(traced)), variables=devices)
         seconds = time.perf_counter() - began
-        _run("pretraining.plan.compiler", name, target)
+        with heartbeat(f"compiling the step for {target}"):
+            _run("pretraining.plan.compiler", name, target)
         programs = [CompiledProgram(**fields) for fields in json.loads((folder / "compiled.json").read_text())]
         return _read(folder, target, seconds, programs)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.monitor.figures import flop, percent, size
+from pretraining.monitor.figures import amount, duration, flop, percent, size
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import axes_of
 from pretraining.plan.compiled import CompiledStep
 from pretraining.plan.engines import engine_of
-from pretraining.plan.plan import USABLE, Plan, nearest_fit
+from pretraining.plan.plan import USABLE, Plan, nearest_fit, refusals
 from pretraining.plan.stages import idle_share
 
 # The settings that the plan varies.
@@ -23,8 +23,12 @@ VARIED = (
     "sequence_parallel",
     "context_parallel_size",
     "batch_size",
+    "global_batch_size",
+    "gradient_accumulation_steps",
     "fsdp_activation_checkpointing",
     "selective_checkpointing",
+    "checkpoint_granularity",
+    "checkpoint_modules",
     "plan_devices",
 )
 
@@ -47,6 +51,7 @@ def _head(plan: Plan) -> list[str]:
         f"{config.seq_length:,}; {config.gradient_accumulation_steps} micro-batches of {config.batch_size} per rank",
         f"recomputed     {sum(mask)} of {len(mask)} blocks",
     ]
+    lines += [f"refused        {problem.subject} {problem.remedy}" for problem in refusals(plan)]
     if plan.stage.of > 1:
         number, of, pieces = plan.stage
         lines.append(
@@ -80,8 +85,15 @@ def _memory(plan: Plan) -> list[str]:
 def _change(config: TrainConfig, other: TrainConfig | None) -> str:
     if other is None:
         return "no change of sharding, recomputation, batch_size or up to 16 times the devices makes it fit"
-    changed = [name for name in VARIED if getattr(config, name) != getattr(other, name)]
-    return f"fits with {' '.join(f'--{name}={getattr(other, name)}' for name in changed)}"
+    return f"fits with {flags_of(other, config, alone=False)}"
+
+
+def flags_of(config: TrainConfig, asked: TrainConfig, *, alone: bool = True) -> str:
+    """Return the flags that turn the configuration `asked` into `config`, and with `alone` the defaults, too."""
+    bases = (asked, TrainConfig(plan_devices=asked.plan_devices)) if alone else (asked,)
+    shown = ("sharding_strategy", "batch_size") if alone else ()
+    names = [n for n in VARIED if n in shown or any(getattr(config, n) != getattr(base, n) for base in bases)]
+    return " ".join(f"--{name}={getattr(config, name)}" for name in names)
 
 
 def _traffic(plan: Plan) -> list[str]:
@@ -93,33 +105,31 @@ def _traffic(plan: Plan) -> list[str]:
 
 
 def _time(plan: Plan) -> list[str]:
-    kind = plan.kind
+    config, kind, devices = plan.config, plan.kind, plan.config.plan_devices
+    tokens = config.num_steps * config.tokens_per_step
+    computation, overlapped = f"{plan.compute_seconds:.3f} s of computation", f"{plan.overlapped_seconds:.3f} s"
     return [
         f"FLOP/token     {flop(plan.flops)} (6 N + 12 L d S)",
-        f"step           {plan.step_seconds:.3f} s predicted, MFU {percent(plan.mfu)}: computation "
-        f"{plan.compute_seconds:.3f} s at {kind.efficiency:.0%} of {flop(kind.peak_flops)}/s, recomputation included; "
-        f"{plan.overlapped_seconds:.3f} s of communication behind it, {plan.exposed_seconds:.3f} s not hidden",
-        f"assumed        {kind.link / 1e9:,.0f} GB/s within {kind.per_host} devices, "
-        f"{kind.network / 1e9:,.0f} GB/s beyond",
+        f"step           {plan.step_seconds:.3f} s predicted, MFU {percent(plan.mfu)}: the longer of "
+        f"{computation} and {overlapped} of communication that overlaps with it, and {plan.exposed_seconds:.3f} s of "
+        "communication that does not",
+        f"speed          {plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / devices:,.0f} per device",
+        f"run            {config.num_steps:,} steps: {duration(config.num_steps * plan.step_seconds)}, "
+        f"{amount(tokens)} tokens, {flop(plan.flops * tokens)}",
+        f"assumed        {kind.efficiency:.0%} of {flop(kind.peak_flops)}/s, recomputation included; "
+        f"{kind.link / 1e9:,.0f} GB/s within {kind.per_host} devices, {kind.network / 1e9:,.0f} GB/s beyond",
     ]
 
 
-def ranking(plans: list[Plan]) -> str:
-    """Return a line for each of the 20 fastest meshes that fit."""
+def ranking(plans: list[Plan], asked: TrainConfig) -> str:
+    """Return a line for each of the 20 fastest meshes, with the flags that turn the configuration `asked` into it."""
     if not plans:
         return "no mesh of these devices fits; --plan_search=False shows the nearest change"
     lines = [f"{'step s':>9} {'MFU':>6} {'memory':>11}  flags"]
     for plan in plans[:20]:
-        flags = " ".join(
-            f"--{name}={getattr(plan.config, name)}" for name in VARIED[:-1] if _matters(plan.config, name)
-        )
-        lines.append(f"{plan.step_seconds:>9.3f} {percent(plan.mfu):>6} {size(plan.memory.total):>11}  {flags}")
+        figures = f"{plan.step_seconds:>9.3f} {percent(plan.mfu):>6} {size(plan.memory.total):>11}"
+        lines.append(f"{figures}  {flags_of(plan.config, asked)}")
     return "\n".join([*lines, f"{len(plans)} meshes fit"])
-
-
-def _matters(config: TrainConfig, name: str) -> bool:
-    value = getattr(config, name)
-    return name in ("sharding_strategy", "batch_size") or value not in (0, 1, False, "1")
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -135,6 +145,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "executed_flops": plan.executed,
         "collectives": [collective._asdict() for collective in plan.collectives],
         "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "run_seconds": plan.config.num_steps * plan.step_seconds,
         "mfu": plan.mfu,
     }
 

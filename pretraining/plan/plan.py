@@ -14,20 +14,23 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from pretraining.config.devices import PLAN_KINDS, DeviceKind
-from pretraining.config.errors import ConfigError
+from pretraining.config.errors import ConfigError, Problem
+from pretraining.config.support import unsupported
 from pretraining.config.training import ShardingStrategy, TrainConfig
 from pretraining.config.validate import problems
 from pretraining.config.variants import model_shape
 from pretraining.models.checks import CHECKS as MODEL_CHECKS
 from pretraining.monitor.flops import flops_per_token
 from pretraining.parallel.checks import CHECKS as PARALLEL_CHECKS
-from pretraining.parallel.layout import StateTensor
+from pretraining.parallel.layout import StateTensor, uneven_columns
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask
+from pretraining.plan.engines import engine_of
 from pretraining.plan.memory import DeviceMemory, device_memory, tensor_bytes, tensors_of, weights_of
 from pretraining.plan.stages import Stage, idle_share, stage_config, stages
 from pretraining.plan.traffic import Collective, collectives
 
+CHECKS = (*MODEL_CHECKS, *PARALLEL_CHECKS)
 USABLE = 0.92  # of the memory: the rest is the runtime's, and fragments (a CUDA context and NCCL take 2 to 4 GiB)
 
 
@@ -63,6 +66,11 @@ class Plan(NamedTuple):
         """Share of the peak that the model's own operations reach."""
         work = self.flops * self.config.tokens_per_step / (self.kind.peak_flops * self.config.plan_devices)
         return work / self.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all devices per second."""
+        return self.config.tokens_per_step / self.step_seconds
 
     def bytes_of(self, weight: StateTensor) -> int:
         """Return the bytes of a parameter on one device."""
@@ -149,26 +157,43 @@ def nearest_fit(plan: Plan) -> TrainConfig | None:
     return None
 
 
+def refusals(plan: Plan) -> list[Problem]:
+    """Return the problems for which the planned configuration would not train on its engine."""
+    config, engine = plan.config, engine_of(plan.config)
+    uneven = uneven_columns(config, plan.mesh) if engine == "torch" else ()
+    return [*unsupported(config, engine), *uneven]
+
+
 def _plan_if_valid(config: TrainConfig) -> Plan | None:
     try:
-        return None if problems(config, (*MODEL_CHECKS, *PARALLEL_CHECKS), missing_matters=False) else plan_of(config)
+        plan = None if problems(config, CHECKS, missing_matters=False) else plan_of(config)
     except ConfigError:
         return None
+    return None if plan is None or refusals(plan) else plan
 
 
 def search(config: TrainConfig) -> list[Plan]:
-    """Return the plan of every mesh that fits with this global batch, the fastest first."""
+    """Return the plan of every mesh that fits and trains on its engine with this global batch, the fastest first."""
     total, rows = plan_of(config).config.global_batch_size or 1, config.batch_size
     plans = (_plan_if_valid(_with_batch(candidate, total, rows)) for candidate in _candidates(config))
-    return sorted((plan for plan in plans if plan and plan.fits), key=lambda plan: plan.step_seconds)
+    usable = [plan for plan in plans if plan and plan.fits and not _is_another_name(plan)]
+    return sorted(usable, key=lambda plan: plan.step_seconds)
+
+
+def _is_another_name(plan: Plan) -> bool:
+    """Return whether the strategy shards as a simpler one does: hsdp in one group, or any over a single rank."""
+    if plan.config.sharding_strategy == "hsdp":
+        return plan.mesh.replica == 1 or plan.mesh.shard * plan.mesh.context == 1
+    return plan.config.sharding_strategy != "ddp" and plan.mesh.shard * plan.mesh.context == 1
 
 
 def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
-    kind = PLAN_KINDS[config.plan_device_kind]
-    tensors = [ranks for ranks in (1, 2, 4, 8, 16) if config.plan_devices % ranks == 0 and ranks <= kind.per_host]
-    contexts = [ranks for ranks in (1, 2, 4) if config.plan_devices % ranks == 0]
+    devices = config.plan_devices // config.pipeline_parallel_size
+    tensors = [ranks for ranks in (1, 2, 4, 8, 16) if ranks <= PLAN_KINDS[config.plan_device_kind].per_host]
     strategies: tuple[ShardingStrategy, ...] = ("ddp", "zero1", "fsdp", "hsdp")
-    for strategy, tensor, context, recompute in product(strategies, tensors, contexts, (False, True)):
+    for strategy, tensor, context, recompute in product(strategies, tensors, (1, 2, 4), (False, True)):
+        if devices % (tensor * context):
+            continue
         yield replace(
             config,
             sharding_strategy=strategy,
@@ -185,6 +210,7 @@ def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
 
 def _with_batch(config: TrainConfig, total: int, rows: int) -> TrainConfig:
     """Return `config` with a global batch of `total` rows, in micro-batches of `rows` or as many as there are."""
-    ranks = config.plan_devices // (config.tensor_parallel_size * config.context_parallel_size)
+    inner = config.tensor_parallel_size * config.context_parallel_size * config.pipeline_parallel_size
+    ranks = config.plan_devices // inner
     batch_size = max(1, min(total // ranks, rows))
     return replace(config, batch_size=batch_size, global_batch_size=total, gradient_accumulation_steps=None)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pretraining.config.training import TrainConfig
+from pretraining.monitor.progress import heartbeat
 from pretraining.plan.checks import topology_devices
 from pretraining.plan.compiled import compile_step
 from pretraining.plan.page import as_json, compiled_json, compiled_page, page, ranking
@@ -16,8 +17,13 @@ from pretraining.plan.plan import plan_of, search
 def show(config: TrainConfig) -> int:
     """Print the plan or the ranking of plan_search, and the comparison of plan_compile. Return the exit code, 0."""
     config = replace(config, plan_devices=config.plan_devices or topology_devices(config))
-    plans = search(config) if config.plan_search else [plan_of(config)]
-    print(ranking(plans) if config.plan_search else page(plans[0]), flush=True)
+    if config.plan_search:
+        with heartbeat("searching meshes"):
+            plans = search(config)
+        print(ranking(plans, config), flush=True)
+    else:
+        plans = [plan_of(config)]
+        print(page(plans[0]), flush=True)
     listed = [as_json(plan) for plan in plans]
     if config.plan_compile:
         compiled = compile_step(plans[0].config, plans[0].mesh.shard)

@@ -33,8 +33,8 @@ MODEL: dict[str, Any] = {
         ({"plan_topology": "4x4", "plan_devices": 8}, "has 16 chips, and plan_devices=8"),
         ({"plan_device_kind": "h100"}, "is a slice of TPUs, and plan_device_kind=h100; use tpu-v4"),
         ({"plan_search": True}, "compiles one configuration"),
-        ({"engine": "torch"}, "compiles what the xla engine runs"),
-        ({"plan": False}, "plan_compile=True +needs --plan=True"),
+        ({"engine": "torch"}, "the xla engine"),
+        ({"plan": False}, "plan_compile=True +needs --plan"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_before_anything_starts(fields: dict[str, Any], message: str) -> None:

@@ -19,8 +19,10 @@ from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.configure import configure
+from pretraining.monitor.figures import duration, flop
 from pretraining.plan.engines import engine_of
-from pretraining.plan.plan import USABLE, nearest_fit, plan_of, search
+from pretraining.plan.page import VARIED, page, ranking
+from pretraining.plan.plan import USABLE, nearest_fit, plan_of, refusals, search
 from pretraining.plan.stages import idle_share
 from pretraining.plan.traffic import ring
 
@@ -73,7 +75,7 @@ def test_what_does_not_fit_says_so_names_the_nearest_change_and_ends_well(capsys
     [
         ({"plan_devices": 0}, "needs --plan_devices=N"),
         ({"plan_device_kind": ""}, "needs --plan_device_kind: one of"),
-        ({"plan": False}, "--plan_devices=64.* needs --plan=True"),
+        ({"plan": False}, "--plan_devices=64.* needs --plan"),
         ({"plan_device_kind": "h1000"}, "must be one of"),
     ],
 )
@@ -156,3 +158,60 @@ def test_the_search_ranks_what_fits_for_one_global_batch() -> None:
     assert {plan.config.global_batch_size for plan in plans} == {128}
     times = [plan.step_seconds for plan in plans]
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"plan_devices": 8, "plan_device_kind": "h100"},
+        {"plan_devices": 8, "plan_device_kind": "A100-80"},  # kinds are read in any case
+        {"plan_devices": 8, "plan_device_kind": "tpu-v6e"},
+        {"plan_devices": 64, "plan_device_kind": "h100", "model_variant": "llama3_70b"},
+        {"plan_devices": 64, "plan_device_kind": "tpu-v5p", "model_variant": "llama3_70b", "batch_size": 4},
+        {"plan_devices": 64, "plan_device_kind": "trn2", "gradient_accumulation_steps": 4},
+        {
+            **{"plan_devices": 16, "plan_device_kind": "h100", "tensor_parallel_size": 2, "sequence_parallel": True},
+            **{"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2", "sharding_strategy": "ddp"},
+            **{"pipeline_parallel_size": 2},
+        },
+    ],
+    ids=lambda fields: f"{fields['plan_devices']}-{fields['plan_device_kind']}",
+)
+def test_the_flags_of_every_row_give_its_figures_and_train_on_its_engine(fields: dict[str, Any]) -> None:
+    asked = {"model_variant": "llama3_8b", "batch_size": 2, "seq_length": 4096, **fields, "plan": True}
+    base = configure(asked)
+    plans = search(base)
+    rows = ranking(plans, base).splitlines()[1:-1]
+    assert rows and len(rows) == min(len(plans), 20)
+    fixed = {name: value for name, value in asked.items() if name not in VARIED or name == "plan_devices"}
+    for number, (row, plan) in enumerate(zip(rows, plans, strict=False)):
+        flags = dict(flag.removeprefix("--").split("=") for flag in row.split("GiB")[1].split())
+        again = plan_of(configure({**(fixed if number % 2 else asked), **flags}))
+        assert again.memory == plan.memory
+        assert again.step_seconds == plan.step_seconds
+        assert refusals(again) == []
+
+
+def test_a_plan_that_the_engine_refuses_says_so_and_a_search_leaves_it_out() -> None:
+    refused = config(context_parallel_size=2)
+    assert [problem.subject for problem in refusals(plan_of(refused))] == ["--context_parallel_size=2"]
+    assert "refused        --context_parallel_size=2" in page(plan_of(refused))
+    assert {plan.config.context_parallel_size for plan in search(config(plan_devices=8))} == {1}
+
+
+def test_the_page_shows_speed_duration_and_operations_that_agree() -> None:
+    plan = plan_of(config(num_steps=10_000))
+    lines = {line[:15].strip(): line[15:] for line in page(plan).splitlines()}
+    assert lines["speed"] == f"{plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / 64:,.0f} per device"
+    assert lines["run"].startswith(f"10,000 steps: {duration(10_000 * plan.step_seconds)}, 2.62 B tokens, ")
+    assert lines["run"].endswith(flop(10_000 * plan.config.tokens_per_step * plan.flops))
+    longer = max(plan.compute_seconds, plan.overlapped_seconds)
+    assert plan.step_seconds == pytest.approx(longer + plan.exposed_seconds)
+
+
+def test_an_imported_configuration_is_planned_without_data(tmp_path: Path) -> None:
+    neox = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}
+    neox |= {"max_position_embeddings": 128, "train_micro_batch_size_per_gpu": 1}
+    (tmp_path / "neox.yml").write_text(json.dumps(neox))
+    imported = {"import_config": str(tmp_path / "neox.yml"), "import_format": "neox", "vocab_size": 1000}
+    assert plan_of(configure({**imported, "plan": True, "plan_devices": 8, "plan_device_kind": "h100"}, report=False))
