@@ -1,10 +1,10 @@
-"""One training step of the toy in many ways, on 8 virtual devices in one process.
+"""The toy placed in many ways on 8 virtual devices in one process, and one training step of some of them.
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 XLA_FLAGS="--xla_dump_to=FOLDER --xla_dump_hlo_as_text" \
-        python xla_driver.py FOLDER '{"case": {"field": value}, ...}'
+        python xla_driver.py FOLDER '{"case": {"field": value}, ...}' '["case", ...]'
 
-Prints JSON: by case, the bytes of one device as the engine measures them and as its layout counts them, and the file of
-the compiled step.
+Prints JSON: by case, the bytes of one device as the engine measures them and as its layout counts them, and for the
+cases of the list the file of the compiled step.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ def dumped(folder: Path) -> set[Path]:
     return set(folder.glob("*after_optimizations.txt"))
 
 
-def run_case(folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """Run one step of the toy with these fields."""
+def run_case(folder: Path, fields: dict[str, Any], steps: bool) -> dict[str, Any]:
+    """Place the toy with these fields, and run a step if `steps`."""
     config = TrainConfig(**{**TOY, **fields})
     engine = XlaEngine(config)
     model, optimizer = begun(engine, config)
-    before = dumped(folder)
-    engine.train_step(model, optimizer, open_stream(config).batch(0), 1e-3).read()
-    step = max(dumped(folder) - before, key=lambda path: path.stat().st_size)
-    return {
-        "measured": engine.bytes_per_device(model, optimizer),
-        "counted": state_bytes(config, engine.layout),
-        "program": str(step),
-    }
+    result: dict[str, Any] = {"measured": engine.bytes_per_device(model, optimizer)}
+    result["counted"] = state_bytes(config, engine.layout)
+    if steps:
+        before = dumped(folder)
+        engine.train_step(model, optimizer, open_stream(config).batch(0), 1e-3).read()
+        result["program"] = str(max(dumped(folder) - before, key=lambda path: path.stat().st_size))
+    return result
 
 
 if __name__ == "__main__":
-    cases = json.loads(sys.argv[2])
-    print(json.dumps({case: run_case(Path(sys.argv[1]), fields) for case, fields in cases.items()}))
+    cases, stepping = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    print(json.dumps({case: run_case(Path(sys.argv[1]), fields, case in stepping) for case, fields in cases.items()}))
