@@ -315,5 +315,3 @@ class TorchEngine:
         """See engine.Engine."""
         if self._joined:
             dist.destroy_process_group()
-
-

@@ -18,7 +18,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.parallel.layout import state_bytes
 from pretraining.parallel.xla import XlaEngine
-from tests.parallel.again import begun
+from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
 
 
@@ -31,7 +31,7 @@ def run_case(folder: Path, fields: dict[str, Any], steps: bool) -> dict[str, Any
     """Place the toy with these fields, and run a step if `steps`."""
     config = TrainConfig(**{**TOY, **fields})
     engine = XlaEngine(config)
-    model, optimizer = begun(engine, config)
+    model, optimizer = prepare_run(engine, config)
     result: dict[str, Any] = {"measured": engine.bytes_per_device(model, optimizer)}
     result["counted"] = state_bytes(config, engine.layout)
     if steps:
