@@ -11,6 +11,7 @@ fire hands the raw text on, and the annotation of the field alone decides what t
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,24 +25,39 @@ from pretraining.config.validate import Check, problems
 
 HELP = frozenset({"--help", "-h"})
 USER_MISTAKE = 2  # exit code
+OUTPUT_CLOSED = 128 + 13  # SIGPIPE
 
 
 def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None, checks: Iterable[Check] = ()) -> int:
     """Call `main` with the flags of `arguments` (default: the process's) as raw text. Return the exit code.
 
-    0 or what `main` returns; 2 after a UserError, which rank 0 prints without traceback.
+    0 or what `main` returns; 2 after a UserError, which rank 0 prints without traceback; 141, as of other programs,
+    where the reader of the output has left (`| head -1`).
     """
     words = sys.argv[1:] if arguments is None else arguments
-    if HELP & set(words):
-        return _print_help()
     try:
-        code = _call(main, read(words), checks)
+        code = _print_help() if HELP & set(words) else _call(main, read(words), checks)
+        sys.stdout.flush()
     except UserError as error:
         if error.is_printed_by_all or first_rank():
             print(error, file=sys.stderr, flush=True)
         code = USER_MISTAKE
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+        code = OUTPUT_CLOSED
     _write_exit_code(code)
     return code
+
+
+def _output_is_closed() -> bool:
+    """Return whether nobody reads our output; if so, let Python's last flush of it succeed."""
+    poll = select.poll()
+    poll.register(sys.stdout, select.POLLOUT)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _write_exit_code(code: int) -> None:

@@ -16,7 +16,8 @@ from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import model_shape
 
 FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}  # hidden_act, which gates there too -> activation
+# hidden_act, which gates there too -> activation
+ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
 
 # Keys that TrainConfig has under another name or the same: key -> field.
 DIMENSIONS = {

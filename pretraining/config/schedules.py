@@ -39,6 +39,8 @@ SCHEDULES = {
     "neox_linear": Schedule(_FLOOR),
     "neox_cosine": Schedule(_FLOOR),
     "neox_exponential": Schedule(_FLOOR),
+    "neox_constant": Schedule(_FLOOR),
+    "neox2022_constant": Schedule(_FLOOR),
     "neox2022_linear": Schedule(_FLOOR),
     "neox2022_cosine": Schedule(_FLOOR),
     "neox2022_exponential": Schedule(_FLOOR),

@@ -25,7 +25,7 @@ from pretraining.config.optimizers import OPTIMIZERS, parse_arguments
 from pretraining.config.schedules import SCHEDULES
 from pretraining.config.variants import CUSTOM, VARIANTS
 
-Activation = Literal["swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "relu", "silu"]
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "silu"]
 ShardingStrategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform"]
 
@@ -80,8 +80,8 @@ class TrainConfig:
     qk_norm: Annotated[bool, Resume.FUNCTION] = False
     """Normalize the queries and keys of each head before their rotation (q_norm and k_norm of Qwen 3)."""
     activation: Annotated[Activation, Resume.FUNCTION] = "swiglu"
-    """Activation of the feed-forward layer. "swiglu", "geglu" and "reglu" are gated: a second matrix multiplies the
-    activation. "gelu", "gelu_tanh" (its approximation), "relu" and "silu" are plain."""
+    """Activation of the feed-forward layer. "swiglu", "geglu", "geglu_tanh" and "reglu" are gated: a second matrix
+    multiplies the activation. "gelu", "gelu_tanh" (its approximation), "relu" and "silu" are plain."""
     attn_bias: Annotated[bool, Resume.FUNCTION] = False
     """Add biases in the four projections of attention."""
     mlp_bias: Annotated[bool, Resume.FUNCTION] = False
@@ -557,9 +557,9 @@ class TrainConfig:
     source_world_size: Annotated[int | None, AtLeast(1)] = None
     """Devices that import_config was written for, from which the global batch of a GPT-NeoX file follows. None: what
     the file says."""
-    neox_era: Literal["auto", "2022", "head"] = "auto"
-    """Defaults and learning rates of a GPT-NeoX file: those of "2022", of "head" (today), or "auto", recognized by its
-    keys."""
+    neox_era: Literal["auto", "2022", "2023", "head"] = "auto"
+    """Release of GPT-NeoX whose defaults and learning rates a file means: "2022" (before August 2023), "2023" (today's
+    learning rates, the defaults of before 2023-12-26), "head" (today), or "auto", recognized by the file's keys."""
     neox_gated_ffn: Literal["auto", "head", "legacy"] = "auto"
     """Feed-forward width of a GPT-NeoX file with a gated activation: "auto" and "head" use today's two thirds, "legacy"
     the width as written before September 2024."""

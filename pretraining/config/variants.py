@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pretraining.config.training import TrainConfig
 
 
-GATED = ("swiglu", "geglu", "reglu")  # activations with a gate
+GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")  # activations with a gate
 
 
 @dataclass(frozen=True)

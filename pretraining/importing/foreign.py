@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ class ForeignConfig:
     flags: Mapping[str, object] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)  # dotted key -> value before references were replaced
     errors: Mapping[str, str] = field(default_factory=dict)  # dotted key -> why its reference cannot be replaced
+    from_launcher: bool = False  # NeMo's launcher fills in values that the file refers to
+    other_stages: Collection[str] = ()  # keys of the launcher that are not about the training
     files: Mapping[str, Path] = field(default_factory=dict)  # dotted key -> the file that holds it
     era: str = ""  # GPT-NeoX alone: whose defaults count
     era_reason: str = ""

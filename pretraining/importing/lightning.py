@@ -121,11 +121,11 @@ TRAINER = {
     "trainer.gradient_clip_algorithm": only(("norm",), "gradients are clipped by their norm"),
     "trainer.overfit_batches": only((0.0, 0), "a debugging aid of Lightning's"),
     "trainer.fast_dev_run": must_be_off("a debugging aid of Lightning's"),
-    "trainer.max_time": only((), "training ends by steps or epochs"),
+    "trainer.max_time": ignore("a job's time limit: SIGTERM saves, and the same command continues"),
     "trainer.profiler": only((), "use --use_profiler"),
     **each(
         "accelerator logger enable_checkpointing benchmark use_distributed_sampler replace_sampler_ddp "
-        "enable_model_summary strategy enable_progress_bar",
+        "enable_model_summary strategy enable_progress_bar plugins",
         ignore(_ENGINE),
         "trainer.",
     ),
@@ -233,7 +233,7 @@ EXP_MANAGER = {
     ),
     **each(
         "ckpt_ptl_version version use_datetime_version resume_past_end summary_writer_kwargs files_to_copy "
-        "step_timing_kwargs wandb_logger_kwargs ema.* mlflow_logger_kwargs dllogger_logger_kwargs "
+        "step_timing_kwargs step_timing_kwargs.* wandb_logger_kwargs ema.* mlflow_logger_kwargs dllogger_logger_kwargs "
         "clearml_logger_kwargs neptune_logger_kwargs disable_validation_on_resume early_stopping_callback_params",
         ignore(_ENGINE),
         "exp_manager.",

@@ -39,6 +39,12 @@ class Format(NamedTuple):
         families = (mapping for name, mapping in self.mappings.items() if "*" in name and fnmatchcase(key, name))
         return next(families, None)
 
+    def is_misspelled(self, key: str) -> bool:
+        """Return whether a key without a mapping is one letter or so away from another key of its section."""
+        section, _, name = key.rpartition(".")
+        names = [other.rpartition(".")[2] for other in self.mappings if other.rpartition(".")[0] == section]
+        return bool(get_close_matches(name, names, n=1, cutoff=0.9))
+
     def no_such_key(self, key: str) -> str:
         """Return the error about a key without a mapping, with the key that resembles it most."""
         close = get_close_matches(key, self.mappings, n=1, cutoff=0.6)

@@ -81,18 +81,26 @@ def _selective(source: ForeignConfig) -> Conversion:
 
 
 def _chunks(value: Any, source: ForeignConfig) -> Conversion:
-    method = source.get("model.activations_checkpoint_method")
-    if method == "block":
-        return unsupported("recomputing the first blocks of each stage alone; use method uniform")
     if source.get("model.activations_checkpoint_granularity") != "full":
         return ignored("read with granularity full alone")
+    if source.get("model.activations_checkpoint_method") == "block":
+        return unsupported("recomputing the first blocks of each stage alone; use method uniform")
     return mapped(checkpoint_num_layers=value)
+
+
+def _method(value: Any, source: ForeignConfig) -> Conversion:
+    if source.get("model.activations_checkpoint_granularity") != "full":
+        return ignored("read with granularity full alone")
+    if value == "uniform":
+        return implied("read with activations_checkpoint_num_layers")
+    return unsupported("recomputing the first blocks of each stage alone; use method uniform")
 
 
 def _activation(value: Any, source: ForeignConfig) -> Conversion:
     name = str(value).lower().removeprefix("fast-")
-    if name == "gelu" and (source.get("model.bias_activation_fusion") or source.get("model.openai_gelu")):
-        return implied("the fused kernel and OpenAI's GELU are the tanh approximation", activation="gelu_tanh")
+    fused = source.get("model.bias_activation_fusion")
+    if (name in ("gelu", "geglu") and fused) or (name == "gelu" and source.get("model.openai_gelu")):
+        return implied("the fused kernel and OpenAI's GELU are the tanh approximation", activation=f"{name}_tanh")
     if name in ("gelu", "swiglu", "geglu", "reglu"):
         return mapped(activation=name)
     return unsupported("known are gelu, swiglu, geglu, reglu and their fast- forms")
@@ -109,6 +117,33 @@ def _rope_base(_: Any, source: ForeignConfig) -> Conversion:
     if not all(isinstance(number, int | float) for number in (base, factor)):
         return unsupported("expected a number")
     return implied("position_freq_base x position_abf_factor", rope_theta=float(base * factor))
+
+
+def _normalization(value: Any, source: ForeignConfig) -> Conversion:
+    name = str(value).lower()
+    if name in ("rmsnorm", "layernorm"):
+        return mapped(norm_type=name)
+    if name == "layernorm1p":
+        conversion = _zero_centered(True, source)
+        return conversion._replace(values={"norm_type": "layernorm"}) if conversion.note == _SAME_NORM else conversion
+    return unsupported("known are rmsnorm, layernorm and layernorm1p")
+
+
+_SAME_NORM = "the weight is stored minus 1: the same function, because it is not decayed"
+
+
+def _zero_centered(value: Any, source: ForeignConfig) -> Conversion:
+    if not value:
+        return ignored("off, as here")
+    if source.get("model.do_layer_norm_weight_decay"):
+        return unsupported("a norm whose weight is stored minus 1 decays to 1, not to 0; do not decay it")
+    return implied(_SAME_NORM)
+
+
+def _qkv_bias(value: Any, source: ForeignConfig) -> Conversion:
+    if value and not (source.get("model.bias") or source.get("model.has_bias")):
+        return unsupported("biases of queries, keys and values alone")
+    return ignored("as bias" if value else "off, as here")
 
 
 _BIAS = KeyMapping(_has_bias, ("attn_bias", "mlp_bias", "norm_bias"), "norm_bias with layernorm alone")
@@ -130,13 +165,8 @@ ARCHITECTURE = {
     "model.init_method_std": to("init_std"),
     "model.use_scaled_init_method": to_one_of("output_init_method", {True: "scaled_normal", False: "normal"}),
     "model.apply_query_key_layer_scaling": ignore("the factor is taken back in the fp32 softmax: the same numbers"),
-    "model.normalization": choice(
-        {
-            "rmsnorm": mapped(norm_type="rmsnorm"),
-            "layernorm": mapped(norm_type="layernorm"),
-            "layernorm1p": unsupported("LayerNorm whose weight is stored minus 1"),
-        }
-    ),
+    "model.normalization": KeyMapping(_normalization, ("norm_type",), "layernorm1p: layernorm, where not decayed"),
+    "model.layernorm_zero_centered_gamma": KeyMapping(_zero_centered, (), "the same function, where not decayed"),
     "model.layernorm_epsilon": to("norm_eps"),
     "model.do_layer_norm_weight_decay": to("norm_weight_decay"),
     "model.share_embeddings_and_output_weights": to("tie_word_embeddings"),
@@ -173,12 +203,7 @@ ARCHITECTURE = {
         read_with("activations_checkpoint_granularity"),
         "model.",
     ),
-    "model.activations_checkpoint_method": choice(
-        {
-            "uniform": implied("read with activations_checkpoint_num_layers"),
-            "block": unsupported("recomputing the first blocks of each stage alone; use method uniform"),
-        }
-    ),
+    "model.activations_checkpoint_method": KeyMapping(_method, (), "uniform; not read without granularity full"),
     "model.activations_checkpoint_num_layers": KeyMapping(_chunks, ("checkpoint_num_layers",), "with method uniform"),
     **each(
         "num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_layers_per_pipeline "
@@ -196,6 +221,16 @@ ARCHITECTURE = {
         "apex_transformer_log_level native_amp_init_scale native_amp_growth_interval hysteresis transformer_engine "
         "reduce_amax megatron_amp_O2 megatron_amp_o2 fusions.softmax",
         ignore("a kernel's choice"),
+        "model.",
+    ),
+    "model.qkv_bias": KeyMapping(_qkv_bias, (), "refused without bias"),
+    "model.override_vocab_size": to("vocab_size", "rows of the embedding, padding included"),
+    "model.rampup_batch_size": only((), "the global batch is constant here"),
+    **each(
+        "ub_tp_comm_* tp_comm_* fp8_* defer_embedding_wgrad_compute wgrad_deferral_limit use_flash_attention sharp "
+        "apply_rope_fusion gc_interval cross_entropy_loss_fusion deterministic_mode nccl_communicator_config_path "
+        "distributed_adam_bucket_merge_size use_te_rng_tracker enable_cuda_graph",
+        ignore("a kernel's or a collective's choice"),
         "model.",
     ),
     "model.fp32_residual_connection": must_be_off("a residual stream in fp32"),

@@ -20,6 +20,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("adamw", {**_ADAM, "weight_decay": 0.01}),
     "fused_adam": ("adamw", {**_ADAM, "weight_decay": 0.0}),
     "distributed_fused_adam": ("adamw", {**_ADAM, "weight_decay": 0.0}),
+    "mcore_distributed_optim": ("adamw", {**_ADAM, "weight_decay": 0.01}),
     "adamw_fp32optstate": ("adamw_fp32", {**_ADAM, "eps": 1e-6, "weight_decay": 0.0}),
     "adam": ("adam", {**_ADAM, "weight_decay": 0.0}),
     "adamax": ("adamax", {**_ADAM, "weight_decay": 0.0}),
@@ -38,7 +39,7 @@ def _optimizer(value: Any, _: ForeignConfig) -> Conversion:
     if name not in OPTIMIZERS:
         return unsupported(f"known are {', '.join(OPTIMIZERS)}")
     ours = OPTIMIZERS[name][0]
-    if name == "distributed_fused_adam":
+    if name in ("distributed_fused_adam", "mcore_distributed_optim"):
         return implied("AdamW whose state is sharded", optimizer=ours)
     if name == "fused_adam":
         return implied("Apex's fused Adam decays weights as AdamW does", optimizer=ours)
@@ -130,7 +131,8 @@ MAPPINGS = {
     f"{OPTIM}eps": to("optimizer_eps"),
     f"{OPTIM}capturable": ignore("for CUDA graphs"),
     **each(
-        "bucket_cap_mb overlap_grad_sync overlap_param_sync contiguous_grad_buffer",
+        "bucket_cap_mb overlap_grad_sync overlap_param_sync contiguous_grad_buffer contiguous_param_buffer "
+        "grad_sync_dtype param_sync_dtype overlap_param_gather overlap_grad_reduce",
         ignore("how the state is sharded and moved"),
         OPTIM,
     ),

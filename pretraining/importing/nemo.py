@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pretraining.importing import lightning, megatron, megatron_optim
-from pretraining.importing.conversions import implied, mapped
-from pretraining.importing.mappings import Format, choice, each, ignore, must_be_off, to
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unsupported
+from pretraining.importing.foreign import ForeignConfig
+from pretraining.importing.mappings import Format, KeyMapping, choice, each, ignore, must_be_off, read_with, to
 from pretraining.importing.shared import profiled_steps
+
+LAUNCHER = "for NeMo's launcher"
+
+
+def _fsdp(value: Any, source: ForeignConfig) -> Conversion:
+    if not value:
+        return ignored("off")
+    strategies = {"full": "fsdp", "hybrid": "hsdp", "grad": "zero2"}
+    name = str(source.get("model.fsdp_sharding_strategy", "full"))
+    if name not in strategies:
+        return unsupported(f"fsdp_sharding_strategy={name}: known are {', '.join(strategies)}")
+    return implied(f"fsdp_sharding_strategy={name}", sharding_strategy=strategies[name])
+
+
+def _fsdp_reduce(value: Any, source: ForeignConfig) -> Conversion:
+    if not source.get("model.fsdp"):
+        return ignored("without fsdp")
+    names = {"32": "fp32", "fp32": "fp32", "bf16": "bf16"}
+    return mapped(reduce_dtype=names.get(str(value), value))
+
 
 FORMAT = Format(
     "nemo",
@@ -29,17 +52,18 @@ FORMAT = Format(
         "model.micro_batch_size": to("batch_size"),
         "model.global_batch_size": to("global_batch_size"),
         **megatron.parallel_section("model."),
-        **each(
-            "fp8_e4m3 fp8_hybrid fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo",
-            ignore("fp8 is off"),
-            "model.",
-        ),
         "model.nsys_profile.enabled": to("use_profiler"),
         **profiled_steps(
             "model.nsys_profile.enabled", "model.nsys_profile.start_step", "model.nsys_profile.end_step", offset=1
         ),
         "model.nsys_profile.ranks": ignore("profiler_rank0_only decides which processes"),
-        "model.nsys_profile.gen_shape": ignore("of another profiler"),
+        "model.nsys_profile.*": ignore("of another profiler"),
+        "model.fsdp": KeyMapping(_fsdp, ("sharding_strategy",), "with fsdp_sharding_strategy"),
+        "model.fsdp_sharding_strategy": read_with("fsdp"),
+        "model.fsdp_grad_reduce_dtype": KeyMapping(_fsdp_reduce, ("reduce_dtype",), "with fsdp"),
+        **each("fsdp_sharded_checkpoint fsdp_use_orig_params", ignore("checkpoints are sharded here"), "model."),
+        "run.*": ignore(LAUNCHER),
+        "defaults": ignore(LAUNCHER),
         **megatron.data_section("model.data."),
         **megatron.tokenizer_section("model.tokenizer."),
         **megatron_optim.MAPPINGS,
@@ -51,6 +75,7 @@ FORMAT = Format(
         "trainer.precision": 32,
         **{f"model.{name}": value for name, value in megatron.DEFAULTS.items()},
         "model.bias": True,
+        "model.bias_activation_fusion": lambda source: source.values.get("model.bias_gelu_fusion", True),
         "model.attention_dropout": 0.1,
     },
     (

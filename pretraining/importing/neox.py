@@ -1,12 +1,14 @@
-"""GPT-NeoX's YAML and JSON files. Meanings: its code of 2022 (8d53ee0f) and of today (ea7aefd), whose defaults differ.
+"""GPT-NeoX's YAML and JSON files. Meanings: its code of 2022 (8d53ee0f) and of today (ea7aefd).
 
 Keys are read with underscores. Several files are one configuration.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from pretraining.config.errors import Problem
 from pretraining.importing.conversions import Conversion, implied, mapped, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
 from pretraining.importing.mappings import Format, KeyMapping, each, ignore, must_be_off, only, read_with, to
@@ -14,23 +16,63 @@ from pretraining.importing.neox_model import ARCHITECTURE, GATED, OPTIM, PARAMS,
 from pretraining.importing.neox_run import RUN, batch_agrees
 from pretraining.importing.shared import pipeline
 
-# Keys that only one era's files have.
-ONLY_2022 = ("save_interval", "gas", "zero_allow_untested_optimizer", "detect_nvlink_pairs", "mlp_type")
+# GPT-NeoX has three eras: its learning rates changed in August 2023, its defaults on 2023-12-26. Keys that
+# left before or came after: checkpoint_factor, of December 2022, is in all three.
+ONLY_2022 = ("save_interval", "gas", "zero_allow_untested_optimizer", "detect_nvlink_pairs")
+ONLY_HEAD = (
+    "mlp_multiple_of",
+    "expansion_factor",
+    "rope_fusion",
+    "layernorm_fusion",
+    "rmsnorm_fusion",
+    "use_qk_layernorm",
+    "use_bias_in_mlp",
+    "train_impl",
+    "dataset_impl",
+    "moe_num_experts",
+    "sequence_parallel",
+)
+UNKNOWN = "every key of the file is in all three eras"
 
 
 def era_of(leaves: dict[str, Any], asked: str) -> tuple[str, str]:
-    """Return ("2022" or "head", the reason). asked: --neox_era, "auto" to decide by the keys."""
+    """Return the era, "2022", "2023" or "head", and the reason. asked: --neox_era, "auto" to decide by the keys."""
     if asked != "auto":
         return asked, "by --neox_era"
-    old = [key for key in ONLY_2022 if key in leaves]
-    if old:
-        return "2022", f"because of {old[0]}"
-    new: list[str] = [key for key in ("checkpoint_factor", "mlp_multiple_of") if key in leaves]
+    for era, keys in (("2022", ONLY_2022), ("head", ONLY_HEAD)):
+        if given := [key for key in keys if key in leaves]:
+            return era, f"because of {given[0]}"
     if str(leaves.get("activation", "")).lower() in GATED and "intermediate_size" in leaves:
-        new.append("intermediate_size with a gated activation")
-    if new:
-        return "head", f"because of {new[0]}"
-    return "head", "no key differs; --neox_era=2022 for files of that time"
+        return "head", "because of intermediate_size with a gated activation"
+    return "head", UNKNOWN
+
+
+def era_is_known(source: ForeignConfig) -> Iterator[Problem]:
+    """Check that the era is known where it decides what is trained."""
+    if source.era_reason != UNKNOWN:
+        return
+    style = str(source.get("lr_decay_style")).lower()
+    outcomes = []
+    if style in ("linear", "cosine", "exponential") and not source.has_flag("lr_schedule"):
+        outcomes.append(f"lr_schedule=neox2022_{style} before August 2023 (2022), neox_{style} since (2023, head)")
+    for key, field, old, new in CHANGED_DEFAULTS:
+        if source.default(key) is not None and source.values.get(key) is None and not source.has_flag(field):
+            outcomes.append(f"{field}={old} before 2023-12-26 (2022, 2023), {new} since (head)")
+    if outcomes:
+        yield Problem("--neox_era=auto", f"{UNKNOWN}; give --neox_era=2022, 2023 or head: {'; '.join(outcomes)}")
+
+
+# Key, our field, default before 2023-12-26 and since (`megatron/neox_arguments/neox_args.py`, `deepspeed_args.py`).
+CHANGED_DEFAULTS = (
+    ("gradient_clipping", "grad_clip_thresh", 0.0, 1.0),
+    ("weight_decay", "weight_decay", 0.01, 0.1),
+    ("hidden_dropout", "hidden_dropout", 0.1, 0.0),
+    ("attention_dropout", "attention_dropout", 0.1, 0.0),
+)
+
+
+def _by_era(old: float, new: float) -> Callable[[ForeignConfig], float]:
+    return lambda source: new if source.era == "head" else old
 
 
 # ---- parallelism
@@ -121,12 +163,11 @@ FORMAT = Format(
     },
     {
         # The defaults that decide what is trained (`megatron/neox_arguments/neox_args.py`).
-        "gradient_clipping": lambda source: None if _clips(source) else (0.0 if source.era == "2022" else 1.0),
+        **{key: _by_era(old, new) for key, _, old, new in CHANGED_DEFAULTS},
+        "gradient_clipping": lambda source: None if _clips(source) else _by_era(0.0, 1.0)(source),
         "weight_decay": lambda source: (
-            None if source.get(f"{PARAMS}weight_decay") is not None else (0.01 if source.era == "2022" else 0.1)
+            None if source.get(f"{PARAMS}weight_decay") is not None else _by_era(0.01, 0.1)(source)
         ),
-        "hidden_dropout": lambda source: 0.1 if source.era == "2022" else 0.0,
-        "attention_dropout": lambda source: 0.1 if source.era == "2022" else 0.0,
         "norm": "layernorm",
         "layernorm_epsilon": 1e-5,
         "rms_norm_epsilon": 1e-8,
@@ -157,7 +198,7 @@ FORMAT = Format(
             None if any(source.values.get(key) for key in ("precision", "bf16.enabled")) else False
         ),
     },
-    (batch_agrees,),
+    (batch_agrees, era_is_known),
 )
 
 

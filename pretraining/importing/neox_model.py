@@ -200,9 +200,7 @@ def _argument(_: Any, source: ForeignConfig) -> Conversion:
 def _style(value: Any, source: ForeignConfig) -> Conversion:
     era = "neox2022" if source.era == "2022" else "neox"
     name = str(value).lower()
-    if name == "constant":
-        return mapped(lr_schedule="constant")
-    if name not in ("linear", "cosine", "exponential"):
+    if name not in ("constant", "linear", "cosine", "exponential"):
         return unsupported("known are constant, linear, cosine and exponential")
     return mapped(lr_schedule=f"{era}_{name}")
 
@@ -240,7 +238,7 @@ OPTIM = {
     **each("freeze_step cuda_aware comm_backend_name", refuse("of OneBitAdam"), PARAMS),
     **each("gradient_clipping clip_grad", to("grad_clip_thresh")),
     "weight_decay": KeyMapping(_weight_decay, ("weight_decay",), "not read by SM3"),
-    "lr_decay_style": KeyMapping(_style, ("lr_schedule",), "neox_ or neox2022_ and the style; constant"),
+    "lr_decay_style": KeyMapping(_style, ("lr_schedule",), "neox_ or neox2022_ and the style"),
     "lr_decay_iters": to("lr_decay_steps"),
     "lr_decay_fraction": KeyMapping(_decay_share, ("lr_decay_steps",), "times train_iters"),
     "warmup": KeyMapping(_warmup, ("lr_warmup_ratio",), "share of the schedule"),

@@ -36,6 +36,12 @@ def _compile_cache(value: Any, _: ForeignConfig) -> Conversion:
     return implied("XLA's cache in place of Neuron's", compile_cache_dir=value)
 
 
+def _scaled_init(value: Any, source: ForeignConfig) -> Conversion:
+    if source.get("model_source") == "hf":
+        return implied("NxD Training's hf models use initializer_range everywhere", output_init_method="normal")
+    return mapped(output_init_method="scaled_normal" if value else "normal")
+
+
 def _model_config(value: Any, source: ForeignConfig) -> Conversion:
     if source.has_flag("model_config_path", "model_variant"):
         return implied("given on the command line instead")
@@ -181,6 +187,7 @@ FORMAT = Format(
         "model.num_layers": _dimension("num_layers"),
         "model.hidden_size": _dimension("hidden_size"),
         "model.pipeline_cuts": to("pipeline_cuts"),
+        "model.use_scaled_init_method": KeyMapping(_scaled_init, ("output_init_method",), "hf: normal"),
         **each("do_layer_norm_weight_decay fusions.do_layer_norm_weight_decay", _NORM_DECAY, "model."),
         "model.fusions.flash_attention": choice(
             dict.fromkeys(
@@ -205,6 +212,7 @@ FORMAT = Format(
         **megatron_optim.DEFAULTS,
         "model.do_layer_norm_weight_decay": False,
         **{f"model.{name}": _of_megatron(value) for name, value in {**megatron.DEFAULTS, "has_bias": True}.items()},
+        "model.use_scaled_init_method": lambda source: False if source.get("model_source") == "hf" else None,
         "distributed_strategy.zero1": True,
         "precision.type": "mixed_precision",
     },

@@ -19,7 +19,7 @@ from pretraining.importing.convert import convert
 from pretraining.importing.foreign import MISSING, ForeignConfig
 from pretraining.importing.formats import open_foreign
 from pretraining.importing.huggingface import model_flags
-from pretraining.importing.mappings import Format
+from pretraining.importing.mappings import Format, KeyMapping
 
 # How the configuration was made: no part of the configuration itself.
 ORIGIN = (
@@ -98,16 +98,29 @@ def import_foreign(flags: Mapping[str, object], checks: Iterable[Check] = ()) ->
 
 def _report(key: str, format_: Format, foreign: ForeignConfig) -> KeyReport:
     written, value, mapping = foreign.written.get(key), foreign.values[key], format_.mapping_of(key)
+    if key in foreign.other_stages:
+        return KeyReport(key, written, value, "ignored", {}, "of another stage of NeMo's launcher")
+    if mapping is None and value in (None, False, 0) and not format_.is_misspelled(key):
+        return KeyReport(key, written, value, "ignored", {}, "off; no key that this recipe knows")
     if mapping is None:
         return KeyReport(key, written, value, "unsupported", {}, format_.no_such_key(key))
+    names = " or ".join(f"--{name}" for name in mapping.fields) if mapping else ""
+    if key in foreign.errors and (foreign.from_launcher or _is_ignored(mapping, value, foreign)):
+        return KeyReport(key, written, value, "ignored", {}, "the launcher fills it in" + (names and f": give {names}"))
     if value == MISSING or key in foreign.errors:
         reason = foreign.errors.get(key, "??? is not a value")
-        names = " or ".join(f"--{name}" for name in mapping.fields) or "a value in the file"
         flagged = {name: foreign.flags[name] for name in mapping.fields if name in foreign.flags}
-        return KeyReport(key, written, value, "unsupported", flagged, f"{reason}; give {names}")
+        return KeyReport(
+            key, written, value, "unsupported", flagged, f"{reason}; give {names or 'a value in the file'}"
+        )
     if value is None:
         return KeyReport(key, written, value, "mapped" if mapping.fields else "ignored", {}, "null: not set")
     return KeyReport(key, written, value, *convert(mapping, value, foreign))
+
+
+def _is_ignored(mapping: KeyMapping, value: Any, foreign: ForeignConfig) -> bool:
+    """Return whether the key has no meaning here, so that its reference need not be replaced."""
+    return convert(mapping, value, foreign).status == "ignored"
 
 
 def _report_default(key: str, format_: Format, foreign: ForeignConfig) -> list[KeyReport]:

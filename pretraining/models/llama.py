@@ -148,7 +148,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(("swiglu", "silu"), F.silu),
     **dict.fromkeys(("geglu", "gelu"), F.gelu),
     **dict.fromkeys(("reglu", "relu"), F.relu),
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    **dict.fromkeys(("geglu_tanh", "gelu_tanh"), partial(F.gelu, approximate="tanh")),
 }
 
 

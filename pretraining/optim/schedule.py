@@ -251,6 +251,10 @@ def _half_cosine(done: float) -> float:
     return 0.5 * (math.cos(math.pi * done) + 1)
 
 
+def _flat(_: float) -> float:
+    return 1.0
+
+
 def _halving(done: float) -> float:
     return math.exp(-0.693 * done)  # to one half at the end
 
@@ -280,6 +284,8 @@ SCHEDULES: dict[str, Callable[[int, Schedule], float]] = {
     "neox_linear": neox(_line),
     "neox_cosine": neox(_half_cosine),
     "neox_exponential": neox(_halving),
+    "neox_constant": neox(_flat),
+    "neox2022_constant": neox2022(_flat),
     "neox2022_linear": neox2022(_line),
     "neox2022_cosine": neox2022(_half_cosine),
     "neox2022_exponential": neox2022(_halving),

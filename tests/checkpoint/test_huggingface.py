@@ -252,7 +252,9 @@ def test_a_model_that_cannot_be_this_one_is_refused(tmp_path: Path, change: dict
         open_any_checkpoint(exported)
 
 
-@pytest.mark.parametrize(("activation", "act"), [("geglu", "gelu"), ("reglu", "relu")])
+@pytest.mark.parametrize(
+    ("activation", "act"), [("geglu", "gelu"), ("geglu_tanh", "gelu_pytorch_tanh"), ("reglu", "relu")]
+)
 def test_the_gate_has_their_word_and_comes_back(activation: Any, act: str) -> None:
     exported = config_json(TrainConfig(activation=activation), "float32")
     assert exported["hidden_act"] == act

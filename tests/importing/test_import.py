@@ -235,7 +235,6 @@ REFUSED = [
     ("nxdt", "model_source", "other", "known are hf, megatron"),
     ("nxdt", "trainer.accumulate_grad_batches", 2, "batch sizes"),
     ("nxdt", "trainer.gradient_clip_algorithm", "value", "norm"),
-    ("nxdt", "trainer.max_time", "1d", "steps or epochs"),
     ("nxdt", "trainer.max_steps", -1, "no stopping criterion"),
     ("nxdt", "trainer.check_val_every_n_epoch", 2, "validation by epochs"),
     ("nxdt", "exp_manager.checkpoint_callback_params.monitor", "val_acc", "by age"),
@@ -248,7 +247,9 @@ REFUSED = [
     ("nxdt", "data.use_sft_style_data_module", True, "fine-tuning"),
     ("nxdt", "model_alignment_strategy.dpo.beta", 0.1, "alignment"),
     ("nxdt", "model.moe.num_experts", 8, "experts"),
-    ("nxdt", "model.normalization", "layernorm1p", "minus 1"),
+    ("nxdt", "model.normalization", "scalenorm", "known are rmsnorm"),
+    ("nemo", "model.rampup_batch_size", [16, 16, 1000], "constant"),
+    ("nemo", "model.num_layer", 0, "did you mean model.num_layers"),
     ("nxdt", "model.transformer_block_type", "normformer", "norms come before"),
     ("nxdt", "model.activations_checkpoint_granularity", "some", "known are full"),
     ("nxdt", "model.fp16_lm_cross_entropy", True, "fp16"),
@@ -265,7 +266,6 @@ REFUSED = [
     ("nemo", "model.pre_process", False, "embedding"),
     ("nemo", "model.fp8", True, "fp8"),
     ("nemo", "model.activation", "squared-relu", "known are gelu"),
-    ("nemo", "model.activations_checkpoint_method", "block", "uniform"),
     ("nemo", "model.tokenizer.model", "???", "give --tokenizer_path"),
     ("neox", "norm", "scalenorm", "known are layernorm"),
     ("neox", "pos_emb", "alibi", "known are rotary"),
@@ -500,19 +500,72 @@ def test_a_file_of_an_unknown_format_is_refused(tmp_path: Path) -> None:
         resolved({"lr": 1}, tmp_path)
 
 
-def test_neox_files_are_merged_and_a_key_in_two_of_them_is_an_error(tmp_path: Path) -> None:
+def test_neox_files_are_merged_in_any_order_and_a_key_in_two_of_them_is_an_error(tmp_path: Path) -> None:
     node = tree("neox")
     rest = {key: node.pop(key) for key in ("train_iters", "optimizer")}
-    both = f"{write(tmp_path, node, 'a.yml')},{write(tmp_path, rest, 'b.json')}"
-    assert from_flags({"import_config": both, **ENOUGH}) == config(tree("neox"), tmp_path)
-    write(tmp_path, {**rest, "seq-length": 16}, "b.json")
+    model, run = write(tmp_path, node, "a.yml"), write(tmp_path, rest, "b.json")
+    for paths in (f"{model},{run}", f"{run},{model}"):
+        assert from_flags({"import_config": paths, **ENOUGH}) == config(tree("neox"), tmp_path)
+    write(tmp_path, {**rest, "seq_length": 16}, "b.json")
     with pytest.raises(UserError, match=r"seq_length: is both in .*a\.yml and in .*b\.json"):
-        import_foreign({"import_config": both, **ENOUGH})
+        import_foreign({"import_config": f"{model},{run}", **ENOUGH})
 
 
-def test_a_dash_and_an_underscore_are_one_key(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="with a dash and with an underscore"):
-        resolved({**tree("neox"), "seq-length": 16}, tmp_path)
+def test_of_two_spellings_of_a_neox_key_the_later_file_counts(tmp_path: Path) -> None:
+    model = write(tmp_path, tree("neox"), "a.json")
+    later = write(tmp_path, {"seq-length": 16, "log-interval": 3}, "b.json")
+    both = from_flags({"import_config": f"{model},{later}", **ENOUGH})
+    assert (both.seq_length, both.report_interval) == (16, 3)
+    assert from_flags({"import_config": f"{later},{model}", **ENOUGH}).seq_length == 32
+
+
+# ---- NeMo's launcher
+
+LAUNCHER: dict[str, Any] = {
+    "run": {"name": "small", "results_dir": "${base_results_dir}/${.name}", "time_limit": "0-01:30:00"},
+    "exp_manager": {"explicit_log_dir": "${training.run.results_dir}/results"},
+    "model": {
+        "activations_checkpoint_method": "block",
+        "activations_checkpoint_num_layers": 0,
+        "data": {"data_prefix": [1.0, "${data_dir}/text_document"]},
+        "tokenizer": {"model": "${data_dir}/tokenizer.model"},
+        "ffn_hidden_size": "${multiply:${training.model.num_attention_heads},16}",
+        "rampup_batch_size": None,
+    },
+    "trainer": {"max_time": "05:23:30:00"},
+}
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: merged(below.get(key, {}), value) if isinstance(value, dict) else value for key, value in above.items()
+    }
+    return {**below, **both}
+
+
+@pytest.mark.parametrize("is_composed", [False, True])
+def test_a_launcher_s_file_is_read_raw_and_composed(is_composed: bool, tmp_path: Path) -> None:
+    node = merged(tree("nemo"), LAUNCHER)
+    node["model"]["max_position_embeddings"] = "${training.model.encoder_seq_length}"
+    outside = {"stages": ["training"], "cluster": {"partition": "${cluster.nothing}"}} if is_composed else {}
+    result = resolved({**outside, "training": node} if is_composed else node, tmp_path)
+    assert not [*result.problems, *result.config_problems]
+    assert result.format.name == "nemo"
+    assert (result.config.max_position_embeddings, result.config.intermediate_size) == (32, 64)
+    status = {row.source_key: (row.status, row.note) for row in result.keys}
+    for key, field in (("exp_manager.explicit_log_dir", "log_dir"), ("model.data.data_prefix", "data_path")):
+        assert status[key][0] == "ignored"
+        assert f"--{field}" in status[key][1]
+    assert {status[key][0] for key in ("run.results_dir", "model.activations_checkpoint_num_layers")} == {"ignored"}
+    assert set(status) == {key for key, _ in leaves(node)} | {key for key, _ in leaves(outside)}
+
+
+def test_an_unknown_key_that_is_off_is_ignored(tmp_path: Path) -> None:
+    for value in (None, False, 0):
+        result = resolved(put(tree("nemo"), "model.new_option", value), tmp_path)
+        assert not [*result.problems, *result.config_problems]
+        (row,) = (row for row in result.keys if row.source_key == "model.new_option")
+        assert (row.status, row.note.partition(";")[0]) == ("ignored", "off")
 
 
 # ---- tables
@@ -579,3 +632,14 @@ def test_import_only_prints_our_own_settings_too(tmp_path: Path) -> None:
 def test_nothing_is_printed_without_a_foreign_file(capsys: pytest.CaptureFixture[str]) -> None:
     flags_from_files({"model_variant": "tiny"})
     assert capsys.readouterr().out == ""
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
+    path = write(tmp_path, tree("nemo"))
+    words = ["--use_dummy_dataset", "--vocab_size=100", "--import_only", f"--import_config={path}"]
+    script = [sys.executable, str(ROOT / "main_training.py"), *words]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

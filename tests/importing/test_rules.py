@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pretraining.importing.megatron_optim import SCHEDULES
 from pretraining.importing.neox import era_of
 from pretraining.importing.neox_model import feed_forward
 from pretraining.importing.resolve import ImportResult, import_foreign
+from pretraining.optim.schedule import learning_rate
 from tests.importing.files import put, tree, write
 
 ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True", "import_only": "True"}
@@ -78,19 +80,54 @@ def test_a_gated_width_is_about_a_third_of_the_written_one(written: int, multipl
 
 @pytest.mark.parametrize(
     ("leaves", "era"),
-    [({"save_interval": 1}, "2022"), ({"mlp_type": "llama"}, "2022"), ({"checkpoint_factor": 1}, "head"), ({}, "head")],
+    [({"save_interval": 1}, "2022"), ({"mlp_multiple_of": 1}, "head"), ({"rope_fusion": True}, "head")],
 )
 def test_the_era_follows_from_the_keys(leaves: dict[str, Any], era: str) -> None:
-    assert era_of(leaves, "auto")[0] == era
-    assert era_of(leaves, "2022")[0] == "2022"
+    assert era_of({"checkpoint_factor": 10, **leaves}, "auto")[0] == era
+    assert era_of(leaves, "2023")[0] == "2023"
 
 
-def test_absent_keys_take_the_eras_defaults(tmp_path: Path) -> None:
-    node = {key: value for key, value in tree("neox").items() if key not in ("gradient_clipping", "weight_decay")}
-    path = write(tmp_path, node)
-    now, then = (import_foreign({"import_config": path, "neox_era": era, **ENOUGH}).config for era in ("head", "2022"))
-    assert (now.grad_clip_thresh, now.weight_decay, now.lr_schedule) == (1.0, 0.1, "neox_cosine")
-    assert (then.grad_clip_thresh, then.weight_decay, then.lr_schedule) == (0.0, 0.01, "neox2022_cosine")
+@pytest.mark.parametrize(
+    ("era", "expected"),
+    [
+        ("2022", (0.0, 0.01, 0.1, "neox2022_cosine")),
+        ("2023", (0.0, 0.01, 0.1, "neox_cosine")),
+        ("head", (1.0, 0.1, 0.0, "neox_cosine")),
+    ],
+)
+def test_absent_keys_take_the_eras_defaults(era: str, expected: tuple[object, ...], tmp_path: Path) -> None:
+    absent = ("gradient_clipping", "weight_decay", "hidden_dropout", "attention_dropout")
+    node = {key: value for key, value in tree("neox").items() if key not in absent}
+    flags = {"import_config": write(tmp_path, node), "neox_era": era, **ENOUGH}
+    config = import_foreign(flags).config
+    assert (config.grad_clip_thresh, config.weight_decay, config.hidden_dropout, config.lr_schedule) == expected
+    assert config.attention_dropout == config.hidden_dropout
+
+
+def test_an_era_that_the_keys_leave_open_is_asked_for_where_it_matters(tmp_path: Path) -> None:
+    """checkpoint_factor exists since December 2022, so it is in files of all three eras."""
+    node = put(put(tree("neox"), "activation", "gelu"), "intermediate_size", 64)
+    del node["use_bias_in_mlp"]
+    (problem,) = import_foreign({"import_config": write(tmp_path, node), **ENOUGH}).problems
+    assert problem.subject == "--neox_era=auto"
+    assert {"neox2022_cosine", "neox_cosine", "2022", "2023", "head"} <= set(re.split(r"[^\w]", problem.remedy))
+    assert "weight_decay" not in problem.remedy  # the file gives it
+    for flags in ({"neox_era": "2022"}, {"lr_schedule": "cosine"}):
+        assert not import_foreign({"import_config": write(tmp_path, node), **ENOUGH, **flags}).problems
+    constant = write(tmp_path, put(node, "lr_decay_style", "constant"))
+    assert not import_foreign({"import_config": constant, **ENOUGH}).problems
+    del node["weight_decay"]
+    (problem,) = import_foreign({"import_config": write(tmp_path, node), **ENOUGH}).problems
+    assert "weight_decay=0.01" in problem.remedy and "0.1 since" in problem.remedy
+
+
+@pytest.mark.parametrize(("era", "first"), [("2022", 0.0), ("head", 1 / 3)])
+def test_a_constant_rate_of_neox_stays_constant(era: str, first: float, tmp_path: Path) -> None:
+    """`megatron/learning_rates.py`: peak x s / w while it warms up, today at least 1 / w, then the peak for good."""
+    changes = {"lr_decay_style": "constant", "lr_decay_iters": 6, "warmup": 0.5, "min_lr": 0.0}
+    imported = config("neox", tmp_path, changes, neox_era=era)
+    rates = [learning_rate(imported, step) / 3e-3 for step in (0, 1, 2, 3, 4, 7, 11)]
+    assert rates == pytest.approx([first, 1 / 3, 2 / 3, 1, 1, 1, 1], abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +193,7 @@ def test_gpt_neox_at_its_defaults_is_pythia_160m(tmp_path: Path) -> None:
         "seq_length": 2048,
         "train_iters": 100,
     }
-    node |= {"max_position_embeddings": 2048, "pos_emb": "rotary", "no_weight_tying": True, "checkpoint_factor": 10}
+    node |= {"max_position_embeddings": 2048, "pos_emb": "rotary", "no_weight_tying": True, "rope_fusion": False}
     path = write(tmp_path, {**node, "train_micro_batch_size_per_gpu": 4})
     imported = import_foreign({"import_config": path, **ENOUGH, "vocab_size": "50304"})
     assert not [*imported.problems, *imported.config_problems]
@@ -164,6 +201,66 @@ def test_gpt_neox_at_its_defaults_is_pythia_160m(tmp_path: Path) -> None:
 
 
 # ---- NeMo and NxD Training
+
+
+@pytest.mark.parametrize(
+    ("changes", "activation"),
+    [
+        ({"model.activation": "gelu"}, "gelu_tanh"),
+        ({"model.activation": "geglu"}, "geglu_tanh"),
+        ({"model.activation": "fast-geglu", "model.bias_activation_fusion": False}, "geglu"),
+        ({"model.activation": "gelu", "model.bias_activation_fusion": False}, "gelu"),
+        ({"model.activation": "gelu", "model.bias_gelu_fusion": False}, "gelu"),
+        ({"model.activation": "gelu", "model.bias_gelu_fusion": False, "model.openai_gelu": True}, "gelu_tanh"),
+        ({"model.activation": "swiglu"}, "swiglu"),
+    ],
+)
+def test_nemo_s_fused_gelu_is_the_tanh_approximation(changes: dict[str, Any], activation: str, tmp_path: Path) -> None:
+    """`fused_bias_gelu.py`: x * 0.5 * (1 + tanh(0.79788456 x (1 + 0.044715 x^2))); fusion is on where it is absent."""
+    assert config("nemo", tmp_path, changes).activation == activation
+
+
+@pytest.mark.parametrize(
+    ("source", "scaled", "method"),
+    [
+        ("hf", None, "normal"),
+        ("hf", True, "normal"),
+        ("megatron", True, "scaled_normal"),
+        ("megatron", False, "normal"),
+    ],
+)
+def test_nxdt_s_hf_models_initialise_every_projection_alike(
+    source: str, scaled: bool | None, method: str, tmp_path: Path
+) -> None:
+    changes = {"model_source": source, "model.use_scaled_init_method": scaled}
+    assert config("nxdt", tmp_path, changes).output_init_method == method
+
+
+def test_recompute_settings_are_not_read_without_full_granularity(tmp_path: Path) -> None:
+    changes = {"model.activations_checkpoint_method": "block", "model.activations_checkpoint_num_layers": 3}
+    assert config("nemo", tmp_path, changes).checkpoint_num_layers == 1
+    full = imported_file("nemo", tmp_path, {**changes, "model.activations_checkpoint_granularity": "full"})
+    assert {problem.subject.partition("=")[0] for problem in full.problems} == set(changes)
+
+
+@pytest.mark.parametrize("key", ["model.normalization", "model.layernorm_zero_centered_gamma"])
+def test_a_norm_stored_minus_1_is_the_same_function_unless_it_decays(key: str, tmp_path: Path) -> None:
+    changes = {key: "layernorm1p" if key.endswith("normalization") else True, "model.bias": True}
+    norm = "layernorm" if key.endswith("normalization") else "rmsnorm"
+    assert config("nemo", tmp_path, changes).norm_type == norm
+    decayed = imported_file("nemo", tmp_path, {**changes, "model.do_layer_norm_weight_decay": True})
+    assert [problem.subject.partition("=")[0] for problem in decayed.problems] == [key]
+
+
+@pytest.mark.parametrize(("strategy", "ours"), [("full", "fsdp"), ("hybrid", "hsdp"), ("grad", "zero2")])
+def test_nemo_s_fsdp_is_a_sharding_strategy(strategy: str, ours: str, tmp_path: Path) -> None:
+    changes = {"model.fsdp": True, "model.fsdp_sharding_strategy": strategy}
+    assert config("nemo", tmp_path, changes).sharding_strategy == ours
+
+
+@pytest.mark.parametrize("name", ["mcore_distributed_optim", "distributed_fused_adam"])
+def test_megatron_s_distributed_optimizers_are_adamw(name: str, tmp_path: Path) -> None:
+    assert config("nemo", tmp_path, {"model.optim.name": name}).optimizer == "adamw"
 
 
 def test_every_schedule_of_nemo_is_one_of_ours() -> None:

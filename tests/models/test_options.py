@@ -142,9 +142,9 @@ def test_a_layer_norm_is_torchs() -> None:
 def test_a_gate_is_a_third_matrix(activation: Any) -> None:
     model = Llama(TrainConfig(**TINY, activation=activation))
     matrices = [name for name, _ in model.named_parameters() if ".layers.0.mlp." in name]
-    assert len(matrices) == (3 if activation in ("swiglu", "geglu", "reglu") else 2)
+    assert len(matrices) == (3 if activation in ("swiglu", "geglu", "geglu_tanh", "reglu") else 2)
     x = torch.randn(3, 5)
-    plain = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}.get(activation, activation)
+    plain = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}.get(activation, activation)
     expected = torch.nn.GELU("tanh")(x) if plain == "gelu_tanh" else getattr(torch.nn.functional, plain)(x)
     torch.testing.assert_close(ACTIVATIONS[activation](x), expected)
 

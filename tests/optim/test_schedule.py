@@ -132,6 +132,9 @@ VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
     ({**SHORT, "lr_schedule": "neox_linear", "min_lr": 0.6}, {10: 1.0, 60: 0.6, 110: 0.6}),
     ({**SHORT, "lr_schedule": "neox_exponential"}, {10: 1.0, 110: math.exp(-0.693)}),
     ({**SHORT, "lr_schedule": "neox2022_linear"}, {0: 0.0, 5: 0.5, 10: 1.0, 65: 0.5, 100: 20 / 110, 110: 20 / 110}),
+    # megatron/learning_rates.py: constant is the peak for good after max(1, step) / warmup (in 2022 step / warmup)
+    ({**SHORT, "lr_schedule": "neox_constant"}, {0: 0.1, 5: 0.5, 10: 1.0, 65: 1.0, 109: 1.0, 200: 1.0}),
+    ({**SHORT, "lr_schedule": "neox2022_constant"}, {0: 0.0, 5: 0.5, 10: 1.0, 65: 1.0, 109: 1.0, 200: 1.0}),
     ({**SHORT, "lr_schedule": "neox2022_exponential"}, {65: math.exp(-0.693 / 2), 110: math.exp(-0.693 * 90 / 110)}),
     (
         {"lr_schedule": "step", "learning_rate": 1.0, "lr_gamma": 0.5, "lr_step_size": 30, "num_steps": 100},
