@@ -13,7 +13,7 @@ from pretraining.checkpoint.files import read_json
 from pretraining.checkpoint.huggingface import safetensors_entries, shard_file
 from pretraining.checkpoint.manifest import Checkpoint, Facts, Manifest
 from pretraining.config.errors import ConfigError, Problem, UserError
-from pretraining.config.lora import adapted, is_adapter, is_trained, lora_scale
+from pretraining.config.lora import adapted, lora_scale
 from pretraining.config.training import TrainConfig
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
@@ -68,11 +68,6 @@ def open_adapter(folder: Path, config: TrainConfig) -> Checkpoint:
     return Checkpoint(folder, facts, Manifest(entries, {MODEL: shard_file(folder / MODEL)}))
 
 
-def adapter_names(config: TrainConfig, names: list[str]) -> list[str]:
-    """Return those of a model's parameters that belong to the adapter."""
-    return [name for name in names if is_trained(config, name)]
-
-
 def merge_adapter(config: TrainConfig, name: str, weight: Tensor, read: Any) -> Tensor:
     """Return `weight` plus the product of its adapter, if it has one; `read` returns a tensor by its name."""
     module = name.removesuffix(".weight")
@@ -80,8 +75,3 @@ def merge_adapter(config: TrainConfig, name: str, weight: Tensor, read: Any) -> 
         return weight
     pair: list[Tensor] = [read(f"{module}.lora_{letter}.weight").to(torch.float32) for letter in "AB"]
     return (weight.float() + lora_scale(config) * pair[1] @ pair[0]).to(weight.dtype)
-
-
-def is_base(name: str) -> bool:
-    """Return whether a parameter belongs to the model itself."""
-    return not is_adapter(name)

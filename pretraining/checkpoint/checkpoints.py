@@ -7,9 +7,9 @@ update: step_100 is the state after 100 updates.
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,8 +48,8 @@ class Checkpoints:
         self._lock: FolderLock | None = None
         self._saved: int | None = None  # newest step that is committed, or being written
         self._failures = 0  # saves in a row
-        self._writer: threading.Thread | None = None
-        self._outcome: Exception | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None  # the asynchronous save that was started last
         self._buffer = HostBuffer()
         if config.checkpoint_interval:
             self._peers.lead(self._claim)
@@ -79,14 +79,11 @@ class Checkpoints:
         if not found.committed:
             return restoring.start()
         facts, damaged = restoring.continue_from(found.committed)
-        self._set_aside(damaged)
+        if self._config.checkpoint_interval:  # the removal of old checkpoints would count the corrupt ones
+            for path in damaged:
+                self._peers.lead(partial(set_aside, path))
         self._saved = facts.step
         return facts
-
-    def _set_aside(self, damaged: list[Path]) -> None:
-        """Rename corrupt checkpoints if this run saves, because the removal of old ones would count them."""
-        for path in damaged if self._config.checkpoint_interval else ():
-            self._peers.lead(partial(set_aside, path))
 
     # ---- Saving
 
@@ -115,9 +112,10 @@ class Checkpoints:
         try:
             pending = self._planned(kept, replace(facts, step=step))
             if self._config.async_checkpointing and self._has_room(pending):
-                self._begin(pending, step, began)
+                pending.stage(self._buffer)
+                self._writing = self._writer.submit(self._finish, pending, began)
             else:
-                self._finish(pending, step, began)
+                self._finish(pending, began)
         except OSError as error:
             self._failed(error)
         else:
@@ -141,19 +139,7 @@ class Checkpoints:
             self._peers.say(f"{short}; this save is not asynchronous")
         return not short
 
-    def _begin(self, pending: PendingSave, step: int, began: float) -> None:
-        pending.stage(self._buffer)
-
-        def work() -> None:
-            try:
-                self._finish(pending, step, began)
-            except Exception as error:  # raised by `wait`, in the thread that can act on it
-                self._outcome = error
-
-        self._writer = threading.Thread(target=work, name=f"checkpoint-{step}")
-        self._writer.start()
-
-    def _finish(self, pending: PendingSave, step: int, began: float) -> None:
+    def _finish(self, pending: PendingSave, began: float) -> None:
         path = pending.write()
         self._failures = 0
         self._peers.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
@@ -169,14 +155,12 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the save that was started is committed. Raises SaveFailedError after too many failures."""
-        if self._writer is None:
-            return
-        self._writer.join()
-        self._writer, error, self._outcome = None, self._outcome, None
-        if isinstance(error, OSError):
+        writing, self._writing = self._writing, None
+        try:
+            if writing:
+                writing.result()
+        except OSError as error:
             self._failed(error)
-        elif error is not None:
-            raise error
 
     def _failed(self, error: OSError) -> None:
         self._saved = None

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from pretraining.checkpoint import adapter
-from pretraining.checkpoint.adapter import MODEL, PREFIX, adapter_config, adapter_names, is_base, merge_adapter
+from pretraining.checkpoint.adapter import MODEL, PREFIX, adapter_config, merge_adapter
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
-from pretraining.checkpoint.huggingface import (
-    CONFIG,
-    INDEX,
-    SINGLE,
-    is_huggingface,
-    open_any_checkpoint,
-)
+from pretraining.checkpoint.huggingface import CONFIG, INDEX, SINGLE, is_huggingface, open_any_checkpoint
 from pretraining.checkpoint.manifest import DTYPES, Checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
 from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, read_tensors, write_items
 from pretraining.config.errors import UserError
 from pretraining.config.huggingface import config_json
-from pretraining.config.lora import adapters_alone
+from pretraining.config.lora import adapters_alone, is_adapter, is_trained
 from pretraining.config.training import TrainConfig
 
 CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -111,7 +106,7 @@ def to_huggingface(
         _write_adapter(folder, checkpoint, config, names, dtype)
         rename(folder, target)
         return target
-    state = _placeholders(checkpoint, filter(is_base, names), dtype)
+    state = _placeholders(checkpoint, filterfalse(is_adapter, names), dtype)
     stored = str(next(iter(state.values())).dtype).removeprefix("torch.")
     fields = config_json(replace(config, lora_rank=0), stored)
     folder = _new_folder(target)  # after what can be refused, so that nothing is left of a refusal
@@ -135,7 +130,7 @@ def _write_adapter(
     folder: Path, checkpoint: Checkpoint, config: TrainConfig, names: list[str], dtype: torch.dtype | None
 ) -> None:
     """Write the two files of PEFT's format."""
-    tensors = {name: read_tensor(checkpoint, name) for name in adapter_names(config, names)}
+    tensors = {name: read_tensor(checkpoint, name) for name in names if is_trained(config, name)}
     prefixed = {f"{PREFIX}{name}": tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
     save_file(prefixed, folder / MODEL, {"format": "pt"})
     _write_json(folder / adapter.CONFIG, adapter_config(config))
@@ -211,7 +206,7 @@ def to_checkpoint(source: Checkpoint, folder: Path, dtype: torch.dtype | None = 
     config = replace(saved_config(source.facts.config), tokenizer_path=str(tokenizer) if tokenizer.is_file() else "")
     state = _placeholders(source, source.manifest.tensors)
     facts = replace(source.facts, config=asdict(config), engine="none")
-    pending = PendingSave(folder, state, facts, ALONE, dtype=dtype, workers=IO_WORKERS)
+    pending = PendingSave(folder, state, facts, ALONE, dtype=dtype)
     pending.fetch_from(lambda item: read_tensor(source, item.index.fqn))
     return pending.write()
 

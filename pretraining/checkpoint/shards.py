@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
-from pretraining.checkpoint.files import (
-    BLOCK,
-    UnreadableError,
-    descriptor,
-    digest,
-    read_into,
-    sync_folder,
-    write_at,
-)
+from pretraining.checkpoint.files import BLOCK, UnreadableError, descriptor, digest, read_into, sync_folder, write_at
 from pretraining.checkpoint.manifest import (
     DTYPE_NAMES,
     DTYPES,
