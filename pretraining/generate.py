@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -82,15 +83,10 @@ def generate(flags: argparse.Namespace) -> str:
     tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
     model = load_model(config, {**base_weights(config), **read_tensors(checkpoint, is_weight)})
     prompt = tokenizer.encode(flags.prompt)
-    drawn = sample(
-        model,
-        document_start(tokenizer) + prompt,
-        tokenizer.vocab_size(),
-        window=config.seq_length,
-        temperature=flags.temperature,
-        top_k=flags.top_k,
-        generator=torch.Generator().manual_seed(flags.seed),
-    )
+    source = torch.Generator().manual_seed(flags.seed)
+    choose = partial(draw, temperature=flags.temperature, top_k=flags.top_k, generator=source)
+    context = document_start(tokenizer) + prompt
+    drawn = sample(model, context, tokenizer.vocab_size(), config.seq_length, choose)
     added = takewhile(lambda token: token != tokenizer.eos_id(), islice(drawn, flags.max_new_tokens))
     text: str = tokenizer.decode([*prompt, *added])
     return text
@@ -131,20 +127,13 @@ def load_model(config: TrainConfig, weights: dict[str, Tensor]) -> Llama:
 
 @torch.inference_mode()
 def sample(
-    model: Llama,
-    context: Sequence[int],
-    vocabulary: int,
-    *,
-    window: int,
-    temperature: float,
-    top_k: int,
-    generator: torch.Generator,
+    model: Llama, context: Sequence[int], vocabulary: int, window: int, choose: Callable[[Tensor], int]
 ) -> Iterator[int]:
     """Yield tokens after `context` without end, from its last `window` tokens and with ids below `vocabulary`."""
     tokens = list(context)
     while True:
         logits = model(torch.tensor([tokens[-window:]]))[0, -1, :vocabulary]  # [V]
-        tokens.append(draw(logits, temperature, top_k, generator))
+        tokens.append(choose(logits))
         yield tokens[-1]
 
 

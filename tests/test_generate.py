@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -71,8 +72,8 @@ class Counter(torch.nn.Module):
 
 
 def continuation(model: torch.nn.Module, count: int, window: int = 8, vocabulary: int = 100) -> list[int]:
-    settings = {"window": window, "temperature": 0.0, "top_k": 0, "generator": generator()}
-    return list(islice(sample(model, [5, 6], vocabulary, **settings), count))  # type: ignore[arg-type]
+    likeliest = partial(draw, temperature=0.0, top_k=0, generator=generator())
+    return list(islice(sample(model, [5, 6], vocabulary, window, likeliest), count))  # type: ignore[arg-type]
 
 
 def test_each_token_follows_from_those_before_it() -> None:

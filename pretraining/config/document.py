@@ -9,6 +9,7 @@ import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -101,9 +102,7 @@ def help_text() -> str:
 
 def variant_table() -> str:
     """Return every variant with its dimensions and the number of its parameters."""
-    columns = (
-        "variant | parameters | of which embeddings | layers | hidden | feed-forward | heads (key/value) | vocabulary"
-    )
+    shapes = "layers | hidden | feed-forward | heads (key/value) | vocabulary | sequence"
     names: dict[int, list[str]] = {}  # short names have the same shape object
     for name, shape in VARIANTS.items():
         names.setdefault(id(shape), []).append(f"`{name}`")
@@ -112,8 +111,14 @@ def variant_table() -> str:
         heads = f"{shape.num_attention_heads} ({shape.num_kv_heads})"
         counts = f"{shape.parameters / 1e6:,.0f} M | {shape.embedding_parameters / 1e6:,.0f} M | {shape.num_layers}"
         sizes = f"{shape.hidden_size} | {shape.intermediate_size} | {heads} | {shape.vocab_size}"
-        rows.append(f"| {', '.join(names[id(shape)])} | {counts} | {sizes} | {shape.max_position_embeddings} |")
-    return "\n".join([f"| {columns} | vocabulary | sequence |", "|---|---|---|---|---|---|---|---|---|", *rows])
+        rows.append(f"{', '.join(names[id(shape)])} | {counts} | {sizes} | {shape.max_position_embeddings}")
+    return markdown_table(f"variant | parameters | of which embeddings | {shapes}", rows)
+
+
+def markdown_table(columns: str, rows: Iterable[str]) -> str:
+    """Return a table whose header and rows are texts with " | " between the cells."""
+    rule = "---|" * (columns.count(" | ") + 1)
+    return "\n".join([f"| {columns} |", f"|{rule}", *(f"| {row} |" for row in rows)])
 
 
 def flag_tables() -> str:
@@ -124,12 +129,9 @@ def flag_tables() -> str:
 
 def support_table() -> str:
     """Return the settings that an engine does not support."""
-    rows = [
-        f"| `{limit.setting}` | {limit.values_text} | {', '.join(limit.missing_on)} | {limit.reason} |"
-        for limit in LIMITS
-    ]
-    head = "| flag | values | not supported by engine | reason |"
-    return "\n".join(["### Settings that one engine does not support", "", head, "|---|---|---|---|", *rows])
+    rows = (f"`{row.setting}` | {row.values_text} | {', '.join(row.missing_on)} | {row.reason}" for row in LIMITS)
+    table = markdown_table("flag | values | not supported by engine | reason", rows)
+    return f"### Settings that one engine does not support\n\n{table}"
 
 
 def resume_table() -> str:
@@ -137,18 +139,18 @@ def resume_table() -> str:
     rows = []
     for policy in Resume:
         names = [f"`{name}`" for name, setting in SETTINGS.items() if setting.resume is policy]
-        rows.append(f"| {policy.value} | {'all others' if policy is Resume.NOTE else ', '.join(names)} |")
-    return "\n".join(["### Changes when a run continues", "", "| a change is | flags |", "|---|---|", *rows])
+        rows.append(f"{policy.value} | {'all others' if policy is Resume.NOTE else ', '.join(names)}")
+    return f"### Changes when a run continues\n\n{markdown_table('a change is | flags', rows)}"
 
 
 def optimizer_table() -> str:
     """Every optimizer with its defaults."""
-    head = "| optimizer | learning_rate | weight_decay | settings; of those with a flag of their own, its name |"
-    rows = [
-        f"| `{name}` | {rate:g} | {'none' if decay is None else decay} | {', '.join(map(_setting, taken.items()))} |"
+    columns = "optimizer | learning_rate | weight_decay | settings; of those with a flag of their own, its name"
+    rows = (
+        f"`{name}` | {rate:g} | {'none' if decay is None else decay} | {', '.join(map(_setting, taken.items()))}"
         for name, (rate, decay, taken) in OPTIMIZERS.items()
-    ]
-    return "\n".join(["### Optimizers and their defaults", "", head, "|---|---|---|---|", *rows])
+    )
+    return f"### Optimizers and their defaults\n\n{markdown_table(columns, rows)}"
 
 
 def _setting(item: tuple[str, Any]) -> str:
@@ -161,8 +163,8 @@ def _table(group: str, fields: list[Field]) -> str:
     for field in fields:
         setting = SETTINGS[field.name]
         words, text = cell(type_words(setting)), cell(field.text + needs_words(setting))
-        rows.append(f"| `{field.name}` | {words} | `{field.default}` | {text} |")
-    return "\n".join([f"### {group}", "", "| flag | type or choices | default | meaning |", "|---|---|---|---|", *rows])
+        rows.append(f"`{field.name}` | {words} | `{field.default}` | {text}")
+    return f"### {group}\n\n{markdown_table('flag | type or choices | default | meaning', rows)}"
 
 
 def cell(text: str) -> str:
