@@ -72,10 +72,10 @@ class RMSNorm(Module):
         self.eps, self.result = eps, result  # dtype of the result, None: the input's
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        x_fp32 = x.float()
+        scale = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
         dtype = self.result or x.dtype
-        return (wide * scale).to(dtype) * self.weight.to(dtype)
+        return (x_fp32 * scale).to(dtype) * self.weight.to(dtype)
 
 
 class LayerNorm(Module):
@@ -94,8 +94,8 @@ class LayerNorm(Module):
 
 
 def norm_of(config: TrainConfig, width: int) -> Module:
-    """The norm that `config` asks for."""
-    # What a norm gives goes into matrix products, and all that does comes from one: what lies between stays fp32.
+    """Return the configured norm."""
+    # With autocast only the inputs of matrix products are bf16, and all of these come from a norm.
     result = torch.bfloat16 if config.precision == "autocast" else None
     if config.norm_type == "layernorm":
         return LayerNorm(width, config.norm_eps, config.norm_bias, result)
@@ -121,7 +121,7 @@ class Attention(Module):
     def forward(self, x: Tensor, inputs: BatchInputs) -> Tensor:
         rows, length, _ = x.shape
         noise = inputs.noise
-        # -1: an engine may run this with its rank's share of the heads
+        # -1: a tensor rank computes its shard of the heads
         q = self.q_proj(x, noise).view(rows, length, -1, self.head_dim)  # [B, T, H, E]
         k = self.k_proj(x, noise).view(rows, length, -1, self.head_dim)  # [B, T, K, E]
         v = self.v_proj(x, noise).view(rows, length, -1, self.head_dim)
@@ -328,7 +328,7 @@ def rope_table(frequencies: tuple[float, ...], tokens: Tensor, positions: Tensor
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotary positions on x [B, heads, T, E], in fp32; of a table narrower than E, on the first channels."""
     cos, sin = (t if t.dim() == 2 else t[:, None] for t in rope)  # [T, R] or [B, 1, T, R], R <= E
-    turned, kept = x.float().split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
-    first, second = turned.chunk(2, -1)
-    turned = turned * cos + torch.cat((-second, first), -1) * sin
-    return (torch.cat((turned, kept), -1) if kept.shape[-1] else turned).to(x.dtype)
+    rotated, rest = x.float().split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
+    first, second = rotated.chunk(2, -1)
+    rotated = rotated * cos + torch.cat((-second, first), -1) * sin
+    return (torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated).to(x.dtype)

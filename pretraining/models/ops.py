@@ -142,9 +142,9 @@ def loss_and_gradient(
     combine: CombineShards | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See LossAndGradient. The gradient is multiplied by `factor` (fp16's loss scale) while it is fp32."""
-    wide, is_label, log_normalizer, losses = cross_entropy(logits, labels, vocabulary, first, combine)
+    logits_fp32, is_label, log_normalizer, losses = cross_entropy(logits, labels, vocabulary, first, combine)
     is_trained = labels != IGNORED
-    probability = (wide - log_normalizer[:, None]).exp()
+    probability = (logits_fp32 - log_normalizer[:, None]).exp()
     gradient = torch.where(is_label, probability - 1, probability) * is_trained[:, None]
     loss = torch.where(is_trained, losses, 0).sum()
     return loss, (gradient if factor is None else gradient * factor).to(logits.dtype)
@@ -171,15 +171,15 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: int, chunk_loss: LossAndGradient
     ) -> Tensor:
-        narrow = weight.to(rows.dtype)
+        compute_weight = weight.to(rows.dtype)
         loss = torch.zeros((), device=rows.device)
         grad_rows = torch.empty_like(rows)
         grad_weight = torch.zeros(weight.shape, device=weight.device)  # summed over chunks in fp32
         chunks = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), grad_rows.split(LOSS_ROWS), strict=True)
         for x, labels, grad_x in chunks:
-            partial_loss, grad_logits = chunk_loss(x @ narrow.t(), labels, vocabulary)  # [R, V]
+            partial_loss, grad_logits = chunk_loss(x @ compute_weight.t(), labels, vocabulary)  # [R, V]
             loss += partial_loss
-            torch.mm(grad_logits, narrow, out=grad_x)
+            torch.mm(grad_logits, compute_weight, out=grad_x)
             grad_weight += grad_logits.t() @ x
         ctx.save_for_backward(grad_rows, grad_weight.to(weight.dtype))
         return loss
