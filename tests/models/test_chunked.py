@@ -56,7 +56,7 @@ def test_values_and_gradients_are_those_of_torchs_attention(
 
 
 @given(st.integers(1, 10**5))
-def test_the_pieces_cover_every_query_once(length: int) -> None:
+def test_the_chunks_cover_every_query_once(length: int) -> None:
     cuts = chunk_bounds(length)
     assert [query for first, last in cuts for query in (first, last)][1:-1:2] == [first for first, _ in cuts[1:]]
     assert (cuts[0][0], cuts[-1][1]) == (0, length)

@@ -35,7 +35,7 @@ def tokens() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_the_share_is_dropped_and_the_mean_kept(rate: float) -> None:
+def test_dropout_drops_its_share_and_keeps_the_mean(rate: float) -> None:
     y = dropout(torch.ones(ROWS, TOKENS, 4096), rate, noise(), site=1)
     assert abs(float((y == 0).float().mean()) - rate) < 0.003
     assert abs(float(y.mean()) - 1) < 0.02
@@ -53,13 +53,13 @@ def test_updates_blocks_sites_and_tokens_are_dropped_independently() -> None:
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_every_kind_changes_the_training_pass_and_no_other(name: str) -> None:
+def test_every_kind_of_dropout_acts_only_in_training(name: str) -> None:
     plain, thinned = model(), model(**{name: RATES[name]})
     assert torch.equal(plain(tokens()), thinned(tokens()))
     assert not torch.equal(plain.hidden(tokens()), thinned.hidden(tokens(), BatchInputs(noise=noise())))
 
 
-def test_a_part_of_the_rows_is_dropped_as_it_is_in_the_whole_batch() -> None:
+def test_dropout_of_some_rows_equals_that_of_the_global_batch() -> None:
     live = model(**RATES)
     whole = live.hidden(tokens(), BatchInputs(noise=noise()))
     part = live.hidden(tokens()[1:3], BatchInputs(noise=noise(first=1, rows=2)))

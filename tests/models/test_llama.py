@@ -54,7 +54,7 @@ def test_variants_have_the_published_number_of_parameters(name: str, parameters:
     assert VARIANTS[name].parameters == parameters
 
 
-def test_packed_documents_lose_what_separate_ones_lose() -> None:
+def test_packed_documents_have_the_logits_of_separate_ones() -> None:
     model = build_model(TrainConfig(**TINY))
     first, second = torch.randint(0, 97, (1, 40)), torch.randint(0, 97, (1, 24))
     packed = torch.cat((first, second), 1)
@@ -65,13 +65,13 @@ def test_packed_documents_lose_what_separate_ones_lose() -> None:
     torch.testing.assert_close(logits[:, 40:], model(second), atol=1e-5, rtol=0)
 
 
-def test_a_weight_starts_from_the_same_bits_alone_or_in_the_whole_model() -> None:
+def test_a_weight_is_initialised_bitwise_alone_and_in_the_model() -> None:
     config = TrainConfig(**TINY, seed=7)
     for name, weight in build_model(config).named_parameters():
         assert torch.equal(weight, initial_weight(config, 3, name, weight.shape)), name
 
 
-def test_every_layer_and_every_seed_starts_from_other_weights() -> None:
+def test_layers_and_seeds_have_different_initial_weights() -> None:
     shape = torch.Size((64, 64))
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)]
     made = [initial_weight(TrainConfig(**TINY, seed=seed), 3, name, shape) for name in names for seed in (1, 2)]

@@ -148,7 +148,7 @@ def test_options_that_contradict_are_refused(fields: dict[str, Any], names: tupl
     assert all(name in str(caught.value) for name in names)
 
 
-def test_what_lies_before_the_windows_of_all_layers_does_not_matter() -> None:
+def test_tokens_before_the_windows_of_all_layers_have_no_effect() -> None:
     live: Any = randomised(build_model(TrainConfig(**TINY, sliding_window=4)))
     tokens = torch.randint(0, 97, (1, 30))
     other = tokens.clone()

@@ -55,7 +55,7 @@ def test_norms_and_biases_do_not_decay_by_name(name: str, expected: bool) -> Non
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_every_parameter_has_one_slot_and_norms_decay_only_if_asked(everything: bool) -> None:
+def test_every_parameter_is_optimized_once_and_norms_decay_only_with_norm_weight_decay(everything: bool) -> None:
     model = on_meta(config())
     optimizer = build_optimizer(config(norm_weight_decay=everything), model.named_parameters())
     assert [parameter.name for parameter in optimizer.parameters] == [name for name, _ in model.named_parameters()]
@@ -93,7 +93,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_leaves_the_rest_to_adamw() ->
     assert all(".layers." in name and "norm" not in name for name in orthogonal)
 
 
-def test_a_layer_s_parameter_without_its_number_is_a_stack() -> None:
+def test_a_parameter_name_without_a_layer_number_is_a_stack() -> None:
     assert is_stacked("model.layers.mlp.up_proj.weight")
     assert not is_stacked("model.layers.13.mlp.up_proj.weight")
     assert not is_stacked("model.norm.weight")

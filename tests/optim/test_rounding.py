@@ -16,7 +16,7 @@ def bits_of(shape: tuple[int, ...], update: float = 1.0, name: str = "a") -> tor
     return random_bits(name_hashes(0, [name])[0], torch.tensor(update), torch.Size(shape))
 
 
-def test_every_place_between_two_neighbours_is_taken_exactly_as_often_as_it_should() -> None:
+def test_the_probability_of_rounding_up_is_exact() -> None:
     grid = torch.arange(65536, dtype=torch.int32)
     for part in (0, 1, 17, 32768, 65535):
         # 65536ths of the way from 1 to its neighbour 1 + 2^-7
@@ -37,19 +37,19 @@ def test_the_result_is_one_of_bf16_s_two_neighbours(size: float, bits: int, sign
 
 
 @given(st.integers(-(2**14), 2**14), st.integers(-40, 40), st.integers(0, 65535))
-def test_what_bf16_can_hold_stays(mantissa: int, exponent: int, bits: int) -> None:
+def test_bf16_values_are_not_changed(mantissa: int, exponent: int, bits: int) -> None:
     x = torch.tensor(float(mantissa) * 2.0**exponent).bfloat16().float()
     assert round_stochastically(x, torch.tensor(bits)) == x
 
 
-def test_an_update_too_small_for_bf16_arrives_in_the_mean() -> None:
+def test_updates_below_bf16_s_spacing_arrive_in_the_mean() -> None:
     weights = torch.ones(100_000)
     moved = round_stochastically(weights + 2**-9, bits_of((100_000,)))
     assert abs(float(moved.mean()) - (1 + 2**-9)) < 5e-5
     assert (weights.bfloat16() + 2**-9 == 1).all()  # what rounding to nearest makes of it
 
 
-def test_noise_is_uniform_and_has_no_pattern_between_rows_updates_or_tensors() -> None:
+def test_random_bits_are_uniform_and_uncorrelated() -> None:
     first = bits_of((512, 512)).double()
     assert abs(float(first.mean()) - 32767.5) < 150
     assert abs(float(first.std()) - 65536 / 12**0.5) < 150
@@ -60,13 +60,13 @@ def test_noise_is_uniform_and_has_no_pattern_between_rows_updates_or_tensors() -
 
 
 @given(st.integers(0, 30), st.integers(0, 20))
-def test_a_part_of_a_tensor_has_the_noise_of_its_place(row: int, column: int) -> None:
+def test_a_shard_has_the_random_bits_of_its_position(row: int, column: int) -> None:
     whole = bits_of((40, 30))
     part = random_bits(name_hashes(0, ["a"])[0], torch.tensor(1.0), torch.Size((10, 10)), (row, column))
     assert torch.equal(part, whole[row : row + 10, column : column + 10])
 
 
-def test_a_stack_has_the_noise_of_each_of_its_layers() -> None:
+def test_a_stack_has_the_random_bits_of_each_layer() -> None:
     key = name_hashes(3, ["x.0", "x.1"])
     stack = random_bits(key.view(2, 1, 1), torch.tensor(5.0), torch.Size((4, 6)))
     assert stack.shape == (2, 4, 6)

@@ -194,7 +194,7 @@ def test_no_rate_exceeds_the_peak_or_is_negative(name: str, total: int, peak: fl
         ({"lr_schedule": "cosine", "training_stage": "annealing"}, ("lr_schedule", "training_stage")),
     ],
 )
-def test_a_curve_that_cannot_be_is_refused_with_both_fields(flags: dict[str, Any], names: tuple[str, ...]) -> None:
+def test_contradictory_settings_name_both_fields(flags: dict[str, Any], names: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         configure({"use_dummy_dataset": True, "num_steps": 100, "learning_rate": 1e-3, **flags})
     assert all(name in str(caught.value) for name in names), str(caught.value)

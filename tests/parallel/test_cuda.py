@@ -77,7 +77,7 @@ def test_memory_of_traced_steps_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_fp16_learns_as_fp32_does(documents: bool) -> None:
+def test_fp16_losses_are_within_two_percent_of_fp32(documents: bool) -> None:
     fp16 = trained(documents, precision="fp16", mixed_precision=True)
     assert_same(fp16, trained(documents), 2e-2)
 
@@ -89,7 +89,7 @@ def assert_same(got: dict[str, Any], reference: dict[str, Any], tolerance: float
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_losses_in_fp32_are_those_of_the_cpu(documents: bool, compiled: bool) -> None:
+def test_fp32_losses_equal_the_cpu_s(documents: bool, compiled: bool) -> None:
     reference = trained(documents, device="cpu")
     got = trained(documents, device="cuda", use_torch_compile=compiled)
     assert_same(got, reference, tolerance=1e-3 if documents and compiled else 1e-4)  # flex attention may use TF32
@@ -107,14 +107,14 @@ def test_losses_in_fp32_are_those_of_the_cpu(documents: bool, compiled: bool) ->
         {"batch_size": 8},
     ],
 )
-def test_bf16_stays_within_two_percent_however_it_is_run(fields: dict[str, Any]) -> None:
+def test_bf16_losses_are_within_two_percent_of_fp32_in_every_setting(fields: dict[str, Any]) -> None:
     reference = trained(device="cpu")
     got = trained(device="cuda", mixed_precision=True, **fields)
     assert got["loss"] == pytest.approx(reference["loss"], rel=0.02)
     assert got["evaluation"] == pytest.approx(reference["evaluation"], rel=0.02)
 
 
-def test_nothing_is_compiled_after_the_first_step_and_depth_adds_nothing() -> None:
+def test_nothing_compiles_after_the_first_step_and_depth_adds_no_graph() -> None:
     before = trained(device="cuda", mixed_precision=True, num_layers=2)["graphs"]
     after = trained(device="cuda", mixed_precision=True, num_layers=8)["graphs"]
     assert len(set(before)) == len(set(after)) == 1

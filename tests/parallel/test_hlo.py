@@ -75,7 +75,7 @@ def test_sequence_parallelism_shards_the_residual_stream_over_tensor_ranks(folde
     assert f"[{ROWS},{LENGTH},{HIDDEN}]" not in carried
 
 
-def test_neither_scores_of_attention_nor_copies_of_weights_wait_for_the_backward_pass(folder: Path) -> None:
+def test_neither_attention_scores_nor_weight_copies_are_saved_for_the_backward_pass(folder: Path) -> None:
     shapes = saved_for_backward(compiled(folder)["nothing"])
     width = TOY["intermediate_size"]
     assert any(math.prod(shape) == ROWS // 8 * LENGTH * width for shape in shapes)  # the feed-forward's, which do
@@ -83,7 +83,7 @@ def test_neither_scores_of_attention_nor_copies_of_weights_wait_for_the_backward
     assert not any(shape[-2:] in ((LENGTH // 2, LENGTH // 2), (LENGTH // 2, LENGTH)) for shape in shapes)
 
 
-def test_each_named_module_frees_what_it_kept_and_whole_blocks_free_most(folder: Path) -> None:
+def test_recomputing_a_module_saves_memory_and_recomputing_blocks_saves_most(folder: Path) -> None:
     saved = {case: saved_for_backward(compiled(folder)[case]) for case in RECOMPUTED}
     sizes = {case: sum(map(math.prod, shapes)) for case, shapes in saved.items()}
     assert sizes["blocks"] < sizes["mlp"] < sizes["nothing"]
@@ -97,11 +97,11 @@ def traced(folder: Path, case: str) -> str:
     return read_program(folder / case, "before_optimizations")
 
 
-def test_in_fp32_nothing_is_narrower(folder: Path) -> None:
+def test_fp32_programs_contain_no_bf16(folder: Path) -> None:
     assert "bf16[" not in traced(folder, "fp32")
 
 
-def test_weights_are_multiplied_in_bf16_and_kept_in_fp32(folder: Path) -> None:
+def test_mixed_precision_multiplies_in_bf16_and_stores_fp32(folder: Path) -> None:
     text = traced(folder, "bf16")
     by_weights = 3 * (7 + 1)  # seven projections and the head, forward and the gradients of both factors
     assert len(re.findall(r"= bf16\[[\d,]*\]\S* dot\(", text)) >= by_weights

@@ -71,7 +71,7 @@ def test_the_dynamic_scale_is_deepspeed_s(power: int, window: int, hysteresis: i
         ({"precision": "fp16", "loss_scale_hysteresis": 0}, "at least 1"),
     ],
 )
-def test_a_scale_without_a_use_is_refused(fields: Fields, message: str) -> None:
+def test_loss_scale_settings_without_effect_are_refused(fields: Fields, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configure({"use_dummy_dataset": True, **fields})
 
@@ -98,7 +98,7 @@ def test_losses_are_those_of_fp32_within_a_thousandth(processes: int, case: str)
 
 @pytest.mark.slow
 @both
-def test_overflows_leave_steps_out_until_the_scale_fits_and_count_as_no_fault(processes: int) -> None:
+def test_overflows_skip_steps_until_the_scale_fits_and_are_not_counted_as_refused(processes: int) -> None:
     found = outcome(processes)["overflowing"]
     fell = sum(
         scale < before for before, scale in zip([2.0**26, *found["loss_scale"]], found["loss_scale"], strict=False)
@@ -111,7 +111,7 @@ def test_overflows_leave_steps_out_until_the_scale_fits_and_count_as_no_fault(pr
 
 @pytest.mark.slow
 @both
-def test_overflows_at_the_least_scale_are_refused_updates(processes: int) -> None:
+def test_overflows_at_the_minimum_scale_are_refused_updates(processes: int) -> None:
     found = outcome(processes)["overflowing at the least"]
     assert found["updates"] == 0
     assert found["refused"][-1] == [8.0, 1.0]
@@ -119,5 +119,5 @@ def test_overflows_at_the_least_scale_are_refused_updates(processes: int) -> Non
 
 @pytest.mark.slow
 @both
-def test_a_run_taken_up_halfway_goes_on_with_its_scale_to_the_bit(processes: int) -> None:
+def test_a_resumed_run_continues_with_its_loss_scale_bitwise(processes: int) -> None:
     assert outcome(processes)["halfway"] == outcome(processes)["rising"]

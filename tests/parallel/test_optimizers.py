@@ -117,14 +117,14 @@ def test_an_optimizer_learns_at_its_default_rate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_stopped_run_goes_on_bit_for_bit(name: str, folder: Path) -> None:
+def test_a_resumed_run_continues_bitwise(name: str, folder: Path) -> None:
     got = on_xla(folder)
     assert got[f"{name}, resumed"]["loss"] == got[name]["loss"]
     assert got[f"{name}, resumed"]["grad_norm"] == got[name]["grad_norm"]
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_the_other_engine_goes_on_where_8_devices_stopped(name: str, folder: Path) -> None:
+def test_the_other_engine_continues_the_run_of_8_devices(name: str, folder: Path) -> None:
     split = on_xla(folder)[name]
     taken_up = on_torch(ALONE, folder)[f"{name}, resumed"]
     exact = "bf16" not in name
@@ -160,7 +160,7 @@ def test_gradients_are_clipped_by_the_norm_asked_for_on_every_mesh_and_engine(ca
     assert first > usual if case == "1-norm" else first < usual
 
 
-def test_parameters_take_the_bytes_of_their_precision() -> None:
+def test_parameters_and_moments_have_the_bytes_of_their_precision() -> None:
     held = {name: got["bytes"] for name, got in on_torch(ALONE).items()}
     wide = held["adamw"]
     assert held["bf16_sr"] == {kind: size // 2 for kind, size in wide.items()}

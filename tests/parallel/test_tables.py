@@ -41,7 +41,7 @@ def test_every_parameter_of_every_variant_matches_one_row_of_the_table(name: str
         assert len(spec_of(parameter)) == weight.dim()
 
 
-def test_every_matrix_is_split_somewhere() -> None:
+def test_every_matrix_is_sharded() -> None:
     with torch.device("meta"):
         model = Llama(TrainConfig(model_variant="tiny"))
     unsplit = [
@@ -103,7 +103,7 @@ def test_adamw_s_state_is_16_bytes_a_parameter(variant: str) -> None:
         ({"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "context_parallel_size": 2}, Mesh(1, 2, 2, 2)),
     ],
 )
-def test_what_tensor_and_context_leave_is_data_parallel(fields: dict[str, Any], mesh: Mesh) -> None:
+def test_remaining_mesh_axes_are_data_parallel(fields: dict[str, Any], mesh: Mesh) -> None:
     resolved = resolve_mesh(TrainConfig(**fields), devices=8, devices_per_host=4)
     assert (resolved, resolved.size) == (mesh, 8)
     assert resolved.data_ranks == mesh.replica * mesh.shard
@@ -127,7 +127,7 @@ def test_sizes_that_do_not_divide_the_devices_are_refused_with_those_that_do(
 @pytest.mark.parametrize(
     ("kv_heads", "tensor", "asked", "repeats"), [(8, 4, 0, 1), (2, 8, 0, 4), (6, 4, 0, 2), (2, 8, 4, 4), (2, 4, 4, 4)]
 )
-def test_key_value_heads_are_copied_as_often_as_tensor_ranks_need(
+def test_kv_heads_are_repeated_as_often_as_tensor_ranks_need(
     kv_heads: int, tensor: int, asked: int, repeats: int
 ) -> None:
     shape = replace(VARIANTS["llama2_7b"], num_kv_heads=kv_heads)
@@ -164,7 +164,7 @@ def test_a_group_that_does_not_divide_the_devices_is_refused_with_those_that_do(
 
 
 @given(rows=st.integers(1, 8), devices=st.integers(1, 64), passes=st.integers(1, 16))
-def test_the_global_batch_is_rows_x_devices_x_passes(rows: int, devices: int, passes: int) -> None:
+def test_the_global_batch_is_rows_x_devices_x_accumulation_steps(rows: int, devices: int, passes: int) -> None:
     total = rows * devices * passes
     derived = resolve_batch(TrainConfig(batch_size=rows, global_batch_size=total), devices)
     assert derived.gradient_accumulation_steps == passes

@@ -109,7 +109,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(processes: int, case
 
 @slow
 @pytest.mark.parametrize("form", FORMS)
-def test_another_form_of_the_model_has_the_same_losses_on_tensor_ranks(form: str) -> None:
+def test_every_model_option_has_the_same_losses_on_tensor_ranks(form: str) -> None:
     reference, got = outcome(ALONE)[form], outcome(4)[form]
     for figure in ("loss", "grad_norm", "evaluation"):
         assert got[figure] == pytest.approx(reference[figure], abs=1e-5)
@@ -118,14 +118,14 @@ def test_another_form_of_the_model_has_the_same_losses_on_tensor_ranks(form: str
 
 @slow
 @pytest.mark.parametrize(("case", "parts"), [("ddp", 1), ("hsdp", 2), ("fsdp", 4)])
-def test_parameters_and_moments_are_really_split(case: str, parts: int) -> None:
+def test_parameters_and_moments_are_sharded(case: str, parts: int) -> None:
     whole = outcome(ALONE)["ddp"]["bytes"]["parameters"]
     assert outcome(4)[case]["bytes"] == {"parameters": whole // parts, "moments": 2 * whole // parts}
 
 
 @slow
 @pytest.mark.parametrize(("case", "parts"), [("tensor 4", 4), ("fsdp x tensor, all blocks", 4)])
-def test_tensor_ranks_hold_parts_of_all_but_the_norms(case: str, parts: int) -> None:
+def test_tensor_ranks_shard_all_parameters_but_the_norms(case: str, parts: int) -> None:
     whole = outcome(ALONE)["ddp"]["bytes"]["parameters"]
     norms = (2 * 4 + 1) * 64 * 4  # bytes
     groups = 1 if case == "tensor 4" else 2  # FSDP splits the norms too
@@ -133,7 +133,7 @@ def test_tensor_ranks_hold_parts_of_all_but_the_norms(case: str, parts: int) -> 
 
 
 @slow
-def test_parameters_that_do_not_divide_train_all_the_same() -> None:
+def test_uneven_shards_train() -> None:
     losses = outcome(2)["uneven"]["loss"]
     assert losses[-1] < losses[0] - 0.3
 
@@ -147,7 +147,7 @@ def test_bf16_products_stay_within_two_percent_of_fp32(processes: int) -> None:
 
 
 @slow
-def test_after_a_loss_that_is_not_finite_no_update_is_applied() -> None:
+def test_no_update_is_applied_after_a_non_finite_loss() -> None:
     reference, got = outcome(ALONE)["ddp"], outcome(4)["poisoned"]
     assert got["loss"][:3] == pytest.approx(reference["loss"][:3], abs=1e-5)
     assert not math.isfinite(got["loss"][3])
@@ -156,7 +156,7 @@ def test_after_a_loss_that_is_not_finite_no_update_is_applied() -> None:
 
 
 @slow
-def test_a_skipped_update_costs_one_step_and_training_goes_on() -> None:
+def test_training_continues_after_a_skipped_update() -> None:
     got = outcome(4)["poisoned, skipped"]
     assert got["refused"][-1] == [1, 4]
     assert got["updates"] == 7
@@ -186,7 +186,7 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("value", ["1", "true"])
-def test_a_variable_that_narrows_everything_unseen_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_variables_that_downcast_all_tensors_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("XLA_USE_BF16", value)
     with pytest.raises(UserError, match=f"XLA_USE_BF16={value} in the environment .*--precision"):
         refuse_downcast_variables()
@@ -202,7 +202,7 @@ def test_a_variable_that_narrows_everything_unseen_is_refused(monkeypatch: pytes
         (True, {"precision": "fp16", "reduce_dtype": "bf16", "cpu_offload": True, "collective_timeout": 5}),
     ],
 )
-def test_what_the_chosen_engine_lacks_is_refused_all_at_once_before_it_opens(
+def test_unsupported_settings_are_refused_together_before_the_engine_opens(
     monkeypatch: pytest.MonkeyPatch, xla: bool, fields: Fields
 ) -> None:
     monkeypatch.setattr(accelerator, "cuda_gpus", lambda: 0)
@@ -221,6 +221,6 @@ def test_what_the_chosen_engine_lacks_is_refused_all_at_once_before_it_opens(
         ({"device": "tpu"}, "needs the package torch_tpu"),
     ],
 )
-def test_a_device_that_is_not_there_is_one_sentence(fields: Fields, words: str) -> None:
+def test_a_missing_device_is_one_sentence(fields: Fields, words: str) -> None:
     with pytest.raises(UserError, match=words):
         TorchEngine(TrainConfig(model_variant="tiny", seq_length=64, **fields))

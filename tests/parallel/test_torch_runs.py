@@ -72,7 +72,7 @@ def resave(source: Path, target: Path, run: Path, fields: dict[str, Any], proces
     call(launched(processes, *driver, *flags(run, **fields)), **more)
 
 
-def test_a_run_moves_between_the_engines_bit_for_bit_and_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_moves_between_the_engines_bitwise_and_continues(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
     call(train_command(tmp_path / "xla", ALONE, **ON_XLA), **XLA)
     saved = tmp_path / "xla/checkpoints/step_4"
@@ -85,7 +85,7 @@ def test_a_run_moves_between_the_engines_bit_for_bit_and_goes_on(tmp_path: Path)
     assert_same_course(tmp_path / "to_xla", tmp_path / "xla")
 
 
-def test_a_run_moves_to_tensor_ranks_and_back_bit_for_bit_and_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_moves_to_tensor_ranks_and_back_bitwise_and_continues(tmp_path: Path) -> None:
     # Biases of columns are sharded twice along their only dimension, the vocabulary with rows that are not saved.
     alone = {**ON_TORCH, "attn_bias": True, "mlp_bias": True, "vocab_size": 500}
     split = {**alone, "make_vocab_size_divisible_by": 24, "tensor_parallel_size": 2, "batch_size": 4}
@@ -100,7 +100,7 @@ def test_a_run_moves_to_tensor_ranks_and_back_bit_for_bit_and_goes_on(tmp_path: 
     assert_same_course(tmp_path / "again", tmp_path / "alone")
 
 
-def test_after_one_process_is_killed_the_others_say_so_and_fewer_continue(tmp_path: Path) -> None:
+def test_survivors_of_a_killed_process_report_it_and_fewer_processes_continue(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     more = {**ON_TORCH, "num_steps": 40, "collective_timeout": 30, "checkpoint_interval": 10}
     run = subprocess.Popen(
@@ -129,7 +129,7 @@ def test_after_one_process_is_killed_the_others_say_so_and_fewer_continue(tmp_pa
         assert figures(broken)[step]["data_hash"] == line["data_hash"]
 
 
-def test_a_signal_to_one_process_saves_and_ends_all_of_them(tmp_path: Path) -> None:
+def test_a_signal_to_one_process_makes_all_save_and_exit(tmp_path: Path) -> None:
     codes = tmp_path / "codes"
     codes.mkdir()
     run = subprocess.Popen(

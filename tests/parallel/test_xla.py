@@ -142,17 +142,17 @@ def test_nothing_compiles_after_the_first_step(devices: int) -> None:
 
 
 @pytest.mark.parametrize("devices", CASES)
-def test_a_step_waits_for_no_device_until_its_figures_are_read(devices: int) -> None:
+def test_a_step_fetches_nothing_until_its_result_is_read(devices: int) -> None:
     assert {case: got["unread_fetches"] for case, got in outcome(devices)[0].items() if got["unread_fetches"]} == {}
 
 
 @pytest.mark.parametrize("devices", CASES)
-def test_no_activation_is_replicated_against_our_will(devices: int) -> None:
+def test_the_compiler_reports_no_involuntary_rematerialization(devices: int) -> None:
     assert "nvoluntary full rematerialization" not in outcome(devices)[1]
 
 
 @pytest.mark.parametrize(("case", "parts"), [("ddp, none", 1), ("fsdp, none", 8), ("hsdp, none", 4)])
-def test_parameters_and_moments_are_really_split(case: str, parts: int) -> None:
+def test_parameters_and_moments_are_sharded(case: str, parts: int) -> None:
     got = outcome(8)[0]
     norms = (2 * 4 + 1) * 64 * 4  # bytes of the norms' weights, which are replicated
     whole = got["ddp, none"]["bytes"]["parameters"]
@@ -160,21 +160,21 @@ def test_parameters_and_moments_are_really_split(case: str, parts: int) -> None:
     assert got[case]["bytes"]["moments"] == 2 * got[case]["bytes"]["parameters"]
 
 
-def test_zero1_keeps_parameters_whole_and_moments_split_after_every_step() -> None:
+def test_zero1_replicates_parameters_and_shards_moments_after_every_step() -> None:
     got = outcome(8)[0]
     assert got["zero1"]["bytes"]["parameters"] == got["ddp, none"]["bytes"]["parameters"]
     assert got["zero1"]["bytes"]["moments"] == got["fsdp, none"]["bytes"]["moments"]
     assert got["zero2"]["bytes"] == got["zero1"]["bytes"]
 
 
-def test_tensor_ranks_hold_their_part_of_every_matrix() -> None:
+def test_tensor_ranks_shard_every_matrix() -> None:
     got = outcome(8)[0]
     assert got["fsdp x context x tensor"]["bytes"] == got["fsdp, none"]["bytes"]
     assert got["tensor 4"]["bytes"]["parameters"] == got["hsdp, none"]["bytes"]["parameters"]
 
 
 @pytest.mark.parametrize(("form", "mesh"), [("options", "fsdp x tensor"), ("window and positions", "context x tensor")])
-def test_another_form_of_the_model_has_the_same_loss_on_another_mesh(form: str, mesh: str) -> None:
+def test_every_model_option_has_the_same_losses_on_another_mesh(form: str, mesh: str) -> None:
     plain, split = outcome(8)[0][f"{form}, ddp"], outcome(8)[0][f"{form}, {mesh}"]
     for figure in ("loss", "grad_norm", "evaluation"):
         assert split[figure] == pytest.approx(plain[figure], abs=1e-5)
@@ -186,7 +186,7 @@ def test_bf16_products_stay_within_two_percent_of_fp32() -> None:
     assert outcome(8)[0]["bf16"]["loss"] != reference()["loss"]
 
 
-def test_after_a_loss_that_is_not_finite_no_update_is_applied() -> None:
+def test_no_update_is_applied_after_a_non_finite_loss() -> None:
     got = outcome(8)[0]["poisoned"]
     assert got["loss"][:3] == pytest.approx(reference()["loss"][:3], abs=1e-5)
     assert not math.isfinite(got["loss"][3])
@@ -195,7 +195,7 @@ def test_after_a_loss_that_is_not_finite_no_update_is_applied() -> None:
     assert got["evaluation"] > reference()["evaluation"]
 
 
-def test_a_skipped_update_costs_one_step_and_training_goes_on() -> None:
+def test_training_continues_after_a_skipped_update() -> None:
     got = outcome(8)[0]["poisoned, skipped"]
     assert got["refused"][-1] == [1, 4]
     assert all(math.isfinite(loss) for loss in got["loss"][4:])
