@@ -21,46 +21,40 @@ def main(**flags: str) -> int:
 
         return show(config)
 
+    from pretraining import preflight
     from pretraining.checkpoint.checkpoints import Checkpoints
     from pretraining.loop import TrainingRun, train
     from pretraining.models.init import build_model
     from pretraining.monitor.facts import data_lines
     from pretraining.optim.optimizer import build_optimizer
     from pretraining.parallel.select import open_engine
-    from pretraining.preflight import (
-        check_host_memory,
-        check_inputs,
-        describe_placement,
-        describe_run,
-        open_run_folder,
-        open_streams,
-        reopen_stream,
-    )
 
     # Engine: one mesh; the loop does not depend on it. Missing inputs are reported before any device is opened
-    checkpoint = check_inputs(config)
+    checkpoint = preflight.check_inputs(config)
     engine = open_engine(config)
 
     # Data: the global batch of step k is a pure function of (data, config, k). From here on the configuration is final
-    config, streams = open_streams(engine, checkpoint)
+    config, streams = preflight.open_streams(engine, checkpoint)
     log = print if engine.process_index == 0 else (lambda *_: None)
-    check_host_memory(config, engine)
-    log(describe_run(config, engine))
+    preflight.check_host_memory(config, engine)
+    log(preflight.describe_run(config, engine))
     log(data_lines(streams["train"].facts()))
 
     # Model and optimizer: placed by the sharding table
     model = engine.place(build_model(config))
     optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
-    log(describe_placement(config, engine.bytes_per_device(model, optimizer)))
+    log(preflight.describe_placement(config, engine.bytes_per_device(model, optimizer)))
 
     # Checkpoint: the same command continues from the newest one, with the data that follow it
     checkpoints = Checkpoints(config, config.run_folder)
     resumed = checkpoints.restore(engine, model, optimizer)
     if resumed and checkpoint and resumed.step != checkpoint.step:
-        streams["train"] = reopen_stream(config, engine, resumed)
+        streams["train"] = preflight.reopen_stream(config, engine, resumed)
 
     # Loop: steps, reports, validations, saves
+    start_step = resumed.step if resumed else 0
+    metrics = preflight.open_run_folder(config, start_step) if engine.process_index == 0 else None
     run = TrainingRun(
         config=config,
         engine=engine,
@@ -68,7 +62,7 @@ def main(**flags: str) -> int:
         optimizer=optimizer,
         streams=streams,
         checkpoints=checkpoints,
-        metrics=open_run_folder(config, resumed.step if resumed else 0) if engine.process_index == 0 else None,
+        metrics=metrics,
         resumed=resumed,
     )
     code = train(run)
