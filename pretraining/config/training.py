@@ -391,9 +391,10 @@ class TrainConfig:
     index_dir: str = ""
     """Folder of the shards' indexes (12 bytes a document; of Parquet shards the decoded tokens too), which are built
     once. Empty: pretraining/token_index in $XDG_CACHE_HOME, otherwise in ~/.cache."""
-    verify_data: bool = False
-    """Compare every shard with its checksum before training, which reads every byte: with those in meta.json, and for
-    other shards with those recorded when they were verified for the first time."""
+    verify_data: Annotated[Literal["off", "first_read", "always"], Resume.FREE] = "first_read"
+    """When the bytes of a block of documents are compared with the checksum that the index folder has recorded at its
+    first read ever: at its first read in a run, at every read, or never. pretraining.inspect_data --verify compares
+    whole files with the checksums in meta.json before a run."""
     accept_data_changes: bool = False
     """Continue although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture
     begins at that step, and the change is recorded. False: an error that lists what changed."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pretraining.config.errors import UserError
+from pretraining.data.checksums import BlockSums, byte_sum
 from pretraining.data.files import OpenFile, OpenFiles
 from pretraining.data.hashing import key_of, mix_one, permutation
 from pretraining.data.index import GROUP, ShardIndex
@@ -40,6 +41,7 @@ class DocumentOrder:
     separator: int | None  # after every document; None: none
     bos: int | None  # before every document; None: none
     boundaries: bool  # whether the caller asks where documents begin
+    verify: str = "off"  # when the checksum of a block is compared: --verify_data
 
     @property
     def added(self) -> int:
@@ -112,6 +114,9 @@ class Corpus:
         self._shards, self._order, self._files, self._cache = shards, order, files, cache
         self._epochs: dict[int, Epoch] = {}
         self._lock = Lock()
+        self._verified: set[int] = set()  # blocks
+        self._block_documents = _documents_per_block(shards)
+        self._sums = BlockSums(self._block_documents)
         self._shard, self._first, self._last, self._tokens = self._divide(documents).T
         self.tokens = int(self._tokens.sum())  # of one epoch, added ones included
 
@@ -174,8 +179,24 @@ class Corpus:
         block = self._cache.get(key)
         if block is None:
             block = self._read_block(number, key_of(epoch.key ^ number))
+            if self._order.verify == "always" or (self._order.verify != "off" and number not in self._verified):
+                self._verify(number, block)
             self._cache.put(key, block)
         return block
+
+    def _verify(self, number: int, block: Block) -> None:
+        """Compare the checksum of a block with its record. UserError names the shard if they differ."""
+        shard = block.shard
+        descriptor = self._files.get(shard.tokens, shard.token_stamp, shard.path).descriptor
+        documents = len(block.lengths)
+        size = (block.before[-1] - documents * self._order.added) * block.width
+        if block.high - block.low <= 2 * size + 1024 * documents:
+            total = byte_sum(descriptor, block.low, block.high, shard.path)
+        else:  # documents of Megatron may be anywhere in the .bin
+            ranges = zip(block.starts, block.lengths, strict=True)
+            total = sum(byte_sum(descriptor, at, at + length * block.width, shard.path) for at, length in ranges)
+        self._sums.check(shard, int(self._first[number]), int(self._last[number]), total % 2**64)
+        self._verified.add(number)
 
     def _read_block(self, number: int, key: int) -> Block:
         shard = self._shards[self._shard[number]]
@@ -227,7 +248,7 @@ class Corpus:
 
         Blocks do not cross shards and hold a multiple of 64 documents, except at the ends of a shard or of `documents`.
         """
-        count = _documents_per_block(self._shards)
+        count = self._block_documents
         parts: list[np.ndarray] = [np.zeros((0, 4), np.int64)]
         before = 0
         for number, shard in enumerate(self._shards):

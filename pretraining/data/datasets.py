@@ -98,10 +98,7 @@ def open_datasets(config: TrainConfig, split: str) -> list[Dataset]:
     datasets = []
     for name in find_datasets(source.folder, source.datasets):
         folder = _of_split(source.folder / name, "train" if source.shares else split)
-        dataset = _open(config, folder, name or source.folder.name, split, source.shares)
-        if config.verify_data:
-            verify_dataset(dataset, config)
-        datasets.append(dataset)
+        datasets.append(_open(config, folder, name or source.folder.name, split, source.shares))
     return datasets
 
 

@@ -311,7 +311,8 @@ def _open_dummy(
 def _order(config: TrainConfig, special: SpecialTokens, name: str, boundaries: bool) -> DocumentOrder:
     """Return the order of a dataset. Its name is part of the key: it keeps its order whatever it is mixed with."""
     key = (config.seed, int(short_hash(name), 16))
-    return DocumentOrder(key, config.shuffle != "none", special.eos, special.bos, boundaries)
+    shuffled = config.shuffle != "none"
+    return DocumentOrder(key, shuffled, special.eos, special.bos, boundaries, verify=config.verify_data)
 
 
 def _order_settings(config: TrainConfig, special: SpecialTokens, shares: str) -> dict[str, Any]:

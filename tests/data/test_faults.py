@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,15 +244,91 @@ def test_flipped_bytes_are_found_by_verifying(tmp_path: Path) -> None:
             verify(indexes, {}, tmp_path / "index")
 
 
-def test_verifying_at_the_start_is_a_flag(tmp_path: Path) -> None:
+def flip(path: Path, at: int, stamp: os.stat_result) -> None:
+    """Flip a bit and restore the file's times, as a failing disk would."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+
+
+@pytest.mark.parametrize("store", ["arrow", "stream", "megatron", "parquet"])
+def test_a_block_that_changed_since_an_earlier_run_is_found_when_it_is_read(tmp_path: Path, store: str) -> None:
+    (tmp_path / "data").mkdir()
+    path = WRITERS[store](tmp_path / "data" / "s", numbered([600] * 400))
+    config = settings(tmp_path / "data", seq_length=600)
+    expected = rows(open_stream(config), 400)
+    if store == "parquet":  # read from its decoded copy
+        (read,) = (tmp_path / "data.index").glob("*.tokens")
+    else:
+        read = path.with_suffix(".bin") if store == "megatron" else path
+    flip(read, 200_000, read.stat())
+    stream = open_stream(config)
+    with pytest.raises(UserError, match=re.escape(f"{path}: the bytes of documents ")):
+        rows(stream, 400)
+    with pytest.raises(UserError, match=re.escape(f"{path}: the bytes of documents ")):
+        rows(stream, 400)  # again, for a caller that tries once more
+    changed = rows(open_stream(replace(config, verify_data="off")), 400)
+    assert sum(not np.array_equal(one, other) for one, other in zip(expected, changed, strict=True)) in (1, 2)
+    flip(read, 200_000, read.stat())
+    assert np.array_equal(rows(open_stream(config), 400), expected)
+
+
+def test_always_verifies_blocks_that_were_read_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that left the cache and is read again, in the same run."""
+    monkeypatch.setattr("pretraining.data.corpus._CACHE_BYTES", 0)
     folder = corpus(tmp_path / "data", numbered([600] * 400))
-    config = settings(tmp_path / "data", verify_data=True)
-    open_stream(config)
-    shard = folder / "s0.arrow"
-    stamp = shard.stat()
-    raw = bytearray(shard.read_bytes())
-    raw[200_000] ^= 1
-    shard.write_bytes(raw)
-    os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    with pytest.raises(UserError, match=re.escape(str(shard))):
-        open_stream(config)
+    config = settings(tmp_path / "data", seq_length=600)
+    rows(open_stream(config), 400)
+    for refused in (False, True):
+        stream = open_stream(replace(config, verify_data="always" if refused else "first_read"))
+        rows(stream, 400)
+        monkeypatch.setattr("pretraining.data.files.OpenFile.check", lambda self: None)
+        flip(folder / "s0.arrow", 200_000, (folder / "s0.arrow").stat())
+        try:
+            for step in range(400, 800):
+                stream.batch(step)
+        except UserError as error:
+            assert refused and "s0.arrow: the bytes of documents" in str(error)
+        else:
+            assert not refused
+        flip(folder / "s0.arrow", 200_000, (folder / "s0.arrow").stat())
+
+
+def test_documents_anywhere_in_a_megatron_file_are_verified_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    index = corpora.write_megatron(tmp_path / "data" / "s", numbered([300] * 2000))
+    raw = bytearray(index.read_bytes())
+    pointers = np.frombuffer(raw, "<i8", 2000, offset=34 + 4 * 2000)
+    shuffled = pointers[np.random.default_rng(0).permutation(2000)]
+    raw[34 + 4 * 2000 : 34 + 12 * 2000] = shuffled.tobytes()
+    index.write_bytes(raw)
+    config = settings(tmp_path / "data", seq_length=300)
+    rows(open_stream(config), 2000)
+    tokens = index.with_suffix(".bin")
+    flip(tokens, 400_000, tokens.stat())
+    with pytest.raises(UserError, match=re.escape(f"{index}: the bytes of documents ")):
+        rows(open_stream(config), 2000)
+
+
+def test_a_split_that_moves_records_its_blocks_again(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([60] * 1000))
+    for split in ("", "8,1,1", "7,2,1", ""):
+        assert len(rows(open_stream(settings(tmp_path / "data", split=split)), 200)) == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_flip_in_the_offsets_of_a_list_column_names_the_shard(tmp_path: Path, stream: bool) -> None:
+    (tmp_path / "data").mkdir()
+    path = corpora.write_lists(tmp_path / "data" / "s", DOCUMENTS, "int64", batch=100, stream=stream)
+    raw = path.read_bytes()
+    offsets = raw.index(np.arange(0, 6001, 60, dtype=np.int32).tobytes())
+    for place in range(0, 101, 10):
+        for bit in (31, 30, 20, 12):
+            damaged = bytearray(raw)
+            damaged[offsets + 4 * place + bit // 8] ^= 1 << bit % 8
+            path.write_bytes(damaged)
+            try:
+                rows(open_stream(settings(tmp_path / "data", index_dir=str(tmp_path / f"{place}-{bit}"))), 10)
+            except UserError as error:
+                assert str(path) in str(error)
