@@ -64,7 +64,10 @@ def _write_exit_code(code: int) -> None:
     """torchrun turns every exit code into 1; scripts/train.sh finds each process's own in the folder EXIT_CODES."""
     if folder := os.environ.get("EXIT_CODES"):
         rank = os.environ.get("RANK", "0")
-        Path(folder, rank if rank.isdigit() else "0").write_text(str(code))
+        try:
+            Path(folder, rank if rank.isdigit() else "0").write_text(str(code))
+        except OSError as error:
+            print(f"EXIT_CODES={folder}: cannot write the exit code ({error.strerror})", file=sys.stderr)
 
 
 def _print_help() -> int:

@@ -63,7 +63,8 @@ class LossScale:
 
     def can_back_off(self, loss: Tensor) -> Tensor:
         """Return whether gradients may be non-finite because of the scale, and the scale can still be lowered."""
-        return torch.isfinite(loss) & (self.scale > self.minimum) & torch.tensor(self.is_dynamic, device=loss.device)
+        can_halve = torch.isfinite(loss) & (self.scale > self.minimum)
+        return can_halve if self.is_dynamic else torch.zeros_like(can_halve)
 
     def update(self, is_finite: Tensor) -> None:
         """Halve the scale after the `hysteresis`-th overflow; double it after `window` steps without one."""

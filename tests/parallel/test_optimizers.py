@@ -20,7 +20,7 @@ Fields = dict[str, Any]
 FSDP: Fields = {"sharding_strategy": "fsdp", "num_layers": 2}
 # At its default of 0.01 rmsprop overshoots for some steps, which makes 1e-7 into 1e-4.
 RATES = {"rmsprop": 1e-3}
-WHOLE_TENSORS = ("novograd", "adafactor", "sm3", "muon")  # their state is not of their parameter's shape, or its update
+FULL_TENSOR_RULES = ("novograd", "adafactor", "sm3", "muon")
 BY_OPTIMIZER: dict[str, Fields] = {
     name: {**FSDP, "optimizer": name, "learning_rate": RATES.get(name)} for name in OPTIMIZERS
 }
@@ -31,13 +31,10 @@ BY_PRECISION: dict[str, Fields] = {
     **{mode: {**BF16, "precision": mode} for mode in ("mixed_bf16_sr", "bf16_sr", "autocast")},
     "no masters": {**BF16, "precision": "manual", "master_weights": False},
 }
-RANDOM: dict[str, Fields] = {  # what is drawn anew at every step
-    "dropout": {**FSDP, "hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1},
-    "dropout, recomputed": {
-        **{**FSDP, "hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1},
-        "fsdp_activation_checkpointing": True,
-        "sharding_strategy": "ddp",
-    },
+DROPOUT: Fields = {**FSDP, "hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1}
+RANDOM: dict[str, Fields] = {
+    "dropout": DROPOUT,
+    "dropout, recomputed": {**DROPOUT, "fsdp_activation_checkpointing": True, "sharding_strategy": "ddp"},
 }
 BY_NORM: dict[str, Fields] = {
     "1-norm": {**FSDP, "grad_clip_norm_type": 1.0, "grad_clip_thresh": 20.0},
@@ -49,7 +46,7 @@ EQUAL_MICRO_BATCHES: dict[str, Fields] = {
     "64 in fp32": {"global_batch_size": 64, "fp32_grad_acc": True},
     "64 in bf16": {"global_batch_size": 64, "fp32_grad_acc": False},
 }
-RESUMED = (*WHOLE_TENSORS, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout")
+RESUMED = (*FULL_TENSOR_RULES, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout")
 CASES: dict[str, Fields] = {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM}
 
 

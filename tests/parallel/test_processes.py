@@ -95,9 +95,10 @@ def start(**variables: str) -> tuple[int, str, float]:
 
 
 def test_the_script_refuses_a_wrong_environment_before_it_imports_torch() -> None:
-    code, output, _ = start(RANK="3", WORLD_SIZE="2", PYTHONPROFILEIMPORTTIME="1")
+    code, output, _ = start(RANK="3", WORLD_SIZE="2", EXIT_CODES="/no/such/folder", PYTHONPROFILEIMPORTTIME="1")
     lines = [line for line in output.splitlines() if not line.startswith("import time:")]
     assert (code, lines[0]) == (2, "5 problems with the environment:")
+    assert lines[-1].startswith("EXIT_CODES=/no/such/folder: ") and "Traceback" not in output
     assert not any(line.split("|")[-1].strip() == "torch" for line in output.splitlines())
 
 

@@ -73,7 +73,10 @@ CASES: dict[int, dict[str, Fields]] = {
             for name, fields in FORMS.items()
         },
         "modules": {
-            **{**FSDP, **ALL_BLOCKS, "selective_checkpointing": "2", "batch_size": 4},
+            **FSDP,
+            **ALL_BLOCKS,
+            "selective_checkpointing": "2",
+            "batch_size": 4,
             "checkpoint_granularity": "selective",
             "checkpoint_modules": "mlp_activation,norm",
         },

@@ -79,7 +79,11 @@ CASES: dict[int, dict[str, Fields]] = {
         "hsdp x tensor": {"sharding_strategy": "hsdp", "sharding_group_size": 2, **TENSOR},
         "window and positions, ddp": {**STRATEGIES["ddp"], **WINDOWED},
         "window and positions, context x tensor": {
-            **{**STRATEGIES["fsdp"], **TENSOR, **WINDOWED, "context_parallel_size": 2, "batch_size": 8},
+            **STRATEGIES["fsdp"],
+            **TENSOR,
+            **WINDOWED,
+            "context_parallel_size": 2,
+            "batch_size": 8,
         },
         "context 2": {**STRATEGIES["fsdp"], "context_parallel_size": 2, "batch_size": 4},
         "context 4": {"sharding_strategy": "ddp", "context_parallel_size": 4, "batch_size": 8},
