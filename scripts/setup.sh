@@ -40,11 +40,48 @@ install_requirements() {
     if ! is_supported_python "$python" || ! "$python" -m pip --version > /dev/null 2>&1; then
         create_environment || return
     fi
-    log "installing $1 into $venv with $("$python" --version) (several GB and minutes the first time)"
+    log "installing $1 into $venv with $("$python" --version)"
     if [[ $1 != requirements-newest.txt ]] && is_tpu_host; then
-        extra=("torch-xla[tpu]==$(sed -n 's/^torch-xla==\([0-9.]*\).*/\1/p' requirements.txt)")
+        extra+=("torch-xla[tpu]==$(pinned_version torch-xla requirements.txt)")
     fi
+    choose_torch_build "$1" || return
     "$python" -m pip install --disable-pip-version-check -r "$1" ${extra[@]+"${extra[@]}"}
+}
+
+# Append the CPU build of torch to `extra` if the host has no CUDA GPU, torch is not installed and the package index
+# has that build; replace the CPU build if the host has a CUDA GPU.
+choose_torch_build() {
+    local version remedy="PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes it about 1.5 GB"
+    version=$(pinned_version torch "$1" requirements.txt)
+    if [[ -z $version || $(uname -sm) != "Linux x86_64" ]]; then
+        return
+    elif [[ $(count_gpus) != 0 ]]; then
+        if has_torch "*+cpu"; then
+            "$python" -m pip uninstall --yes torch || return
+        fi
+    elif ! has_torch "*"; then
+        if "$python" -m pip index versions torch 2> /dev/null | grep -qF " $version+cpu"; then
+            log "no CUDA GPU: the CPU build of torch (about 1.5 GB in all)"
+            extra+=("torch==$version+cpu")
+        else
+            log "the CUDA build of torch (about 7 GB in all); without a CUDA GPU, $remedy"
+        fi
+    fi
+}
+
+# Whether a version of torch that matches the pattern is installed.
+has_torch() {
+    compgen -G "$venv/lib/python3.*/site-packages/torch-$1.dist-info" > /dev/null
+}
+
+# Print the version of a package in the first of the requirement files that pins it.
+pinned_version() {
+    sed -n "s/^$1==\([0-9.]*\).*/\1/p" "${@:2}" | head -n 1
+}
+
+# Only a line that begins with "GPU " is a GPU: nvidia-smi prints errors to stdout, too, and indents MIG slices.
+count_gpus() {
+    nvidia-smi -L 2> /dev/null | grep -c '^GPU ' || true
 }
 
 # Completes an interrupted environment, and replaces one of an unsupported Python.
@@ -61,6 +98,7 @@ installation_state() {
     cat requirements.txt "$1" $(sed -n 's/^-r //p' "$1")
     "$python" --version 2>&1
     is_tpu_host && echo "with TPU"
+    has_torch "*+cpu" && [[ $(count_gpus) != 0 ]] && echo "without CUDA"
     true
 }
 

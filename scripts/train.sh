@@ -101,11 +101,6 @@ choose_devices() {
     fi
 }
 
-# Only a line that begins with "GPU " is a GPU: nvidia-smi prints errors to stdout, too, and indents MIG slices.
-count_gpus() {
-    nvidia-smi -L 2> /dev/null | grep -c '^GPU ' || true
-}
-
 # Check the flags before any process starts, and print the run's folder. Notes are printed only together with an error,
 # because training prints them again.
 run_folder() {

@@ -22,7 +22,13 @@ TOY = (
 STUB = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
-    "-m pip") echo "pip $3" "$5" "$6"; [ "$3" = --version ] || ! grep -q no-such-package "$6" ;;
+    "-m pip")
+        shift 2
+        echo "pip $*"
+        case $1 in
+            index) echo "Available versions: $INDEX" ;;
+            install) ! grep -q no-such-package "$4" ;;
+        esac ;;
     "-m pytest") shift 2; echo pytest "$@" ;;
     "--version "*) echo Python 3.12.0 ;;
 esac
@@ -84,6 +90,7 @@ def test_shellcheck_finds_nothing() -> None:
     subprocess.run([shellcheck, "-x", *SCRIPTS], cwd=ROOT, check=True)
 
 
+@pytest.mark.slow
 def test_set_up_completes_an_environment_whose_creation_was_interrupted(checkout: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", checkout / ".venv"], check=True)  # interrupted
     done = bash(
@@ -110,6 +117,37 @@ def test_set_up_installs_once_again_after_a_change_and_again_after_a_failure(che
     assert [installs(fails=True), installs(fails=True)] == [True, True]
     requirements.write_text("# nothing\n")
     assert [installs(), installs()] == [True, False]
+
+
+def test_a_host_without_a_gpu_installs_the_cpu_build_of_torch_if_the_index_has_it(checkout: Path) -> None:
+    tools = write_executable(checkout / "tools" / "nvidia-smi", '#!/bin/sh\n[ -z "$GPUS" ] || echo "$GPUS"\n').parent
+    environment = {
+        "PYTHON": str(write_executable(checkout / "stub", STUB)),
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "INDEX": "2.9.1, 2.9.0+cpu, 2.9.0",
+    }
+    (checkout / "requirements.txt").write_text("torch==2.9.0  # pinned\n")
+
+    def installation(**changes: str) -> str:
+        done = bash(checkout, "source scripts/setup.sh; set_up requirements.txt", **{**environment, **changes})
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    without = installation(INDEX="2.9.1+cpu, 2.9.0")
+    assert "torch==" not in without and "about 7 GB" in without and "PIP_EXTRA_INDEX_URL=" in without
+    (checkout / ".venv" / "installed-requirements.txt").unlink()
+    assert "torch==" not in installation(GPUS="GPU 0: one")
+    (checkout / ".venv" / "installed-requirements.txt").unlink()
+    output = installation()
+    assert "-r requirements.txt torch==2.9.0+cpu\n" in output and "about 1.5 GB" in output
+    # A host with a GPU that shares the environment needs the other build
+    (checkout / ".venv/lib/python3.12/site-packages/torch-2.9.0+cpu.dist-info").mkdir(parents=True)
+    assert not installation()
+    assert "pip uninstall --yes torch" in installation(GPUS="GPU 0: one")
+    # Nothing is replaced on a host without a GPU
+    (checkout / ".venv/lib/python3.12/site-packages/torch-2.9.0+cpu.dist-info").rename(checkout / "away")
+    (checkout / ".venv/lib/python3.12/site-packages/torch-2.9.0.dist-info").mkdir()
+    assert "torch==" not in installation()
 
 
 def test_without_a_supported_python_the_message_says_what_to_install(checkout: Path, tmp_path: Path) -> None:
