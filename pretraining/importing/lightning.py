@@ -234,7 +234,9 @@ EXP_MANAGER = {
     **each(
         "ckpt_ptl_version version use_datetime_version resume_past_end summary_writer_kwargs files_to_copy "
         "step_timing_kwargs step_timing_kwargs.* wandb_logger_kwargs ema.* mlflow_logger_kwargs dllogger_logger_kwargs "
-        "clearml_logger_kwargs neptune_logger_kwargs disable_validation_on_resume early_stopping_callback_params",
+        "clearml_logger_kwargs neptune_logger_kwargs disable_validation_on_resume early_stopping_callback_params "
+        "seconds_to_sleep log_tflops_per_sec_per_gpu log_delta_step_timing create_straggler_detection_callback "
+        "straggler_detection_params.* create_fault_tolerance_callback create_preemption_callback",
         ignore(_ENGINE),
         "exp_manager.",
     ),

@@ -78,7 +78,7 @@ def only(values: Iterable[Any], reason: str) -> KeyMapping:
 
     def convert(value: Any, _: ForeignConfig) -> Conversion:
         is_allowed = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
-        return ignored("off, as here") if is_allowed else unsupported(reason)
+        return ignored("as here") if is_allowed else unsupported(reason)
 
     return KeyMapping(convert, (), f"refused unless {', '.join(map(str, allowed))}: {reason}")
 

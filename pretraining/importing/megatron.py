@@ -176,6 +176,7 @@ ARCHITECTURE = {
     "model.rotary_base": to("rope_theta"),
     "model.position_interpolation_factor": _LINEAR_SCALING,
     "model.positition_interpolation_factor": _LINEAR_SCALING,  # NxD Training's spelling
+    "model.seq_len_interpolation_factor": _LINEAR_SCALING,
     "model.position_freq_base": KeyMapping(_rope_base, ("rope_theta",), "times position_abf_factor"),
     "model.position_abf_factor": KeyMapping(_rope_base, ("rope_theta",), "times position_freq_base"),
     "model.activation": KeyMapping(_activation, ("activation",), "fast- forms are the same function"),
@@ -212,6 +213,7 @@ ARCHITECTURE = {
         "model.",
     ),
     "model.moe": must_be_off("mixtures of experts"),
+    "model.expert_model_parallel_size": only((1,), "mixtures of experts"),
     "model.moe.*": refuse("mixtures of experts"),
     "model.tokenizer.delimiter": ignore("for tables"),
     **each(
@@ -304,7 +306,13 @@ def data_section(prefix: str) -> dict[str, KeyMapping]:
         "data_prefix.train": _prefixes(""),
         "data_prefix.validation": _prefixes("valid_"),
         "data_prefix.test": _prefixes("test_"),
-        "data_impl": choice({"mmap": implied(".idx and .bin", file_type="megatron")}),
+        "data_impl": choice(
+            {
+                "mmap": implied(".idx and .bin", file_type="megatron"),
+                "mock": implied("generated tokens", use_dummy_dataset=True),
+            }
+        ),
+        "exchange_indices_distributed": ignore("every process reads the index itself"),
         "splits_string": to("split"),
         "index_mapping_dir": ignore("the index is cached in index_dir"),
         "skip_warmup": ignore("files are not read ahead"),

@@ -58,6 +58,8 @@ FORMAT = Format(
         ),
         "model.nsys_profile.ranks": ignore("profiler_rank0_only decides which processes"),
         "model.nsys_profile.*": ignore("of another profiler"),
+        "model.memory_profile.enabled": must_be_off("use --memory_profiling with --use_profiler"),
+        "model.memory_profile.*": ignore("of another profiler"),
         "model.fsdp": KeyMapping(_fsdp, ("sharding_strategy",), "with fsdp_sharding_strategy"),
         "model.fsdp_sharding_strategy": read_with("fsdp"),
         "model.fsdp_grad_reduce_dtype": KeyMapping(_fsdp_reduce, ("reduce_dtype",), "with fsdp"),

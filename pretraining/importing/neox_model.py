@@ -190,6 +190,12 @@ def _max_norm(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(grad_clip_thresh=value)
 
 
+def _clip_grad(value: Any, source: ForeignConfig) -> Conversion:
+    if source.values.get("gradient_clipping") is not None:
+        return implied("gradient_clipping counts")
+    return mapped(grad_clip_thresh=value)
+
+
 def _argument(_: Any, source: ForeignConfig) -> Conversion:
     if str(source.get("optimizer.type", "adam")).lower() in ADAM_LIKE:
         return unsupported("no argument of this optimizer")
@@ -236,7 +242,8 @@ OPTIM = {
     f"{PARAMS}max_grad_norm": KeyMapping(_max_norm, ("grad_clip_thresh",), "where gradient_clipping is absent"),
     **each("momentum beta", KeyMapping(_argument, ("optimizer_args",), "one of optimizer_args"), PARAMS),
     **each("freeze_step cuda_aware comm_backend_name", refuse("of OneBitAdam"), PARAMS),
-    **each("gradient_clipping clip_grad", to("grad_clip_thresh")),
+    "gradient_clipping": to("grad_clip_thresh"),
+    "clip_grad": KeyMapping(_clip_grad, ("grad_clip_thresh",), "where gradient_clipping is absent"),
     "weight_decay": KeyMapping(_weight_decay, ("weight_decay",), "not read by SM3"),
     "lr_decay_style": KeyMapping(_style, ("lr_schedule",), "neox_ or neox2022_ and the style"),
     "lr_decay_iters": to("lr_decay_steps"),

@@ -560,6 +560,57 @@ def test_a_launcher_s_file_is_read_raw_and_composed(is_composed: bool, tmp_path:
     assert set(status) == {key for key, _ in leaves(node)} | {key for key, _ in leaves(outside)}
 
 
+# Keys of NeMo 1.21 to 2.0's megatron_gpt_config.yaml and of its launcher's training files that 1.14 does not have.
+NEWER = {
+    "trainer.max_time": "05:23:30:00",
+    "trainer.use_distributed_sampler": False,
+    "trainer.enable_model_summary": False,
+    "exp_manager.step_timing_kwargs.sync_cuda": True,
+    "exp_manager.seconds_to_sleep": 60,
+    "model.mcore_gpt": True,
+    "model.rampup_batch_size": None,
+    "model.expert_model_parallel_size": 1,
+    "model.moe_grouped_gemm": False,
+    "model.num_moe_experts": None,
+    "model.use_flash_attention": True,
+    "model.ub_tp_comm_overlap": True,
+    "model.ub_tp_comm_overlap_cfg.qkv_fprop.num_sm": 4,
+    "model.tp_comm_atomic_ag": True,
+    "model.sharp": True,
+    "model.fp8": False,
+    "model.fp8_hybrid": True,
+    "model.fp8_wgrad": True,
+    "model.fsdp": False,
+    "model.fsdp_sharding_strategy": "full",
+    "model.fsdp_grad_reduce_dtype": "fp32",
+    "model.fsdp_sharded_checkpoint": False,
+    "model.apply_rope_fusion": True,
+    "model.gc_interval": 100,
+    "model.qkv_bias": False,
+    "model.rotary_interleaved": False,
+    "model.seq_len_interpolation_factor": None,
+    "model.max_position_embeddings": "${sum:${.encoder_seq_length},0}",
+    "model.nsys_profile.enabled": False,
+    "model.nsys_profile.trace": ["nvtx", "cuda"],
+    "model.nsys_profile.start_step": 10,
+    "model.memory_profile.enabled": False,
+    "model.memory_profile.start_step": 10,
+    "model.optim.name": "mcore_distributed_optim",
+    "model.optim.contiguous_param_buffer": True,
+    "model.optim.grad_sync_dtype": "bf16",
+    "model.data.exchange_indices_distributed": True,
+    "model.data.mock_dataset": False,
+    "model.data.data_impl": "mock",
+}
+
+
+def test_a_nemo_file_after_1_18_imports(tmp_path: Path) -> None:
+    node = tree("nemo")
+    for key, value in NEWER.items():
+        put(node, key, value)
+    assert config(node, tmp_path) == config(tree("nemo"), tmp_path)
+
+
 def test_an_unknown_key_that_is_off_is_ignored(tmp_path: Path) -> None:
     for value in (None, False, 0):
         result = resolved(put(tree("nemo"), "model.new_option", value), tmp_path)

@@ -130,6 +130,11 @@ def test_a_constant_rate_of_neox_stays_constant(era: str, first: float, tmp_path
     assert rates == pytest.approx([first, 1 / 3, 2 / 3, 1, 1, 1, 1], abs=1e-12)
 
 
+def test_gradient_clipping_wins_over_clip_grad(tmp_path: Path) -> None:
+    assert config("neox", tmp_path, {"clip_grad": 3.0}).grad_clip_thresh == 0.5
+    assert config("neox", tmp_path, {"clip_grad": 3.0, "gradient_clipping": None}).grad_clip_thresh == 3.0
+
+
 @pytest.mark.parametrize(
     ("train", "micro", "passes", "batch"),
     [
