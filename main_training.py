@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
-from pretraining.config.flags import run as run_script
+from pretraining.config.flags import run
+from pretraining.config.script import exit_with
 from pretraining.configure import CHECKS, configure
 from pretraining.parallel.processes import read_processes
 
@@ -55,7 +54,7 @@ def main(**flags: str) -> int:
     # Loop: steps, reports, validations, saves
     start_step = resumed.step if resumed else 0
     metrics = preflight.open_run_folder(config, start_step) if engine.process_index == 0 else None
-    run = TrainingRun(
+    training_run = TrainingRun(
         config=config,
         engine=engine,
         model=model,
@@ -65,10 +64,10 @@ def main(**flags: str) -> int:
         metrics=metrics,
         resumed=resumed,
     )
-    code = train(run)
+    code = train(training_run)
     engine.close()
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, checks=CHECKS))
+    exit_with(lambda: run(main, checks=CHECKS))

@@ -8,11 +8,12 @@ launches anything, because torchrun turns every exit code into 1. Imports no tor
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Mapping
 
 from pretraining.checkpoint.checks import CHECKS as CHECKPOINT
-from pretraining.config.flags import config_from_flags, run
+from pretraining.config.flags import config_from_flags, first_rank, run
+from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.data.checks import CHECKS as DATA
 from pretraining.importing.flags import flags_from_files
@@ -28,10 +29,27 @@ CHECKS = (*MODELS, *PARALLEL, *OPTIM, *DATA, *CHECKPOINT, *MONITOR, *PLAN)
 def configure(flags: Mapping[str, object], report: bool = True) -> TrainConfig:
     """Return the configuration of `flags` and of the files that they name. Raises ConfigError with every mistake.
 
-    report: print the report of --import_config.
+    report: print the report of --import_config, and the settings of a run that are not the default.
     """
     values, origins, problems = flags_from_files(flags, report, CHECKS)
-    return config_from_flags(values, CHECKS, origins, problems)
+    config = config_from_flags(values, CHECKS, origins, problems)
+    if report and config.reads_data and first_rank():
+        print("\n".join(describe_settings(config, flags, origins)), flush=True)
+    return config
+
+
+def describe_settings(config: TrainConfig, flags: Mapping[str, object], origins: Mapping[str, str]) -> list[str]:
+    """Return a line for each setting that is not the default: its value, and where that comes from.
+
+    SCRIPT_SETTINGS in the environment has the flags that scripts/train.sh adds.
+    """
+    defaults, script = TrainConfig(), os.environ.get("SCRIPT_SETTINGS", "").split()
+    changed = {name: value for name, value in vars(config).items() if value != getattr(defaults, name)}
+    sources = dict.fromkeys(changed, "derived") | dict(origins)
+    for name, raw in flags.items():
+        sources[name] = "scripts/train.sh" if f"--{name}={raw}" in script else "command line"
+    width = max((len(f"--{name}={value}") for name, value in changed.items()), default=0)
+    return [f"{f'--{name}={value}':<{width}}  {sources[name]}" for name, value in changed.items()]
 
 
 def print_run_folder(**flags: str) -> None:
@@ -40,4 +58,4 @@ def print_run_folder(**flags: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(print_run_folder, checks=CHECKS))
+    exit_with(lambda: run(print_run_folder, checks=CHECKS))

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from pretraining.config.document import cell, flag_tables, variant_table
+from pretraining.config.script import exit_with
 from pretraining.importing.migration import migration_tables
 
 ROOT = Path(__file__).parents[1]
@@ -52,4 +53,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(lambda: main(sys.argv[1:]))

@@ -26,6 +26,7 @@ from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone
+from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
@@ -147,4 +148,4 @@ def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

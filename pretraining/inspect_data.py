@@ -7,12 +7,12 @@ reads every byte and compares checksums.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from pretraining.config.flags import run
+from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.configure import CHECKS, configure
 from pretraining.data.datasets import SPLITS, Dataset, open_datasets, verify_dataset
@@ -102,4 +102,4 @@ def sample(config: TrainConfig, split: str, step: int, rows: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -41,7 +41,7 @@ main() {
     NPROC=${NPROC:-${NPROC_PER_NODE:-}}
     set_up requirements.txt
     if has_help_flag "$@"; then
-        exec "$python" main_training.py --help
+        exec "$python" main_training.py "$@"
     fi
     choose_devices
     local flags=("${settings[@]}") folder code=0
@@ -50,6 +50,7 @@ main() {
     elif ! has_data "$@"; then
         prepare_corpus
     fi
+    export SCRIPT_SETTINGS="${flags[*]}" # their source is printed at the start
     flags+=("$@")
     folder=$(run_folder "${flags[@]}")
     launch "${flags[@]}" || code=$?
@@ -71,7 +72,7 @@ prepare_corpus() {
 }
 
 has_help_flag() {
-    [[ " $* " == *" --help "* || " $* " == *" -h "* ]]
+    [[ " $* " == *" --help "* || " $* " == *" --help="* || " $* " == *" -h "* ]]
 }
 
 has_data() {

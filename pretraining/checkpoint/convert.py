@@ -37,6 +37,7 @@ from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, rea
 from pretraining.config.errors import UserError
 from pretraining.config.huggingface import config_json
 from pretraining.config.lora import adapters_alone, is_adapter, is_trained
+from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 
 CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -212,4 +213,4 @@ def to_checkpoint(source: Checkpoint, folder: Path, dtype: torch.dtype | None = 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

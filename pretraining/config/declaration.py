@@ -107,6 +107,10 @@ class Needs(NamedTuple):
 Constraint = AtLeast | Above | OneOf | Grammar
 
 
+class Common:
+    """`--help` shows the setting without being asked for all of them."""
+
+
 class Setting(NamedTuple):
     """One field of a configuration, as it is declared."""
 
@@ -117,6 +121,7 @@ class Setting(NamedTuple):
     constraint: Constraint | None
     needs: Needs | None
     resume: Resume
+    is_common: bool
 
     @property
     def expected(self) -> str:
@@ -139,7 +144,12 @@ class Setting(NamedTuple):
 
     def fault(self, value: Any) -> str | None:
         """Return what is wrong with `value`; None if nothing is."""
-        if self.constraint is None or value is None or self.constraint.accepts(value):
+        if value is None and self.optional:
+            return None
+        kinds = (int, float) if self.kind is float else (self.kind,)
+        if type(value) not in kinds:
+            return f"{self.expected}, not the {type(value).__name__} {value!r}"
+        if self.constraint is None or self.constraint.accepts(value):
             return None
         return f"must be {self.constraint.requirement}"
 
@@ -174,12 +184,19 @@ def declared_settings(configuration: type) -> dict[str, Setting]:
 def _setting(name: str, hint: Any, default: Any) -> Setting:
     """Read one annotation: `T`, `T | None`, `Literal[...]`, or `Annotated` of one of them with its markers."""
     markers = getattr(hint, "__metadata__", ())
-    resume = next((marker for marker in markers if isinstance(marker, Resume)), Resume.NOTE)
-    needs = next((marker for marker in markers if isinstance(marker, Needs)), None)
-    constraint = next((marker for marker in markers if not isinstance(marker, Resume | Needs)), None)
+    constraint = next((marker for marker in markers if not isinstance(marker, Resume | Needs | Common)), None)
     hint = hint.__origin__ if markers else hint
     if get_origin(hint) is Literal:
-        return Setting(name, str, False, default, constraint=OneOf(get_args(hint)), needs=needs, resume=resume)
+        hint, constraint = str, OneOf(get_args(hint))
     kinds = set(get_args(hint) or (hint,))
     (kind,) = kinds - {NoneType}
-    return Setting(name, kind, NoneType in kinds, default, constraint=constraint, needs=needs, resume=resume)
+    return Setting(
+        name=name,
+        kind=kind,
+        optional=NoneType in kinds,
+        default=default,
+        constraint=constraint,
+        needs=next((marker for marker in markers if isinstance(marker, Needs)), None),
+        resume=next((marker for marker in markers if isinstance(marker, Resume)), Resume.NOTE),
+        is_common=any(isinstance(marker, Common) for marker in markers),
+    )

@@ -81,20 +81,34 @@ def needs_words(setting: Setting) -> str:
 # ---- --help
 
 
-def help_text() -> str:
-    """The page of `python main_training.py --help`."""
+def help_text(word: str = "") -> str:
+    """Return the page of `--help=word`: the settings whose name or text has `word`; "all": all; "": the common ones."""
     lines = [
         "python main_training.py --name=value ...",
         "",
-        "Also: --name value, --name and --noname for True and False; of a flag given twice the last counts.",
+        "Also: --name value; --name and --no-name for True and False. The last of a repeated flag counts.",
+        "",
     ]
+    found = 0
     for group, fields in documented_fields().items():
-        lines += ["", group]
-        for field in fields:
-            lines.append(f"  --{field.name}={field.default.strip(chr(34))}")
-            text = f"({type_words(SETTINGS[field.name])}) {field.text}{needs_words(SETTINGS[field.name])}"
-            lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(lines)
+        shown = [field for field in fields if _is_shown(field, word)]
+        lines += [group, *(line for field in shown for line in _help_lines(field)), ""] if shown else []
+        found += len(shown)
+    more = f"{found} of {len(SETTINGS)} settings; --help=all shows all, --help=WORD those with WORD in name or text."
+    return "\n".join([*lines, more])
+
+
+def _is_shown(field: Field, word: str) -> bool:
+    if not word:
+        return SETTINGS[field.name].is_common
+    return word == "all" or word.lower().replace("-", "_") in field.name or word.lower() in field.text.lower()
+
+
+def _help_lines(field: Field) -> list[str]:
+    setting = SETTINGS[field.name]
+    text = f"({type_words(setting)}) {field.text}{needs_words(setting)}"
+    head = f"  --{field.name}={field.default.strip(chr(34))}"
+    return [head, *textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
 
 # ---- configs.md

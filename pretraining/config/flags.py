@@ -11,11 +11,10 @@ fire hands the raw text on, and the annotation of the field alone decides what t
 from __future__ import annotations
 
 import os
-import select
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,41 +22,25 @@ from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import Check, problems
 
-HELP = frozenset({"--help", "-h"})
 USER_MISTAKE = 2  # exit code
-OUTPUT_CLOSED = 128 + 13  # SIGPIPE
 
 
 def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None, checks: Iterable[Check] = ()) -> int:
     """Call `main` with the flags of `arguments` (default: the process's) as raw text. Return the exit code.
 
-    0 or what `main` returns; 2 after a UserError, which rank 0 prints without traceback; 141, as of other programs,
-    where the reader of the output has left (`| head -1`).
+    0 or what `main` returns; 2 after a UserError, which rank 0 prints without traceback.
     """
     words = sys.argv[1:] if arguments is None else arguments
+    if request := next((word for word in words if word in ("--help", "-h") or word.startswith("--help=")), None):
+        return _print_help(request.partition("=")[2])
     try:
-        code = _print_help() if HELP & set(words) else _call(main, read(words), checks)
-        sys.stdout.flush()
+        code = _call(main, read(words), checks)
     except UserError as error:
         if error.is_printed_by_all or first_rank():
             print(error, file=sys.stderr, flush=True)
         code = USER_MISTAKE
-    except BrokenPipeError:
-        if not _output_is_closed():
-            raise
-        code = OUTPUT_CLOSED
     _write_exit_code(code)
     return code
-
-
-def _output_is_closed() -> bool:
-    """Return whether nobody reads our output; if so, let Python's last flush of it succeed."""
-    poll = select.poll()
-    poll.register(sys.stdout, select.POLLOUT)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
 
 
 def _write_exit_code(code: int) -> None:
@@ -70,11 +53,11 @@ def _write_exit_code(code: int) -> None:
             print(f"EXIT_CODES={folder}: cannot write the exit code ({error.strerror})", file=sys.stderr)
 
 
-def _print_help() -> int:
+def _print_help(word: str) -> int:
     from pretraining.config.document import help_text
 
     if first_rank():
-        print(help_text())
+        print(help_text(word))
     return 0
 
 
@@ -146,7 +129,7 @@ def _flag(word: str, rest: deque[str]) -> tuple[str, str, str | None]:
     name = head[2:].replace("-", "_")
     if equals:
         return word, name, value
-    positive = name.removeprefix("no")
+    positive = name.removeprefix("no").removeprefix("_")
     if name not in SETTINGS and positive in SETTINGS and SETTINGS[positive].kind is bool:
         return word, positive, "False"
     if rest and _is_value(rest[0]):
@@ -176,8 +159,15 @@ def _unknown(name: str, subject: str) -> Problem:
 def _nearest(word: str) -> str:
     """Return "; did you mean ...?" with the field names most like `word`, or nothing."""
     name = word.partition("=")[0].replace("-", "_").lower()
-    close = get_close_matches(name, SETTINGS, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(f'--{field}' for field in close)}?" if close else ""
+    initials = [field for field in SETTINGS if name == "".join(part[0] for part in field.split("_"))]
+    initials = [field for field in initials if SETTINGS[field].is_common] or initials
+    close = initials or get_close_matches(name, SETTINGS, n=3, cutoff=0.75)
+    near = [field for field in close if initials or _likeness(name, field) > _likeness(name, close[0]) - 0.05]
+    return f"; did you mean {' or '.join(f'--{field}' for field in near)}?" if near else ""
+
+
+def _likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other).ratio()
 
 
 # ---- flags to a configuration

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pretraining.config.declaration import Above, AtLeast, Grammar, Needs, OneOf, Resume, declared_settings
+from pretraining.config.declaration import Above, AtLeast, Common, Grammar, Needs, OneOf, Resume, declared_settings
 from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.grammar import (
     RECOMPUTABLE,
@@ -29,6 +29,7 @@ Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tan
 ShardingStrategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform"]
 
+COMMON = Common()
 BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a share of the blocks (1/3, 0.5)")
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
 ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
@@ -43,7 +44,7 @@ class TrainConfig:
     """Every setting of a run. Strings that list several values are comma-separated."""
 
     # ---- Model
-    model_variant: Annotated[str, OneOf((*VARIANTS, CUSTOM)), Resume.FREE] = "llama2_7b"
+    model_variant: Annotated[str, OneOf((*VARIANTS, CUSTOM)), Resume.FREE, COMMON] = "llama2_7b"
     """Row of the variant table that gives the dimensions below. The 7b, 13b, 34b and 70b are short names of llama2_*;
     tiny and mini are for CPUs; "custom": every dimension is set by its own flag."""
     model_config_path: str = ""
@@ -132,13 +133,13 @@ class TrainConfig:
     blocks."""
 
     # ---- Engine and sharding
-    engine: Literal["auto", "xla", "torch"] = "auto"
+    engine: Annotated[Literal["auto", "xla", "torch"], COMMON] = "auto"
     """"xla" (torch-xla, GSPMD), "torch" (FSDP2) or "auto": torch if there is a CUDA GPU, otherwise xla if torch-xla is
     installed, otherwise torch on the CPU. The choice and its reason are printed."""
     device: Literal["auto", "cuda", "cpu", "tpu"] = "auto"
     """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, untested) or "auto". The device of the xla engine is
     named by PJRT_DEVICE."""
-    sharding_strategy: ShardingStrategy = "hsdp"
+    sharding_strategy: Annotated[ShardingStrategy, COMMON] = "hsdp"
     """How parameters, gradients and optimizer state are sharded: "ddp" (all replicated), "zero1" (optimizer state
     sharded), "zero2" (gradients too), "fsdp" (all sharded over all devices), "hsdp" (all sharded within groups of
     sharding_group_size devices, replicated across groups). fsdp needs the least memory; hsdp keeps its all-gathers
@@ -148,7 +149,7 @@ class TrainConfig:
     sharding_group_size: Annotated[int, AtLeast(0), Needs("sharding_strategy", "hsdp")] = 0
     """Data-parallel ranks per sharding group of hsdp, a divisor of devices / (tensor_parallel_size x
     context_parallel_size). 0: those of one host."""
-    tensor_parallel_size: Annotated[int, AtLeast(1)] = 1
+    tensor_parallel_size: Annotated[int, AtLeast(1), COMMON] = 1
     """Devices that share every matrix product: heads, feed-forward channels and vocabulary are sharded over them, and
     activations are all-reduced twice per block. They are adjacent devices, best of one host. For models whose layers,
     or whose smallest batch, are too large for one device. A divisor of num_attention_heads and intermediate_size. 1:
@@ -180,7 +181,7 @@ class TrainConfig:
     """Seconds that a collective of the torch engine may wait for a peer before the run ends with an error."""
 
     # ---- Precision
-    mixed_precision: bool = True
+    mixed_precision: Annotated[bool, COMMON] = True
     """True: parameters and optimizer state in fp32, matrix products and activations in bf16, gradients reduced in fp32.
     False: everything in fp32."""
     precision: Literal["auto", "fp32", "mixed_bf16", "mixed_bf16_sr", "bf16_sr", "autocast", "fp16", "manual"] = "auto"
@@ -212,10 +213,10 @@ class TrainConfig:
     of the parameters on the xla engine."""
 
     # ---- Activation checkpointing
-    fsdp_activation_checkpointing: bool = False
+    fsdp_activation_checkpointing: Annotated[bool, COMMON] = False
     """Recompute the activations of the blocks that selective_checkpointing chooses in the backward pass instead of
     storing them."""
-    selective_checkpointing: Annotated[str, BLOCKS] = "1"
+    selective_checkpointing: Annotated[str, BLOCKS, COMMON] = "1"
     """Blocks that are recomputed: an integer k (every k-th block; 1 is all) or a fraction between 0 and 1, such as
     "1/3" or "0.5" (that fraction of the blocks, evenly spaced and centred)."""
     checkpoint_granularity: Annotated[Literal["full", "selective"], Needs("fsdp_activation_checkpointing")] = "full"
@@ -229,13 +230,13 @@ class TrainConfig:
     checkpoint_granularity=full with every block chosen."""
 
     # ---- Optimizer and schedule
-    optimizer: Annotated[str, OneOf(OPTIMIZERS), Resume.STATE] = "adamw"
+    optimizer: Annotated[str, OneOf(OPTIMIZERS), Resume.STATE, COMMON] = "adamw"
     """"adamw_fp32" is NxD Core's (state in fp32), "adam" adds the decay to the gradient, "muon" updates the matrices of
     the blocks and leaves the others to AdamW."""
     optimizer_args: Annotated[str, ARGUMENTS, Resume.STATE] = ""
     """Further settings of the optimizer, comma-separated: momentum=0.9,nesterov=True. Names and defaults are in the
     table of optimizers in configs.md."""
-    learning_rate: Annotated[float | None, Above(0), Resume.RATE] = None
+    learning_rate: Annotated[float | None, Above(0), Resume.RATE, COMMON] = None
     """Peak learning rate. None: the optimizer's default, 3e-4 for adamw."""
     adam_beta1: Annotated[float | None, AtLeast(0, below=1)] = None
     """Decay of the first moment, of optimizers that have one. None: the optimizer's default, 0.9 for adamw."""
@@ -243,7 +244,7 @@ class TrainConfig:
     """Decay of the second moment. None: the optimizer's default, 0.95 for adamw."""
     optimizer_eps: Annotated[float | None, Above(0)] = None
     """Constant that is added to a denominator. None: the optimizer's default, 1e-8 for adamw."""
-    weight_decay: Annotated[float | None, AtLeast(0)] = None
+    weight_decay: Annotated[float | None, AtLeast(0), COMMON] = None
     """Weight decay: per unit of learning rate, or added to the gradient by optimizers whose source does so. None: the
     optimizer's default, 0.1 for adamw."""
     norm_weight_decay: bool = False
@@ -254,12 +255,12 @@ class TrainConfig:
     """p of the p-norm over all gradients that is reported and clipped by. 0: the largest absolute value."""
     training_stage: Annotated[Literal["initial", "annealing"], Resume.RATE] = "initial"
     """fms-fsdp's name of two schedules: "initial" is lr_schedule, "annealing" is lr_schedule=fms_annealing."""
-    lr_schedule: Annotated[str, OneOf(SCHEDULES), Resume.RATE] = "fms_cosine"
+    lr_schedule: Annotated[str, OneOf(SCHEDULES), Resume.RATE, COMMON] = "fms_cosine"
     """Learning rate by step. fms-fsdp's: "fms_cosine" (quadratic warm-up over min(2000, num_steps // 20) steps, then a
     cosine to 10 % of the peak), "fms_annealing" (linear from the peak to 0). NeMo's: those without a prefix.
     GPT-NeoX's: "neox_*", and as they were in 2022, "neox2022_*". "wsd": warm-up, lr_hold_steps at the peak, then linear
     to min_lr."""
-    lr_warmup_steps: Annotated[int | None, AtLeast(0), Resume.RATE] = None
+    lr_warmup_steps: Annotated[int | None, AtLeast(0), Resume.RATE, COMMON] = None
     """Optimizer steps of the warm-up, fewer than the schedule has. None: lr_warmup_ratio, or no warm-up. fms_cosine has
     its own rule."""
     lr_warmup_ratio: Annotated[float | None, AtLeast(0, below=1), Resume.RATE] = None
@@ -320,31 +321,31 @@ class TrainConfig:
     """Sub-folder of lora_load_path. Empty: none."""
 
     # ---- Batch and length
-    batch_size: Annotated[int, AtLeast(1)] = 2
+    batch_size: Annotated[int, AtLeast(1), COMMON] = 2
     """Sequences per data-parallel rank in one forward and backward pass (the micro-batch). A rank is
     tensor_parallel_size x context_parallel_size devices."""
-    global_batch_size: Annotated[int | None, AtLeast(1)] = None
+    global_batch_size: Annotated[int | None, AtLeast(1), COMMON] = None
     """Sequences per optimizer step over all devices, a multiple of batch_size x ranks; the quotient is the number of
     micro-batches. None: batch_size x ranks x gradient_accumulation_steps."""
     gradient_accumulation_steps: Annotated[int | None, AtLeast(1)] = None
     """Micro-batches per optimizer step. None: derived from global_batch_size, or 1."""
-    seq_length: Annotated[int, AtLeast(1)] = 4096
-    """Length of a sequence in tokens."""
-    num_steps: Annotated[int, AtLeast(1)] = 1_000_000
+    seq_length: Annotated[int, AtLeast(1, special=0), COMMON] = 0
+    """Length of a sequence in tokens. 0: the longest of the model, at most 4096."""
+    num_steps: Annotated[int, AtLeast(1), COMMON] = 1_000_000
     """Optimizer steps of the whole run; the learning rate schedule spans them."""
-    seed: Annotated[int, AtLeast(0, below=2**63)] = 2023
+    seed: Annotated[int, AtLeast(0, below=2**63), COMMON] = 2023
     """Seed of the initial weights, of dropout and of the order of the data."""
 
     # ---- Data
-    use_dummy_dataset: bool = False
+    use_dummy_dataset: Annotated[bool, COMMON] = False
     """Train on a deterministic stream of counters, for performance runs. Neither saves nor resumes unless
     checkpoint_interval is given."""
-    data_path: Annotated[str, Resume.FREE] = ""
+    data_path: Annotated[str, Resume.FREE, COMMON] = ""
     """Folder of token shards: one sub-folder per dataset, or the shards themselves. Of a folder that prepare.py wrote,
     or a DatasetDict that Hugging Face's datasets saved, training, validation and test take their own splits."""
-    datasets: str = ""
+    datasets: Annotated[str, COMMON] = ""
     """Sub-folders of data_path to mix. Empty: all of them, or data_path itself where it holds shards."""
-    weights: Annotated[str, WEIGHTS] = ""
+    weights: Annotated[str, WEIGHTS, COMMON] = ""
     """Fraction of each dataset in the mixture, by tokens, in the order of datasets; normalized. Empty: by size."""
     logical_shards: Annotated[int, AtLeast(1)] = 1024
     """Lanes of neighbouring sequences that an epoch of a dataset is divided into; one sequence is taken from each lane
@@ -372,12 +373,12 @@ class TrainConfig:
     them, recognised by their content."""
     col_name: str = "tokens"
     """Column of Arrow and Parquet shards that holds the token ids."""
-    split: Annotated[str, SPLIT] = ""
+    split: Annotated[str, SPLIT, COMMON] = ""
     """Fractions of every dataset's documents for training, validation and test, on any scale, such as "949,50,1".
     Empty: all for training."""
     max_samples: Annotated[int | None, AtLeast(1)] = None
     """Documents of every dataset that are used for training, counted from its beginning. None: all."""
-    num_epochs: Annotated[int | None, AtLeast(1)] = None
+    num_epochs: Annotated[int | None, AtLeast(1), COMMON] = None
     """Passes over the data; training ends there if num_steps is not reached before. None: as many as num_steps
     needs."""
     shuffle: Literal["shards", "none"] = "shards"
@@ -402,16 +403,16 @@ class TrainConfig:
     """Threads that read batches ahead. The order of the data does not depend on it."""
 
     # ---- Validation
-    valid_data_path: str = ""
+    valid_data_path: Annotated[str, COMMON] = ""
     """Folder of held-out token shards, laid out like data_path. val_interval needs this or split, except with
     use_dummy_dataset."""
     valid_datasets: str = ""
     """Sub-folders of valid_data_path. Empty: all of them, or valid_data_path itself where it holds shards."""
     valid_weights: Annotated[str, WEIGHTS] = ""
     """Fraction of each of valid_datasets, like weights. Empty: by size."""
-    val_interval: Annotated[int, AtLeast(0)] = 0
+    val_interval: Annotated[int, AtLeast(0), COMMON] = 0
     """Optimizer steps between validations; another one follows the final step. 0: none."""
-    val_steps: Annotated[int, AtLeast(0, special=-1)] = 0
+    val_steps: Annotated[int, AtLeast(0, special=-1), COMMON] = 0
     """Global batches per validation, required by val_interval; at most one pass over the validation data. -1: all of
     them."""
     val_sanity_steps: Annotated[int, AtLeast(0, special=-1), Needs("val_interval")] = 0
@@ -426,14 +427,14 @@ class TrainConfig:
     """Global batches of the test after the last step, reported as test_loss. 0: no test; -1: all of the test data."""
 
     # ---- Checkpoints
-    ckpt_load_path: Annotated[str, Resume.FREE] = ""
+    ckpt_load_path: Annotated[str, Resume.FREE, COMMON] = ""
     """Start from this if ckpt_save_path has no checkpoint: a run folder, its checkpoints folder, one of its step_N
     folders, or a folder in Hugging Face's format (config.json and safetensors; weights only). Weights and optimizer
     state are loaded, and the step starts at 0. A path without such a checkpoint is an error."""
     ckpt_save_path: Annotated[str, Resume.FREE] = ""
     """Folder of the checkpoints of this run, step_N each. Empty: <log_dir>/checkpoints. A checkpoint in it takes
     precedence over ckpt_load_path: the run continues."""
-    checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE] = -1
+    checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE, COMMON] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
     10000, or 0 with use_dummy_dataset."""
     checkpoint_scale: Annotated[Literal["linear", "log"], Resume.FREE] = "linear"
@@ -470,11 +471,11 @@ class TrainConfig:
     checkpoint is not touched."""
 
     # ---- Logging and profiling
-    run_name: Annotated[str, Resume.FREE] = ""
+    run_name: Annotated[str, Resume.FREE, COMMON] = ""
     """Name of the run. Empty: model_variant."""
-    log_dir: Annotated[str, Resume.FREE] = ""
+    log_dir: Annotated[str, Resume.FREE, COMMON] = ""
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
-    report_interval: Annotated[int, AtLeast(1), Resume.FREE] = 100
+    report_interval: Annotated[int, AtLeast(1), Resume.FREE, COMMON] = 100
     """Optimizer steps between reports (a progress line and a line of metrics.jsonl). The last step is always
     reported."""
     tensorboard_dir: Annotated[str, Resume.FREE] = ""
@@ -516,7 +517,7 @@ class TrainConfig:
     """Folder of the persistent compilation cache of XLA (on TPUs: the CPU backend cannot read it). Empty: off."""
 
     # ---- Plan
-    plan: Annotated[bool, Resume.FREE] = False
+    plan: Annotated[bool, Resume.FREE, COMMON] = False
     """Print the memory, communication and time of this configuration on plan_devices of plan_device_kind, and stop;
     paths and devices are not opened. The exit code is 0 whether or not it fits."""
     plan_devices: Annotated[int, AtLeast(0), Needs("plan"), Resume.FREE] = 0
@@ -534,10 +535,10 @@ class TrainConfig:
     """File that the plan is written to, as JSON. Empty: none."""
 
     # ---- Configuration files
-    config_file: str = ""
+    config_file: Annotated[str, COMMON] = ""
     """File of settings with these names, overridden by the flags of the command line: TOML, YAML, or the config.json of
     a run. Empty: none."""
-    import_config: str = ""
+    import_config: Annotated[str, COMMON] = ""
     """Configuration file of NxD Training, NeMo Megatron or GPT-NeoX to train with, overridden by the flags of the
     command line; several files of GPT-NeoX are comma-separated. A report of every key is printed first. Empty: none."""
     import_format: Literal["auto", "nxdt", "nemo", "neox"] = "auto"
@@ -590,11 +591,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Replace defaults that stand for another value; a frozen dataclass has no other way to."""
-        derived: dict[str, object] = {"sharding_strategy": self.sharding_strategy.lower()}  # fms-fsdp documents FSDP
-        derived["plan_device_kind"] = self.plan_device_kind.lower()
+        # fms-fsdp documents FSDP and HSDP; makers write H100
+        derived: dict[str, object] = {"sharding_strategy": str(self.sharding_strategy).lower()}
+        derived["plan_device_kind"] = str(self.plan_device_kind).lower()
         if self.checkpoint_interval == -1:
             derived["checkpoint_interval"] = 0 if self.use_dummy_dataset else 10_000
-        if self.training_stage.lower() == "annealing" and self.lr_schedule == "fms_cosine":
+        if self.seq_length == 0:
+            shape = VARIANTS.get(self.model_variant)
+            longest = self.max_position_embeddings or (shape.max_position_embeddings if shape else 4096)
+            derived["seq_length"] = min(longest, 4096) if isinstance(longest, int) and longest > 0 else 4096
+        if self.training_stage == "annealing" and self.lr_schedule == "fms_cosine":
             derived["lr_schedule"] = "fms_annealing"
         vars(self).update(derived)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 from pretraining.config.errors import UserError
+from pretraining.config.script import exit_with
 from pretraining.data.datasets import DESCRIPTION
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.hashing import key_of, short_hash
@@ -344,4 +345,4 @@ def _describe(output: Path, records: list[dict[str, Any]], description: dict[str
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

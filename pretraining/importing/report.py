@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -105,5 +104,5 @@ def _target(report: KeyReport) -> str:
 
 def describe_differences(config: TrainConfig) -> list[str]:
     """Return one line for each setting that is not at its default."""
-    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    defaults = settings(TrainConfig())
     return [f"  --{name}={value}" for name, value in settings(config).items() if value != defaults[name]]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import UserError
+from pretraining.config.script import exit_with
 from pretraining.monitor.figures import amount, size
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
 
@@ -253,4 +254,4 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

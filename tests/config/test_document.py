@@ -111,13 +111,13 @@ def test_every_documentation_is_a_sentence_or_more() -> None:
 
 
 def test_choices_and_ranges_are_part_of_the_help() -> None:
-    words = " ".join(help_text().split())
+    words = " ".join(help_text("all").split())
     for setting in SETTINGS.values():
         assert f"({type_words(setting)})" in words, setting.name
 
 
 def test_the_help_fits_a_terminal() -> None:
-    assert max(map(len, help_text().splitlines())) <= 100
+    assert max(map(len, help_text("all").splitlines())) <= 100
 
 
 BEGIN, END = "<!-- begin t: python -m pretraining.document --write -->", "<!-- end t -->"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from pretraining.config.declaration import parse_value
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.flags import read, run
 from pretraining.config.training import SETTINGS, TrainConfig
-from pretraining.configure import configure
+from pretraining.config.validate import problems
+from pretraining.config.variants import VARIANTS
+from pretraining.configure import CHECKS, configure
 
 ROOT = Path(__file__).parents[2]
 DUMMY = "--use_dummy_dataset"
@@ -62,7 +65,16 @@ def test_a_boolean_is_true_in_every_usual_spelling(word: str) -> None:
     assert parse(DUMMY, word).low_cpu_fsdp is True
 
 
-@pytest.mark.parametrize("word", ["--nouse_torch_compile", "--use_torch_compile=false", "--use_torch_compile=False"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--nouse_torch_compile",
+        "--no-use-torch-compile",
+        "--no_use_torch_compile",
+        "--use_torch_compile=false",
+        "--use_torch_compile=False",
+    ],
+)
 def test_a_boolean_is_false_in_every_usual_spelling(word: str) -> None:
     assert parse(DUMMY, word).use_torch_compile is False
 
@@ -158,6 +170,11 @@ def test_a_flag_repeated_with_the_same_value_needs_no_note(capsys: pytest.Captur
         (["--batch_sise", "4"], "--batch_sise=4  no such flag; did you mean --batch_size"),
         (["--Batch_Size=4"], "did you mean --batch_size"),
         (["--zzzz"], "--zzzz  no such flag; --help lists them all"),
+        (["--lr=1"], "--lr=1  no such flag; did you mean --learning_rate?\n"),
+        (["--gbs=1"], "did you mean --global_batch_size?\n"),
+        (["--learningrate=1"], "did you mean --learning_rate?\n"),
+        (["--tensor_parallel=1"], "did you mean --tensor_parallel_size?\n"),
+        (["--num_step=1"], "did you mean --num_steps?\n"),
         (["--=3"], "no such flag"),
         (["--batch_size=two"], "--batch_size=two  expected a whole number, such as 2"),
         (["--batch_size=2.5"], "expected a whole number"),
@@ -229,14 +246,24 @@ def test_the_script_refuses_flags_before_it_imports_torch(tmp_path: Path) -> Non
 # ---- how it ends
 
 
-def test_help_is_the_table_and_trains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_common_settings_or_those_with_a_word_and_trains_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def main(**_: str) -> None:
         raise AssertionError("--help must not start anything")
 
-    for words in (["--help"], ["-h"], ["--batch_size=4", "--help"], ["--batch_sise=4", "--help"]):
+    def page(*words: str) -> set[str]:
         assert run(main, words) == 0
-        page = capsys.readouterr().out
-        assert all(f"--{field.name}=" in page for field in fields(TrainConfig))
+        return {line.strip().partition("=")[0][2:] for line in capsys.readouterr().out.splitlines() if "  --" in line}
+
+    common = {name for name, setting in SETTINGS.items() if setting.is_common}
+    assert 25 < len(common) < 40
+    for words in (["--help"], ["-h"], ["--batch_size=4", "--help"], ["--batch_sise=4", "--help"]):
+        assert page(*words) == common
+    assert page("--help=all") == SETTINGS.keys()
+    assert page("--help=topology") == {"plan_devices", "plan_compile", "plan_topology"}
+    assert page("--help=rotary-percentage") == {"rotary_percentage"}
+    assert page("--help=no such word") == set()
 
 
 @pytest.mark.parametrize("code", [0, 3, 143])
@@ -279,3 +306,60 @@ def test_a_dictionary_of_flags_is_checked_like_a_command_line() -> None:
     with pytest.raises(ConfigError) as caught:
         configure({"batch_sise": "4", "seq_length": "two"})
     assert [problem.subject for problem in caught.value.problems] == ["--batch_sise=4", "--seq_length=two"]
+
+
+def test_an_edited_default_of_another_type_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    edited: dict[str, Any] = {"learning_rate": "1e-4", "num_steps": 10.0, "use_profiler": "yes", "seed": None}
+    found = problems(TrainConfig(**edited, use_dummy_dataset=True), CHECKS)
+    assert [problem.subject for problem in found] == [
+        "--learning_rate=1e-4",
+        "--num_steps=10.0",
+        "--seed=None",
+        "--use_profiler=yes",
+    ]
+    assert found[0].remedy == "expected a number or none, not the str '1e-4'"
+
+
+@pytest.mark.parametrize("variant", ["tiny", "llama2_34b", "custom"])
+def test_a_variant_brings_its_own_sequence_length(variant: str) -> None:
+    longest = VARIANTS[variant].max_position_embeddings if variant in VARIANTS else 4096
+    assert TrainConfig(model_variant=variant).seq_length == min(longest, 4096)
+    assert TrainConfig(model_variant=variant, max_position_embeddings=100).seq_length == 100
+    assert TrainConfig(model_variant=variant, seq_length=7).seq_length == 7
+
+
+SCRIPTS = ["main_training.py", *(f"-m pretraining.{name}" for name in ("configure", "document", "inspect_data"))]
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "-m pretraining.monitor.report", "-m pretraining.checkpoint.convert"])
+def test_a_reader_that_closes_the_pipe_ends_the_script_without_traceback(script: str) -> None:
+    words = [] if "document" in script else ["--help"]
+    command = [sys.executable, *script.split(), *words]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() in (128 + signal.SIGPIPE, 0)  # 0: argparse ignores the error
+
+
+def test_the_start_of_a_run_prints_each_setting_that_is_not_the_default_and_its_source(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("seed = 5")
+    flags = {
+        "model_variant": "tiny",
+        "num_steps": "3",
+        "use_dummy_dataset": "True",
+        "config_file": f"{tmp_path}/own.toml",
+    }
+    code = f"from pretraining.configure import configure; configure({flags})"
+    environment = {**os.environ, "SCRIPT_SETTINGS": "--num_steps=3 --model_variant=mini"}
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    lines = dict(line.split(maxsplit=1) for line in printed.splitlines())
+    assert lines == {
+        "--model_variant=tiny": "command line",
+        "--seq_length=512": "derived",
+        "--num_steps=3": "scripts/train.sh",
+        "--use_dummy_dataset=True": "command line",
+        "--checkpoint_interval=0": "derived",
+        "--seed=5": f"seed=5 in {tmp_path}/own.toml",
+    }

@@ -71,7 +71,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_attention_heads": 7, "num_kv_heads": 7}, ["--num_attention_heads=7", "hidden_size=4096", "--head_dim"]),
     ({**CUSTOM, "hidden_size": 24}, ["--num_attention_heads=8", "hidden_size=24", "even"]),
     ({"seq_length": 5000}, ["--seq_length=5000", "max_position_embeddings=4096"]),
-    ({"max_position_embeddings": 4000}, ["--seq_length=4096", "max_position_embeddings=4000"]),
+    (
+        {"seq_length": 4096, "max_position_embeddings": 4000},
+        ["--seq_length=4096", "max_position_embeddings=4000"],
+    ),
     ({"rope_scaling_type": "llama3", "rope_low_freq_factor": 4.0}, ["rope_low_freq_factor", "rope_high_freq_factor"]),
     ({"global_batch_size": 7}, ["--global_batch_size=7", "batch_size=2", "6 or 8"]),
     (

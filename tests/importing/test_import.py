@@ -402,12 +402,12 @@ def test_a_mistake_names_the_key_and_the_file_that_it_came_from(tmp_path: Path) 
     node = put(tree("neox"), "log_interval", 0)
     own = write(tmp_path, {"num_workers": 0, "import_config": write(tmp_path, node)}, "own.json")
     with pytest.raises(ConfigError) as error:
-        from_flags({"config_file": own, "seq_length": "0", "batch_size": "two", **ENOUGH})
+        from_flags({"config_file": own, "seq_length": "-1", "batch_size": "two", **ENOUGH})
     problems = {problem.subject: problem.remedy for problem in error.value.problems}
     assert problems["--num_workers=0"].endswith(f"[from num_workers=0 in {own}]")
     assert problems["--report_interval=0"].endswith(f"[from log_interval=0 in {tmp_path / 'config.json'}]")
     assert (
-        "[from" not in problems["--seq_length=0"] + problems["--batch_size=two"]
+        "[from" not in problems["--seq_length=-1"] + problems["--batch_size=two"]
     )  # the command line's, not the file's
 
 
