@@ -1,12 +1,13 @@
-"""Trains and saves on every mesh of this many virtual devices, then loads the states of others on every mesh.
+"""Saves a random state on every mesh of this many virtual devices, then loads the states of others on every mesh.
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python mesh_driver.py FOLDER
 
 Also loads an adapter into new models of LORA_MESHES, commits an outdated state, and saves a tensor of the device.
 
 Prints JSON: "meshes": by "SAVED LOADED", the tensors that are not bit for bit the saved ones, how many were compared,
-and the loss of the next step; "adapters": by mesh, the tensors that are not the adapter's; "outdated": whether the
-outdated state was refused; "device_tensor": whether the tensor came back. Every mesh loads the states of `sources`.
+and on TRAINED meshes the loss of the next step; "adapters": by mesh, the tensors that are not the adapter's;
+"outdated": whether the outdated state was refused; "device_tensor": whether the tensor came back. Every mesh loads the
+states of `sources`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "make_vocab_size_divisible_by": 32},
     "context": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "context_parallel_size": 2},
 }
+TRAINED = ("fsdp", "context") if DEVICES > 1 else ("ddp",)
 LORA_MESHES = ("ddp", "fsdp")
 LORA = {"lora_rank": 2, "lora_target_modules": "q_proj,down_proj"}
 ROWS, LENGTH, VOCABULARY = 8, 16, 50  # 50 rows and a width of 20 over 8 devices: uneven splits
@@ -81,14 +83,25 @@ def train(run: Run, step: int) -> float:
     return engine.train_step(model, optimizer, {"tokens": rows[:, :-1], "labels": rows[:, 1:]}, 1e-3).read()["loss"]
 
 
+def fill(run: Run, seed: int, folder: Path) -> None:
+    """Fill the run's state with random values."""
+    engine, model, optimizer, _ = run
+    state, generator = engine.state(model, optimizer), torch.Generator().manual_seed(seed)
+    values = {name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+    values = {name: value.abs() if "exp_avg_sq" in name else value for name, value in values.items()}
+    values["optimizer.step"] = torch.tensor(2.0)
+    load(open_checkpoint(save(folder, values, Facts(seed, 0, {}, {}, "", {}))), state)
+    state.commit()
+
+
 def save_run(run: Run, folder: Path) -> Path:
     """Save the run's state as it is."""
     engine, model, optimizer, config = run
     return save(folder, engine.state(model, optimizer), Facts(2, 0, {}, asdict(config), "xla", engine.mesh._asdict()))
 
 
-def load_run(run: Run, path: Path, scratch: Path) -> dict[str, Any]:
-    """Load a state, save it again, compare the two, and train on."""
+def load_run(run: Run, path: Path, scratch: Path, trains: bool) -> dict[str, Any]:
+    """Load a state, save it again, compare the two, and train on if `trains`."""
     engine, model, optimizer, _ = run
     state = engine.state(model, optimizer)
     load(open_checkpoint(path), state)
@@ -97,7 +110,7 @@ def load_run(run: Run, path: Path, scratch: Path) -> dict[str, Any]:
     return {
         "differ": [name for name in saved if not torch.equal(saved[name], loaded[name])],
         "compared": len(saved.keys() & loaded.keys()),
-        "loss": train(run, 2),
+        "loss": train(run, 2) if trains else None,
     }
 
 
@@ -150,12 +163,12 @@ def main() -> None:
     """See the module's docstring."""
     root = Path(sys.argv[1])
     runs = {name: open_mesh(name) for name in MESHES if DEVICES > 1 or name == "ddp"}
-    for name, run in runs.items():
-        train(run, 0), train(run, 1)
+    for seed, (name, run) in enumerate(runs.items()):
+        fill(run, seed, root / "random" / str(DEVICES))
         save_run(run, root / f"{name}_{DEVICES}")
     meshes = {
         f"{source.parent.name} {name}_{DEVICES}": load_run(
-            run, source, root / "scratch" / f"{source.parent.name}_{name}"
+            run, source, root / "scratch" / f"{source.parent.name}_{name}", name in TRAINED
         )
         for name, run in runs.items()
         for source in sorted(root.glob("*/step_2"))
