@@ -12,6 +12,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data import Stream, check_data, open_stream, splits_of
+from pretraining.models.init import VOCABULARIES, on_meta
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.memory import check_memory
 from pretraining.monitor.metrics import Metrics, open_metrics
@@ -28,9 +29,18 @@ def check_inputs(config: TrainConfig) -> Facts | None:
 
     Raises UserError if a checkpoint or the data would stop the run.
     """
-    facts = check_starting_point(config, config.run_folder)
+    facts = check_starting_point(config, config.run_folder, parameter_shapes(config))
     check_data(config)
     return facts
+
+
+def parameter_shapes(config: TrainConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter as a checkpoint has it, without padded rows of the vocabulary."""
+    rows = model_shape(config).vocab_size
+    return {
+        name: (rows, *weight.shape[1:]) if name.split(".")[-2] in VOCABULARIES else tuple(weight.shape)
+        for name, weight in on_meta(config).named_parameters()
+    }
 
 
 def open_streams(engine: Engine, checkpoint: Facts | None) -> tuple[TrainConfig, dict[str, Stream]]:

@@ -60,7 +60,7 @@ class Checkpoints:
             sweep(self.folder)
         except OSError as error:
             raise UserError(
-                f"--ckpt_save_path={self.folder}: cannot be written ({error.strerror}); "
+                f"--ckpt_save_path={self.folder}: cannot be written ({error.strerror or error}); "
                 "give another folder, or --checkpoint_interval=0 to save nothing"
             ) from error
 

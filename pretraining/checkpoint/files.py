@@ -88,12 +88,17 @@ def read_file(path: Path) -> bytes:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UnreadableError if it cannot be read or contains something else."""
+    return parse_json(read_file(path), path)
+
+
+def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    """Return the object that `text`, which is from `path`, represents. Raises UnreadableError if it is none."""
     try:
-        value = json.loads(read_file(path))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{path}: is not JSON ({error})") from error
+        raise UnreadableError(f"{path}: does not contain valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise UnreadableError(f"{path}: is not a JSON object")
+        raise UnreadableError(f"{path}: does not contain a JSON object")
     return value
 
 
@@ -104,10 +109,17 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder that may be a committed checkpoint: rename it atomically, then remove its files."""
+    """Remove a folder that may be a committed checkpoint: rename it atomically, then remove its files.
+
+    Of a symbolic link only the link is removed.
+    """
+    if path.is_symlink():
+        path.unlink()
+        sync_folder(path.parent)
+        return
     doomed = path if path.suffix in (PARTIAL, DELETED) else path.with_name(path.name + DELETED)
     if doomed != path:
-        shutil.rmtree(doomed, ignore_errors=True)  # left by a removal that was interrupted
+        _clear(doomed)  # left by a removal that was interrupted
         rename(path, doomed)
     shutil.rmtree(doomed)
 
@@ -115,8 +127,15 @@ def remove_folder(path: Path) -> None:
 def set_aside(path: Path) -> None:
     """Rename a corrupt checkpoint, so that it is not counted among the committed ones."""
     aside = path.with_name(path.name + DAMAGED)
-    shutil.rmtree(aside, ignore_errors=True)  # of the same step, once before
+    _clear(aside)  # of the same step, once before
     rename(path, aside)
+
+
+def _clear(path: Path) -> None:
+    """Make room for a folder of this name."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 class FolderLock:

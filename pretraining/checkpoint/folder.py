@@ -6,7 +6,6 @@ A checkpoint is a folder step_N with the marker; everything else is neither coun
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +52,7 @@ def sweep(folder: Path) -> None:
     """Remove what interrupted saves and removals have left. The caller holds the folder's lock."""
     for path in folder.glob("step_*"):
         if path.suffix in (PARTIAL, DELETED) and STEP.fullmatch(path.stem) and path.is_dir():
-            shutil.rmtree(path)
+            remove_folder(path)
 
 
 def newest_checkpoint(path: Path) -> Path:

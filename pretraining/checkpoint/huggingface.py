@@ -6,12 +6,12 @@ there, so reading one is describing where its bytes are.
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
-from pretraining.checkpoint.files import UnreadableError, digest, read_json
+from pretraining.checkpoint.files import UnreadableError, digest, parse_json, read_json
 from pretraining.checkpoint.folder import newest_checkpoint
 from pretraining.checkpoint.manifest import (
     DTYPES,
@@ -29,53 +29,70 @@ from pretraining.config.huggingface import DIMENSIONS, ModelDescription
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "intermediate_size")
+FILE_NAME = re.compile(r"[\w.+-]*\.safetensors", re.ASCII)
+ROTARY_BUFFER = "rotary_emb.inv_freq"  # saved by old versions, and not a parameter
 LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
 
 
 def is_huggingface(path: Path) -> bool:
-    """Whether `path` is such a folder. A run's own config.json names no model_type."""
+    """Return whether `path` is such a folder. A run's own config.json has no model_type."""
     return (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG)
 
 
 def open_any_checkpoint(path: Path) -> Checkpoint:
-    """What `path` means: a folder in Hugging Face's format, a step_N folder, or the newest checkpoint of a run."""
+    """Open a folder in Hugging Face's format, a step_N folder, or the newest checkpoint of a run."""
     return open_huggingface(path) if is_huggingface(path) else open_checkpoint(newest_checkpoint(path))
 
 
 def open_huggingface(path: Path) -> Checkpoint:
-    """The folder as a checkpoint of step 0 without digests. UserError where this model cannot be that one."""
-    names, config = _weight_files(path), read_json(path / CONFIG)
-    fields = _model_fields(path / CONFIG, config)
-    files = {name: shard_file(path / name) for name in names}
-    tensors = {name: entry for file in names for name, entry in safetensors_entries(path / file).items()}
-    if config.get("tie_word_embeddings", False) and HEAD not in tensors and EMBEDDING in tensors:
+    """Open the folder as a checkpoint of step 0 without digests. Raises UserError if it is malformed or another model.
+
+    A tied head is read as a matrix of its own: a model that keeps them apart starts from equal ones.
+    """
+    files = _weight_files(path)
+    fields = _model_fields(path / CONFIG)
+    found = {file: safetensors_entries(path / file) for file in files}
+    tensors = {name: entry for file in files for name, entry in found[file].items()}
+    for file, names in files.items():
+        if missing := sorted(names - found[file].keys()):
+            raise UnreadableError(f"{path / INDEX}: {file} does not contain {missing[0]}")
+        tensors |= {name: found[file][name] for name in names}
+    if fields.pop("tie_word_embeddings", False) and HEAD not in tensors and EMBEDDING in tensors:
         tensors[HEAD] = tensors[EMBEDDING]
     facts = Facts(step=0, tokens_seen=0, data=None, config=fields, engine="", mesh={})
-    return Checkpoint(path, facts, Manifest(tensors, files))
+    return Checkpoint(path, facts, Manifest(tensors, {file: shard_file(path / file) for file in files}))
 
 
-def _weight_files(path: Path) -> list[str]:
-    if (path / INDEX).is_file():
-        names = sorted(set(read_json(path / INDEX)["weight_map"].values()))
-    elif (path / SINGLE).is_file():
-        names = [SINGLE]
-    else:
-        pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
-        reason = "holds weights as pickles, which could run any program" if pickled else "holds no weights"
+def _weight_files(path: Path) -> dict[str, set[str]]:
+    """Return the safetensors files of the folder, and the tensors that the index says are in each."""
+    if not (path / INDEX).is_file():
+        if (path / SINGLE).is_file():
+            return {SINGLE: set()}
+        is_pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
+        reason = "contains weights as pickles, which could execute any program" if is_pickled else "contains no weights"
         raise UserError(f"{path}: {reason}; save the model as safetensors (transformers' save_pretrained does)")
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise UnreadableError(f"{path / INDEX}: {outside[0]} lies outside the folder")
-    return names
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UnreadableError(f"{path / INDEX}: has no weight_map with the file of each tensor")
+    files: dict[str, set[str]] = {}
+    for name, file in sorted(weight_map.items()):
+        if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
+            raise UnreadableError(f"{path / INDEX}: {file!r} is not the name of a safetensors file in the folder")
+        files.setdefault(file, set())
+        if not name.endswith(ROTARY_BUFFER):
+            files[file].add(name)
+    return dict(sorted(files.items()))
 
 
 def shard_file(path: Path) -> ShardFile:
-    """Size and hash of a safetensors file's header."""
+    """Return the size of a safetensors file and the digest of its header."""
     header = _header_bytes(path)
     return ShardFile(path.stat().st_size, digest(header), len(header))
 
 
 def _header_bytes(path: Path) -> bytes:
+    if not path.is_file():
+        raise UnreadableError(f"{path}: no such file")
     try:
         with path.open("rb") as file:
             length = file.read(8)
@@ -84,40 +101,50 @@ def _header_bytes(path: Path) -> bytes:
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror}") from error
     if len(length) < 8 or len(header) != 8 + size:
-        raise UnreadableError(f"{path}: is not a safetensors file, or is cut off")
+        raise UnreadableError(f"{path}: is not a safetensors file, or is truncated")
     return header
 
 
 def safetensors_entries(path: Path) -> dict[str, Entry]:
-    """Tensors of one safetensors file; UnreadableError where its header contradicts itself or the file."""
-    header = _header_bytes(path)
-    try:
-        described = json.loads(header[8:])
-        return {
-            name: _entry(path, len(header), facts)
-            for name, facts in described.items()
-            if name != "__metadata__" and not name.endswith("rotary_emb.inv_freq")  # a buffer of old versions
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnreadableError(f"{path}: its header is not a safetensors header ({error!r})") from error
+    """Return the tensors of a safetensors file. Raises UnreadableError if its header is malformed."""
+    header, size = _header_bytes(path), path.stat().st_size
+    tensors = parse_json(header[8:], path)
+    return {
+        name: _entry(path, name, tensor, len(header), size)
+        for name, tensor in tensors.items()
+        if name != "__metadata__" and not name.endswith(ROTARY_BUFFER)
+    }
 
 
-def _entry(path: Path, begin: int, facts: dict[str, Any]) -> Entry:
-    dtype, shape = DTYPES[facts["dtype"]], tuple(facts["shape"])
-    start, end = facts["data_offsets"]
-    if not 0 <= start <= end <= path.stat().st_size - begin or end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"data_offsets {start}, {end}")
-    chunk = Chunk((0,) * len(shape), shape, path.name, begin + start, end - start, digests=())
-    return Entry(facts["dtype"], shape, (chunk,))
+def _entry(path: Path, name: str, tensor: Any, begin: int, file_size: int) -> Entry:
+    """Read one tensor of a header of `begin` bytes."""
+    tensor = tensor if isinstance(tensor, dict) else {}
+    dtype, shape, offsets = tensor.get("dtype"), tensor.get("shape"), tensor.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise UnreadableError(
+            f"{path}: dtype {dtype!r} of {name!r} is not supported; supported are {', '.join(DTYPES)}"
+        )
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise UnreadableError(f"{path}: shape {shape!r} or data_offsets {offsets!r} of {name!r} are not whole numbers")
+    start, end = offsets
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - start != size or begin + end > file_size:
+        raise UnreadableError(f"{path}: data_offsets {start} to {end} of {name!r} do not match its {size} bytes")
+    chunk = Chunk((0,) * len(shape), tuple(shape), path.name, begin + start, size, digests=())
+    return Entry(dtype, tuple(shape), (chunk,))
 
 
-def _model_fields(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _model_fields(path: Path) -> dict[str, Any]:
     """Return TrainConfig's fields for the model that config.json describes. Raises UserError with every problem."""
+    config = read_json(path)
     model = ModelDescription(config)
-    missing = [key for key, field in DIMENSIONS.items() if field in REQUIRED and config.get(key) is None]
     problems = [f"{problem.subject}: {problem.remedy}" for problem in model.problems]
-    problems += [f"{key} is missing" for key in missing]
+    required = (key for key, field in DIMENSIONS.items() if field in REQUIRED)
+    problems += [f"{key} is missing" for key in required if config.get(key) is None]
     if problems:
         raise UserError(f"{path}: {'; '.join(problems)}")
-    # A tied head is read as a matrix of its own: a model that keeps them apart starts from equal ones.
-    return {name: value for name, value in model.fields.items() if name != "tie_word_embeddings"}
+    return model.fields

@@ -6,6 +6,7 @@ Whether a checkpoint may be loaded is decided from JSON alone, before any tensor
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,19 +17,19 @@ from pretraining.checkpoint.folder import CHECKPOINTS, CheckpointList, find_chec
 from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, open_any_checkpoint
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.store import is_weight, load
+from pretraining.checkpoint.store import check_fit, is_weight, load
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone, is_adapter
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.engine import LOSS_SCALE, TrainingState
 
 
-def check_starting_point(config: TrainConfig, log_dir: Path) -> Facts | None:
+def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> Facts | None:
     """Return the facts of the checkpoint that this run continues from, if there is one, before any device is opened.
 
     Only JSON is read, and nothing is written. `restore` takes an earlier checkpoint if the tensors turn out to be
-    damaged. Raises UserError where `resume` forbids what is there, ckpt_load_path names nothing, or a checkpoint is of
-    another model.
+    corrupt. Raises UserError if `resume` forbids it, ckpt_load_path has no checkpoint, or a checkpoint does not match
+    the configuration and the parameters' `shapes`.
     """
     found = find_checkpoints(checkpoint_folder(config, log_dir))
     check_policy(config, found)
@@ -38,6 +39,10 @@ def check_starting_point(config: TrainConfig, log_dir: Path) -> Facts | None:
         if config.ckpt_load_path:
             source = open_any_checkpoint(Path(config.ckpt_load_path))
             check_start(source.facts.config, config)
+            names, differences = common_names(source, shapes, weights_only=True)
+            if differences and config.strict_load:
+                raise UserError(f"{source.path}: {differences}; --strict_load=False loads what both have")
+            check_fit(source, {name: shapes[name] for name in names})
             if not all(map(is_weight, source.manifest.tensors)):
                 check_moments(source.facts.config, config)
         return None
@@ -65,6 +70,22 @@ def check_policy(config: TrainConfig, checkpoints: CheckpointList) -> None:
         raise UserError(f"--resume=never, but {newest} exists; remove it, or set another --ckpt_save_path")
     if not checkpoints.committed and config.resume == "must":
         raise UserError("--resume=must, but there is no committed checkpoint; check --ckpt_save_path and --log_dir")
+
+
+def common_names(checkpoint: Checkpoint, names: Iterable[str], *, weights_only: bool) -> tuple[list[str], str]:
+    """Return which of the state's `names` are in the checkpoint, and what else is in only one of the two, in words.
+
+    The loss scale is left out: a new run starts with its own. So are adapters, which may be new.
+    """
+    tensors = checkpoint.manifest.tensors
+    here, there = (
+        {name for name in side if is_weight(name) or not weights_only} - {LOSS_SCALE} for side in (names, tensors)
+    )
+    if HEAD not in here and tensors.get(HEAD) is tensors.get(EMBEDDING):
+        there.discard(HEAD)  # tied in both
+    new = {name for name in here - there if is_adapter(name) and is_weight(name)}
+    lists = {"only in the model": sorted(here - there - new), "only in the checkpoint": sorted(there - here)}
+    return sorted(here & there), "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)
 
 
 @dataclass(frozen=True)
@@ -147,28 +168,13 @@ class Restoring:
         self.peers.say(f"loaded the adapter in {folder}")
 
     def _shared_names(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
-        """Return the tensors that state and checkpoint have in common; with strict_load, neither may have others.
-
-        The loss scale is left out: a new run starts with its own.
-        """
-        tensors = checkpoint.manifest.tensors
-        here, there = (
-            {name for name in names if is_weight(name) or not weights_only} - {LOSS_SCALE}
-            for names in (self.state, tensors)
-        )
-        if HEAD not in here and tensors.get(HEAD) is tensors.get(EMBEDDING):
-            there.discard(HEAD)  # tied in both
-        new = {name for name in here - there if is_adapter(name) and is_weight(name)}
-        lists = {
-            "only in the model": sorted(here - there - new),
-            "only in the checkpoint": sorted(there - here),
-        }
-        differences = "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)
+        """Return the tensors that state and checkpoint have in common; with strict_load, neither may have others."""
+        names, differences = common_names(checkpoint, self.state, weights_only=weights_only)
         if differences and self.config.strict_load:
             raise UserError(f"{checkpoint.path}: {differences}; --strict_load=False loads what both have")
         if differences:
             self.peers.say(f"{checkpoint.path}: not loaded, {differences}")
-        return sorted(here & there)
+        return names
 
     def _opened(self, path: Path) -> Checkpoint:
         """Open a checkpoint in every process, so that all agree whether it can be read."""

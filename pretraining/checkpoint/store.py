@@ -125,7 +125,7 @@ class PendingSave:
         _verify(self._partial, manifest, self._names)
         write_commit(self._partial, manifest, self._facts)
         sync_folder(self._partial)
-        if self._final.exists():  # a stray that was never committed: not ours to delete
+        if self._final.exists() or self._final.is_symlink():  # a stray that was never committed: not ours to delete
             set_aside(self._final)
         rename(self._partial, self._final)
 

@@ -19,6 +19,8 @@ from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.training import TrainConfig
+from pretraining.preflight import parameter_shapes
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
 
 
@@ -241,12 +243,32 @@ def test_strict_load_names_what_differs_and_can_be_told_to_let_it_be(
     assert "not loaded, only in the model: value_head.bias" in capsys.readouterr().out
 
 
+def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(tmp_path: Path) -> None:
+    run(tmp_path / "other", num_steps=2)
+    target = (tmp_path / "other" / "checkpoints" / "step_2").rename(tmp_path / "archived")
+    run(tmp_path, num_steps=2, keep_last_n_checkpoints=1)
+    folder = tmp_path / "checkpoints"
+    (folder / "step_1").symlink_to(target)
+    (folder / "step_4").symlink_to(tmp_path / "nowhere")
+    (folder / "step_1.deleted").symlink_to(target)
+    for stop in (4, 6):
+        run(tmp_path, num_steps=stop, keep_last_n_checkpoints=1)
+        assert steps(tmp_path) == [stop]
+    assert sorted(path.name for path in folder.iterdir()) == ["lock", "step_4.damaged", "step_6"]
+    assert read_tensors(target)
+
+
 # ---- What may change
+
+
+def check_start_of(config: TrainConfig, log_dir: Path) -> None:
+    """See check_starting_point, for the configured model."""
+    check_starting_point(config, log_dir, parameter_shapes(config))
 
 
 def test_a_start_that_cannot_go_well_is_refused_before_a_model_exists(tmp_path: Path) -> None:
     def check(**fields: Any) -> None:
-        check_starting_point(small_config(tmp_path, **fields), tmp_path)
+        check_start_of(small_config(tmp_path, **fields), tmp_path)
 
     check()
     with pytest.raises(UserError, match="--resume=must"):
@@ -372,7 +394,7 @@ def test_another_optimizer_takes_weights_alone_from_a_checkpoint_and_none_from_i
     source = str(tmp_path / "checkpoints")
     other = small_config(tmp_path / "other", num_steps=4, optimizer="lion", ckpt_load_path=source)
     with pytest.raises(ConfigError, match=r"--optimizer=lion .*has the state of adamw; --load_weights_only=True"):
-        check_starting_point(other, tmp_path / "other")
-    check_starting_point(replace(other, load_weights_only=True), tmp_path / "other")
+        check_start_of(other, tmp_path / "other")
+    check_start_of(replace(other, load_weights_only=True), tmp_path / "other")
     with pytest.raises(ConfigError, match=r"--optimizer=lion .*trained with adamw"):
-        check_starting_point(small_config(tmp_path, num_steps=4, optimizer="lion"), tmp_path)
+        check_start_of(small_config(tmp_path, num_steps=4, optimizer="lion"), tmp_path)

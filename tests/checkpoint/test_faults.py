@@ -132,7 +132,7 @@ def test_a_folder_of_pickles_alone_is_no_checkpoint(tmp_path: Path) -> None:
 def test_hugging_face_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     torch.save(Bomb(tmp_path / "exploded"), tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="holds weights as pickles"):
+    with pytest.raises(UserError, match="contains weights as pickles"):
         open_any_checkpoint(tmp_path)
     assert not (tmp_path / "exploded").exists()
 
