@@ -85,10 +85,10 @@ def split_source(config: TrainConfig, split: str) -> SplitSource:
     layout = None if config.datasets else split_folders(root)
     if layout and not config.split and split in layout.folders:
         weights = config.weights if split == "train" else ""
-        return SplitSource(layout.folders[split], "", "weights", weights, "", f"{root}: {layout.describe(split)}")
+        return SplitSource(layout.folders[split], "", "weights", weights, "", layout.describe())
     if split != "train" and not config.split:
         raise UserError(f"no {split} data: give --{split}_data_path=FOLDER or --split=949,50,1 (train, valid, test)")
-    folder, note = (layout.folders["train"], f"{root}: {layout.describe('train')}") if layout else (root, "")
+    folder, note = (layout.folders["train"], layout.describe()) if layout else (root, "")
     return SplitSource(folder, config.datasets, "weights", config.weights, config.split, note)
 
 

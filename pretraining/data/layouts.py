@@ -26,9 +26,10 @@ class SplitFolders(NamedTuple):
     kind: str
     folders: dict[str, Path]  # split -> its folder
 
-    def describe(self, split: str) -> str:
-        """Return a line that says where a split is taken from."""
-        return f"{split}: {self.folders[split]} of {self.kind}"
+    def describe(self) -> str:
+        """Return a line that says where every split is taken from."""
+        parts = ", ".join(f"{split} from {folder.name}/" for split, folder in self.folders.items())
+        return f"{self.folders['train'].parent} is {self.kind}: {parts}"
 
 
 def split_folders(folder: Path) -> SplitFolders | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pretraining.config.errors import UserError
 from pretraining.data.files import write_atomically
@@ -16,21 +16,11 @@ _SENTENCE = 2_000
 _LONGEST = 4 * _SENTENCE
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer."""
-
-    vocab_size: int
-    separator: int | None  # id put after every document; None if the tokenizer has none
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each text, without special tokens."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-
-
 class SentencePieceTokenizer:
-    """A sentencepiece model."""
+    """A sentencepiece model.
+
+    vocab_size: number of ids. separator: the id put after every document, None if the tokenizer has none.
+    """
 
     def __init__(self, path: str) -> None:
         import sentencepiece
@@ -40,18 +30,18 @@ class SentencePieceTokenizer:
         self.separator: int | None = self._model.eos_id() if self._model.eos_id() >= 0 else None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """See Tokenizer.encode."""
+        """Return the token ids of each text, without special tokens."""
         ids: list[list[int]] = self._model.encode(texts, out_type=int, num_threads=1)
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """See Tokenizer.decode."""
+        """Return the text of token ids, without special tokens."""
         text: str = self._model.decode(ids)
         return text
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer.json, read by the tokenizers package."""
+    """A Hugging Face tokenizer.json, read by the tokenizers package. See SentencePieceTokenizer."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -64,13 +54,16 @@ class HuggingFaceTokenizer:
         self.separator: int | None = next((number for number in ends if number is not None), None)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """See Tokenizer.encode."""
+        """Return the token ids of each text, without special tokens."""
         return [encoding.ids for encoding in self._model.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> str:
-        """See Tokenizer.decode."""
+        """Return the text of token ids, without special tokens."""
         text: str = self._model.decode(ids)
         return text
+
+
+Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
 
 
 def open_tokenizer(path: str) -> Tokenizer:

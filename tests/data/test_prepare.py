@@ -238,7 +238,7 @@ def test_the_output_folder_is_recognised_as_training_and_validation_data(prepare
     for split in ("train", "valid"):
         stream = open_stream(configure({**flags, "val_interval": 10, "val_steps": -1}), split=split)
         assert stream.facts()["notes"] == [
-            f"{out}: {split}: {out / split} of a prepared folder",
+            f"{out} is a prepared folder: train from train/, valid from valid/",
             "separator 2 after every document (meta.json)",
         ]
         assert np.array_equal(rows(stream, 20), rows(open_stream(configure(named), split=split), 20))
@@ -281,3 +281,17 @@ def test_a_named_file_that_is_no_text_is_refused_with_the_remedy(
     printed = capsys.readouterr().err
     assert str(path) in printed and f"--endings=.txt,.md,{ending}" in printed
     assert not (tmp_path / "out").exists()
+
+
+def test_inspect_prints_no_traceback_when_its_reader_closes_the_pipe(prepared: Prepared, tmp_path: Path) -> None:
+    flags = [*prepared.flags(), f"--index_dir={tmp_path}", "--seq_length=64"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pretraining.inspect_data", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stderr
+    process.stdout.close()  # what `| head -0` does, and `| head` once it has its lines
+    assert process.stderr.read() == "" and process.wait() in (0, 141)  # 128 + SIGPIPE
