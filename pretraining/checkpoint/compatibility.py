@@ -59,7 +59,7 @@ def _resolved(config: TrainConfig) -> dict[str, Any]:
 def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     """Return the changes to print when a run continues. Raises ConfigError that lists those which are refused."""
     differing = changes(saved, config)
-    remedies = dict.fromkeys((Resume.SHAPE, Resume.FUNCTION, Resume.STATE), "use that, or another --ckpt_save_path")
+    remedies = dict.fromkeys((Resume.SHAPE, Resume.FUNCTION, Resume.STATE), "use that, or another --run_name")
     if not config.override_lr_on_resume:
         remedies[Resume.RATE] = "use that, or --override_lr_on_resume=True"
     _refuse(differing, remedies, "the checkpoint was trained with")

@@ -156,7 +156,7 @@ class FolderLock:
             holder = os.pread(self._opened, 256, 0).decode(errors="replace").strip() or "another process"
             os.close(self._opened)
             raise UserError(
-                f"{folder}: used by {holder}, which is still running; stop it, or set another --ckpt_save_path"
+                f"{folder}: used by {holder}, which is still running; stop it, or set another --run_name"
             ) from error
         os.ftruncate(self._opened, 0)
         os.pwrite(self._opened, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

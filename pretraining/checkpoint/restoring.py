@@ -67,7 +67,7 @@ def check_policy(config: TrainConfig, checkpoints: CheckpointList) -> None:
     """Raise UserError where `resume` forbids what is in the folder, or that it holds nothing."""
     if checkpoints.committed and config.resume == "never":
         newest = checkpoints.committed[0]
-        raise UserError(f"--resume=never, but {newest} exists; remove it, or set another --ckpt_save_path")
+        raise UserError(f"--resume=never, but {newest} exists; remove it, or set another --run_name")
     if not checkpoints.committed and config.resume == "must":
         raise UserError("--resume=must, but there is no committed checkpoint; check --ckpt_save_path and --log_dir")
 

@@ -7,6 +7,7 @@ Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -472,7 +473,8 @@ class TrainConfig:
 
     # ---- Logging and profiling
     run_name: Annotated[str, Resume.FREE, COMMON] = ""
-    """Name of the run. Empty: model_variant."""
+    """Name of the run. Empty: model_variant, and a hash of the settings that a checkpoint must match if any of them is
+    not its default, so that another model or optimizer gets another folder."""
     log_dir: Annotated[str, Resume.FREE, COMMON] = ""
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
     report_interval: Annotated[int, AtLeast(1), Resume.FREE, COMMON] = 100
@@ -575,7 +577,23 @@ class TrainConfig:
     @property
     def run_folder(self) -> Path:
         """Folder that this run writes to: log_dir, or runs/<run_name>."""
-        return Path(self.log_dir or f"runs/{self.run_name or self.model_variant}")
+        return Path(self.log_dir or f"runs/{self.run_name or self.default_run_name}")
+
+    @property
+    def default_run_name(self) -> str:
+        """Name that a command shares with every command that can continue its run.
+
+        The hash covers the settings whose change is refused on resuming, except the learning rate, which a flag allows
+        to change. A dummy run has a name of its own, because it starts metrics.jsonl again.
+        """
+        must_match = (Resume.SHAPE, Resume.FUNCTION, Resume.STATE)
+        changed = [
+            f"{name}={getattr(self, name)}"
+            for name, setting in SETTINGS.items()
+            if (setting.resume in must_match or name == "use_dummy_dataset") and getattr(self, name) != setting.default
+        ]
+        digest = hashlib.sha256("\n".join(changed).encode()).hexdigest()[:6]
+        return f"{self.model_variant}-{digest}" if changed else self.model_variant
 
     @property
     def reads_data(self) -> bool:
