@@ -24,6 +24,12 @@ def implied(note: str, **values: Any) -> Conversion:
     return Conversion("implied", values, note)
 
 
+def precision(name: str, note: str = "") -> Conversion:
+    """A precision and the switch that goes with it."""
+    values = {"precision": name, "mixed_precision": name != "fp32"}
+    return Conversion("implied" if note else "mapped", values, note)
+
+
 def unchanged(note: str) -> Conversion:
     """A value for which this recipe's default is right; another value would change a field."""
     return Conversion("mapped", {}, note)

@@ -71,18 +71,17 @@ def _count_batches(value: Any) -> int | None:
     return {0.0: 0, 1.0: -1}.get(value) if isinstance(value, float) else None
 
 
-def _val_batches(value: Any, _: ForeignConfig) -> Conversion:
-    if (count := _count_batches(value)) is None:
-        return unsupported("a share of the data; give a whole number, or 1.0 for all")
-    return mapped(val_steps=count)
+def _batches(field: str) -> KeyMapping:
+    """Batches of a validation or of the test."""
 
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        if (count := _count_batches(value)) is None:
+            return unsupported("a share of the data; give a whole number, or 1.0 for all")
+        if field == "test_steps" and count and not _has_data(2, source):
+            return implied("the file names no test data: none", test_steps=0)
+        return mapped(**{field: count})
 
-def _test_batches(value: Any, source: ForeignConfig) -> Conversion:
-    if (count := _count_batches(value)) is None:
-        return unsupported("a share of the data; give a whole number, or 1.0 for all")
-    if count and not _has_data(2, source):
-        return implied("the file names no test data: none", test_steps=0)
-    return mapped(test_steps=count)
+    return KeyMapping(convert, (field,), "1 is one batch, 1.0 all of them (-1)")
 
 
 def _sanity_steps(value: Any, source: ForeignConfig) -> Conversion:
@@ -103,7 +102,6 @@ def _clip(value: Any, _: ForeignConfig) -> Conversion:
     return mapped(grad_clip_thresh=value)
 
 
-_BATCHES = "1 is one batch, 1.0 all of them (-1)"
 _ENGINE = "part of Lightning's own engine"
 TRAINER = {
     "trainer.devices": KeyMapping(_devices, ("source_world_size",), "per node; times num_nodes"),
@@ -114,8 +112,8 @@ TRAINER = {
     "trainer.val_check_interval": KeyMapping(_val_interval, ("val_interval",), "steps; beyond max_steps: 0"),
     "trainer.check_val_every_n_epoch": KeyMapping(_each_epoch, (), "null alone"),
     "trainer.num_sanity_val_steps": KeyMapping(_sanity_steps, ("val_sanity_steps",), "-1: as many as val_steps"),
-    "trainer.limit_val_batches": KeyMapping(_val_batches, ("val_steps",), _BATCHES),
-    "trainer.limit_test_batches": KeyMapping(_test_batches, ("test_steps",), _BATCHES),
+    "trainer.limit_val_batches": _batches("val_steps"),
+    "trainer.limit_test_batches": _batches("test_steps"),
     "trainer.gradient_clip_val": KeyMapping(_clip, ("grad_clip_thresh",), "null: 0, never"),
     "trainer.accumulate_grad_batches": only((1,), "accumulation follows from the batch sizes"),
     "trainer.gradient_clip_algorithm": only(("norm",), "gradients are clipped by their norm"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
+from pretraining.importing import shared
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig
 from pretraining.importing.mappings import (
@@ -24,15 +25,6 @@ from pretraining.importing.mappings import (
     same_names,
     to,
     to_one_of,
-)
-from pretraining.importing.shared import (
-    corpora,
-    micro_batches,
-    pipeline,
-    sequence_parallel,
-    virtual_pipeline,
-    vocabulary_multiple,
-    workers,
 )
 
 # ---- architecture
@@ -266,12 +258,12 @@ def parallel_section(prefix: str) -> dict[str, KeyMapping]:
     tensor_key = f"{prefix}tensor_model_parallel_size"
     return {
         tensor_key: to("tensor_parallel_size"),
-        f"{prefix}pipeline_model_parallel_size": KeyMapping(pipeline, ("pipeline_parallel_size",), "or import_pp"),
-        f"{prefix}virtual_pipeline_model_parallel_size": KeyMapping(virtual_pipeline, ("virtual_pipeline_size",)),
+        f"{prefix}pipeline_model_parallel_size": KeyMapping(shared.pipeline, ("pipeline_parallel_size",)),
+        f"{prefix}virtual_pipeline_model_parallel_size": shared.VIRTUAL_PIPELINE,
         f"{prefix}context_parallel_size": to("context_parallel_size"),
         f"{prefix}pipeline_model_parallel_split_rank": only((0,), "models with an encoder"),
-        f"{prefix}sequence_parallel": sequence_parallel(tensor_key),
-        "model.make_vocab_size_divisible_by": vocabulary_multiple(tensor_key),
+        f"{prefix}sequence_parallel": shared.sequence_parallel(tensor_key),
+        "model.make_vocab_size_divisible_by": shared.vocabulary_multiple(tensor_key),
     }
 
 
@@ -285,7 +277,7 @@ def _prefixes(part: str) -> KeyMapping:
         items = value if isinstance(value, list) else str(value).split(",")
         weighted = len(items) % 2 == 0 and all(_is_number(item) for item in items[::2])
         weights = [str(item) for item in items[::2]] if weighted else []
-        return corpora(items[1::2] if weighted else items, weights, part)
+        return shared.corpora(items[1::2] if weighted else items, weights, part)
 
     names = ("data_path",) if part == "test_" else ("data_path", "datasets", "weights")
     return KeyMapping(convert, tuple(part + name for name in names), "path, or weights and paths in turn")
@@ -316,7 +308,7 @@ def data_section(prefix: str) -> dict[str, KeyMapping]:
         "splits_string": to("split"),
         "index_mapping_dir": ignore("the index is cached in index_dir"),
         "skip_warmup": ignore("files are not read ahead"),
-        "num_workers": KeyMapping(workers, ("num_workers",), "0: 1"),
+        "num_workers": shared.WORKERS,
         "validation_drop_last": to("drop_last_val"),
         "pad_samples_to_global_batch_size": must_be_off("rows of padding"),
         "dataloader_type": choice(
@@ -377,6 +369,6 @@ def _check_divides(source: ForeignConfig, section: str, ranks: int) -> Iterator[
     down, up = total // step * step, (total // step + 1) * step
     remedy = f"is no multiple of micro_batch_size={micro} x {ranks} data-parallel ranks = {step}; "
     remedy += f"use {down} or {up}" if down else f"use {up}"
-    if sizes := micro_batches(total, ranks):
+    if sizes := shared.micro_batches(total, ranks):
         remedy += f", or micro_batch_size {sizes}"
     yield Problem(f"{section}global_batch_size={total}", remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pretraining.importing import lightning, megatron, megatron_optim
-from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unsupported
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, precision, unsupported
 from pretraining.importing.foreign import ForeignConfig
 from pretraining.importing.mappings import Format, KeyMapping, choice, each, ignore, must_be_off, read_with, to
 from pretraining.importing.shared import profiled_steps
@@ -39,12 +39,9 @@ FORMAT = Format(
         **lightning.TRAINER,
         "trainer.precision": choice(
             {
-                **dict.fromkeys((32, "32", "32-true"), mapped(precision="fp32", mixed_precision=False)),
-                **dict.fromkeys(("bf16", "bf16-mixed"), mapped(precision="mixed_bf16", mixed_precision=True)),
-                **dict.fromkeys(
-                    (16, "16", "16-mixed"),
-                    implied("bf16 needs no loss scale", precision="mixed_bf16", mixed_precision=True),
-                ),
+                **dict.fromkeys((32, "32", "32-true"), precision("fp32")),
+                **dict.fromkeys(("bf16", "bf16-mixed"), precision("mixed_bf16")),
+                **dict.fromkeys((16, "16", "16-mixed"), precision("mixed_bf16", "bf16 needs no loss scale")),
             }
         ),
         **lightning.EXP_MANAGER,

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, precision, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
 from pretraining.importing.mappings import KeyMapping, choice, each, ignore, read_with, same_names, to, to_one_of
-from pretraining.importing.shared import corpora, micro_batches, profiled_steps, workers
+from pretraining.importing.shared import WORKERS, corpora, micro_batches, profiled_steps
 
 KINDS = ("train", "valid", "test")
 
@@ -113,18 +113,21 @@ def _paths(kind: str) -> KeyMapping:
     return KeyMapping(convert, tuple(part + name for name in names), "all three or none")
 
 
+_FP16 = precision("mixed_bf16", "bf16 in place of fp16: it needs no loss scale")
+
+
 def _half(value: Any, source: ForeignConfig) -> Conversion:
     named = str(source.get("precision", "")).lower()
     kind = str(source.get("fp16.type", "")).lower()
     if value and named == "fp32":
         return unsupported("contradicts precision=fp32")
     if value and (kind == "bfloat16" or named == "bfloat16"):
-        return mapped(precision="mixed_bf16", mixed_precision=True)
+        return precision("mixed_bf16")
     if value:
-        return implied("bf16 in place of fp16: it needs no loss scale", precision="mixed_bf16", mixed_precision=True)
+        return _FP16
     if named in ("fp16", "bfloat16") or source.get("bf16.enabled"):
         return implied("another key decides the precision")
-    return mapped(precision="fp32", mixed_precision=False)
+    return precision("fp32")
 
 
 def _save(value: Any, source: ForeignConfig) -> Conversion:
@@ -133,9 +136,9 @@ def _save(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(ckpt_save_path=value)
 
 
-def _steps_text(value: Any, _: ForeignConfig) -> Conversion:
-    steps = value if isinstance(value, list) else [value]
-    return mapped(extra_checkpoint_steps=",".join(map(str, steps)))
+def _chunks(value: Any, source: ForeignConfig) -> Conversion:
+    recomputes = source.get("checkpoint_activations")
+    return mapped(checkpoint_num_layers=value) if recomputes else ignored("nothing is recomputed")
 
 
 def _validation(field: str) -> KeyMapping:
@@ -168,7 +171,6 @@ def _budget(batches: Any, source: ForeignConfig) -> str:
     return f": {(steps // every + 1) * batches * total} and {batches * total} sequences in NeoX"
 
 
-_BF16 = mapped(precision="mixed_bf16", mixed_precision=True)
 RUN = {
     "train_iters": to("num_steps"),
     "train_epochs": to("num_epochs"),
@@ -187,17 +189,11 @@ RUN = {
             "cached": unsupported("an index that is no longer written"),
         }
     ),
-    "num_workers": KeyMapping(workers, ("num_workers",), "0: 1"),
+    "num_workers": WORKERS,
     "fp16.enabled": KeyMapping(_half, ("precision", "mixed_precision"), "true: mixed_bf16; false: fp32"),
     "fp16.type": choice({"bfloat16": implied("with enabled"), "fp16": implied("bf16 in its place")}),
-    "precision": choice(
-        {
-            "bfloat16": _BF16,
-            "fp16": implied("bf16 in place of fp16: it needs no loss scale", **_BF16.values),
-            "fp32": mapped(precision="fp32", mixed_precision=False),
-        }
-    ),
-    "bf16.enabled": choice({True: _BF16, False: unchanged("another key decides the precision")}),
+    "precision": choice({"bfloat16": precision("mixed_bf16"), "fp16": _FP16, "fp32": precision("fp32")}),
+    "bf16.enabled": choice({True: precision("mixed_bf16"), False: unchanged("another key decides the precision")}),
     **each(
         "loss_scale loss_scale_window hysteresis min_loss_scale initial_scale_power fp16 auto_cast "
         "consecutive_hysteresis",
@@ -206,28 +202,19 @@ RUN = {
     ),
     "fp32_allreduce": choice({True: mapped(reduce_dtype="fp32"), False: unchanged("gradients are reduced in fp32")}),
     "data_types.grad_accum_dtype": choice(
-        {"fp32": implied("gradients are accumulated in fp32"), "bf16": implied("gradients are accumulated in fp32")}
+        dict.fromkeys(("fp32", "bf16"), implied("gradients are accumulated in fp32"))
     ),
     "save": KeyMapping(_save, ("ckpt_save_path",), "with a period"),
     "load": to("ckpt_load_path"),
     **each("save_interval checkpoint_factor", to("checkpoint_interval")),
-    "extra_save_iters": KeyMapping(_steps_text, ("extra_checkpoint_steps",), "comma-separated"),
+    "extra_save_iters": to("extra_checkpoint_steps"),
     **each("finetune no_load_optim", to("load_weights_only")),
     "no_save_optim": to_one_of("save_optimizer", {True: False, False: True}, "not"),
     "log_interval": to("report_interval"),
     "eval_interval": _validation("val_interval"),
     "eval_iters": KeyMapping(_eval_iters, ("val_steps", "test_steps"), "of a validation, and of the test"),
-    "checkpoint_activations": KeyMapping(
-        lambda value, _: mapped(fsdp_activation_checkpointing=value), ("fsdp_activation_checkpointing",)
-    ),
-    "checkpoint_num_layers": KeyMapping(
-        lambda value, source: (
-            mapped(checkpoint_num_layers=value)
-            if source.get("checkpoint_activations")
-            else ignored("nothing is recomputed")
-        ),
-        ("checkpoint_num_layers",),
-    ),
+    "checkpoint_activations": to("fsdp_activation_checkpointing"),
+    "checkpoint_num_layers": KeyMapping(_chunks, ("checkpoint_num_layers",)),
     "wall_clock_breakdown": to("log_step_timing"),
     "profile": to("use_profiler"),
     **profiled_steps("profile", "profile_step_start", "profile_step_stop", offset=0),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pretraining.importing import lightning, megatron, megatron_optim
-from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, precision, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig
 from pretraining.importing.mappings import (
     Format,
@@ -111,20 +111,16 @@ def _bf16_switch(value: Any, source: ForeignConfig) -> Conversion:
 PRECISION = {
     "precision.type": choice(
         {
-            "mixed_precision": mapped(precision="mixed_bf16", mixed_precision=True),
-            "mixed_precisionsr": mapped(precision="mixed_bf16_sr", mixed_precision=True),
-            "mixed_precision_sr": mapped(precision="mixed_bf16_sr", mixed_precision=True),
-            "bf16sr": mapped(precision="bf16_sr", mixed_precision=True),
-            "fp32": mapped(precision="fp32", mixed_precision=False),
-            "autocast": mapped(precision="autocast", mixed_precision=True),
-            "manual": mapped(precision="manual", mixed_precision=True),
+            "mixed_precision": precision("mixed_bf16"),
+            **dict.fromkeys(("mixed_precisionsr", "mixed_precision_sr"), precision("mixed_bf16_sr")),
+            "bf16sr": precision("bf16_sr"),
+            **{name: precision(name) for name in ("fp32", "autocast", "manual")},
         }
     ),
     "precision.master_weights": _knob("master_weights"),
     "precision.fp32_grad_acc": _knob("fp32_grad_acc"),
     "precision.neuron_rt_stochastic_rounding_en": _knob("stochastic_rounding"),
-    "precision.xla_use_bf16": KeyMapping(_bf16_switch, (), "with type manual alone"),
-    "precision.xla_downcast_bf16": KeyMapping(_bf16_switch, (), "with type manual alone"),
+    **each("xla_use_bf16 xla_downcast_bf16", KeyMapping(_bf16_switch, (), "with type manual alone"), "precision."),
     "precision.fp32_grads_cc": choice(
         {True: mapped(reduce_dtype="fp32"), False: unchanged("off")}, "true: gradients are reduced in fp32"
     ),
@@ -200,8 +196,7 @@ FORMAT = Format(
         **PRECISION,
         **same_names("lora_rank lora_alpha lora_dropout lora_bias", _PEFT),
         f"{_PEFT}target_modules": KeyMapping(_targets, ("lora_target_modules",), "qkv_proj: q_proj,k_proj,v_proj"),
-        f"{_PEFT}save_lora_base": KeyMapping(_lora_saving, ("lora_save_mode",), "with merge_lora"),
-        f"{_PEFT}merge_lora": KeyMapping(_lora_saving, ("lora_save_mode",), "with save_lora_base"),
+        **each("save_lora_base merge_lora", KeyMapping(_lora_saving, ("lora_save_mode",), "both together"), _PEFT),
         f"{_PEFT}save_lora_config_adapter": ignore("PEFT's files always hold it"),
         f"{_PEFT}load_lora_from_ckpt": must_be_off("name the adapter with --lora_load_path"),
         f"{_PEFT}lora_verbose": ignore("what is trained is always printed"),

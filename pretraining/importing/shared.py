@@ -24,11 +24,14 @@ def pipeline(value: Any, source: ForeignConfig) -> Conversion:
     return Conversion("mapped", {"pipeline_parallel_size": count}, note)
 
 
-def virtual_pipeline(value: Any, source: ForeignConfig) -> Conversion:
+def _virtual_pipeline(value: Any, source: ForeignConfig) -> Conversion:
     """Interleaved pieces of a stage, which are folded with the stages."""
     if source.flags.get("import_pp") == "fold" and value != 1:
         return implied("folded with the stages", virtual_pipeline_size=1)
     return mapped(virtual_pipeline_size=value)
+
+
+VIRTUAL_PIPELINE = KeyMapping(_virtual_pipeline, ("virtual_pipeline_size",))
 
 
 def sequence_parallel(tensor_key: str) -> KeyMapping:
@@ -86,10 +89,12 @@ def corpora(paths: list[str], weights: list[str], part: str = "") -> Conversion:
     return implied("the folder that holds them all, and each of them", **values)
 
 
-def workers(value: Any, _: ForeignConfig) -> Conversion:
+def _workers(value: Any, _: ForeignConfig) -> Conversion:
     """Threads of the data loader."""
     return implied("at least one thread reads ahead", num_workers=1) if value == 0 else mapped(num_workers=value)
 
+
+WORKERS = KeyMapping(_workers, ("num_workers",), "0: 1")
 
 # ---- optimizer
 
