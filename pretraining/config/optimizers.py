@@ -23,6 +23,11 @@ class Hyperparameters(NamedTuple):
 
 
 _ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+# NeMo's
+_NOVOGRAD = {"beta1": 0.95, "beta2": 0.98, "eps": 1e-8, "grad_averaging": False}
+_NOVOGRAD |= {"luc": False, "luc_trust": 1e-3, "luc_eps": 1e-8}
+_ADAFACTOR = {"beta1": None, "eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8, "scale_parameter": True}
+_ADAFACTOR |= {"relative_step": False, "warmup_init": False, "min_step": 1e-2}
 
 OPTIMIZERS = {
     "adamw": Hyperparameters(3e-4, 0.1, _ADAM),
@@ -34,18 +39,8 @@ OPTIMIZERS = {
     "rmsprop": Hyperparameters(1e-2, 0.0, {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False}),
     "rprop": Hyperparameters(1e-2, None, {"etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0)}),
     "sgd": Hyperparameters(1e-3, 0.0, {"momentum": 0.0, "dampening": 0.0, "nesterov": False}),
-    "novograd": Hyperparameters(  # NeMo
-        1e-3,
-        0.0,
-        {"beta1": 0.95, "beta2": 0.98, "eps": 1e-8, "grad_averaging": False}
-        | {"luc": False, "luc_trust": 1e-3, "luc_eps": 1e-8},
-    ),
-    "adafactor": Hyperparameters(  # NeMo's, at torch.optim's learning rate
-        1e-2,
-        0.0,
-        {"beta1": None, "eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8, "scale_parameter": True}
-        | {"relative_step": False, "warmup_init": False, "min_step": 1e-2},
-    ),
+    "novograd": Hyperparameters(1e-3, 0.0, _NOVOGRAD),
+    "adafactor": Hyperparameters(1e-2, 0.0, _ADAFACTOR),  # at torch.optim's learning rate
     "sm3": Hyperparameters(0.1, None, {"momentum": 0.0, "beta": 0.0, "eps": 1e-30}),  # GPT-NeoX
     "madgrad_wd": Hyperparameters(1e-2, 0.0, {"momentum": 0.9, "eps": 1e-6}),  # GPT-NeoX
     "lion": Hyperparameters(1e-4, 0.0, {"beta1": 0.9, "beta2": 0.99}),

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pretraining.config.declaration import Above, AtLeast
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.flags import read_values, with_origin
 from pretraining.config.grammar import comma_separated
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import Check
-from pretraining.importing.convert import convert
+from pretraining.importing.conversions import Conversion, unsupported
 from pretraining.importing.foreign import MISSING, ForeignConfig
 from pretraining.importing.formats import open_foreign
 from pretraining.importing.huggingface import model_flags
@@ -33,6 +34,13 @@ ALTERNATIVES = (
     ("lr_warmup_steps", "lr_warmup_ratio"),
     ("global_batch_size", "gradient_accumulation_steps"),
 )
+
+# Fields that TrainConfig does not have -> the values that describe this recipe. Any other value is unsupported.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "attention_impl": ("auto",),
+    "pipeline_cuts": (),
+    "transformer_block_type": ("pre_ln",),
+}
 
 
 @dataclass
@@ -130,6 +138,31 @@ def _report_default(key: str, format_: Format, foreign: ForeignConfig) -> list[K
         return []
     report = KeyReport(key, None, value, *convert(mapping, value, foreign))
     return [] if report.status == "ignored" else [report]
+
+
+def convert(mapping: KeyMapping, value: Any, foreign: ForeignConfig) -> Conversion:
+    """Return the conversion, or why this recipe cannot do what it asks for."""
+    try:
+        conversion = mapping.convert(value, foreign)
+    except (TypeError, ValueError, ArithmeticError):  # a converter computed with what is no number
+        return unsupported("this value is of another kind than the key takes")
+    for name, setting in conversion.values.items():
+        if mistake := _mistake(name, setting):
+            return Conversion("unsupported", {name: setting}, mistake)
+    return conversion
+
+
+def _mistake(name: str, value: Any) -> str:
+    """Return what is wrong with a field's value, or nothing. Ranges of numbers are checked with all other settings."""
+    setting = SETTINGS.get(name)
+    if setting is None:
+        return "" if value in FIXED.get(name, ()) else f"this recipe has no {name}={value} yet"
+    try:
+        converted = setting.read(value)
+    except ValueError as error:
+        return f"{name}={value}: {error}"
+    fault = None if isinstance(setting.constraint, Above | AtLeast) else setting.fault(converted)
+    return f"{name}={value}: {fault}" if fault else ""
 
 
 # ---- all keys together

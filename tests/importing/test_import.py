@@ -19,12 +19,11 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.configure import configure
 from pretraining.document import ROOT
-from pretraining.importing.convert import FIXED
 from pretraining.importing.flags import flags_from_files
 from pretraining.importing.formats import FORMATS
 from pretraining.importing.reading import leaves, read_file
 from pretraining.importing.report import as_data, as_text
-from pretraining.importing.resolve import ORIGIN, ImportResult, import_foreign
+from pretraining.importing.resolve import FIXED, ORIGIN, ImportResult, import_foreign
 from pretraining.importing.resolve import settings as settings_of
 from pretraining.optim.schedule import learning_rate
 from tests.importing.files import FILES, drop, put, tree, write
