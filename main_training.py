@@ -35,7 +35,7 @@ def main(**flags: str) -> int:
     # Data: the global batch of step k is a pure function of (data, config, k). From here on the configuration is final
     config, streams = preflight.open_streams(engine, checkpoint)
     log = print if engine.process_index == 0 else (lambda *_: None)
-    preflight.check_host_memory(config, engine)
+    preflight.check_hosts(config, engine)
     log(preflight.describe_run(config, engine))
     log(data_lines(streams["train"].facts()))
 

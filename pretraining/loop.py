@@ -134,6 +134,8 @@ def train(run: TrainingRun) -> int:
     try:
         with raise_lost_peer_error(run.engine.process_index, run.config.collective_timeout):
             code = FINISHED if run.start_step >= run.config.num_steps else _train_steps(run, batches, interrupt)
+            if code == FINISHED:
+                _test_once(run)
             run.checkpoints.close()
     except SaveFailedError as error:
         run.print(f"stopped: {error}")
@@ -176,22 +178,23 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt) ->
     watch.restart(run.start_step)
     waited = batches.wait_seconds
     for step in range(run.start_step + 1, config.num_steps + 1):
+        is_first = step == run.start_step + 1
         if config.step_timeout:
             faulthandler.dump_traceback_later(config.step_timeout)
         with _profiled(run, step):
             batch = batches.batch(step - run.start_step - 1)
             rate = learning_rate(config, step - 1)
-            result = run.engine.train_step(run.model, run.optimizer, batch, rate)
-            if step == run.start_step + 1:
-                _wait_for_first_step(run, result, watch)
+            result = run_first_step(run, batch, rate) if is_first else _step(run, batch, rate)
         stop = interrupt.agreed()
-        reports, saves = _reports(config, step), run.checkpoints.due(step) or stop
+        reports = step in (1, config.num_steps) or step % config.report_interval == 0
+        saves = run.checkpoints.due(step) or stop
         if (reports or saves) and not _may_continue(run, result.read(), step, batch):
             return STOPPED_ITSELF
         if reports:
             record = _record(run, step, result.read(), rate, watch, batch)
             record |= _timing(run, watch.total(), batches.wait_seconds - waited)
             run.report(record, progress_line(record, config.num_steps))
+        if reports or is_first:
             watch.restart(step)
             waited = batches.wait_seconds
         if "valid" in run.streams and (step % config.val_interval == 0 or step == config.num_steps):
@@ -202,22 +205,35 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt) ->
                 _save(run, step)
         if stop:
             return 128 + stop
-    if "test" in run.streams:
-        _evaluate(run, config.num_steps, "test", config.test_steps)
     return FINISHED
 
 
-def _wait_for_first_step(run: TrainingRun, result: StepResult, watch: Stopwatch) -> None:
-    """Wait for the step that compiles, and leave its time out of the others'."""
-    with run.heartbeat("compiling the first step"):
+def _step(run: TrainingRun, batch: Batch, rate: float) -> StepResult:
+    return run.engine.train_step(run.model, run.optimizer, batch, rate)
+
+
+def run_first_step(run: TrainingRun, batch: Batch, rate: float) -> StepResult:
+    """Run the step that is traced and compiled, with signs of life; its time does not count for the others."""
+    began = time.perf_counter()
+    with run.heartbeat(f"compiling and running the first step, {model_shape(run.config).num_layers} layers"):
+        result = _step(run, batch, rate)
         result.read()
-    run.first_step_seconds = watch.lap(run.start_step + 1)
-    if not _reports(run.config, run.start_step + 1):
-        watch.restart(run.start_step + 1)
+    run.first_step_seconds = time.perf_counter() - began
+    run.print(f"first step: {run.first_step_seconds:.1f} s, compilation included")
+    return result
 
 
-def _reports(config: TrainConfig, step: int) -> bool:
-    return step % config.report_interval == 0 or step == config.num_steps
+def _test_once(run: TrainingRun) -> None:
+    """Test after the last step, unless an earlier process of this run has written the result."""
+    if "test" not in run.streams:
+        return
+    last = run.config.num_steps
+    tested = [bool(run.metrics and run.metrics.has_test(last))]
+    if run.engine.process_count > 1:
+        dist.broadcast_object_list(tested, src=0)
+    if not tested[0]:
+        with run.heartbeat("running the test"):
+            _evaluate(run, last, "test", run.config.test_steps)
 
 
 def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, batch: Batch) -> bool:
@@ -300,7 +316,7 @@ def _prepare_first_step(run: TrainingRun) -> None:
     if config.log_param_norm:
         run.engine.parameter_norm(run.model)
     for part in (part for part in run.streams if part != "train"):
-        with run.heartbeat("compiling the validation"):
+        with run.heartbeat(f"compiling and running the first batch of {part} data"):
             run.engine.evaluate(run.model, run.streams[part].batch(0)).read()
     if "valid" in run.streams and config.val_sanity_steps and run.start_step == 0:
         steps = config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from pretraining.checkpoint.manifest import Facts
-from pretraining.checkpoint.restoring import check_starting_point
+from pretraining.checkpoint.restoring import check_starting_point, checkpoint_folder
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -15,7 +22,8 @@ from pretraining.data import Stream, check_data, open_stream, splits_of
 from pretraining.models.init import VOCABULARIES, on_meta
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.memory import check_memory
-from pretraining.monitor.metrics import Metrics, open_metrics
+from pretraining.monitor.metrics import FILE_NAME as METRICS_FILE
+from pretraining.monitor.metrics import Metrics, missing_history, open_metrics, read_metrics, refuse_unusable
 from pretraining.optim.precision import describe_dtypes
 from pretraining.optim.schedule import learning_rate, milestone_steps
 from pretraining.parallel.engine import Engine
@@ -23,13 +31,21 @@ from pretraining.parallel.layout import state_bytes, unsharded_state_bytes
 from pretraining.parallel.mesh import notes
 from pretraining.parallel.recompute import block_mask
 
+CONFIG_FILE = "config.json"
+VISIBLE_WITHIN = 10.0  # seconds in which a new file is visible on every host
+
 
 def check_inputs(config: TrainConfig) -> Facts | None:
     """Return the facts of the checkpoint that the run continues from, before any device is opened.
 
     Raises UserError if a checkpoint or the data would stop the run.
     """
+    metrics = config.run_folder / METRICS_FILE
+    for path in (metrics, config.run_folder / CONFIG_FILE):
+        refuse_unusable(path)
     facts = check_starting_point(config, config.run_folder, parameter_shapes(config))
+    if facts and facts.step:
+        read_metrics(metrics)
     check_data(config)
     return facts
 
@@ -73,8 +89,10 @@ def reopen_stream(config: TrainConfig, engine: Engine, resumed: Facts) -> Stream
     return stream
 
 
-def check_host_memory(config: TrainConfig, engine: Engine) -> None:
-    """Raise UserError if this host's memory cannot hold what the run certainly allocates in it."""
+def check_hosts(config: TrainConfig, engine: Engine) -> None:
+    """Raise UserError if this host's memory is too small for the run, or if hosts do not share its folder."""
+    if engine.process_count > 1 and config.checkpoint_interval:
+        check_shared_folder(checkpoint_folder(config, config.run_folder), engine.process_index, engine.process_count)
     check_memory(
         config,
         model_shape(config),
@@ -83,6 +101,34 @@ def check_host_memory(config: TrainConfig, engine: Engine) -> None:
         host_devices=engine.host_devices,
         host_processes=engine.host_processes,
     )
+
+
+def check_shared_folder(folder: Path, process: int, processes: int) -> None:
+    """Raise UserError in every process if one of them does not see a file that process 0 writes to `folder`.
+
+    Waits some seconds for the file, because network file systems cache the contents of folders.
+    """
+    token = [uuid.uuid4().hex]
+    dist.broadcast_object_list(token, src=0)
+    path, error = folder / f".visible_{token[0]}", ""
+    if process == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as failure:
+            error = str(failure.strerror)
+    dist.barrier()
+    deadline = time.monotonic() + VISIBLE_WITHIN
+    while not (found := path.exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    answers: list[Any] = [None] * processes
+    dist.all_gather_object(answers, (socket.gethostname(), found, error))
+    path.unlink(missing_ok=True)
+    if answers[0][2]:
+        raise UserError(f"{folder}: cannot be written ({answers[0][2]}); give another --ckpt_save_path or --log_dir")
+    if blind := sorted({host for host, found, _ in answers if not found}):
+        remedy = "give a --log_dir or --ckpt_save_path that all hosts share, or --checkpoint_interval=0 to save nothing"
+        raise UserError(f"{folder} on {answers[0][0]} is not visible on {', '.join(blind)}; {remedy}")
 
 
 def describe_run(config: TrainConfig, engine: Engine) -> str:
@@ -107,7 +153,13 @@ def describe_placement(config: TrainConfig, bytes_per_device: Mapping[str, int])
 
 
 def open_run_folder(config: TrainConfig, start_step: int) -> Metrics:
-    """Write the effective configuration and open the metrics, cut back to `start_step`."""
-    metrics = open_metrics(config, config.run_folder, start_step)
-    (config.run_folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+    """Write the effective configuration and open the metrics, cut back to `start_step`. Raises UserError."""
+    folder = config.run_folder
+    if start_step and (lost := missing_history(folder / METRICS_FILE, start_step, config.report_interval)):
+        print(f"note: {lost}", flush=True)
+    try:
+        metrics = open_metrics(config, folder, start_step)
+        (folder / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"--log_dir={folder}: cannot be written ({error.strerror}); give another folder") from error
     return metrics

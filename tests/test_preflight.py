@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +15,11 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.monitor import memory
+from pretraining.monitor.metrics import Metrics
 from pretraining.parallel import torch_engine
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.torch_engine import TorchEngine
+from tests.parallel.launch import ROOT, environment
 
 GIB = 2**30
 
@@ -34,17 +40,17 @@ def test_every_process_of_the_host_counts_where_each_builds_the_unsharded_model(
     opened.host_devices = 0  # accelerators: what counts is the model that each process builds first
     monkeypatch.setattr(memory, "available_memory", lambda: 4 * GIB)  # 1.5 GiB in each process
     if fits:
-        preflight.check_host_memory(config, opened)
+        preflight.check_hosts(config, opened)
         return
     with pytest.raises(UserError, match=r"in 8 processes.*--low_cpu_fsdp=True"):
-        preflight.check_host_memory(config, opened)
+        preflight.check_hosts(config, opened)
 
 
 def test_every_process_of_the_host_counts_where_each_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     config, opened = engine(8, monkeypatch, low_cpu_fsdp=True, sharding_strategy="ddp")
     monkeypatch.setattr(memory, "available_memory", lambda: 16 * GIB)  # 6 GiB for each copy
     with pytest.raises(UserError, match=r"state of 8 devices.*--sharding_strategy=fsdp"):
-        preflight.check_host_memory(config, opened)
+        preflight.check_hosts(config, opened)
 
 
 def test_the_facts_show_the_memory_that_the_engine_s_layout_shards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +60,63 @@ def test_the_facts_show_the_memory_that_the_engine_s_layout_shards(monkeypatch: 
     (line,) = (line for line in preflight.describe_run(opened.config, opened).splitlines() if line.startswith("memory"))
     whole = 4 * VARIANTS[config.model_variant].parameters
     assert f"parameters {whole / 8 / 2**20:.2f} MiB" in line
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
+def test_a_run_folder_that_cannot_be_written_is_refused_before_a_device_is_opened(tmp_path: Path, name: str) -> None:
+    config = TrainConfig(log_dir=str(tmp_path), use_dummy_dataset=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=f"{name} is a folder, where this run writes a file"):
+        preflight.check_inputs(config)
+
+
+def test_an_error_of_the_file_system_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(preflight, "open_metrics", is_full)
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
+        preflight.open_run_folder(TrainConfig(log_dir=str(tmp_path)), 0)
+
+
+def test_a_shorter_history_is_said_when_a_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrainConfig(log_dir=str(tmp_path), report_interval=5)
+    preflight.open_run_folder(config, 20).close()
+    assert "note: " in (shown := capsys.readouterr().out) and "metrics.jsonl is missing" in shown
+    preflight.open_run_folder(replace(config, report_interval=100), 0).close()
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write({"step": 20, "loss": 1.0})
+    metrics.close()
+    preflight.open_run_folder(config, 20).close()
+    assert "note" not in capsys.readouterr().out
+
+
+SHARED = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from pretraining import preflight
+from pretraining.config.errors import UserError
+
+preflight.VISIBLE_WITHIN = 0.5
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+preflight.check_shared_folder(Path(sys.argv[1]) / "shared", rank, 2)
+assert not list((Path(sys.argv[1]) / "shared").iterdir())
+try:
+    preflight.check_shared_folder(Path(sys.argv[1]) / str(rank), rank, 2)
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_hosts_that_do_not_share_a_folder_are_noticed_at_the_start(tmp_path: Path) -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29463"}
+    command = [sys.executable, "-c", SHARED, str(tmp_path)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env=environment(RANK=str(rank), **variables), stdout=-1, text=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        assert "is not visible on" in process.communicate(timeout=100)[0]

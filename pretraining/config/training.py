@@ -478,8 +478,8 @@ class TrainConfig:
     log_dir: Annotated[str, Resume.FREE, COMMON] = ""
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
     report_interval: Annotated[int, AtLeast(1), Resume.FREE, COMMON] = 100
-    """Optimizer steps between reports (a progress line and a line of metrics.jsonl). The last step is always
-    reported."""
+    """Optimizer steps between reports (a progress line and a line of metrics.jsonl). The first and the last
+    step are always reported."""
     tensorboard_dir: Annotated[str, Resume.FREE] = ""
     """Folder of the TensorBoard events, which are written if the tensorboard package is installed. Empty:
     <log_dir>/tensorboard."""

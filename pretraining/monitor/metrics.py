@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from pretraining.config.errors import UserError
@@ -40,6 +41,10 @@ class Metrics:
         """Return the finite training losses in the file, oldest first."""
         return [line["loss"] for line in read_metrics(self._path) if line.get("loss") is not None]
 
+    def has_test(self, step: int) -> bool:
+        """Return whether the file has the test result of this step."""
+        return any("test_loss" in line and line["step"] == step for line in read_metrics(self._path))
+
     def close(self) -> None:
         """Close the file, and the sinks after they have sent their records."""
         self._file.close()
@@ -54,11 +59,34 @@ def open_metrics(config: TrainConfig, log_dir: Path, step: int) -> Metrics:
     return Metrics(log_dir / FILE_NAME, open_sinks(config, log_dir, step))
 
 
+def refuse_unusable(path: Path) -> None:
+    """Raise UserError if `path` exists and is not a file that this process can read and write."""
+    if not os.path.lexists(path):
+        return
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "not a regular file"
+        raise UserError(f"{path} is {found}, where this run writes a file; move it away")
+    if not os.access(path, os.R_OK | os.W_OK):
+        remedy = "change its permissions (chattr -i if it is immutable), or move it away"
+        raise UserError(f"{path} cannot be read and written; {remedy}")
+
+
+def missing_history(path: Path, step: int, interval: int) -> str | None:
+    """Return what is missing of the reports before `step`, which come every `interval` steps; None: nothing."""
+    last = max((record["step"] for record in read_metrics(path) if record["step"] <= step), default=0)
+    if last >= max(1, step // interval * interval):
+        return None
+    found = f"ends at step {last}" if last else "has no reports" if path.exists() else "is missing"
+    kept = f"the lines up to step {last} are kept" if last else "nothing of it is kept"
+    return f"{path} {found}, but the run continues from step {step}: the reports in between are lost; {kept}"
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the complete records of a metrics file; an incomplete last line is left out.
 
     Raises UserError on any other line that is not a record: the file was changed by something else.
     """
+    refuse_unusable(path)
     text = path.read_bytes() if path.exists() else b""
     return [_parse(path, number, line) for number, line in enumerate(text.split(b"\n")[:-1], 1)]
 
@@ -83,15 +111,19 @@ def cut_back(path: Path, step: int) -> None:
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
-        raise UserError(_damaged(path, number)) from error
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise UserError(_damaged(path, number))
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or type(record.get("step")) is not int or not all(map(_fits, record.items())):
+        remedy = "nothing was changed; move the file away to start a new one"
+        raise UserError(f"{path}: line {number} is not a record of this trainer; {remedy}")
     return record
 
 
-def _damaged(path: Path, number: int) -> str:
-    return f"{path}: line {number} is not a record of this trainer; move the file away to start a new one"
+def _fits(field: tuple[str, Any]) -> bool:
+    """Return whether a value of a record has the type that is written under its name."""
+    name, value = field
+    expected: tuple[type, ...] = {"data_hash": (str,), "consumed": (dict,)}.get(name, (int, float, NoneType))
+    return isinstance(value, expected)
 
 
 def _infinite(value: object) -> bool:

@@ -71,17 +71,22 @@ CHARTS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and return 0, or 2 with a message where a run cannot be read."""
+    """Write the page of the runs that can be read, and return 0, or 2 if there is none."""
     parser = argparse.ArgumentParser(prog="python -m pretraining.monitor.report", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a metrics.jsonl")
     parser.add_argument("--output", type=Path, help="file to write (default: report.html in the first folder)")
     options = parser.parse_args(arguments)
-    output = options.output or options.runs[0] / "report.html"
-    try:
-        output.write_text(page([read_run(folder) for folder in options.runs]), encoding="utf-8")
-    except UserError as error:
-        print(error, file=sys.stderr)
+    runs: dict[Path, Run] = {}
+    for folder in options.runs:
+        try:
+            runs[folder] = read_run(folder)
+        except UserError as error:
+            print(f"left out: {error}", file=sys.stderr)
+    if not runs:
         return 2
+    output = options.output or next(iter(runs)) / "report.html"
+    try:
+        output.write_text(page(list(runs.values())), encoding="utf-8")
     except OSError as error:
         print(f"--output={output}: cannot be written: {error.strerror}", file=sys.stderr)
         return 2
@@ -90,12 +95,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_run(folder: Path) -> Run:
-    """Return the run of a folder. Raises UserError if it has no reports."""
-    records = read_metrics(folder / FILE_NAME)
-    if not records:
-        raise UserError(f"{folder}: no {FILE_NAME} with reports; give the folder of a run, such as runs/quickstart")
-    config = folder / "config.json"
-    return Run(folder.resolve().name, records, json.loads(config.read_text()) if config.is_file() else {})
+    """Return the run of a folder. Raises UserError if it is none, or if a file of it cannot be read."""
+    records, path = read_metrics(folder / FILE_NAME), folder / "config.json"
+    if not records and not path.exists():
+        raise UserError(f"{folder}: neither {FILE_NAME} nor config.json; give a run's folder, such as runs/quickstart")
+    try:
+        config = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a configuration; move it away to show the run without its settings")
+    return Run(folder.resolve().name, records, config)
 
 
 def page(runs: Sequence[Run]) -> str:

@@ -19,7 +19,7 @@ Record = Mapping[str, Any]  # "step" (1-based, after the update) and what is rep
 
 
 def open_sinks(config: TrainConfig, log_dir: Path, step: int) -> list[Sink]:
-    """Open the sinks of a run that continues after `step` updates. Raises UserError if a package is missing."""
+    """Open the sinks of a run that continues after `step` updates."""
     sinks: list[Sink] = []
     if find_spec("tensorboard"):
         sinks.append(TensorBoard(Path(config.tensorboard_dir or log_dir / "tensorboard"), step))
@@ -28,18 +28,30 @@ def open_sinks(config: TrainConfig, log_dir: Path, step: int) -> list[Sink]:
     return sinks
 
 
-# NeMo's names of the same numbers, so that runs of both share a chart.
-ALIASES = {
-    "loss": "reduced_train_loss",
-    "learning_rate": "lr",
-    "param_norm": "parameter_norm",
-    "samples_seen": "consumed_samples",
-    "samples_per_second": "throughput",
-}
+PERFORMANCE = (
+    "step_time",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "samples_per_second",
+    "mfu",
+    "mfu_causal",
+    "memory_bytes",
+    "compilations",
+)
+
+
+def tag_of(name: str) -> str:
+    """Return the TensorBoard tag of a number: val/loss of val_loss, perf/mfu of mfu, train/loss of loss."""
+    part, _, rest = name.partition("_")
+    if part in ("val", "test"):
+        return f"{part}/{rest}"
+    if name in PERFORMANCE or name.endswith("_seconds"):
+        return f"perf/{name}"
+    return f"data/{name}" if name.endswith("_seen") else f"train/{name}"
 
 
 class TensorBoard:
-    """Every number of a record as a scalar under its name, and under NeMo's name where it has one."""
+    """Every number of a record as a scalar, in the groups train, val, test, perf and data."""
 
     def __init__(self, folder: Path, step: int) -> None:
         # purge_step hides what an interrupted run wrote after `step`, as it is cut from metrics.jsonl.
@@ -50,8 +62,7 @@ class TensorBoard:
         """Show every number of `record` at its step."""
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
-                for tag in filter(None, (name, ALIASES.get(name))):
-                    self._writer.add_scalar(tag, value, record["step"])
+                self._writer.add_scalar(tag_of(name), value, record["step"])
 
     def close(self) -> None:
         """Write what is buffered."""
@@ -65,11 +76,7 @@ class WandB:
     """
 
     def __init__(self, config: TrainConfig, log_dir: Path) -> None:
-        try:
-            wandb = import_module("wandb")
-        except ImportError as error:
-            message = "--tracker=wandb needs the wandb package; pip install wandb, or leave --tracker out"
-            raise UserError(message) from error
+        wandb = import_module("wandb")
         try:
             self._run = wandb.init(
                 project=config.tracker_project_name,

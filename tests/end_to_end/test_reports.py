@@ -50,12 +50,19 @@ def test_reports_come_at_the_interval_with_the_rate_of_the_schedule_across_a_sto
     (plain / "checkpoints" / "step_4").rename(tmp_path / "checkpoints" / "step_4")
     shutil.copy(plain / "metrics.jsonl", tmp_path)
     for lines in (lines_of(plain), train(tmp_path, **CURVE, report_interval=2, checkpoint_interval=4)):
-        assert [line["step"] for line in lines] == [2, 4, 6, 8, 9]
+        assert [line["step"] for line in lines] == [1, 2, 4, 6, 8, 9]
         tokens = config.global_batch_size * config.seq_length  # type: ignore[operator]
-        assert [line["tokens_seen"] for line in lines] == [step * tokens for step in (2, 4, 6, 8, 9)]
-        rates = [learning_rate(config, step - 1) for step in (2, 4, 6, 8, 9)]
+        assert [line["tokens_seen"] for line in lines] == [step * tokens for step in (1, 2, 4, 6, 8, 9)]
+        rates = [learning_rate(config, step - 1) for step in (1, 2, 4, 6, 8, 9)]
         assert [line["learning_rate"] for line in lines] == pytest.approx(rates, rel=1e-12)
     assert len({*rates}) > 2
+
+
+def test_a_test_that_a_kill_prevented_is_written_once_by_the_next_starts(plain: Path) -> None:
+    for _ in range(2):
+        lines = train(plain, **CURVE, report_interval=2, checkpoint_interval=4, test_steps=2)
+        assert [line["step"] for line in lines if "test_loss" in line] == [9]
+        assert [line["step"] for line in lines if "loss" in line] == [1, 2, 4, 6, 8, 9]
 
 
 def test_validation_changes_no_loss_and_its_time_is_reported_separately(plain: Path, tmp_path: Path) -> None:

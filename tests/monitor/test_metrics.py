@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
-from pretraining.monitor.metrics import Metrics, cut_back, read_metrics
+from pretraining.monitor.metrics import Metrics, cut_back, missing_history, read_metrics, refuse_unusable
 
 
 def write_steps(path: Path, steps: range) -> None:
@@ -97,7 +97,14 @@ def test_cutting_a_file_that_does_not_exist_makes_none(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("line", [b"{", b"[1]", b'{"loss": 1.0}', b'{"step": "x"}', b"\xff\xfe", b""])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"{", b"[1]", b'{"loss": 1.0}', b'{"step": "x"}', b"\xff\xfe", b"", b'{"step": true}'),
+        *(b'{"step": 1, "loss": "low"}', b'{"step": 1, "consumed": 3}', b'{"step":' + b"[" * 100_000),
+    ],
+    ids=lambda line: line[:30],
+)
 def test_a_foreign_line_in_the_middle_is_an_error_that_names_file_and_line(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
@@ -105,6 +112,30 @@ def test_a_foreign_line_in_the_middle_is_an_error_that_names_file_and_line(tmp_p
     with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 "):
         cut_back(path, 2)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing"])
+def test_what_is_no_file_is_named_and_never_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link to nothing": lambda: path.symlink_to("x")}[kind]()
+    for read in (read_metrics, refuse_unusable):
+        with pytest.raises(
+            UserError, match=rf"metrics\.jsonl is {'a folder' if kind == 'folder' else 'not a regular'}"
+        ):
+            read(path)
+
+
+def test_missing_history_says_what_is_found_and_what_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert "is missing, but the run continues from step 20" in str(missing_history(path, 20, 5))
+    path.touch()
+    assert "has no reports" in str(missing_history(path, 20, 5))
+    write_steps(path, range(1, 12))
+    assert "ends at step 11" in str(missing_history(path, 20, 5))
+    assert "the lines up to step 11 are kept" in str(missing_history(path, 20, 5))
+    assert missing_history(path, 11, 1) is None
+    assert missing_history(path, 14, 5) is None  # step 10 was reported, step 15 is to come
+    assert missing_history(path, 3, 100) is None  # step 1 was
 
 
 def test_the_old_file_stands_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,9 +73,24 @@ def test_the_page_of_one_run_lies_in_its_folder(tmp_path: Path) -> None:
     assert (tmp_path / "one" / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_a_folder_without_reports_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
+def test_a_folder_that_is_no_run_is_named_and_the_others_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, damaged, shown = tmp_path / "other", tmp_path / "damaged", run(tmp_path / "run", 3, 1e-3)
+    other.mkdir()
+    run(damaged, 3, 1e-3)
+    (damaged / "config.json").write_text("[" * 100_000)
+    assert main([str(other)]) == 2
+    assert str(other) in capsys.readouterr().err
+    assert main([str(other), str(damaged), str(shown)]) == 0
+    assert capsys.readouterr().err.count("left out:") == 2
+    assert (shown / "report.html").exists()
+
+
+def test_a_run_without_reports_yet_is_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"seed": 1}')
+    assert main([str(tmp_path)]) == 0
+    assert "n/a" in (tmp_path / "report.html").read_text()
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=5000))

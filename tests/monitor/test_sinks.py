@@ -12,6 +12,7 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
+from pretraining.configure import configure
 from pretraining.monitor import sinks
 from pretraining.monitor.metrics import open_metrics, read_metrics
 
@@ -36,8 +37,8 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_shows_every_number_of_the_file_at_its_step(tmp_path: Path) -> None:
     run(TrainConfig(), tmp_path, 0, range(1, 6))
     shown = curves(tmp_path / "tensorboard")
-    assert shown.keys() == {"loss", "reduced_train_loss", "val_loss"}  # null and text are no curves
-    for tag, name in {"loss": "loss", "reduced_train_loss": "loss", "val_loss": "val_loss"}.items():
+    assert shown.keys() == {"train/loss", "val/loss"}  # null and text are no curves
+    for tag, name in {"train/loss": "loss", "val/loss": "val_loss"}.items():
         written = [
             (record["step"], record[name]) for record in read_metrics(tmp_path / "metrics.jsonl") if name in record
         ]
@@ -48,14 +49,14 @@ def test_tensorboard_shows_every_number_of_the_file_at_its_step(tmp_path: Path) 
 def test_after_an_interruption_tensorboard_shows_each_step_once(tmp_path: Path, resumed: int) -> None:
     run(TrainConfig(), tmp_path, 0, range(1, 6), scale=9.0)  # killed after step 5, last checkpoint at `resumed`
     run(TrainConfig(), tmp_path, resumed, range(resumed + 1, 7))
-    shown = curves(tmp_path / "tensorboard")["loss"]
+    shown = curves(tmp_path / "tensorboard")["train/loss"]
     assert [step for step, _ in shown] == list(range(1, 7))
     assert [value for step, value in shown if step > resumed] == pytest.approx([1 / k for k in range(resumed + 1, 7)])
 
 
 def test_tensorboard_dir_is_where_the_events_go(tmp_path: Path) -> None:
     run(TrainConfig(tensorboard_dir=str(tmp_path / "elsewhere")), tmp_path / "run", 0, range(1, 3))
-    assert curves(tmp_path / "elsewhere")["loss"]
+    assert curves(tmp_path / "elsewhere")["train/loss"]
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
@@ -66,12 +67,28 @@ def test_without_tensorboard_the_file_alone_is_written(tmp_path: Path, monkeypat
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_a_tracker_whose_package_is_missing_is_an_error_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_tracker_whose_package_is_missing_is_refused_before_any_device(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # Python's own way of saying "not installed"
-    with pytest.raises(UserError, match="--tracker=wandb needs the wandb package; pip install wandb"):
-        open_metrics(TrainConfig(tracker="wandb"), tmp_path, 0)
+    with pytest.raises(UserError, match=r"--tracker=wandb +needs a package: pip install wandb"):
+        configure({"tracker": "wandb", "use_dummy_dataset": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [
+        ("loss", "train/loss"),
+        ("learning_rate", "train/learning_rate"),
+        ("val_loss", "val/loss"),
+        ("test_seconds", "test/seconds"),
+        ("validation_seconds", "perf/validation_seconds"),
+        ("tokens_per_second", "perf/tokens_per_second"),
+        ("tokens_seen", "data/tokens_seen"),
+    ],
+)
+def test_tags_are_grouped_by_what_they_measure(name: str, tag: str) -> None:
+    assert sinks.tag_of(name) == tag
 
 
 def test_wandb_gets_the_records_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
