@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
+from pretraining.data.tokenizer import Tokenizer, open_tokenizer
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 
@@ -52,7 +52,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=not_negative, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top_k", type=whole, default=50, help="choose among the k likeliest tokens; 0: among all")
     parser.add_argument("--seed", type=whole, default=0, help="the same seed gives the same text")
-    parser.add_argument("--tokenizer_path", default="", help="a sentencepiece model; empty: the run's own")
+    parser.add_argument(
+        "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json (default: the run's)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -83,30 +85,25 @@ def generate(flags: argparse.Namespace) -> str:
     config = saved_config(checkpoint.facts.config)
     tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
     model = load_model(config, {**base_weights(config), **read_tensors(checkpoint, is_weight)})
-    prompt = tokenizer.encode(flags.prompt)
+    prompt = tokenizer.encode([flags.prompt])[0]
+    document_start = [] if tokenizer.separator is None else [tokenizer.separator]
     source = torch.Generator().manual_seed(flags.seed)
     choose = partial(draw, temperature=flags.temperature, top_k=flags.top_k, generator=source)
-    context = document_start(tokenizer) + prompt
-    drawn = sample(model, context, tokenizer.vocab_size(), config.seq_length, choose)
-    added = takewhile(lambda token: token != tokenizer.eos_id(), islice(drawn, flags.max_new_tokens))
-    text: str = tokenizer.decode([*prompt, *added])
-    return text
+    context = document_start + prompt
+    drawn = sample(model, context, tokenizer.vocab_size, config.seq_length, choose)
+    added = takewhile(lambda token: token != tokenizer.separator, islice(drawn, flags.max_new_tokens))
+    return tokenizer.decode([*prompt, *added])
 
 
-def load_tokenizer(path: str) -> Any:
-    """The sentencepiece model at `path`; UserError if there is none."""
-    import sentencepiece
-
+def load_tokenizer(path: str) -> Tokenizer:
+    """Open the tokenizer at `path`. Raises UserError if there is none."""
     if not path:
-        raise UserError("the run names no tokenizer; give --tokenizer_path=FILE, the sentencepiece model of its data")
+        raise UserError(
+            "no tokenizer in the run's configuration: give --tokenizer_path=FILE, the tokenizer of its data"
+        )
     if not Path(path).is_file():
-        raise UserError(f"--tokenizer_path={path}: no such file; give the sentencepiece model of the run's data")
-    return sentencepiece.SentencePieceProcessor(model_file=path)
-
-
-def document_start(tokenizer: Any) -> list[int]:
-    """Return the tokens before a document in the training data: the separator of the previous document."""
-    return [tokenizer.eos_id()] if tokenizer.eos_id() >= 0 else []
+        raise UserError(f"--tokenizer_path={path}: no such file; give the tokenizer of the run's data")
+    return open_tokenizer(path)
 
 
 def base_weights(config: TrainConfig) -> dict[str, Tensor]:

@@ -159,6 +159,15 @@ def test_a_run_whose_checkpoints_lie_elsewhere_is_found_by_its_config(run: Path,
     assert speak("--temperature=0", "--prompt=fox", path=tmp_path) == speak("--temperature=0", "--prompt=fox")
 
 
+def test_a_run_with_a_tokenizer_json_speaks(run: Path, speak: Speak, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.CharBPETokenizer(suffix="")
+    model.train_from_iterator([TEXT], vocab_size=60, suffix="", special_tokens=["<unk>", "</s>"], show_progress=False)
+    model.save(str(tmp_path / "tokenizer.json"))
+    said = speak("--prompt=the quick", "--temperature=0", f"--tokenizer_path={tmp_path / 'tokenizer.json'}")
+    assert said.replace(" ", "").startswith("thequick")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from pretraining.checkpoint import adapter
 from pretraining.checkpoint.adapter import MODEL, PREFIX, adapter_config, merge_adapter
 from pretraining.checkpoint.compatibility import saved_config
+from pretraining.checkpoint.export_tokenizer import export_tokenizer
 from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
 from pretraining.checkpoint.huggingface import CONFIG, INDEX, SINGLE, is_huggingface, open_any_checkpoint
 from pretraining.checkpoint.manifest import DTYPES, Checkpoint
@@ -68,7 +69,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("source", type=Path, help="a run, a checkpoint, or a folder in Hugging Face's format")
     parser.add_argument("target", type=Path, help="folder to write; must be new or empty")
     parser.add_argument("--dtype", choices=CHOICES, help="of the written tensors (default: unchanged)")
-    parser.add_argument("--tokenizer_path", default="", help="sentencepiece model to add (default: the run's)")
+    parser.add_argument(
+        "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json to add (default: the run's)"
+    )
     parser.add_argument(
         "--shard_size", type=float, default=SHARD_SIZE, help="bytes of a file at most (default: %(default)g)"
     )
@@ -116,7 +119,7 @@ def to_huggingface(
     if config.lora_rank and config.lora_save_mode == "base_and_adapter":
         (folder / ADAPTER).mkdir()
         _write_adapter(folder / ADAPTER, checkpoint, config, names, dtype)
-    fields |= _copy_tokenizer(tokenizer_path or config.tokenizer_path, folder)
+    fields |= export_tokenizer(tokenizer_path or config.tokenizer_path, folder)
     _write_json(folder / CONFIG, fields)
     if len(plans) > 1:
         total = sum(chunk.size for plan in plans for chunk in plan.chunks)
@@ -178,33 +181,16 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     write_file(path, json.dumps(value, indent=2).encode() + b"\n")
 
 
-def _copy_tokenizer(path: str, folder: Path) -> dict[str, Any]:
-    """Copy the sentencepiece model, if there is one, and describe it; return its special ids for config.json."""
-    if not path:
-        print("no tokenizer in the checkpoint's configuration: add one with --tokenizer_path=FILE", file=sys.stderr)
-        return {}
-    if not Path(path).is_file():
-        raise UserError(f"--tokenizer_path={path}: no such file; give the sentencepiece model of the run's data")
-    import sentencepiece
-
-    model = sentencepiece.SentencePieceProcessor(model_file=path)
-    ids = {"bos": model.bos_id(), "eos": model.eos_id(), "unk": model.unk_id(), "pad": model.pad_id()}
-    known = {kind: number for kind, number in ids.items() if number >= 0}
-    write_file(folder / "tokenizer.model", Path(path).read_bytes())
-    tokens = {f"{kind}_token": model.id_to_piece(number) for kind, number in known.items()}
-    usage = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": False, "legacy": False}
-    _write_json(folder / "tokenizer_config.json", {**usage, **tokens})
-    return {f"{kind}_token_id": number for kind, number in known.items() if kind != "unk"}
-
-
 # ---- From Hugging Face
 
 
 def to_checkpoint(source: Checkpoint, folder: Path, dtype: torch.dtype | None = None) -> Path:
     """Write the tensors of a Hugging Face folder as `folder`/step_0."""
     _refuse_used(folder)
-    tokenizer = source.path / "tokenizer.model"
-    config = replace(saved_config(source.facts.config), tokenizer_path=str(tokenizer) if tokenizer.is_file() else "")
+    tokenizers = [
+        source.path / name for name in ("tokenizer.model", "tokenizer.json") if (source.path / name).is_file()
+    ]
+    config = replace(saved_config(source.facts.config), tokenizer_path=str(tokenizers[0]) if tokenizers else "")
     state = _placeholders(source, source.manifest.tensors)
     facts = replace(source.facts, config=asdict(config), engine="none")
     pending = PendingSave(folder, state, facts, ALONE, dtype=dtype)

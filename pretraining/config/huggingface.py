@@ -19,6 +19,9 @@ FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3
 # hidden_act, which gates there too -> activation
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
 
+# Tokens that end a document in published tokenizer.json files, the likeliest first.
+END_OF_DOCUMENT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eot|>")
+
 # Keys that TrainConfig has under another name or the same: key -> field.
 DIMENSIONS = {
     "vocab_size": "vocab_size",

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import UserError
+from pretraining.config.huggingface import END_OF_DOCUMENT
 from pretraining.data.files import write_atomically
 
-# Tokens that end a document in published tokenizer.json files, the likeliest first.
-_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eot|>")
 # Sentencepiece skips longer sentences silently, so none is longer: bytes a character times characters a sentence.
 _SENTENCE = 2_000
 _LONGEST = 4 * _SENTENCE
@@ -50,7 +49,7 @@ class HuggingFaceTokenizer:
             raise UserError(f"{path}: a tokenizer.json needs the tokenizers package: pip install tokenizers") from error
         self._model: Any = tokenizers.Tokenizer.from_file(path)
         self.vocab_size: int = self._model.get_vocab_size(with_added_tokens=True)
-        ends = [self._model.token_to_id(name) for name in _ENDS]
+        ends = [self._model.token_to_id(name) for name in END_OF_DOCUMENT]
         self.separator: int | None = next((number for number in ends if number is not None), None)
 
     def encode(self, texts: list[str]) -> list[list[int]]:

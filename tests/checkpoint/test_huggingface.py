@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.convert import main, to_checkpoint, to_huggingface
+from pretraining.checkpoint.export_tokenizer import export_tokenizer
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.huggingface import is_huggingface, open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
@@ -22,6 +25,8 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.huggingface import FAMILIES, ModelDescription, config_json
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.data.tokenizer import open_tokenizer
+from pretraining.data.tokenizer import train as train_tokenizer
 from pretraining.importing.huggingface import model_flags
 from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config
@@ -170,29 +175,54 @@ def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: 
     assert "exists already" in capsys.readouterr().err
 
 
-def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece")
-    text = tmp_path / "text"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
-    prefix = str(tmp_path / "sp")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text),
-        model_prefix=prefix,
-        vocab_size=300,
-        model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    path = saved(tmp_path / "run", tokenizer_path=f"{prefix}.model")
+def random_texts(words: list[str]) -> list[str]:
+    """A thousand texts of words, of blanks and line ends, and of characters that the tokenizer never saw."""
+    draw, alphabet = random.Random(0), "abc XYZ 123  \n\t.,'\"(){}=_é漢😀\u00a0ﬁÅ"
+    spaced = (" " * draw.randint(0, 3) + draw.choice(words) + "\n" * draw.randint(0, 2) for _ in range(300))
+    mixed = ("".join(draw.choices(alphabet, k=draw.randint(0, 40))) for _ in range(400))
+    return [*spaced, *mixed, *(" ".join(draw.choices(words, k=draw.randint(1, 8))) for _ in range(300))]
+
+
+def tokenizer_json(target: Path, texts: list[str]) -> None:
+    """A byte-level BPE tokenizer.json, as Llama 3 has it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.ByteLevelBPETokenizer()
+    model.train_from_iterator(texts, vocab_size=400, special_tokens=["<|end_of_text|>"], show_progress=False)
+    model.save(str(target))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.model", "tokenizer.json"])
+def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(file: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = Path(__file__).with_name("test_checkpoints.py").read_text()
+    if file == "tokenizer.model":
+        train_tokenizer([source], 400, tmp_path / file, threads=1)
+    else:
+        tokenizer_json(tmp_path / file, [source])
+    path = saved(tmp_path / "run", tokenizer_path=str(tmp_path / file))
     exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
-    model = sentencepiece.SentencePieceProcessor(model_file=str(exported / "tokenizer.model"))
-    config = json.loads((exported / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"]) == (model.bos_id(), model.eos_id())
-    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(exported)
-    assert theirs.encode("a quick lazy dog") == model.encode("a quick lazy dog")
+    ours, theirs = open_tokenizer(str(tmp_path / file)), transformers.AutoTokenizer.from_pretrained(exported)
+    texts = random_texts(source.split())
+    ids = ours.encode(texts)
+    assert [theirs.encode(text, add_special_tokens=False) for text in texts] == ids
+    assert [theirs.decode(each) for each in ids] == [ours.decode(each) for each in ids] == texts
+    assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.separator == theirs.eos_token_id
     imported = open_checkpoint(to_checkpoint(open_any_checkpoint(exported), tmp_path / "back"))
-    assert imported.facts.config["tokenizer_path"] == str(exported / "tokenizer.model")
+    assert imported.facts.config["tokenizer_path"] == str(exported / file)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("bpe", "normalizes text"), ("unigram", "is a unigram model")])
+def test_a_tokenizer_that_transformers_cannot_follow_gets_a_warning(
+    kind: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentences = iter(Path(__file__).read_text().splitlines())
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=sentences, model_prefix=str(tmp_path / "sp"), vocab_size=300, model_type=kind, minloglevel=2
+    )
+    (tmp_path / "hf").mkdir()
+    export_tokenizer(str(tmp_path / "sp.model"), tmp_path / "hf")
+    assert reason in capsys.readouterr().err
+    assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["add_prefix_space"] is True
 
 
 # ---- config.json
