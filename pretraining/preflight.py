@@ -95,7 +95,6 @@ def check_hosts(config: TrainConfig, engine: Engine) -> None:
         check_shared_folder(checkpoint_folder(config, config.run_folder), engine.process_index, engine.process_count)
     check_memory(
         config,
-        model_shape(config),
         unsharded=unsharded_state_bytes(config),
         per_device=state_bytes(config, engine.layout),
         host_devices=engine.host_devices,
@@ -133,18 +132,16 @@ def check_shared_folder(folder: Path, process: int, processes: int) -> None:
 
 def describe_run(config: TrainConfig, engine: Engine) -> str:
     """Return the facts that follow from the configuration and the engine's devices, as lines of text."""
-    shape = model_shape(config)
     facts = describe(
         config,
-        shape,
         mesh=engine.mesh._asdict(),
         per_device=state_bytes(config, engine.layout),
         device_name=engine.device_name,
-        recompute=block_mask(config, shape.num_layers),
+        recompute=block_mask(config, model_shape(config).num_layers),
         dtypes=describe_dtypes(config),
         rates={step: learning_rate(config, step) for step in milestone_steps(config)},
     )
-    return "\n".join([facts, *notes(config, shape, engine.mesh, engine.name)])
+    return "\n".join([facts, *notes(config, model_shape(config), engine.mesh, engine.name)])
 
 
 def describe_placement(config: TrainConfig, bytes_per_device: Mapping[str, int]) -> str:

@@ -8,14 +8,13 @@ from typing import Any
 
 from pretraining.config.devices import kind_of
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import ModelShape
+from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import amount, flop, size
 from pretraining.monitor.flops import flops_per_token
 
 
 def describe(
     config: TrainConfig,
-    shape: ModelShape,
     *,
     mesh: Mapping[str, int],
     per_device: Mapping[str, int],
@@ -32,8 +31,8 @@ def describe(
     (global_batch_size and gradient_accumulation_steps not None).
     """
     rows = [
-        ("model", _model(config, shape)),
-        ("FLOP/token", _flops(config, shape)),
+        ("model", _model(config)),
+        ("FLOP/token", _flops(config)),
         ("devices", _devices(mesh, device_name)),
         ("batch", _batch(config, mesh)),
         ("precision", dtypes),
@@ -45,14 +44,15 @@ def describe(
     return "\n".join(f"{name:<14} {value}" for name, value in rows)
 
 
-def _model(config: TrainConfig, shape: ModelShape) -> str:
+def _model(config: TrainConfig) -> str:
+    shape = model_shape(config)
     heads = f"{shape.num_attention_heads} heads ({shape.num_kv_heads} key/value) of {shape.head_dim}"
     sizes = f"{shape.num_layers} layers, hidden {shape.hidden_size}, {heads}, feed-forward {shape.intermediate_size}"
     return f"{config.model_variant}: {shape.parameters:,} parameters; {sizes}, vocabulary {shape.vocab_size}"
 
 
-def _flops(config: TrainConfig, shape: ModelShape) -> str:
-    full, causal = flops_per_token(shape, config.seq_length)
+def _flops(config: TrainConfig) -> str:
+    full, causal = flops_per_token(model_shape(config), config.seq_length)
     return f"{flop(full)} (6N + 12LdS), {flop(causal)} with causal attention counted half"
 
 

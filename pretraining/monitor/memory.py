@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import ModelShape
+from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import amount, size
 
 CGROUP = Path("/sys/fs/cgroup")  # of this container, version 2
@@ -20,7 +20,6 @@ CGROUP = Path("/sys/fs/cgroup")  # of this container, version 2
 
 def check_memory(
     config: TrainConfig,
-    shape: ModelShape,
     *,
     unsharded: Mapping[str, int],
     per_device: Mapping[str, int],
@@ -36,7 +35,8 @@ def check_memory(
     """
     free = available_memory() if available is None else available
     state = host_devices * sum(per_device.values())
-    build = 0 if config.low_cpu_fsdp else 4 * shape.parameters * host_processes
+    parameters = model_shape(config).parameters
+    build = 0 if config.low_cpu_fsdp else 4 * parameters * host_processes
     # The built model is freed before the moments are made, so the larger of the two decides, not their sum.
     if max(state, build) <= free:
         return
@@ -45,7 +45,7 @@ def check_memory(
         needs = f"at least {size(state)} for the state of {host_devices} devices ({listed})"
     else:
         needs = f"{size(build)} to build the unsharded model in {host_processes} processes"
-    subject = f"--model_variant={config.model_variant}, {amount(shape.parameters)} parameters, needs {needs}"
+    subject = f"--model_variant={config.model_variant}, {amount(parameters)} parameters, needs {needs}"
     remedy = _remedy(state, build, sum(unsharded.values()), free)
     raise UserError(f"{subject}, but this host has {size(free)} of memory left; {remedy}")
 

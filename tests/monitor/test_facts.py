@@ -8,7 +8,7 @@ import pytest
 
 from pretraining.config.devices import kind_of
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.config.variants import VARIANTS
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.monitor.progress import summary
@@ -23,7 +23,6 @@ def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str
     config = TrainConfig(**{"model_variant": "llama2_7b", "num_steps": 15_000, **batch, **fields})
     text = describe(
         config,
-        model_shape(config),
         mesh={"replica": 2, "shard": 4, "context": 1, "tensor": 1},
         per_device={"parameters": SIZE, "gradients": SIZE, "moments": 2 * SIZE},
         device_name=device_name,

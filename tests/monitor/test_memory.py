@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.config.variants import VARIANTS
 from pretraining.monitor.memory import available_memory, check_memory
 
 GIB = 2**30
@@ -24,7 +24,6 @@ def check(variant: str, copies: float, processes: int = 1, free: int = 24 * GIB,
     unsharded = 16 * VARIANTS[variant].parameters
     check_memory(
         config,
-        model_shape(config),
         unsharded={"parameters": unsharded // 4, "moments": unsharded - unsharded // 4},
         per_device={"parameters": int(unsharded * copies) // 8, "moments": 0},
         host_devices=8,
