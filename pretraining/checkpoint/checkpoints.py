@@ -26,7 +26,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.grammar import parse_steps
 from pretraining.config.lora import adapters_alone, is_trained
 from pretraining.config.training import TrainConfig
-from pretraining.monitor.memory import available_memory
+from pretraining.host_memory import available_memory
 from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Engine
 
