@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 import main_training
+from pretraining.checkpoint.manifest import Facts
+from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+from pretraining.data import open_stream
+from pretraining.preflight import open_streams, reopen_stream
 from tests.end_to_end.small import FLAGS
 
 DOCUMENTS, TOKENS = 40, 101  # and a separator each: 40 x 102 / (16 x 32) = 7 whole steps of an epoch
@@ -45,3 +52,19 @@ def test_the_steps_of_num_epochs_are_known_before_anything_is_derived(
         lines = [json.loads(line) for line in (corpus / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert "continuing from" in printed
+
+
+def test_an_earlier_checkpoint_than_expected_ends_with_the_data_or_is_refused(corpus: Path) -> None:
+    flags: Any = {**FLAGS, "data_path": str(corpus / "data"), "index_dir": str(corpus / "index"), "num_epochs": 1}
+    config = TrainConfig(**flags)
+    states = open_stream(config)
+    engine: Any = SimpleNamespace(config=config, data_rank=0, data_size=1)
+
+    def checkpoint(step: int, data_step: int) -> Facts:
+        return Facts(step=step, tokens_seen=0, data=states.state(data_step), config={}, engine="torch", mesh={})
+
+    final, streams = open_streams(engine, checkpoint(4, 4))
+    assert (final.num_steps, streams["train"].steps) == (7, 3)
+    assert reopen_stream(final, engine, checkpoint(2, 2)).steps == 5
+    with pytest.raises(UserError, match="from step 2 on num_epochs=1 allows 3 steps instead of 5"):
+        reopen_stream(final, engine, checkpoint(2, 4))  # its batches were twice as large
