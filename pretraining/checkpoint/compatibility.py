@@ -58,6 +58,9 @@ def _resolved(config: TrainConfig) -> dict[str, Any]:
 
 def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     """Return the changes to print when a run continues. Raises ConfigError that lists those which are refused."""
+    if saved.get("use_dummy_dataset", False) != config.use_dummy_dataset:
+        remedy = f"the checkpoint was trained with {not config.use_dummy_dataset}; use that, or another --run_name"
+        raise ConfigError([Problem(f"--use_dummy_dataset={config.use_dummy_dataset}", remedy)])
     differing = changes(saved, config)
     remedies = dict.fromkeys((Resume.SHAPE, Resume.FUNCTION, Resume.STATE), "use that, or another --run_name")
     if not config.override_lr_on_resume:

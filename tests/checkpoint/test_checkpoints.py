@@ -389,6 +389,15 @@ def test_newest_checkpoint_takes_a_run_a_folder_or_a_step(tmp_path: Path) -> Non
     assert {newest_checkpoint(path) for path in (tmp_path, folder, folder / "step_8")} == {folder / "step_8"}
 
 
+@pytest.mark.parametrize("is_dummy", [False, True])
+def test_a_run_on_dummy_data_does_not_continue_one_on_real_data_nor_the_reverse(tmp_path: Path, is_dummy: bool) -> None:
+    run(tmp_path, num_steps=2, use_dummy_dataset=is_dummy)
+    check_start_of(small_config(tmp_path, use_dummy_dataset=is_dummy), tmp_path)
+    other = small_config(tmp_path, use_dummy_dataset=not is_dummy, checkpoint_interval=0)
+    with pytest.raises(ConfigError, match=f"--use_dummy_dataset={not is_dummy} .*{is_dummy}; .*--run_name"):
+        check_start_of(other, tmp_path)
+
+
 def test_another_optimizer_takes_weights_alone_from_a_checkpoint_and_none_from_its_own_run(tmp_path: Path) -> None:
     run(tmp_path, num_steps=2)
     source = str(tmp_path / "checkpoints")
