@@ -213,5 +213,6 @@ def test_an_imported_configuration_is_planned_without_data(tmp_path: Path) -> No
     neox = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}
     neox |= {"max_position_embeddings": 128, "train_micro_batch_size_per_gpu": 1}
     (tmp_path / "neox.yml").write_text(json.dumps(neox))
-    imported = {"import_config": str(tmp_path / "neox.yml"), "import_format": "neox", "vocab_size": 1000}
+    imported = {"import_config": str(tmp_path / "neox.yml"), "import_format": "neox", "neox_era": "head"}
+    imported |= {"vocab_size": "1000"}
     assert plan_of(configure({**imported, "plan": True, "plan_devices": 8, "plan_device_kind": "h100"}, report=False))
