@@ -112,9 +112,11 @@ def _report(key: str, format_: Format, foreign: ForeignConfig) -> KeyReport:
         return KeyReport(key, written, value, "ignored", {}, "off; no key that this recipe knows")
     if mapping is None:
         return KeyReport(key, written, value, "unsupported", {}, format_.no_such_key(key))
-    names = " or ".join(f"--{name}" for name in mapping.fields) if mapping else ""
-    if key in foreign.errors and (foreign.from_launcher or _is_ignored(mapping, value, foreign)):
-        return KeyReport(key, written, value, "ignored", {}, "the launcher fills it in" + (names and f": give {names}"))
+    names = " or ".join(f"--{name}" for name in mapping.fields)
+    if key in foreign.errors and convert(mapping, value, foreign).status == "ignored":
+        return KeyReport(key, written, value, "ignored", {}, "not read, so its reference is not needed")
+    if foreign.from_launcher and "not found" in foreign.errors.get(key, ""):
+        return KeyReport(key, written, value, "ignored", {}, f"filled in by the launcher: give {names or 'a value'}")
     if value == MISSING or key in foreign.errors:
         reason = foreign.errors.get(key, "??? is not a value")
         flagged = {name: foreign.flags[name] for name in mapping.fields if name in foreign.flags}
@@ -124,11 +126,6 @@ def _report(key: str, format_: Format, foreign: ForeignConfig) -> KeyReport:
     if value is None:
         return KeyReport(key, written, value, "mapped" if mapping.fields else "ignored", {}, "null: not set")
     return KeyReport(key, written, value, *convert(mapping, value, foreign))
-
-
-def _is_ignored(mapping: KeyMapping, value: Any, foreign: ForeignConfig) -> bool:
-    """Return whether the key has no meaning here, so that its reference need not be replaced."""
-    return convert(mapping, value, foreign).status == "ignored"
 
 
 def _report_default(key: str, format_: Format, foreign: ForeignConfig) -> list[KeyReport]:
