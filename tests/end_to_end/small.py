@@ -1,4 +1,4 @@
-"""A small training run through the real script, on virtual devices of the CPU."""
+"""A small training run of the real script on virtual CPU devices."""
 
 from __future__ import annotations
 
@@ -30,26 +30,23 @@ FLAGS = {
     "report_interval": 1,
     "checkpoint_interval": 5,
 }
-SAME = (
-    *("loss", "loss_spike", "grad_norm", "param_norm", "learning_rate", "tokens_seen", "consumed", "data_hash"),
-    *("val_loss", "test_loss"),
-)  # digit for digit
+DETERMINISTIC = "loss loss_spike grad_norm param_norm learning_rate tokens_seen consumed data_hash val_loss test_loss"
 
 
 def command(folder: Path, **fields: Any) -> list[str]:
-    """The command line of a run that writes to `folder`; None leaves a flag out."""
+    """Return the command line of a run that writes to `folder`; a flag whose value is None is omitted."""
     flags = {**FLAGS, "log_dir": folder, **fields}
-    given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-    return [sys.executable, "main_training.py", *given]
+    words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    return [sys.executable, "main_training.py", *words]
 
 
 def environment(devices: int = 8) -> dict[str, str]:
-    """That many virtual CPU devices."""
+    """Return the environment of a run on virtual CPU devices."""
     return {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
 
 
 def start(folder: Path, devices: int = 8, **fields: Any) -> subprocess.Popen[str]:
-    """Begin a run."""
+    """Start a run."""
     return subprocess.Popen(
         command(folder, **fields),
         cwd=ROOT,
@@ -61,17 +58,20 @@ def start(folder: Path, devices: int = 8, **fields: Any) -> subprocess.Popen[str
 
 
 def finish(folder: Path, devices: int = 8, code: int = 0, **fields: Any) -> str:
-    """A whole run; what it printed."""
+    """Run to the end, and return what it printed."""
     process = start(folder, devices, **fields)
-    said, _ = process.communicate(timeout=900)
-    assert process.returncode == code, said
-    return said
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == code, output
+    return output
 
 
 def figures(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:
-    """What must be the same of every line: by step, and which loss it reports."""
+    """Return the deterministic figures of every line of metrics.jsonl by step and kind of loss."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = ("loss", "val_loss", "test_loss")
     keys = [(line["step"], next(name for name in losses if name in line)) for line in lines]
     assert len(set(keys)) == len(keys), "a step was written twice"
-    return {key: {name: line[name] for name in SAME if name in line} for key, line in zip(keys, lines, strict=True)}
+    return {
+        key: {name: line[name] for name in DETERMINISTIC.split() if name in line}
+        for key, line in zip(keys, lines, strict=True)
+    }

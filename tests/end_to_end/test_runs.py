@@ -19,6 +19,8 @@ from tests.end_to_end.small import ROOT, command, environment, figures, finish, 
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
+STEPS = 24
+DEVICES = 4
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +41,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def data(corpus: Path) -> dict[str, Any]:
     return {
+        "num_layers": 2,
+        "batch_size": 4,
+        "num_steps": STEPS,
+        "checkpoint_interval": 12,
         "data_path": corpus / "train",
         "datasets": "a,b",
         "weights": "2,1",
         "valid_data_path": corpus / "valid",
-        "val_interval": 20,
+        "val_interval": 12,
         "val_steps": 2,
         "val_sanity_steps": -1,
         "test_data_path": corpus / "valid",
@@ -56,7 +62,7 @@ def data(corpus: Path) -> dict[str, Any]:
 def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    assert "complete: 40 steps" in finish(folder, **data(corpus))
+    assert f"complete: {STEPS} steps" in finish(folder, DEVICES, **data(corpus))
     return folder
 
 
@@ -70,46 +76,48 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 
 def test_the_run_learns_and_validation_agrees(uninterrupted: Path) -> None:
     lines = figures(uninterrupted)
-    assert lines[40, "loss"]["loss"] < lines[1, "loss"]["loss"] - 1.0
-    assert lines[40, "val_loss"]["val_loss"] == pytest.approx(lines[40, "loss"]["loss"], abs=0.5)
-    assert lines[40, "test_loss"]["test_loss"] == pytest.approx(lines[40, "val_loss"]["val_loss"], abs=0.1)
-    assert sorted(step for step, loss in lines if loss == "val_loss") == [0, 20, 40]
+    assert lines[STEPS, "loss"]["loss"] < lines[1, "loss"]["loss"] - 1.0
+    assert lines[STEPS, "val_loss"]["val_loss"] == pytest.approx(lines[STEPS, "loss"]["loss"], abs=0.5)
+    assert lines[STEPS, "test_loss"]["test_loss"] == pytest.approx(lines[STEPS, "val_loss"]["val_loss"], abs=0.1)
+    assert sorted(step for step, loss in lines if loss == "val_loss") == [0, 12, STEPS]
 
 
 def test_after_sigterm_and_kill_9_the_same_command_gives_the_uninterrupted_run(
     uninterrupted: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    fields = {**data(corpus), "checkpoint_interval": 15}
+    fields = {**data(corpus), "checkpoint_interval": 8}
     checkpoints, metrics = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
-    process = start(tmp_path, **fields)
+    process = start(tmp_path, DEVICES, **fields)
     wait_for(lambda: metrics.exists() and metrics.read_text().count("grad_norm") >= 3, process)
     process.terminate()
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 143, output
     assert list(checkpoints.glob("step_*")), output
-    process = start(tmp_path, **fields)
-    wait_for((checkpoints / "step_15").exists, process)
+    process = start(tmp_path, DEVICES, **fields)
+    wait_for((checkpoints / "step_16").exists, process)
     time.sleep(random.uniform(0, 0.5))  # the instant must not matter
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate()
     assert "continuing from" in output
-    assert "continuing from" in finish(tmp_path, **fields)
+    assert "continuing from" in finish(tmp_path, DEVICES, **fields)
     assert figures(tmp_path) == figures(uninterrupted)
     before = metrics.read_text()
-    assert "complete: 40 steps" in finish(tmp_path, **fields)  # and the same command once more changes nothing
+    output = finish(tmp_path, DEVICES, **fields)  # once more: changes nothing
+    assert f"complete: {STEPS} steps" in output
     assert metrics.read_text() == before
 
 
 def test_a_run_continues_on_other_devices_at_the_same_token(uninterrupted: Path, corpus: Path, tmp_path: Path) -> None:
-    shutil.copytree(uninterrupted / "checkpoints" / "step_20", tmp_path / "checkpoints" / "step_20")
+    shutil.copytree(uninterrupted / "checkpoints" / "step_12", tmp_path / "checkpoints" / "step_12")
     shutil.copy(uninterrupted / "metrics.jsonl", tmp_path)
-    finish(tmp_path, devices=4, sharding_strategy="hsdp", sharding_group_size=2, **data(corpus))
+    mesh = {"sharding_strategy": "hsdp", "sharding_group_size": 4, "batch_size": 2}
+    finish(tmp_path, 2 * DEVICES, **{**data(corpus), **mesh})
     expected, actual = figures(uninterrupted), figures(tmp_path)
     assert expected.keys() == actual.keys()
-    for step in range(21, 41):
+    for step in range(13, STEPS + 1):
         there, here = expected[step, "loss"], actual[step, "loss"]
         assert (here["data_hash"], here["tokens_seen"]) == (there["data_hash"], there["tokens_seen"])
-        # 8 and 4 devices sum in another order, and twenty steps at a high rate enlarge the difference
+        # 4 and 8 devices sum in another order, and twelve steps at a high rate enlarge the difference
         assert here["loss"] == pytest.approx(there["loss"], abs=1e-3)
 
 
@@ -118,7 +126,7 @@ def refuse(folder: Path, seconds: float, **fields: Any) -> str:
     done = subprocess.run(
         command(folder, **fields),
         cwd=ROOT,
-        env=environment(),
+        env=environment(DEVICES),
         capture_output=True,
         text=True,
         check=False,
