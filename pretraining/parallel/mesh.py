@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.training import TrainConfig
+from pretraining.config.validate import divisors
 from pretraining.config.variants import ModelShape
 
 
@@ -34,11 +35,6 @@ class Mesh(NamedTuple):
         return self.replica * self.shard
 
 
-def divisors(number: int) -> list[int]:
-    """Return all divisors in ascending order."""
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
 def resolve_mesh(config: TrainConfig, devices: int, devices_per_host: int) -> Mesh:
     """Return the mesh of `config` on `devices` devices. Raises ConfigError if a size does not divide them."""
     context, tensor = config.context_parallel_size, config.tensor_parallel_size
@@ -51,7 +47,7 @@ def resolve_mesh(config: TrainConfig, devices: int, devices_per_host: int) -> Me
         return Mesh(1, rest, context, tensor)
     group = config.sharding_group_size or max(1, devices_per_host // (context * tensor))
     if rest % group:
-        valid = ", ".join(map(str, divisors(rest)))
+        valid = ", ".join(map(str, divisors(rest, rest)))
         of = "" if context * tensor == 1 else f" / (context_parallel_size x tensor_parallel_size = {context * tensor})"
         remedy = f"does not divide the {devices} devices{of}; use {valid}, or 0 for the devices of one host"
         raise ConfigError([Problem(f"--sharding_group_size={group}", remedy)])
@@ -59,7 +55,7 @@ def resolve_mesh(config: TrainConfig, devices: int, devices_per_host: int) -> Me
 
 
 def _inner_problem(context: int, tensor: int, devices: int) -> Problem:
-    valid = ", ".join(map(str, divisors(devices)))
+    valid = ", ".join(map(str, divisors(devices, devices)))
     if context == 1:
         return Problem(f"--tensor_parallel_size={tensor}", f"does not divide the {devices} devices; use {valid}")
     if tensor == 1:
@@ -97,7 +93,7 @@ def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None
     if total % ranks:
         near = max(ranks, total // ranks * ranks)
         return f"{arithmetic} x a whole number; use a multiple of {ranks}, such as {near} or {near + ranks}"
-    valid = ", ".join(map(str, divisors(total // ranks)))
+    valid = ", ".join(map(str, divisors(total // ranks, total // ranks)))
     return f"{arithmetic} x a whole number; with it, batch_size can be {valid}"
 
 
