@@ -13,8 +13,6 @@ from pretraining.importing.mappings import Format
 from pretraining.importing.reading import leaves, read_file
 
 FORMATS: dict[str, Format] = {format.name: format for format in (nxdt.FORMAT, nemo.FORMAT, neox.FORMAT)}
-
-
 STAGE = "training"  # of NeMo's launcher
 
 

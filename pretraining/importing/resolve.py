@@ -24,8 +24,18 @@ from pretraining.importing.mappings import Format, KeyMapping
 
 # How the configuration was made: no part of the configuration itself.
 ORIGIN = (
-    *("config_file", "import_config", "import_format", "import_report", "import_strict", "import_lr_steps"),
-    *("model_config_path", "import_pp", "import_only", "source_world_size", "neox_era", "neox_gated_ffn"),
+    "config_file",
+    "model_config_path",
+    "import_config",
+    "import_format",
+    "import_report",
+    "import_strict",
+    "import_lr_steps",
+    "import_pp",
+    "import_only",
+    "source_world_size",
+    "neox_era",
+    "neox_gated_ffn",
 )
 
 # A flag that makes another field of the file meaningless.
