@@ -267,9 +267,16 @@ def test_rotary_settings_of_both_transformers_generations_are_understood(version
     [
         ({"model_type": "gemma"}, "model_type=gemma: .*llama, mistral, qwen3"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=True: "),
-        ({"hidden_act": "gelu_new"}, "hidden_act=gelu_new: .*silu, gelu, relu"),
+        ({"hidden_act": "gelu_new"}, "hidden_act=gelu_new: .*silu, gelu, .*relu"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn: .*default, linear, llama3"),
         ({"vocab_size": None}, "vocab_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size=64: expected a whole number"),
+        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\]: "),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: must be at least 1"),
+        ({"rope_scaling": "linear"}, "rope_scaling=linear: expected an object"),
+        ({"rope_scaling": {"rope_type": "linear"}}, r"needs rope_scaling\.factor"),
+        ({"rope_theta": -1}, "rope_theta=-1: must be above 0"),
+        ({"rope_theta": float("inf"), "rms_norm_eps": "x"}, "rope_theta=inf: expected a finite number"),
     ],
 )
 def test_a_model_that_cannot_be_this_one_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -326,10 +333,19 @@ def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
             open_any_checkpoint(exported)
 
 
-def test_an_index_cannot_reach_outside_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {"lm_head.weight": "../outside.safetensors"}}, "is not the name of a safetensors file"),
+        ({"weight_map": {"lm_head.weight": "a\0b.safetensors"}}, "is not the name of a safetensors file"),
+        ({"weight_map": {"lm_head.weight": "\ud800.safetensors"}}, "is not the name of a safetensors file"),
+        ({"weight_map": {"other.weight": "model.safetensors"}}, "model.safetensors does not contain other.weight"),
+        ({"metadata": {}}, "has no weight_map"),
+    ],
+)
+def test_a_wrong_index_is_refused(index: dict[str, Any], message: str, tmp_path: Path) -> None:
     exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
     save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "outside.safetensors")
-    index = {"weight_map": {"lm_head.weight": "../outside.safetensors"}}
     (exported / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UnreadableError, match="is not the name of a safetensors file"):
+    with pytest.raises(UnreadableError, match=message):
         open_any_checkpoint(exported)
