@@ -54,18 +54,19 @@ class TorchEngine:
     name = "torch"
 
     def __init__(self, config: TrainConfig) -> None:
-        self.device = accelerator.open_device(config.device)
-        self.device_name = accelerator.device_name(self.device)
-        self.home = torch.device("cpu") if config.cpu_offload else self.device  # of shards, gradients and moments
+        # Everything that the number of processes rules out is refused before a device is opened
         processes = read_processes()
         self.process_index, self.process_count = processes.rank, processes.world_size
         self.host_processes = processes.local_world_size
-        self.host_devices = self.host_processes if self.home.type == "cpu" else 0
         self.mesh = resolve_mesh(config, self.process_count, self.host_processes)
         self.layout = TorchLayout(self.mesh, config.sharding_strategy)
         if problems := list(uneven_columns(config, self.mesh)):
             raise ConfigError(problems)
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
+        self.device = accelerator.open_device(config.device)
+        self.device_name = accelerator.device_name(self.device)
+        self.home = torch.device("cpu") if config.cpu_offload else self.device  # of shards, gradients and moments
+        self.host_devices = self.host_processes if self.home.type == "cpu" else 0
         self.data_rank, self.data_size = self.process_index // self.mesh.tensor, self.mesh.data_ranks
         self.precision = precision_of(config)
         self.compiles = config.use_torch_compile and accelerator.compiles(self.device)

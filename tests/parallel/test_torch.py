@@ -216,6 +216,16 @@ def test_unsupported_settings_are_refused_together_before_the_engine_opens(
     assert {problem.subject.partition("=")[0][2:] for problem in refused.value.problems} == fields.keys()
 
 
+def test_sizes_that_the_number_of_processes_rules_out_are_refused_before_a_device_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accelerator, "open_device", lambda _: pytest.fail("a device was opened"))
+    cases: list[Fields] = [{"tensor_parallel_size": 2}, {"global_batch_size": 3}]
+    for fields in cases:
+        with pytest.raises(ConfigError, match=f"--{next(iter(fields))}="):
+            TorchEngine(TrainConfig(model_variant="tiny", device="cpu", **fields))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     ("fields", "words"),
