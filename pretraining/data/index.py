@@ -12,7 +12,6 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,8 +220,6 @@ def _write(file: ShardFile, contents: ShardContents, groups: np.ndarray, sidecar
         raw = json.dumps(header).encode()
         opened.write(_MAGIC + len(raw).to_bytes(8, "little") + raw)
     temporary.replace(sidecar)
-    for sums in sidecar.parent.glob(f"{escape(sidecar.stem)}.*.sums"):  # of what the shard was before
-        sums.unlink(missing_ok=True)
     return _from_header(header, sidecar)
 
 

@@ -263,6 +263,8 @@ def test_a_block_that_changed_since_an_earlier_run_is_found_when_it_is_read(tmp_
     else:
         read = path.with_suffix(".bin") if store == "megatron" else path
     flip(read, 200_000, read.stat())
+    if store == "arrow":
+        os.utime(read)  # its index is built again, its checksums are kept
     stream = open_stream(config)
     with pytest.raises(UserError, match=re.escape(f"{path}: the bytes of documents ")):
         rows(stream, 400)
