@@ -86,7 +86,8 @@ def document_mask(segments: Tensor, window: int | None = None) -> BlockMask:
     return create_block_mask(is_visible, rows, None, length, length, device=str(segments.device))
 
 
-# Combines the log-sum-exp of a position's logits and its label's logit, both [..], over shards of the vocabulary.
+# From a rank's logits [.., V] and its label logits [..], which are 0 where the label is another rank's column: the
+# log-sum-exp and the label logits of all ranks, [..] each.
 CombineShards = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -113,9 +114,11 @@ def cross_entropy(
     if vocabulary is not None and vocabulary < first + logits.shape[-1]:
         logits = logits.masked_fill(columns >= vocabulary, -torch.inf)
     is_label = columns == labels[..., None]
-    log_normalizer, label_logit = logits.logsumexp(-1), torch.where(is_label, logits, 0).sum(-1)
+    label_logit = torch.where(is_label, logits, 0).sum(-1)
     if combine:
-        log_normalizer, label_logit = combine(log_normalizer, label_logit)
+        log_normalizer, label_logit = combine(logits, label_logit)
+    else:
+        log_normalizer = logits.logsumexp(-1)
     return CrossEntropy(logits, is_label, log_normalizer, log_normalizer - label_logit)
 
 

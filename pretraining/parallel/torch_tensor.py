@@ -120,10 +120,11 @@ class VocabularyParallelLoss:
         first = self.rank * logits.shape[-1]
         return loss_and_gradient(logits, labels, vocabulary, factor, first=first, combine=self._combine)
 
-    def _combine(self, log_normalizer: Tensor, label_logit: Tensor) -> tuple[Tensor, Tensor]:
-        largest = _all_reduce(log_normalizer, self.group, "max")
-        total, label = _all_reduce(torch.stack(((log_normalizer - largest).exp(), label_logit)), self.group)
-        return largest + total.log(), label
+    def _combine(self, logits: Tensor, label_logit: Tensor) -> tuple[Tensor, Tensor]:
+        largest = _all_reduce(logits.amax(-1), self.group, "max")
+        sums = torch.stack(((logits - largest[..., None]).exp().sum(-1), label_logit))
+        total, label_logit = _all_reduce(sums, self.group)
+        return largest + total.log(), label_logit
 
     def copy_input(self, x: Tensor) -> Tensor:
         """Return `x` as the input of every rank's rows of the head, whose partial gradients are all-reduced."""
