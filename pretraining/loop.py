@@ -96,6 +96,16 @@ class TrainingRun:
         """Return a context in which process 0 prints a sign of life."""
         return heartbeat(label) if self.engine.process_index == 0 else contextlib.nullcontext()
 
+    def first_train_step(self, *arguments: Any) -> StepResult:
+        """Run the step that is traced and compiled, with a sign of life while that lasts."""
+        began = time.perf_counter()
+        with self.heartbeat(f"compiling and running the first step, {model_shape(self.config).num_layers} layers"):
+            result = self.engine.train_step(*arguments)
+            result.read()
+        self.first_step_seconds = time.perf_counter() - began
+        self.print(f"first step: {self.first_step_seconds:.1f} s, compilation included")
+        return result
+
 
 class Stopwatch:
     """Seconds per step since the last lap, without pauses."""
@@ -184,7 +194,8 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt) ->
         with _profiled(run, step):
             batch = batches.batch(step - run.start_step - 1)
             rate = learning_rate(config, step - 1)
-            result = run_first_step(run, batch, rate) if is_first else _step(run, batch, rate)
+            train_step = run.first_train_step if is_first else run.engine.train_step
+            result = train_step(run.model, run.optimizer, batch, rate)
         stop = interrupt.agreed()
         reports = step in (1, config.num_steps) or step % config.report_interval == 0
         saves = run.checkpoints.due(step) or stop
@@ -206,21 +217,6 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt) ->
         if stop:
             return 128 + stop
     return FINISHED
-
-
-def _step(run: TrainingRun, batch: Batch, rate: float) -> StepResult:
-    return run.engine.train_step(run.model, run.optimizer, batch, rate)
-
-
-def run_first_step(run: TrainingRun, batch: Batch, rate: float) -> StepResult:
-    """Run the step that is traced and compiled, with signs of life; its time does not count for the others."""
-    began = time.perf_counter()
-    with run.heartbeat(f"compiling and running the first step, {model_shape(run.config).num_layers} layers"):
-        result = _step(run, batch, rate)
-        result.read()
-    run.first_step_seconds = time.perf_counter() - began
-    run.print(f"first step: {run.first_step_seconds:.1f} s, compilation included")
-    return result
 
 
 def _test_once(run: TrainingRun) -> None:

@@ -43,6 +43,6 @@ def test_the_first_step_is_traced_compiled_and_run_under_the_heartbeat_and_repor
         metrics=None,
         resumed=None,
     )
-    loop.run_first_step(run, {}, 1e-3)
+    run.first_train_step(absent, absent, {}, 1e-3)
     assert events == ["compiling and running the first step, 6 layers", "traced", "read", "end"]
     assert capsys.readouterr().out.startswith("first step: ")

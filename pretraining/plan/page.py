@@ -187,12 +187,6 @@ def _comparison(plan: Plan, compiled: CompiledStep) -> list[tuple[str, int, int]
 
 def compiled_json(compiled: CompiledStep) -> dict[str, Any]:
     """Return the compiler's figures as data."""
-    return {
-        "target": compiled.target,
-        "refused": compiled.refused,
-        "state_bytes": compiled.state_bytes,
-        "transient_bytes": compiled.transient_bytes,
-        "sent_bytes": compiled.sent,
-        "flops": compiled.flops,
-        "programs": [program._asdict() for program in compiled.programs],
-    }
+    totals = {"state_bytes": compiled.state_bytes, "transient_bytes": compiled.transient_bytes}
+    programs = [program._asdict() for program in compiled.programs]
+    return {**compiled._asdict(), **totals, "refused": compiled.refused, "programs": programs}

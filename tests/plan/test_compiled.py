@@ -73,7 +73,7 @@ def test_what_is_held_and_sent_and_multiplied_is_what_the_plan_says(tmp_path: Pa
     held = planned["parameters"] + planned["moments"] + sums
     assert held <= truth["state_bytes"] <= held + 4096  # and three scalars, a tile each
     assert truth["flops"] == pytest.approx(plan["executed_flops"], rel=0.1)
-    assert sum(truth["sent_bytes"].values()) == pytest.approx(sum(c["bytes"] for c in plan["collectives"]), rel=0.2)
+    assert sum(truth["sent"].values()) == pytest.approx(sum(c["bytes"] for c in plan["collectives"]), rel=0.2)
     assert "compiled       for v6e:2x2" in said
     assert [program["name"] for program in truth["programs"]] == (["micro-batch", "update"] if fields else ["step"])
 
