@@ -1,7 +1,8 @@
-"""Folders in Hugging Face's format, read as checkpoints and described for export.
+"""Folders in Hugging Face's format, opened as checkpoints of step 0.
 
-config.json and safetensors only: a folder whose weights are pickles is refused. Tensors have the same names here and
-there, so reading one is describing where its bytes are.
+config.json and safetensors only: a folder whose weights are pickles is refused. Tensors have the same names in both
+formats, so opening one means finding where its bytes are. The header is parsed here because safetensors' safe_open
+does not return offsets, and a load reads only the rows that a process needs, in several threads.
 """
 
 from __future__ import annotations
