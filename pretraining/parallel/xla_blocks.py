@@ -226,9 +226,12 @@ def _forward_nodes(joint: fx.GraphModule, blocks: int, markers: int) -> Iterator
     Then whether it lies between two boundaries, and whether it computes a chunk's attention probabilities.
     """
     calls = [node for node in joint.graph.nodes if node.op == "call_function"]
-    count = sum("mark_sharding" in str(node.target) for node in calls)
-    # The backward pass has a marker for the gradient of each of the forward's: as many again.
-    assert count == 2 * blocks * markers, f"{count} sharding markers in the joint graph of {blocks} x {markers}"
+    backward: set[fx.Node] = set()  # what depends on the gradient of an output
+    for node in joint.graph.nodes:
+        if "tangents" in str(node.target) or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    count = sum("mark_sharding" in str(node.target) and node not in backward for node in calls)
+    assert count == blocks * markers, f"{count} sharding markers in {blocks} blocks with {markers} each"
     marker = boundaries = 0
     is_score = False
     for node in calls:
