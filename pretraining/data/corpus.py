@@ -187,14 +187,14 @@ class Corpus:
     def _verify(self, number: int, block: Block) -> None:
         """Compare the checksum of a block with its record. UserError names the shard if they differ."""
         shard = block.shard
-        descriptor = self._files.get(shard.tokens, shard.token_stamp, shard.path).descriptor
+        file = self._files.get(shard.tokens, shard.token_stamp, shard.path)
         documents = len(block.lengths)
         size = (block.before[-1] - documents * self._order.added) * block.width
         if block.high - block.low <= 2 * size + 1024 * documents:
-            total = byte_sum(descriptor, block.low, block.high, shard.path)
+            total = byte_sum(file.descriptor, block.low, block.high, shard.path)
         else:  # documents of Megatron may be anywhere in the .bin
             ranges = zip(block.starts, block.lengths, strict=True)
-            total = sum(byte_sum(descriptor, at, at + length * block.width, shard.path) for at, length in ranges)
+            total = sum(byte_sum(file.descriptor, at, at + length * block.width, shard.path) for at, length in ranges)
         places = int(np.dot(block.starts, block.lengths))  # of the documents: a block may hold its bytes in any order
         self._sums.check(shard, int(self._first[number]), int(self._last[number]), (total + places) % 2**64)
         self._verified.add(number)
@@ -217,7 +217,8 @@ class Corpus:
 
     def _read(self, array: DiskArray, shard: ShardIndex, start: int, stop: int) -> np.ndarray:
         """Return elements [start, stop) of an array of a shard's index. Sidecars are not checked for change."""
-        return array.read(self._files.get(array.path, None, shard.path).descriptor, start, stop)
+        file = self._files.get(array.path, None, shard.path)  # kept until the read is done: it may be evicted
+        return array.read(file.descriptor, start, stop)
 
     def _copy(self, block: Block, file: OpenFile, within: int, out: np.ndarray) -> list[int]:
         """Copy block positions [within, within + len(out)) into `out`; return where documents begin in it.

@@ -54,6 +54,8 @@ class OpenFiles:
         if file is not None:
             return file
         with self._lock:
+            if path in self._files:  # opened by another thread in between
+                return self._files[path]
             file = OpenFile(path, stamp, shard)
             file.check()
             while len(self._files) >= _OPEN_FILES:

@@ -206,3 +206,16 @@ def test_an_unset_global_batch_size_counts_one_device_per_rank(tmp_path: Path) -
 def test_a_rank_outside_the_world_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rank 2 of a world of 2"):
         open_stream(settings(tmp_path, global_batch_size=2), 2, 2)
+
+
+def test_threads_share_few_open_files_without_closing_them_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that leaves the cache stays open until the thread that reads it is done."""
+    monkeypatch.setattr("pretraining.data.files._OPEN_FILES", 1)
+    corpus(tmp_path / "data", *[numbered([40] * 60, 2 + 10_000 * number) for number in range(6)])
+    expected = rows(open_stream(settings(tmp_path / "data")), 600)
+    for _ in range(3):
+        ahead = Prefetcher(open_stream(settings(tmp_path / "data")), 4)
+        assert np.array_equal([ahead.batch(step)["tokens"][0] for step in range(600)], expected)
+        ahead.close()
