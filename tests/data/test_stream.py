@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.data import Prefetcher, open_stream
+from pretraining.data import Prefetcher, checksums, open_stream
+from pretraining.data.files import OpenFiles
+from pretraining.data.stores import shard
 from tests.data.corpora import SEPARATOR, corpus, epoch_tokens, numbered, rows, settings
 
 LENGTHS = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(100, 700))
@@ -208,14 +210,23 @@ def test_a_rank_outside_the_world_is_an_error(tmp_path: Path) -> None:
         open_stream(settings(tmp_path, global_batch_size=2), 2, 2)
 
 
-def test_threads_share_few_open_files_without_closing_them_for_each_other(
+def test_a_file_that_another_thread_evicts_stays_open_until_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that leaves the cache stays open until the thread that reads it is done."""
-    monkeypatch.setattr("pretraining.data.files._OPEN_FILES", 1)
-    corpus(tmp_path / "data", *[numbered([40] * 60, 2 + 10_000 * number) for number in range(6)])
-    expected = rows(open_stream(settings(tmp_path / "data")), 600)
-    for _ in range(3):
-        ahead = Prefetcher(open_stream(settings(tmp_path / "data")), 4)
-        assert np.array_equal([ahead.batch(step)["tokens"][0] for step in range(600)], expected)
-        ahead.close()
+    """Every file is evicted between its lookup and the read, as threads of a corpus of many shards do."""
+    corpus(tmp_path / "data", *[numbered([40] * 60, 2 + 10_000 * number) for number in range(3)])
+    expected = rows(open_stream(settings(tmp_path / "data")), 200)
+    caches: list[OpenFiles] = []
+    monkeypatch.setattr(
+        OpenFiles, "__init__", lambda self, start=OpenFiles.__init__: caches.append(self) or start(self)
+    )
+    read_exactly = shard.read_exactly
+
+    def evict_and_read(*arguments: Any) -> bytes:
+        for cache in caches:
+            cache.close()
+        return read_exactly(*arguments)
+
+    for module in (shard, checksums):
+        monkeypatch.setattr(module, "read_exactly", evict_and_read)
+    assert np.array_equal(rows(open_stream(settings(tmp_path / "data")), 200), expected)
