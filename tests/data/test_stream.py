@@ -217,9 +217,12 @@ def test_a_file_that_another_thread_evicts_stays_open_until_it_is_read(
     corpus(tmp_path / "data", *[numbered([40] * 60, 2 + 10_000 * number) for number in range(3)])
     expected = rows(open_stream(settings(tmp_path / "data")), 200)
     caches: list[OpenFiles] = []
-    monkeypatch.setattr(
-        OpenFiles, "__init__", lambda self, start=OpenFiles.__init__: caches.append(self) or start(self)
-    )
+
+    def remembered() -> OpenFiles:
+        caches.append(OpenFiles())
+        return caches[-1]
+
+    monkeypatch.setattr("pretraining.data.stream.OpenFiles", remembered)
     read_exactly = shard.read_exactly
 
     def evict_and_read(*arguments: Any) -> bytes:
