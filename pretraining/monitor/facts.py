@@ -9,7 +9,7 @@ from typing import Any
 from pretraining.config.devices import kind_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.monitor.figures import amount, flop, size
+from pretraining.monitor.figures import amount, flop, micro_batches, size
 from pretraining.monitor.flops import flops_per_token
 
 
@@ -65,7 +65,7 @@ def _batch(config: TrainConfig, mesh: Mapping[str, int]) -> str:
     assert config.global_batch_size and config.gradient_accumulation_steps
     tokens = config.global_batch_size * config.seq_length
     rows = f"{config.global_batch_size} sequences of {config.seq_length}"
-    split = f"{config.gradient_accumulation_steps} micro-batches of {config.batch_size} per rank"
+    split = micro_batches(config.gradient_accumulation_steps, config.batch_size)
     total = f"{amount(tokens * config.num_steps)} tokens in {config.num_steps:,} steps"
     return f"{tokens:,} tokens/step = {rows} ({split}); {total}"
 

@@ -43,6 +43,11 @@ def amount(count: float) -> str:
     return f"{count:,.0f}" if count < 1e6 else _largest(count / 1e3, 1e3, ("M", "B", "T"))
 
 
+def micro_batches(count: int, rows: int) -> str:
+    """Return "1 micro-batch of 2 per rank", or "4 micro-batches of 2 per rank"."""
+    return f"{count} micro-batch{'es' if count > 1 else ''} of {rows} per rank"
+
+
 def flop(count: float) -> str:
     """Return floating-point operations as "46.87 GFLOP"."""
     return f"{count:.0f} FLOP" if count < 1e3 else _largest(count, 1e3, FLOP_UNITS)

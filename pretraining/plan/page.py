@@ -7,7 +7,7 @@ from typing import Any
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.monitor.figures import amount, duration, flop, percent, size
+from pretraining.monitor.figures import amount, duration, flop, micro_batches, percent, size
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.sharding import axes_of
 from pretraining.plan.compiled import CompiledStep
@@ -48,7 +48,7 @@ def _head(plan: Plan) -> list[str]:
         f"devices        {config.plan_devices:,} x {plan.kind.name} ({size(plan.kind.memory)}): {axes}; "
         f"{engine_of(config)} engine",
         f"batch          {config.tokens_per_step:,} tokens/step = {config.global_batch_size:,} sequences of "
-        f"{config.seq_length:,}; {config.gradient_accumulation_steps} micro-batches of {config.batch_size} per rank",
+        f"{config.seq_length:,}; {micro_batches(config.gradient_accumulation_steps or 1, config.batch_size)}",
         f"recomputed     {sum(mask)} of {len(mask)} blocks",
     ]
     lines += [f"refused        {problem.subject} {problem.remedy}" for problem in refusals(plan)]
