@@ -58,9 +58,10 @@ def test_reports_come_at_the_interval_with_the_rate_of_the_schedule_across_a_sto
     assert len({*rates}) > 2
 
 
-def test_a_test_that_a_kill_prevented_is_written_once_by_the_next_starts(plain: Path) -> None:
+def test_a_test_that_a_kill_prevented_is_written_once_by_the_next_starts(plain: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     for _ in range(2):
-        lines = train(plain, **CURVE, report_interval=2, checkpoint_interval=4, test_steps=2)
+        lines = train(tmp_path, **CURVE, report_interval=2, checkpoint_interval=4, test_steps=2)
         assert [line["step"] for line in lines if "test_loss" in line] == [9]
         assert [line["step"] for line in lines if "loss" in line] == [1, 2, 4, 6, 8, 9]
 
