@@ -66,13 +66,13 @@ def open_streams(engine: Engine, checkpoint: Facts | None) -> tuple[TrainConfig,
     """
     config, state = engine.config, checkpoint.data if checkpoint else None
     ranks = (engine.data_rank, engine.data_size)
-    steps = open_stream(config, *ranks, state=state).steps
-    if steps is not None:
-        start_step = checkpoint.step if checkpoint else 0
-        config = replace(config, num_steps=min(config.num_steps, start_step + steps))
-    return config, {
-        split: open_stream(config, *ranks, split, state if split == "train" else None) for split in splits_of(config)
-    }
+    train = open_stream(config, *ranks, state=state)
+    last_step = None if train.steps is None else (checkpoint.step if checkpoint else 0) + train.steps
+    if last_step is not None and last_step < config.num_steps:
+        config = replace(config, num_steps=last_step)
+        train = open_stream(config, *ranks, state=state)
+    held_out = {split: open_stream(config, *ranks, split) for split in splits_of(config) if split != "train"}
+    return config, {"train": train, **held_out}
 
 
 def reopen_stream(config: TrainConfig, engine: Engine, resumed: Facts) -> Stream:
