@@ -91,6 +91,8 @@ class TrainConfig:
     parallel_residual: Annotated[bool, Resume.FUNCTION] = False
     """Compute x + attention(norm(x)) + feed-forward(norm(x)), each with its own norm, instead of one after the other
     (GPT-J, GPT-NeoX)."""
+    shared_norm: Annotated[bool, Needs("parallel_residual", True), Resume.FUNCTION] = False
+    """Attention and feed-forward layer read one norm (GPT-J, Falcon)."""
     tie_word_embeddings: Annotated[bool, Resume.STATE] = False
     """Use the embedding as output head: one matrix, whose gradient is the sum of both uses."""
     position_embedding_type: Annotated[Literal["rope", "learned_absolute", "none"], Resume.FUNCTION] = "rope"

@@ -38,6 +38,7 @@ class ModelShape:
     mlp_bias: bool = False
     norm_bias: bool = False
     qk_norm: bool = False
+    shared_norm: bool = False
     tie_word_embeddings: bool = False
     position_embedding_type: str = "rope"
 
@@ -50,7 +51,7 @@ class ModelShape:
     def parameters(self) -> int:
         """Parameters, embedding and head included; a tied head counts once."""
         norm = self.hidden_size * (1 + self.norm_bias)
-        block = self._attention() + self._feed_forward() + 2 * norm
+        block = self._attention() + self._feed_forward() + (1 if self.shared_norm else 2) * norm
         return self.num_layers * block + self.embedding_parameters + norm
 
     @property

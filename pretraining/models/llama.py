@@ -189,16 +189,19 @@ class Block(Module):
         super().__init__()
         self.input_layernorm = norm_of(config, shape.hidden_size)
         self.self_attn = Attention(config, shape)
-        self.post_attention_layernorm = norm_of(config, shape.hidden_size)
+        if not config.shared_norm:
+            self.post_attention_layernorm = norm_of(config, shape.hidden_size)
         self.mlp = MLP(config, shape)
-        self.parallel, self.dropout = config.parallel_residual, config.hidden_dropout
+        self.parallel, self.shares_norm = config.parallel_residual, config.shared_norm
+        self.dropout = config.hidden_dropout
 
     def forward(self, x: Tensor, inputs: BatchInputs) -> Tensor:
         noise = inputs.noise
-        attended = x + dropout(
-            self.self_attn(self.input_layernorm(x), inputs), self.dropout, noise, ATTENTION_OUTPUT
-        )  # [B, T, D]
-        mlp_output = self.mlp(self.post_attention_layernorm(x if self.parallel else attended), noise)
+        normed = self.input_layernorm(x)
+        attended = x + dropout(self.self_attn(normed, inputs), self.dropout, noise, ATTENTION_OUTPUT)  # [B, T, D]
+        if not self.shares_norm:
+            normed = self.post_attention_layernorm(x if self.parallel else attended)
+        mlp_output = self.mlp(normed, noise)
         return attended + dropout(mlp_output, self.dropout, noise, MLP_OUTPUT)
 
 

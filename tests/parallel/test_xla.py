@@ -27,6 +27,7 @@ OPTIONS: Fields = {  # of the model, all that differ from Llama's
     "mlp_bias": True,
     "qk_norm": True,
     "parallel_residual": True,
+    "shared_norm": True,
     "rotary_percentage": 0.5,
     "tie_word_embeddings": True,
 }
