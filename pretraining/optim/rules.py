@@ -335,7 +335,7 @@ class SM3(UpdateRule):
         for i in range(context.ndim):
             others = self._others(i, context.ndim)
             largest = second.amax(others, keepdim=True) if others else second
-            new[f"accumulator_{i}"] = largest if self.beta else torch.maximum(moments[f"accumulator_{i}"], largest)
+            new[f"accumulator_{i}"] = torch.maximum(moments[f"accumulator_{i}"], largest)
         update = (second + self.eps).rsqrt() * grad
         if self.momentum:
             update = self.momentum * moments["momentum_buffer"] + (1 - self.momentum) * update

@@ -123,12 +123,13 @@ def linear_warmup_decay(step: int, s: Schedule) -> float:
 def cosine(step: int, s: Schedule) -> float:
     """`CosineAnnealing`: half a cosine from the peak to the floor.
 
-    With `constant` steps at the floor before the end, the warm-up is another one, peak x step / warmup.
+    With `constant` steps at the floor before the end, the warm-up is another one, peak x step / warmup. As many as
+    there are steps after the warm-up leave no cosine: the floor follows the warm-up.
     """
     end = s.total - s.constant
     if s.warmup and step <= s.warmup:
         return s.peak * step / s.warmup if s.constant else s.peak * (step + 1) / (s.warmup + 1)
-    if step > end:
+    if step >= end:
         return s.floor
     return s.floor + 0.5 * (s.peak - s.floor) * (1 + math.cos(math.pi * (step - s.warmup) / (end - s.warmup)))
 

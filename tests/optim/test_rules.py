@@ -113,14 +113,15 @@ def adamw_fp32(w: Tensor, g: Tensor, kept: dict[str, Any], step: int) -> Tensor:
     return w - 0.01 * 0.1 * w
 
 
-def sm3(w: Tensor, g: Tensor, kept: dict[str, Any], step: int) -> Tensor:
-    """Entry by entry: an entry's accumulator is the least of those of its indices."""
+def sm3(w: Tensor, g: Tensor, kept: dict[str, Any], step: int, beta: float = 0.0) -> Tensor:
+    """Entry by entry: an entry's accumulator is the least of those of its indices, decayed by beta if that is set."""
     old = kept.get("acc", [[0.0] * extent for extent in w.shape])
     new = [list(each) for each in old]
     result = w.clone()
     for index in torch.cartesian_prod(*map(torch.arange, w.shape)).reshape(-1, w.dim()).tolist():
         place = tuple(index)
-        second = min(old[dim][i] for dim, i in enumerate(index)) + float(g[place]) ** 2
+        least = min(old[dim][i] for dim, i in enumerate(index))
+        second = (beta or 1.0) * least + (1 - beta) * float(g[place]) ** 2
         result[place] -= 0.01 * g[place] / math.sqrt(second + 1e-30)
         for dim, i in enumerate(index):
             new[dim][i] = max(new[dim][i], second)
@@ -189,6 +190,7 @@ CASES: dict[str, tuple[Reference, dict[str, Any]]] = {
     "lion": (written_out(lion), {}),
     "adamw_fp32": (written_out(adamw_fp32), {}),
     "sm3": (written_out(sm3), {}),
+    "sm3, beta": (written_out(partial(sm3, beta=0.9)), {"optimizer_args": "beta=0.9"}),
     "madgrad_wd": (written_out(madgrad), {}),
     "adafactor": (written_out(adafactor), {}),
     "adafactor, beta1": (written_out(partial(adafactor, beta1=0.9)), {"adam_beta1": 0.9}),

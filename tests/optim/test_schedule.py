@@ -95,6 +95,9 @@ VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
         {**HELD, "lr_constant_steps": 50_000},
         {0: 0.0, 1: 4e-7, 500: 2e-4, 25_250: 1.1e-4, 50_000: 2e-5, 100_000: 2e-5},
     ),
+    # NxDT's own megatron_gpt_config.yaml: one step after the warm-up the rate is at its floor
+    ({**HELD, "lr_constant_steps": 80_000_000}, {0: 0.0, 1: 4e-7, 500: 2e-4, 501: 2e-5, 100_000: 2e-5}),
+    ({**SHORT, "lr_schedule": "cosine", "lr_warmup_steps": 0, "lr_constant_steps": 110, "min_lr": 0.5}, {0: 0.5}),
     (
         {**NEOX, "min_lr": 6e-5},
         {
@@ -183,11 +186,6 @@ def test_no_rate_exceeds_the_peak_or_is_negative(name: str, total: int, peak: fl
         ),
         ({"lr_schedule": "cosine", "min_lr": 1.0}, ("min_lr", "learning_rate")),
         ({"lr_schedule": "cosine", "lr_warmup_steps": 100}, ("lr_warmup_steps", "num_steps")),
-        # NxDT's own megatron_gpt_config.yaml: one step after the warm-up the rate was at its floor
-        (
-            {"lr_schedule": "cosine", "lr_warmup_steps": 7, "lr_constant_steps": 800, "min_lr": 1e-5},
-            ("lr_constant_steps", "num_steps", "no step to decay in"),
-        ),
         ({"lr_schedule": "noam"}, ("lr_schedule", "lr_d_model")),
         ({"lr_schedule": "step", "lr_gamma": 0.5}, ("lr_schedule", "lr_step_size")),
         ({"lr_gamma": 0.5}, ("lr_gamma", "lr_schedule=fms_cosine", "exponential_lr")),
