@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import Problem
+from pretraining.config.flags import first_rank
 from pretraining.config.huggingface import (
     ACTIVATIONS,
     FAMILIES,
@@ -48,11 +49,15 @@ FORMAT = Format(
 def model_flags(path: str) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
     """Return the settings in the config.json at `path`, "key=value in FILE" for each, and the problems.
 
-    Nothing where `path` is empty. Raises UserError if the file cannot be read.
+    Nothing where `path` is empty. Prints the keys that no model of the family reads. Raises UserError if the file
+    cannot be read.
     """
     if not path:
         return {}, {}, []
     model = ModelDescription(read_file(Path(path)))
     problems = [problem._replace(subject=f"{path}: {problem.subject}") for problem in model.problems]
-    problems += [Problem(f"{path}: {key}={value}", FORMAT.no_such_key(key)) for key, value in model.unknown.items()]
+    misspelled = {key: value for key, value in model.unknown.items() if FORMAT.is_misspelled(key)}
+    problems += [Problem(f"{path}: {key}={value}", FORMAT.no_such_key(key)) for key, value in misspelled.items()]
+    if (others := ", ".join(key for key in model.unknown if key not in misspelled)) and first_rank():
+        print(f"{path}: not read, as in transformers: {others}")
     return model.fields, {field: f"{origin} in {path}" for field, origin in model.origins.items()}, problems

@@ -34,7 +34,7 @@ NXD_CORE = {
     "optimizer_config.grad_clipping": to("grad_clip_thresh", "false: 0"),
     "optimizer_config.max_grad_norm": to("grad_clip_thresh"),
     "activation_checkpoint_config": to("fsdp_activation_checkpointing", "full: true"),
-    "pad_model": must_be_off("choose tensor_parallel_size among the divisors of the heads"),
+    "pad_model": must_be_off("it adds heads of zeros; choose tensor_parallel_size among the divisors of the heads"),
     "model_init_config.meta_device_init": to("low_cpu_fsdp"),
     "model_init_config.sequential_move_factor": ignore("for the host memory of Neuron's workers"),
     **same_names("lora_rank lora_alpha lora_dropout lora_load_tag", "LoraConfig."),

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.importing.conversions import Conversion, implied, mapped, unsupported
+from pretraining.importing.conversions import Conversion, implied, mapped, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
-from pretraining.importing.mappings import Format, KeyMapping, each, ignore, must_be_off, only, read_with, to
+from pretraining.importing.mappings import Format, KeyMapping, choice, each, ignore, must_be_off, only, read_with, to
 from pretraining.importing.neox_model import ARCHITECTURE, GATED, OPTIM, PARAMS, optimizer_of
 from pretraining.importing.neox_run import RUN, batch_agrees
 from pretraining.importing.shared import pipeline
@@ -32,6 +32,7 @@ ONLY_HEAD = (
     "moe_num_experts",
     "sequence_parallel",
 )
+PYTHIA_STEPS = 143_000  # two of its files have no key that tells the era
 UNKNOWN = "every key of the file is in all three eras"
 
 
@@ -42,6 +43,8 @@ def era_of(leaves: dict[str, Any], asked: str) -> tuple[str, str]:
     for era, keys in (("2022", ONLY_2022), ("head", ONLY_HEAD)):
         if given := [key for key in keys if key in leaves]:
             return era, f"because of {given[0]}"
+    if leaves.get("train_iters") == PYTHIA_STEPS:
+        return "2022", f"because of train_iters={PYTHIA_STEPS}, Pythia's"
     if str(leaves.get("activation", "")).lower() in GATED and "intermediate_size" in leaves:
         return "head", "because of intermediate_size with a gated activation"
     return "head", UNKNOWN
@@ -103,37 +106,51 @@ def _zero_stage(value: Any, source: ForeignConfig) -> Conversion:
 # Reason -> keys that are ignored.
 _IGNORED = {
     "how processes are launched": """launcher deepspeed_slurm deepspeed_mpi hostfile include exclude master_port
-        master_addr no_ssh_check force_multi comment account distributed_backend detect_nvlink_pairs""",
+        master_addr no_ssh_check force_multi comment account distributed_backend detect_nvlink_pairs deepspeed deepscale
+        deepscale_config use_shared_fs""",
     "how DeepSpeed moves memory": """partition_activations synchronize_each_layer contiguous_checkpointing
         profile_backward deepspeed_activation_checkpointing zero_allow_untested_optimizer
         zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size zero_optimization.overlap_comm
         zero_optimization.reduce_scatter zero_optimization.reduce_bucket_size zero_optimization.contiguous_gradients
-        zero_optimization.load_from_fp32_weights zero_optimization.round_robin_gradients""",
+        zero_optimization.load_from_fp32_weights zero_optimization.round_robin_gradients zero_reduce_scatter
+        zero_contiguous_gradients zero_reduce_bucket_size zero_allgather_bucket_size activation_checkpointing.*
+        prescale_gradients gradient_predivide_factor sparse_gradients communication_data_type""",
     "a kernel's choice": """scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion rope_fusion
         layernorm_fusion rmsnorm_fusion bias_dropout_fusion onnx_safe use_flashattn_swiglu output_layer_parallelism
-        adlr_autoresume adlr_autoresume_interval lazy_mpu_init""",
+        adlr_autoresume adlr_autoresume_interval lazy_mpu_init use_flash_cross_entropy rotary_save_freqs_buffer""",
     "tokens are prepared before; give --vocab_size": "vocab_file merge_file tokenizer_type",
     "derived by NeoX itself": """zero_stage padded_vocab_size batch_size is_pipe_parallel world_size rank local_rank
-        iteration do_train do_valid do_test config_files git_hash user_script dynamic_loss_scale""",
+        iteration do_train do_valid do_test config_files git_hash user_script dynamic_loss_scale save_iters
+        curriculum_seqlen optimizer_type lr no_checkpoint_arg_validation""",
+    "the loss is in fp32": "full_precision_lm_cross_entropy",
+    "of an option that is off or refused": """mup_* base_shapes_file scalenorm_epsilon rpe_num_buckets rpe_max_distance
+        gmlp_attn_dim param_sharing_style weighted_sampler_alpha gradient_noise_scale_*""",
     "without meaning for this training": """steps_per_print checkpoint_validation_with_forward_pass mmap_warmup
         use_cpu_initialization short_seq_prob char_level_ppl pipe_partition_method temperature top_k top_p
         maximum_tokens prompt_end recompute num_samples sample_input_file sample_output_file text_gen_type eval_tasks
+        eval_batch_size return_logits log_grad_pct_zeros wandb_name wandb_id wandb_resume s3_sync_interval checkpoint.*
+        load_universal peak_theoretical_tflops
         eval_results_prefix dump_state no_load_rng no_save_rng wandb_group wandb_team wandb_host wandb_run_name
         wandb_init_all_ranks comet_workspace comet_project comet_experiment_name comet_tags comet_others wandb
-        memory_profiling_path weighted_sampler_alpha log_optimizer_states log_gradient_noise_scale flops_profiler.*
+        memory_profiling_path log_optimizer_states log_gradient_noise_scale flops_profiler.*
         comms_logger.* tensorboard.* csv_monitor.* deepspeed_extra_args.comms_logger.*""",
 }
 
 # Reason -> keys that are refused unless they are off.
 _OFF = {
-    "the state stays on the devices": "zero_optimization.cpu_offload checkpoint_in_cpu",
-    "muP": "use_mup mup_* save_base_shapes load_base_shapes coord_check",
+    "activations stay on the devices": "checkpoint_in_cpu",
+    "muP": "use_mup save_base_shapes load_base_shapes coord_check",
+    "the loss is in fp32": "fp16_lm_cross_entropy",
+    "positions count from 0": "opt_pos_emb_offset",
+    "the schedule is lr_decay_style's": "cooldown",
     "mixtures of corpora by their size": "weight_by_num_documents",
     "trackers: wandb alone": "use_comet",
     "optimizers in 8 bits": "use_bnb_optimizer",
     "another kind of model": """soft_prompt_tuning soft_prompt_tuning.* num_unique_layers sparsity_config mamba_*
         rwkv_*""",
     "Transformer Engine": "te_*",
+    "DeepSpeed's own schedule, which replaces lr_decay_style": "scheduler scheduler.*",
+    "every layer attends to all before it": "sparse_attention sparse_attention.*",
     "DeepSpeed's own trials": """curriculum_learning autotuning elasticity compression_training data_efficiency amp
         autotuning_run autotuning.* curriculum_learning.* elasticity.* data_efficiency.*""",
     "alignment recipes": "dpo_* kto_* reinforce_* label_data_paths *_label_data_paths",
@@ -149,6 +166,9 @@ FORMAT = Format(
         "pipe_parallel_size": KeyMapping(_stages, ("pipeline_parallel_size",), "0 is one stage"),
         "model_parallel_size": KeyMapping(_tensor, ("tensor_parallel_size",), "0 is 1"),
         "sequence_parallel": to("sequence_parallel"),
+        "zero_optimization.cpu_offload": choice(
+            {True: mapped(cpu_offload=True), False: unchanged("on the devices unless the optimizer's type says CPU")}
+        ),
         "zero_optimization.stage": KeyMapping(_zero_stage, ("sharding_strategy",), "ddp, zero1, zero2, fsdp"),
         **ARCHITECTURE,
         **OPTIM,

@@ -22,6 +22,7 @@ from pretraining.importing.mappings import (
 from pretraining.importing.shared import betas, optimizer_arguments, vocabulary_multiple
 
 GATED = ("swiglu", "geglu", "reglu")
+SILU_GATED = ("llama", "gated")  # mlp_type of NeoX, and of StableLM
 
 
 # ---- architecture
@@ -52,10 +53,16 @@ def _norm_bias(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(norm_bias=value)
 
 
+def _tied_norms(value: Any, source: ForeignConfig) -> Conversion:
+    if value and not source.get("gpt_j_residual"):
+        return ignored("without gpt_j_residual NeoX does not read it")
+    return mapped(shared_norm=value)
+
+
 def _activation(value: Any, source: ForeignConfig) -> Conversion:
     name = str(value).lower()
-    if source.get("mlp_type") == "llama":
-        return implied("mlp_type llama is gated: SwiGLU", activation="swiglu")
+    if source.get("mlp_type") in SILU_GATED:
+        return implied(f"mlp_type {source.get('mlp_type')} is gated: SwiGLU", activation="swiglu")
     if name == "gelu" and source.get("bias_gelu_fusion"):
         return implied("bias_gelu_fusion computes the tanh approximation", activation="gelu_tanh")
     known = ("gelu", "geglu", "relu", "swiglu", "reglu", "silu", "swish")
@@ -75,7 +82,7 @@ def feed_forward(source: ForeignConfig) -> Conversion:
     multiple = source.integer("mlp_multiple_of")
     if not is_integer(written) or hidden < 1 or multiple < 1:
         return unsupported("expected whole numbers")
-    if source.get("mlp_type") == "llama" or source.flags.get("neox_gated_ffn") == "legacy":
+    if source.get("mlp_type") in SILU_GATED or source.flags.get("neox_gated_ffn") == "legacy":
         given = source.get("intermediate_size")
         width = given or 256 * math.ceil(int(8 * hidden / 3) / 256)
         return implied("the gated layers' width before September 2024", intermediate_size=width)
@@ -114,7 +121,7 @@ def _attention(value: Any, _: ForeignConfig) -> Conversion:
 ARCHITECTURE = {
     **same_names(
         "num_layers hidden_size num_attention_heads num_kv_heads seq_length max_position_embeddings hidden_dropout "
-        "attention_dropout seed eod_mask_loss"
+        "attention_dropout seed eod_mask_loss reset_attention_mask reset_position_ids"
     ),
     "norm": KeyMapping(_norm, ("norm_type",), "layernorm, rmsnorm"),
     "layernorm_epsilon": _epsilon("layernorm"),
@@ -128,14 +135,16 @@ ARCHITECTURE = {
         {True: implied("with activation gelu: its tanh approximation"), False: unchanged("gelu is exact")},
         "gelu is then gelu_tanh",
     ),
-    "mlp_type": choice({"regular": unchanged("as activation says"), "llama": implied("SwiGLU, with activation")}),
+    "mlp_type": choice(
+        {"regular": unchanged("as activation says"), **dict.fromkeys(SILU_GATED, implied("SwiGLU, with activation"))}
+    ),
     **each(
         "intermediate_size expansion_factor mlp_multiple_of",
         KeyMapping(lambda _, source: feed_forward(source), ("intermediate_size",), "2/3 of it where gated"),
     ),
     "gpt_j_residual": to("parallel_residual"),
-    "gpt_j_tied": must_be_off("one norm for attention and feed-forward together"),
-    "use_bias_in_norms": KeyMapping(_norm_bias, ("norm_bias",), "RMSNorm has none"),
+    "gpt_j_tied": KeyMapping(_tied_norms, ("shared_norm",), "with gpt_j_residual"),
+    **each("use_bias_in_norms use_bias_in_qk_norm", KeyMapping(_norm_bias, ("norm_bias",), "RMSNorm has none")),
     "use_bias_in_attn_linear": to("attn_bias"),
     "use_bias_in_mlp": to("mlp_bias"),
     "init_method": to_one_of("init_method", _INIT_NAMES),
@@ -143,6 +152,15 @@ ARCHITECTURE = {
     "init_method_std": to("init_std"),
     "sliding_window_width": to("sliding_window"),
     "use_qk_layernorm": to("qk_norm"),
+    "qk_norm": to("qk_norm", "one weight for all heads; StableLM has one for each head"),
+    "attention_head_type": choice(
+        {
+            "multihead": unchanged("as many key/value heads as query heads"),
+            "groupedquery": unchanged("num_kv_heads says how many"),
+            "multiquery": mapped(num_kv_heads=1),
+        }
+    ),
+    "rotary_interleaved": must_be_off("pairs of neighbouring channels"),
     "attention_config": KeyMapping(_attention, ("attention_impl",), "global and flash alone"),
     "apply_query_key_layer_scaling": ignore("the factor is taken back in the fp32 softmax: the same numbers"),
     "attention_softmax_in_fp32": ignore("the softmax is in fp32"),
@@ -155,12 +173,12 @@ PARAMS = "optimizer.params."
 ADAM_LIKE = ("adam", "cpu_adam", "cpu_torch_adam", "onebitadam", "lion")
 OPTIMIZERS = {
     "adam": implied("NeoX's Adam decays weights as AdamW does", optimizer="adamw"),
-    "cpu_adam": implied("AdamW; the state stays on the device", optimizer="adamw"),
-    "cpu_torch_adam": implied("NeoX builds DeepSpeed's AdamW for it too", optimizer="adamw"),
+    "cpu_adam": implied("AdamW with its state on the host", optimizer="adamw", cpu_offload=True),
+    "cpu_torch_adam": implied("NeoX builds DeepSpeed's CPU AdamW for it too", optimizer="adamw", cpu_offload=True),
     "sm3": mapped(optimizer="sm3"),
     "madgrad_wd": mapped(optimizer="madgrad_wd"),
     "lion": mapped(optimizer="lion"),
-    "onebitadam": unsupported("compressed communication"),
+    "onebitadam": unsupported("compressed communication; the nearest is AdamW: give type Adam without freeze_step"),
     "sgd": unsupported("NeoX's sgd is muP's"),
 }
 
@@ -207,7 +225,8 @@ def _style(value: Any, source: ForeignConfig) -> Conversion:
     era = "neox2022" if source.era == "2022" else "neox"
     name = str(value).lower()
     if name not in ("constant", "linear", "cosine", "exponential"):
-        return unsupported("known are constant, linear, cosine and exponential")
+        reason = "known are constant, linear, cosine and exponential; StableLM's hybrids are in no public code"
+        return Conversion("unsupported", {"lr_schedule": name}, f"{reason}; give --lr_schedule")
     return mapped(lr_schedule=f"{era}_{name}")
 
 

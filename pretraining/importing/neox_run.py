@@ -97,15 +97,22 @@ def _corpus(value: Any, source: ForeignConfig) -> Conversion:
     return corpora([str(value)], [])
 
 
+def _named(paths: Any) -> list[str]:
+    """Return the paths of a list, or of one path, that are not empty."""
+    return [str(path) for path in (paths if isinstance(paths, list) else [paths]) if path]
+
+
 def _paths(kind: str) -> KeyMapping:
     """A corpus or a list of them; those for training, validation and test are given together, or none."""
     part = "" if kind == "train" else f"{kind}_"
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
-        kinds = [k for k in KINDS if source.get(f"{k}_data_paths") or source.get(f"{k}_data_path")]
+        kinds = [k for k in KINDS if {f"{k}_data_paths", f"{k}_data_path"} & source.values.keys()]
         if len(kinds) != len(KINDS):
             return unsupported("train, valid and test paths are given together, or data_path alone")
-        paths = value if isinstance(value, list) else [value]
+        paths = _named(value)
+        if not paths:
+            return ignored(f"no path: give --{part}data_path")
         weights = source.get(f"{kind}_data_weights") or ["1.0"] * len(paths)
         return corpora(paths, [str(weight) for weight in weights], part)
 
@@ -145,7 +152,7 @@ def _validation(field: str) -> KeyMapping:
     """NeoX validates where the file has data for it; eval_interval beyond the last step is none."""
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
-        has_data = source.get("split") or source.get("valid_data_path") or source.get("valid_data_paths")
+        has_data = source.get("split") or _named(source.get("valid_data_path") or source.get("valid_data_paths"))
         if not has_data and not source.has_flag("split", "valid_data_path", "use_dummy_dataset"):
             return implied("the file names no data to validate on: none", **{field: 0})
         if field == "val_interval" and source.integer("train_iters", 0) < source.integer("eval_interval", 0):
@@ -158,7 +165,7 @@ def _validation(field: str) -> KeyMapping:
 def _eval_iters(value: Any, source: ForeignConfig) -> Conversion:
     values = _validation("val_steps").convert(value, source).values
     shares = str(source.get("split", "")).replace("/", ",").split(",")
-    tested = (len(shares) > 2 and shares[2].strip() not in ("", "0")) or source.get("test_data_paths")
+    tested = (len(shares) > 2 and shares[2].strip() not in ("", "0")) or _named(source.get("test_data_paths"))
     note = "batches of a validation, and of the test at the end" + _budget(value, source)
     return implied(note, **values, test_steps=value if tested else 0)
 
@@ -200,6 +207,7 @@ RUN = {
         ignore("bf16 needs no loss scale"),
         "fp16.",
     ),
+    **each("loss_scale loss_scale_window hysteresis min_scale", ignore("bf16 needs no loss scale")),
     "fp32_allreduce": choice({True: mapped(reduce_dtype="fp32"), False: unchanged("gradients are reduced in fp32")}),
     "data_types.grad_accum_dtype": choice(
         dict.fromkeys(("fp32", "bf16"), implied("gradients are accumulated in fp32"))

@@ -154,7 +154,7 @@ def convert(mapping: KeyMapping, value: Any, foreign: ForeignConfig) -> Conversi
     except (TypeError, ValueError, ArithmeticError):  # a converter computed with what is no number
         return unsupported("this value is of another kind than the key takes")
     for name, setting in conversion.values.items():
-        if mistake := _mistake(name, setting):
+        if conversion.status != "unsupported" and (mistake := _mistake(name, setting)):
             return Conversion("unsupported", {name: setting}, mistake)
     return conversion
 

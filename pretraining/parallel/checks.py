@@ -5,6 +5,7 @@ Rules that need the number of devices are in mesh.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -26,10 +27,11 @@ def check_engine_support(config: TrainConfig) -> Iterator[Problem]:
 def check_tensor_parallel(config: TrainConfig) -> Iterator[Problem]:
     """Every tensor rank computes the same number of heads and feed-forward channels; the vocabulary is padded."""
     ranks, shape = config.tensor_parallel_size, model_shape(config)
+    valid = either(divisors(math.gcd(shape.num_attention_heads, shape.intermediate_size)))
     for name in ("num_attention_heads", "intermediate_size"):
         extent = getattr(shape, name)
         if extent % ranks:
-            remedy = f"does not divide {name}={extent}; use {either(divisors(extent))}"
+            remedy = f"does not divide {name}={extent}; use {valid}; another would need padding with zeros"
             yield problem(config, "tensor_parallel_size", remedy)
 
 

@@ -80,7 +80,12 @@ def test_a_gated_width_is_about_a_third_of_the_written_one(written: int, multipl
 
 @pytest.mark.parametrize(
     ("leaves", "era"),
-    [({"save_interval": 1}, "2022"), ({"mlp_multiple_of": 1}, "head"), ({"rope_fusion": True}, "head")],
+    [
+        ({"save_interval": 1}, "2022"),
+        ({"train_iters": 143_000}, "2022"),
+        ({"mlp_multiple_of": 1}, "head"),
+        ({"rope_fusion": True}, "head"),
+    ],
 )
 def test_the_era_follows_from_the_keys(leaves: dict[str, Any], era: str) -> None:
     assert era_of({"checkpoint_factor": 10, **leaves}, "auto")[0] == era
@@ -187,6 +192,42 @@ def test_neox_mixtures_keep_their_weights(tmp_path: Path) -> None:
     imported = config("neox", tmp_path, changes)
     assert (imported.data_path, imported.datasets, imported.weights) == ("/c", "a.idx,d/b.idx", "1.0,3.0")
     assert (imported.valid_data_path, imported.test_data_path) == ("/c/v.idx", "/c/t.idx")
+
+
+def test_a_list_of_no_paths_leaves_the_data_to_the_flags(tmp_path: Path) -> None:
+    changes = {f"{kind}_data_paths": paths for kind, paths in (("train", []), ("valid", [""]), ("test", []))}
+    imported = imported_file("neox", tmp_path, {**changes, "train_data_weights": [1.0, 2.0]})
+    (row,) = (row for row in imported.keys if row.source_key == "valid_data_paths")
+    assert (row.status, row.note) == ("ignored", "no path: give --valid_data_path")
+    assert imported.config.data_path == imported.config.weights == "" and imported.config.val_interval == 0
+
+
+def test_stablelm_s_keys_are_read(tmp_path: Path) -> None:
+    """Those of StableLM 2 12B, whose feed-forward layer is 13,824 wide."""
+    node: dict[str, Any] = {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 32, "seq_length": 4096}
+    node |= {"attention_head_type": "groupedquery", "num_kv_heads": 8, "qk_norm": True, "rotary_interleaved": False}
+    node |= {"mlp_multiple_of": 256, "mlp_type": "gated", "activation": "silu", "no_weight_tying": True}
+    node |= {"gpt_j_residual": True, "gpt_j_tied": True, "pos_emb": "rotary", "rotary_pct": 0.25, "train_iters": 9}
+    node |= dict.fromkeys(("use_bias_in_norms", "use_bias_in_qk_norm", "use_bias_in_attn_linear"), False)
+    node |= {"use_bias_in_mlp": False, "max_position_embeddings": 4096, "train_micro_batch_size_per_gpu": 1}
+    node |= {"full_precision_lm_cross_entropy": True, "eval_batch_size": 1, "wandb_name": "", "cooldown": 0.0}
+    imported = import_foreign({"import_config": write(tmp_path, node), **ENOUGH, "vocab_size": "100352"})
+    assert not [*imported.problems, *imported.config_problems]
+    shape = model_shape(imported.config)
+    assert (shape.intermediate_size, shape.num_kv_heads, imported.config.activation) == (13_824, 8, "swiglu")
+    assert imported.config.shared_norm and imported.config.qk_norm and not imported.config.norm_bias
+    node["lr_decay_style"] = "hybrid_cosine_inv_sqrt_2"
+    path = write(tmp_path, node)
+    (problem,) = import_foreign({"import_config": path, **ENOUGH, "vocab_size": "100352"}).problems
+    assert "give --lr_schedule" in problem.remedy
+    assert not import_foreign({"import_config": path, **ENOUGH, "vocab_size": "8", "lr_schedule": "cosine"}).problems
+
+
+@pytest.mark.parametrize("name", ["CPU_Adam", "CPU_torch_adam"])
+def test_an_optimizer_on_the_host_is_adamw_with_its_state_there(name: str, tmp_path: Path) -> None:
+    changes = {"optimizer.type": name, "zero_optimization.cpu_offload": False}
+    imported = config("neox", tmp_path, changes)
+    assert (imported.optimizer, imported.cpu_offload) == ("adamw", True)
 
 
 def test_gpt_neox_at_its_defaults_is_pythia_160m(tmp_path: Path) -> None:
