@@ -8,11 +8,10 @@ launches anything, because torchrun turns every exit code into 1. Imports no tor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from pretraining.checkpoint.checks import CHECKS as CHECKPOINT
-from pretraining.config.flags import config_from_flags, first_rank, run
+from pretraining.config.flags import config_from_flags, first_rank, is_script_setting, run
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.data.checks import CHECKS as DATA
@@ -39,15 +38,12 @@ def configure(flags: Mapping[str, object], report: bool = True) -> TrainConfig:
 
 
 def describe_settings(config: TrainConfig, flags: Mapping[str, object], origins: Mapping[str, str]) -> list[str]:
-    """Return a line for each setting that is not the default: its value, and where that comes from.
-
-    SCRIPT_SETTINGS in the environment has the flags that scripts/train.sh adds.
-    """
-    defaults, script = TrainConfig(), os.environ.get("SCRIPT_SETTINGS", "").split()
+    """Return a line for each setting that is not the default: its value, and where that comes from."""
+    defaults = TrainConfig()
     changed = {name: value for name, value in vars(config).items() if value != getattr(defaults, name)}
     sources = dict.fromkeys(changed, "derived") | dict(origins)
     for name, raw in flags.items():
-        sources[name] = "scripts/train.sh" if f"--{name}={raw}" in script else "command line"
+        sources[name] = "scripts/train.sh" if is_script_setting(name, raw) else "command line"
     width = max((len(f"--{name}={value}") for name, value in changed.items()), default=0)
     return [f"{f'--{name}={value}':<{width}}  {sources[name]}" for name, value in changed.items()]
 

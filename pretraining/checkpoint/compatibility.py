@@ -5,8 +5,9 @@ Needs no tensors, so a mistake is reported before one is read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from pretraining.config.declaration import Resume
@@ -14,6 +15,7 @@ from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.optimizers import FLAGS, hyperparameters
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.optim.schedule import learning_rate
 
 
 class Change(NamedTuple):
@@ -38,6 +40,9 @@ def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     Settings that only one of the two versions of this program has are left out.
     """
     before, now = _resolved(saved_config(saved)), _resolved(config)
+    for one, other in ((before, now), (now, before)):
+        if one["lr_decay_steps"] is None and other["lr_decay_steps"] is not None:
+            one["lr_decay_steps"] = one["num_steps"]
     resolved = (Resume.SHAPE, Resume.FUNCTION)
     names = [name for name, setting in SETTINGS.items() if name in saved or setting.resume in resolved]
     differing = [Change(name, before[name], now[name]) for name in names if before[name] != now[name]]
@@ -67,6 +72,18 @@ def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
         remedies[Resume.RATE] = "use that, or --override_lr_on_resume=True"
     _refuse(differing, remedies, "the checkpoint was trained with")
     return differing
+
+
+def describe_rate_change(saved: Mapping[str, Any], config: TrainConfig, step: int) -> str:
+    """Return a sentence on the learning rate of the update after `step` if it is not the saved run's, or nothing."""
+    earlier = saved_config(saved)
+    before, now = learning_rate(earlier, step), learning_rate(config, step)
+    if math.isclose(before, now):
+        return ""
+    keeps = replace(config, lr_decay_steps=earlier.num_steps)
+    is_stretched = config.lr_decay_steps is None and math.isclose(before, learning_rate(keeps, step))
+    reason = f": the schedule spans num_steps; --lr_decay_steps={earlier.num_steps} keeps it as it was"
+    return f"learning rate of step {step + 1:,}: {before:.3g} -> {now:.3g}{reason if is_stretched else ''}"
 
 
 def check_start(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:

@@ -30,13 +30,13 @@ from pretraining.checkpoint.adapter import MODEL, PREFIX, adapter_config, merge_
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.export_tokenizer import export_tokenizer
 from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
-from pretraining.checkpoint.huggingface import CONFIG, INDEX, SINGLE, is_huggingface, open_any_checkpoint
+from pretraining.checkpoint.huggingface import INDEX, SINGLE, is_huggingface, open_any_checkpoint
 from pretraining.checkpoint.manifest import DTYPES, Checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
 from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, read_tensors, write_items
 from pretraining.config.errors import UserError
-from pretraining.config.huggingface import config_json
+from pretraining.config.huggingface import CONFIG, config_json
 from pretraining.config.lora import adapters_alone, is_adapter, is_trained
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig

@@ -25,9 +25,9 @@ from pretraining.checkpoint.manifest import (
     open_checkpoint,
 )
 from pretraining.config.errors import UserError
-from pretraining.config.huggingface import DIMENSIONS, ModelDescription
+from pretraining.config.huggingface import CONFIG, DIMENSIONS, ModelDescription, describes_model
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "intermediate_size")
 FILE_NAME = re.compile(r"[\w.+-]*\.safetensors", re.ASCII)
@@ -36,8 +36,8 @@ LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
 
 
 def is_huggingface(path: Path) -> bool:
-    """Return whether `path` is such a folder. A run's own config.json has no model_type."""
-    return (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG)
+    """Return whether `path` is such a folder."""
+    return (path / CONFIG).is_file() and describes_model(read_json(path / CONFIG))
 
 
 def open_any_checkpoint(path: Path) -> Checkpoint:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretraining.checkpoint.adapter import adapter_folder, open_adapter
-from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start
+from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start, describe_rate_change
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.folder import CHECKPOINTS, CheckpointList, find_checkpoints
 from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, open_any_checkpoint
@@ -118,6 +118,8 @@ class Restoring:
             self.state.commit(restart_optimizer=restart)
             if noted:
                 self.peers.say(f"changed since {path.name}: {', '.join(map(str, noted))}")
+            if change := describe_rate_change(checkpoint.facts.config, self.config, checkpoint.facts.step):
+                self.peers.say(change)
             self.peers.say(f"continuing from {path}, read in {time.perf_counter() - began:.1f} s")
             return checkpoint.facts, paths[:number]
         raise UserError(f"{paths[0].parent}: none of the checkpoints can be read; remove them to start from step 0")

@@ -84,6 +84,11 @@ def first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def is_script_setting(name: str, raw: object) -> bool:
+    """Return whether scripts/train.sh gave this flag; it names its settings in SCRIPT_SETTINGS."""
+    return f"--{name}={raw}" in os.environ.get("SCRIPT_SETTINGS", "").split()
+
+
 # ---- words to flags
 
 
@@ -157,13 +162,22 @@ def _unknown(name: str, subject: str) -> Problem:
 
 
 def _nearest(word: str) -> str:
-    """Return "; did you mean ...?" with the field names most like `word`, or nothing."""
+    """Return "; did you mean ...?" with the fields of these initials or words, or the most similar ones, or nothing."""
     name = word.partition("=")[0].replace("-", "_").lower()
-    initials = [field for field in SETTINGS if name == "".join(part[0] for part in field.split("_"))]
-    initials = [field for field in initials if SETTINGS[field].is_common] or initials
-    close = initials or get_close_matches(name, SETTINGS, n=3, cutoff=0.75)
-    near = [field for field in close if initials or _likeness(name, field) > _likeness(name, close[0]) - 0.05]
+    near = [field for field in SETTINGS if name == "".join(part[0] for part in field.split("_"))]
+    near = [field for field in near if SETTINGS[field].is_common] or near
+    if not near and "_" in name:
+        near = [field for field in SETTINGS if _has_words(field, name)]
+    if not near or name in near:
+        close = get_close_matches(name, SETTINGS, n=3, cutoff=0.75)
+        near = [field for field in close if _likeness(name, field) > _likeness(name, close[0]) - 0.05]
     return f"; did you mean {' or '.join(f'--{field}' for field in near)}?" if near else ""
+
+
+def _has_words(field: str, name: str) -> bool:
+    """Return whether the words of `name` are words of `field`, in their order."""
+    words = iter(field.split("_"))
+    return all(word in words for word in name.split("_"))
 
 
 def _likeness(one: str, other: str) -> float:

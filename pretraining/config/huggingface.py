@@ -15,6 +15,7 @@ from pretraining.config.errors import Problem, UserError
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import model_shape
 
+CONFIG = "config.json"  # file name
 FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # hidden_act, which gates there too -> activation
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
@@ -76,6 +77,11 @@ OTHER = (
     "auto_map",
     "_*",
 )
+
+
+def describes_model(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is Hugging Face's. A run's own one has no model_type."""
+    return "model_type" in config
 
 
 class ModelDescription:

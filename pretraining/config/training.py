@@ -49,8 +49,9 @@ class TrainConfig:
     """Row of the variant table that gives the dimensions below. The 7b, 13b, 34b and 70b are short names of llama2_*;
     tiny and mini are for CPUs; "custom": every dimension is set by its own flag."""
     model_config_path: str = ""
-    """Hugging Face's config.json of a Llama, Mistral or Qwen 3, from which dimensions, rotary settings and norm_eps are
-    read; flags and the keys of import_config override it. Empty: none."""
+    """Hugging Face's config.json of a Llama, Mistral or Qwen 3, or its folder, from which dimensions, rotary settings
+    and norm_eps are read; flags and the keys of import_config override it. Empty: that of ckpt_load_path, if it is a
+    folder in Hugging Face's format."""
     num_layers: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
     """Transformer blocks. None: the variant's."""
     hidden_size: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None

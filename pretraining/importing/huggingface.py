@@ -1,14 +1,15 @@
-"""The dimensions of a model from Hugging Face's config.json, for --model_config_path."""
+"""The dimensions of a model from Hugging Face's config.json, for --model_config_path and --ckpt_load_path."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem
-from pretraining.config.flags import first_rank
 from pretraining.config.huggingface import (
     ACTIVATIONS,
+    CONFIG,
     FAMILIES,
     FIELDS,
     FIXED,
@@ -16,7 +17,9 @@ from pretraining.config.huggingface import (
     ROPE_FIELDS,
     ROPE_TYPES,
     ModelDescription,
+    describes_model,
 )
+from pretraining.config.variants import VARIANTS
 from pretraining.importing.conversions import mapped, unchanged
 from pretraining.importing.mappings import Format, KeyMapping, choice, ignore, only, to
 from pretraining.importing.reading import read_file
@@ -46,18 +49,41 @@ FORMAT = Format(
 )
 
 
-def model_flags(path: str) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
-    """Return the settings in the config.json at `path`, "key=value in FILE" for each, and the problems.
+class ModelFlags(NamedTuple):
+    """What a config.json gives."""
 
-    Nothing where `path` is empty. Prints the keys that no model of the family reads. Raises UserError if the file
-    cannot be read.
+    values: dict[str, Any]  # by field
+    origins: dict[str, str]  # field -> "key=value in FILE"
+    problems: list[Problem]  # what this recipe cannot follow
+    notes: list[Problem]  # what does not count
+
+
+def model_flags(flags: Mapping[str, object]) -> ModelFlags:
+    """Return the settings of --model_config_path or, without it, of a Hugging Face folder at --ckpt_load_path.
+
+    A --model_variant in `flags` gives the dimensions instead. Raises UserError if the file cannot be read.
     """
+    path = find_config_json(flags)
     if not path:
-        return {}, {}, []
-    model = ModelDescription(read_file(Path(path)))
+        return ModelFlags({}, {}, [], [])
+    model = ModelDescription(read_file(path))
+    origins = {field: f"{origin} in {path}" for field, origin in model.origins.items()}
     problems = [problem._replace(subject=f"{path}: {problem.subject}") for problem in model.problems]
     misspelled = {key: value for key, value in model.unknown.items() if FORMAT.is_misspelled(key)}
     problems += [Problem(f"{path}: {key}={value}", FORMAT.no_such_key(key)) for key, value in misspelled.items()]
-    if (others := ", ".join(key for key in model.unknown if key not in misspelled)) and first_rank():
-        print(f"{path}: not read, as in transformers: {others}")
-    return model.fields, {field: f"{origin} in {path}" for field, origin in model.origins.items()}, problems
+    others = ", ".join(key for key in model.unknown if key not in misspelled)
+    notes = [Problem(str(path), f"not read, as in transformers: {others}")] if others else []
+    variant = flags.get("model_variant")
+    shape = VARIANTS.get(str(variant))
+    for field in [field for field in model.origins if hasattr(shape, field) and field not in flags]:
+        if (value := getattr(shape, field)) != model.fields.pop(field):
+            notes.append(Problem(f"--model_variant={variant}", f"has {field}={value} instead of {origins[field]}"))
+    return ModelFlags(model.fields, {field: origins[field] for field in origins.keys() & model.fields}, problems, notes)
+
+
+def find_config_json(flags: Mapping[str, object]) -> Path | None:
+    """Return the config.json that the flags name, by itself or with its folder."""
+    if named := str(flags.get("model_config_path") or ""):
+        return Path(named, CONFIG) if Path(named).is_dir() else Path(named)
+    path = Path(str(flags.get("ckpt_load_path") or ""), CONFIG)
+    return path if flags.get("ckpt_load_path") and path.is_file() and describes_model(read_file(path)) else None

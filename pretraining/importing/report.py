@@ -16,6 +16,12 @@ from pretraining.importing.resolve import ImportResult, KeyReport, settings
 from pretraining.optim.schedule import learning_rate, milestone_steps
 
 STATUSES = ("mapped", "implied", "ignored", "unsupported")
+# The lines of the report: heading -> statuses. What a reader must act on comes first.
+PARTS = {
+    "Unsupported": ("unsupported",),
+    "Derived, merged or approximated": ("implied",),
+    "One to one, or without meaning here": ("mapped", "ignored"),
+}
 
 
 def write_report(report: Mapping[str, Any], target: str) -> None:
@@ -77,9 +83,11 @@ def as_text(result: ImportResult, report: Mapping[str, Any]) -> str:
     """Return the report for people."""
     title, counts, foreign = result.format.title, report["summary"], result.foreign
     era = f" ({foreign.era}: {foreign.era_reason})" if foreign.era else ""
-    lines = [f"Imported from {title}{era}:", *_lines(result.keys)]
-    if result.defaults:
-        lines += [f"Absent there, with {title}'s defaults:", *_lines(result.defaults)]
+    lines = [f"Imported from {title}{era}"]
+    for heading, statuses in PARTS.items():
+        for reports, origin in ((result.keys, ""), (result.defaults, f", absent there ({title}'s defaults)")):
+            rows = _lines([report for report in reports if report.status in statuses])
+            lines += [f"{heading}{origin}:", *rows] if rows else []
     lines += ["Settings that differ from this recipe's defaults:", *describe_differences(result.config)]
     rates = ", ".join(f"{rate:.6g} at {step}" for step, rate in report["learning_rate"].items())
     size = f"{report['parameters']:,} parameters" if report["parameters"] else "parameters unknown: give --vocab_size"

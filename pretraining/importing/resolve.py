@@ -94,7 +94,7 @@ def import_foreign(flags: Mapping[str, object], checks: Iterable[Check] = ()) ->
     defaults = [report for key in format_.defaults for report in _report_default(key, format_, foreign)]
     merged, origins = _merge([*keys, *defaults], foreign)
     _override([*keys, *defaults], flags)
-    below, below_origins, problems = model_flags(str({**merged, **flags}.get("model_config_path", "")))
+    below, below_origins, problems, notes = model_flags({**merged, **flags})
     given = {name: value for name, value in flags.items() if name not in ORIGIN}
     idle = {other for pair in ALTERNATIVES for other in pair if set(pair) & given.keys() and other not in given}
     values = {"model_variant": "custom", "lr_schedule": "constant", **below, **merged, **given}
@@ -106,6 +106,7 @@ def import_foreign(flags: Mapping[str, object], checks: Iterable[Check] = ()) ->
     problems += [problem for check in format_.checks for problem in check(foreign)]
     warnings = [] if own.config.import_strict else refused
     problems = problems if warnings else [*refused, *problems]
+    warnings = [*warnings, *notes]
     config, mistakes = read_values(values, checks, missing_matters=not own.config.import_only)
     mistakes = [with_origin(problem, origins) for problem in mistakes]
     return ImportResult(format_, foreign, keys, defaults, values, origins, problems, warnings, config, mistakes)

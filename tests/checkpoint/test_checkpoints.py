@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -316,6 +317,29 @@ def test_other_changes_are_made_and_said(tmp_path: Path, capsys: pytest.CaptureF
     run(tmp_path, num_steps=4, weight_decay=0.2, report_interval=7)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since step_2"))
     assert line == "changed since step_2: weight_decay 0.1 -> 0.2, num_steps 2 -> 4"
+
+
+def test_a_larger_num_steps_prints_the_rate_before_and_after_and_what_keeps_the_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"learning_rate": 1e-3, "lr_schedule": "cosine"}
+    run(tmp_path, num_steps=4, **fields)
+    reason = ": the schedule spans num_steps; --lr_decay_steps=4 keeps it as it was\n"
+
+    def printed(**more: Any) -> str:
+        capsys.readouterr()
+        run(tmp_path, **fields, **more)
+        return capsys.readouterr().out
+
+    assert "learning rate" not in printed(num_steps=4)
+    shutil.copytree(tmp_path, tmp_path / "kept")
+    assert f"learning rate of step 5: 0 -> 0.0005{reason}" in printed(num_steps=8)
+    kept = {"log_dir": str(tmp_path / "kept"), "lr_decay_steps": 4, **fields}
+    run(tmp_path, num_steps=8, **kept)
+    run(tmp_path, num_steps=12, **kept)
+    assert "learning rate" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"--lr_decay_steps=5 .* was trained with 4"):
+        run(tmp_path, num_steps=12, **{**kept, "lr_decay_steps": 5})
 
 
 # ---- One run to a folder

@@ -95,7 +95,7 @@ def test_llama_s_relatives_travel_under_their_own_names(tmp_path: Path, fields: 
     theirs.save_pretrained(tmp_path / "back")  # as they write it, with all of their keys
     described = open_any_checkpoint(tmp_path / "back").facts.config
     assert {name: described[name] for name in fields} == fields
-    settings, _, problems = model_flags(str(tmp_path / "back" / "config.json"))
+    settings, _, problems, _ = model_flags({"model_config_path": tmp_path / "back"})
     assert not problems
     assert {name: settings[name] for name in fields} == fields
 
@@ -234,7 +234,7 @@ def test_an_absent_key_has_the_default_of_transformers_in_every_reader(family: s
     given = {"model_type": family, "hidden_size": 64, "num_attention_heads": 32}
     theirs = transformers.AutoConfig.for_model(**given)
     (tmp_path / "config.json").write_text(json.dumps(given))
-    for fields in (ModelDescription(given).fields, model_flags(str(tmp_path / "config.json"))[0]):
+    for fields in (ModelDescription(given).fields, model_flags({"model_config_path": tmp_path}).values):
         assert fields["norm_eps"] == theirs.rms_norm_eps == 1e-6
         assert fields["rope_theta"] == theirs.rope_parameters["rope_theta"]
         assert fields.get("num_kv_heads", 32) == theirs.num_key_value_heads

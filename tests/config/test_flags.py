@@ -175,6 +175,7 @@ def test_a_flag_repeated_with_the_same_value_needs_no_note(capsys: pytest.Captur
         (["--learningrate=1"], "did you mean --learning_rate?\n"),
         (["--tensor_parallel=1"], "did you mean --tensor_parallel_size?\n"),
         (["--num_step=1"], "did you mean --num_steps?\n"),
+        (["--num_heads=1"], "did you mean --num_attention_heads or --num_kv_heads?\n"),
         (["--=3"], "no such flag"),
         (["--batch_size=two"], "--batch_size=two  expected a whole number, such as 2"),
         (["--batch_size=2.5"], "expected a whole number"),

@@ -446,7 +446,7 @@ LLAMA = {
 def test_dimensions_come_from_a_config_json_under_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, {**LLAMA, "summary_type": "cls_index"}, "model.json")
     flags = {"model_config_path": path, "use_dummy_dataset": "True", "seq_length": "16", "num_layers": "5"}
-    result = from_flags(flags)
+    result = configure(flags)
     assert (result.model_variant, result.num_layers, result.intermediate_size, result.vocab_size) == (
         "custom",
         5,

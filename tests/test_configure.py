@@ -1,0 +1,137 @@
+"""The values of a run come from flags and files: what a person types, and what is printed before a device is opened."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from main_training import main
+from pretraining.config.flags import run
+from pretraining.configure import CHECKS
+from tests.importing.files import put, tree, write
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder in Hugging Face's format, as far as settings are concerned."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def typed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    """Return what `python main_training.py --import_only` and these words print."""
+    assert run(main, ["--import_only", *words], CHECKS) == code
+    printed = capsys.readouterr()
+    return printed.err if code else printed.out
+
+
+def settings(printed: str) -> dict[str, str]:
+    """Return the settings in the output, which are those that are not the default."""
+    lines = [line.strip() for line in printed.splitlines()]
+    return dict(line.removeprefix("--").split("=", 1) for line in lines if line.startswith("--"))
+
+
+@pytest.mark.parametrize("flag", ["ckpt_load_path", "model_config_path"])
+def test_a_hugging_face_folder_alone_gives_the_dimensions(
+    flag: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {
+        "model_variant": "custom",
+        "vocab_size": "300",
+        "hidden_size": "64",
+        "num_layers": "2",
+        "num_attention_heads": "4",
+        "num_kv_heads": "2",
+        "intermediate_size": "96",
+        "max_position_embeddings": "128",
+        "seq_length": "128",
+        "norm_eps": "1e-06",
+        "rope_theta": "10000.0",
+    }
+    named = f"--{flag}={folder}"
+    assert settings(printed := typed(capsys, named)).items() >= expected.items()
+    assert "note:" not in printed
+    # The variant of scripts/train.sh, which the user did not name, does not count
+    monkeypatch.setenv("SCRIPT_SETTINGS", "--model_variant=tiny")
+    assert settings(typed(capsys, "--model_variant=tiny", named)).items() >= expected.items()
+
+
+def test_flags_win_over_a_hugging_face_folder_and_each_difference_is_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = typed(capsys, f"--ckpt_load_path={folder}", "--num_layers=3", "--norm_eps=1e-5", "--hidden_size=64")
+    notes = [line for line in printed.splitlines() if line.startswith("note:")]
+    assert notes == [
+        f"note: --num_layers=3: replaces num_hidden_layers=2 in {folder}/config.json",
+        f"note: --norm_eps=1e-5: replaces rms_norm_eps=1e-06 in {folder}/config.json",
+    ]
+    assert settings(printed)["num_layers"] == "3"
+    printed = typed(capsys, f"--ckpt_load_path={folder}", "--model_variant=tiny", "--vocab_size=300")
+    assert settings(printed).keys() & {"hidden_size", "num_layers", "vocab_size"} == {"vocab_size"}
+    assert f"note: --model_variant=tiny: has num_layers=6 instead of num_hidden_layers=2 in {folder}" in printed
+    assert "vocab_size=4096" not in printed
+
+
+def test_a_folder_that_this_recipe_cannot_follow_is_refused_and_that_of_a_run_says_nothing_of_the_model(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "made_by": "x"}))
+    assert f"note: {folder}/config.json: not read, as in transformers: made_by" in typed(
+        capsys, f"--ckpt_load_path={folder}"
+    )
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gemma"}))
+    assert "config.json: model_type=gemma" in typed(capsys, f"--ckpt_load_path={folder}", code=2)
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 64}))  # a run's
+    assert settings(typed(capsys, f"--ckpt_load_path={folder}")).keys() == {"ckpt_load_path"}
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.toml", "[model]\n{} = {}"), ("a.yaml", "model:\n  {}: {}")])
+def test_a_section_in_a_configuration_file_is_explained(
+    name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text(text.format("num_layers", 2))
+    error = typed(capsys, f"--config_file={path}", code=2)
+    assert f"[model] in {path}  is a section, and settings have none: remove this line, and keep num_layers" in error
+    assert error.startswith("1 problem ")
+    path.write_text(text.format("num_layer", 2))  # what is wrong in a section is reported, too
+    assert f"did you mean --num_layers? [from num_layer=2 in {path}]" in typed(capsys, f"--config_file={path}", code=2)
+
+
+def test_a_mistake_in_a_configuration_file_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('seed = 5\nbatch_size = "two"\nnum_attention_heads = 5')
+    error = typed(capsys, f"--config_file={path}", "--hidden_size=64", code=2)
+    assert f"[from batch_size=two in {path}]" in error
+    assert f"[from num_attention_heads=5 in {path}]" in error
+    path.write_text("seed = 5")
+    assert f"note: --seed=6: replaces seed=5 in {path}\n" in typed(capsys, f"--config_file={path}", "--seed=6")
+
+
+def test_an_import_report_begins_with_what_is_unsupported_and_then_what_is_derived(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, put(tree("nxdt"), "model.unheard", 1))
+    printed = typed(capsys, f"--import_config={path}", "--vocab_size=100", "--import_strict=False")
+    lines = printed.partition("Settings that differ")[0].splitlines()
+    assert (lines[0], lines[1]) == ("Imported from NxD Training", "Unsupported:")
+    assert "model.unheard=1" in lines[2]
+    order = [re.findall(r" {2}(unsupported|implied|mapped|ignored)(?: |$)", line)[:1] for line in lines]
+    places = [{"unsupported": 0, "implied": 1}.get(status[0], 2) for status in order if status]
+    assert places == sorted(places) and set(places) == {0, 1, 2}
