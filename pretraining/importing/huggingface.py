@@ -78,7 +78,8 @@ def model_flags(flags: Mapping[str, object]) -> ModelFlags:
     for field in [field for field in model.origins if hasattr(shape, field) and field not in flags]:
         if (value := getattr(shape, field)) != model.fields.pop(field):
             notes.append(Problem(f"--model_variant={variant}", f"has {field}={value} instead of {origins[field]}"))
-    return ModelFlags(model.fields, {field: origins[field] for field in origins.keys() & model.fields}, problems, notes)
+    origins = {field: origin for field, origin in origins.items() if field in model.fields}
+    return ModelFlags(model.fields, origins, problems, notes)
 
 
 def find_config_json(flags: Mapping[str, object]) -> Path | None:
