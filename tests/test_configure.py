@@ -78,8 +78,8 @@ def test_flags_win_over_a_hugging_face_folder_and_each_difference_is_printed(
     printed = typed(capsys, f"--ckpt_load_path={folder}", "--num_layers=3", "--norm_eps=1e-5", "--hidden_size=64")
     notes = [line for line in printed.splitlines() if line.startswith("note:")]
     assert notes == [
-        f"note: --num_layers=3: replaces num_hidden_layers=2 in {folder}/config.json",
         f"note: --norm_eps=1e-5: replaces rms_norm_eps=1e-06 in {folder}/config.json",
+        f"note: --num_layers=3: replaces num_hidden_layers=2 in {folder}/config.json",
     ]
     assert settings(printed)["num_layers"] == "3"
     printed = typed(capsys, f"--ckpt_load_path={folder}", "--model_variant=tiny", "--vocab_size=300")
