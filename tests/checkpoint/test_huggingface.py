@@ -211,18 +211,57 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     assert imported.facts.config["tokenizer_path"] == str(exported / file)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("bpe", "normalizes text"), ("unigram", "is a unigram model")])
-def test_a_tokenizer_that_transformers_cannot_follow_gets_a_warning(
-    kind: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "bpe"},
+        {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "nfkc"},
+        {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False},
+        {"model_type": "unigram", "user_defined_symbols": ["<|im_start|>"], **IDENTITY},
+        {"model_type": "unigram", "byte_fallback": True},
+    ],
+)
+def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepiece(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sentences = iter(Path(__file__).read_text().splitlines())
+    transformers = pytest.importorskip("transformers")
+    source = Path(__file__).with_name("test_checkpoints.py").read_text()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=sentences, model_prefix=str(tmp_path / "sp"), vocab_size=300, model_type=kind, minloglevel=2
+        sentence_iterator=iter(source.splitlines()),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=500,
+        minloglevel=2,
+        **settings,
     )
     (tmp_path / "hf").mkdir()
     export_tokenizer(str(tmp_path / "sp.model"), tmp_path / "hf")
-    assert reason in capsys.readouterr().err
-    assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["add_prefix_space"] is True
+    ours, theirs = (
+        open_tokenizer(str(tmp_path / "sp.model")),
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
+    )
+    texts = random_texts([*source.split(), *settings.get("user_defined_symbols", [])])
+    is_unigram = settings["model_type"] == "unigram"
+    pairs = zip(ours.encode(texts), theirs(texts, add_special_tokens=False)["input_ids"], strict=True)
+    different = [(a, b) for a, b in pairs if a != b]
+    assert len(different) <= 3 * is_unigram
+    assert ("same score" in capsys.readouterr().err) == is_unigram
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
+    for one, other in different:  # of the same score
+        assert sum(map(model.get_score, one)) == pytest.approx(sum(map(model.get_score, other)), rel=1e-6)
+    assert theirs.eos_token_id == ours.separator
+
+
+def test_a_sentencepiece_model_that_transformers_cannot_follow_is_refused(tmp_path: Path) -> None:
+    sentences = iter(Path(__file__).read_text().splitlines())
+    prefix = str(tmp_path / "sp")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=sentences, model_prefix=prefix, vocab_size=60, model_type="char", minloglevel=2
+    )
+    with pytest.raises(UserError, match="only BPE and unigram models"):
+        export_tokenizer(f"{prefix}.model", tmp_path)
 
 
 # ---- config.json
