@@ -33,9 +33,7 @@ settings=(
     --report_interval=1
     --checkpoint_interval=35
 )
-# Only for the prepared corpus
 corpus=data/stdlib
-corpus_settings=(--run_name=quickstart --val_interval=35 --val_steps=4 --val_sanity_steps=-1)
 
 main() {
     NPROC=${NPROC:-${NPROC_PER_NODE:-}}
@@ -65,7 +63,6 @@ prepare_corpus() {
     lock
     "$python" -m pretraining.data.prepare --stdlib --output="$corpus"
     unlock
-    flags+=("${corpus_settings[@]}")
     while IFS= read -r flag; do
         flags+=("$flag")
     done < "$corpus/flags.txt"
@@ -170,7 +167,7 @@ first_failure() {
 }
 
 print_sample() {
-    log ""
+    log $'\na sample of the model, token by token on the CPU:'
     "$python" -m pretraining.generate "$1" --prompt="def main(" --max_new_tokens=120
 }
 

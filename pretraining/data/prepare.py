@@ -37,6 +37,8 @@ _AT_ONCE = 64  # documents encoded and written together
 _SAMPLE_CHARACTERS = 20_000_000  # enough for a stable vocabulary; training takes seconds
 _STDLIB_SHARD_BYTES = 2 * 2**20  # it has 12 MB: six shards keep several cores busy
 _STDLIB_SAMPLE = 1_600_000  # a first run waits for it: 1 s
+_VALIDATION = ("--val_interval=50", "--val_steps=-1", "--drop_last_val=False")
+_STDLIB_FLAGS = ("--val_interval=35", "--val_steps=4", "--val_sanity_steps=-1", "--run_name=quickstart")
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,6 @@ def prepare(options: Options) -> list[str]:
             print(f"ignored: {len(ignored)} files ending in {endings} (--endings=... reads them as text)")
         _prepare_shards(options, files, output)
     flags = (output / FLAGS).read_text().splitlines()
-    if (output / "valid").is_dir():
-        flags += ["--val_interval=50", "--val_steps=-1", "--drop_last_val=False"]
     words = ["bash scripts/train.sh", *map(shlex.quote, flags)]
     print(f"prepared in {output}; train on it with:\n  " + " \\\n    ".join(words))
     return flags
@@ -195,7 +195,7 @@ def _prepare_shards(options: Options, files: list[Path], output: Path) -> None:
     }
     records = [json.loads(job.record.read_text()) for job in jobs]
     flags = [f"--tokenizer_path={path}", f"--vocab_size={tokenizer.vocab_size}"]
-    _describe(output, records, description, flags)
+    _describe(output, records, description, flags, _STDLIB_FLAGS if options.stdlib else _VALIDATION)
 
 
 def _copy_or_train(options: Options, sources: list[TextShard], output: Path) -> Path:
@@ -323,8 +323,14 @@ class ShardWriter:
 # ---- What training needs to know
 
 
-def _describe(output: Path, records: list[dict[str, Any]], description: dict[str, Any], flags: list[str]) -> None:
-    """Write meta.json next to the shards, and the flags, last of all."""
+def _describe(
+    output: Path,
+    records: list[dict[str, Any]],
+    description: dict[str, Any],
+    flags: list[str],
+    validation: Sequence[str],
+) -> None:
+    """Write meta.json next to the shards, and the flags, last of all; with held-out documents, also `validation`."""
     for split, flag in SPLIT_FLAGS.items():
         shards = [record[split] for record in records if record[split]["documents"]]
         if not shards:
@@ -341,6 +347,7 @@ def _describe(output: Path, records: list[dict[str, Any]], description: dict[str
         print(f"left out: {empty} empty documents")
     for temporary in output.glob("*/.part-*.tmp"):  # of workers that were killed
         temporary.unlink(missing_ok=True)
+    flags += validation if (output / "valid").is_dir() else ()
     write_atomically(output / FLAGS, "\n".join(flags) + "\n")
 
 

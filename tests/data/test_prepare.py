@@ -92,7 +92,8 @@ def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(prepa
     assert sorted(delivered(prepared.folder)) == sorted(prepared.texts)
     assert "ignored: 1 files ending in .png" in prepared.printed
     flags = dict(line[2:].split("=", 1) for line in prepared.flags())
-    assert set(flags) == {"data_path", "valid_data_path", "tokenizer_path", "vocab_size"}
+    data = {"data_path", "valid_data_path", "tokenizer_path", "vocab_size"}
+    assert set(flags) == {*data, "val_interval", "val_steps", "drop_last_val"}
     config = configure({**flags, "seq_length": 32, "index_dir": str(tmp_path / "index"), "batch_size": 1})
     counts = [open_stream(config, split=split).facts()["datasets"][0]["documents"] for split in ("train", "valid")]
     assert sum(counts) == len(prepared.texts) and 0.05 < counts[1] / sum(counts) < 0.2
@@ -254,7 +255,7 @@ def test_an_output_folder_that_is_not_complete_is_refused_as_data(prepared: Prep
 def test_the_printed_command_trains_and_validates_on_the_output(prepared: Prepared, tmp_path: Path) -> None:
     command = prepared.printed.split("train on it with:\n")[1].replace("\\\n", " ")
     words = shlex.split(command)
-    assert words[:2] == ["bash", "scripts/train.sh"]
+    assert words == ["bash", "scripts/train.sh", *prepared.flags()]
     flags = dict(word.removeprefix("--").split("=", 1) for word in words[2:])
     config = configure({**flags, "seq_length": 256, "global_batch_size": 16, "index_dir": str(tmp_path)})
     check_data(config)
