@@ -94,7 +94,7 @@ class TrainingRun:
 
     def heartbeat(self, label: str) -> contextlib.AbstractContextManager[None]:
         """Return a context in which process 0 prints a sign of life."""
-        return heartbeat(label) if self.engine.process_index == 0 else contextlib.nullcontext()
+        return heartbeat(label, shown=self.engine.process_index == 0)
 
     def first_train_step(self, *arguments: Any) -> StepResult:
         """Run the step that is traced and compiled, with a sign of life while that lasts."""
@@ -228,8 +228,7 @@ def _test_once(run: TrainingRun) -> None:
     if run.engine.process_count > 1:
         dist.broadcast_object_list(tested, src=0)
     if not tested[0]:
-        with run.heartbeat("running the test"):
-            _evaluate(run, last, "test", run.config.test_steps)
+        _evaluate(run, last, "test", run.config.test_steps)
 
 
 def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, batch: Batch) -> bool:
@@ -324,10 +323,11 @@ def _prepare_first_step(run: TrainingRun) -> None:
 def _evaluate(run: TrainingRun, step: int, part: str, steps: int) -> None:
     """Report the mean loss over the first `steps` batches (-1: all) of a held-out part; training is not affected."""
     stream, name = run.streams[part], "val" if part == "valid" else part
-    began, total, tokens = time.perf_counter(), 0.0, 0.0
-    for number in range(batches_of(stream, steps)):
-        figures = run.engine.evaluate(run.model, stream.batch(number)).read()
-        total, tokens = total + figures["loss"] * figures["tokens"], tokens + figures["tokens"]
+    began, total, tokens, batches = time.perf_counter(), 0.0, 0.0, batches_of(stream, steps)
+    with run.heartbeat(f"running {batches} batches of {part} data"):
+        for number in range(batches):
+            figures = run.engine.evaluate(run.model, stream.batch(number)).read()
+            total, tokens = total + figures["loss"] * figures["tokens"], tokens + figures["tokens"]
     record = {"step": step, f"{name}_loss": total / tokens, f"{name}_seconds": time.perf_counter() - began}
     run.report(record, evaluation_line(record, run.config.num_steps))
 
@@ -341,7 +341,8 @@ def batches_of(stream: Stream, steps: int) -> int:
 
 def _save(run: TrainingRun, step: int) -> None:
     if run.config.checkpoint_interval:
-        run.checkpoints.save(step, run.engine.state(run.model, run.optimizer), run.facts(step))
+        with run.heartbeat("saving"):
+            run.checkpoints.save(step, run.engine.state(run.model, run.optimizer), run.facts(step))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ def test_the_first_step_is_traced_compiled_and_run_under_the_heartbeat_and_repor
     events: list[str] = []
 
     @contextmanager
-    def recorded(label: str) -> Iterator[None]:
+    def recorded(label: str, shown: bool) -> Iterator[None]:
+        assert shown
         events.append(label)
         yield
         events.append("end")

@@ -47,8 +47,11 @@ def _position(step: int, num_steps: int) -> str:
 
 
 @contextmanager
-def heartbeat(label: str, every: float = 5.0) -> Iterator[None]:
-    """While the body runs, print "<label> ... 20s" every `every` seconds; nothing if it is faster."""
+def heartbeat(label: str, every: float = 4.0, shown: bool = True) -> Iterator[None]:
+    """While the body runs, print "<label> ... 20s" every `every` seconds; nothing if it is faster, or not `shown`."""
+    if not shown:
+        yield
+        return
     done = threading.Event()
     start = time.monotonic()
 
