@@ -18,6 +18,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "pretraining"
 ANY = "every room"
+DEVICE_TYPES = {"cpu", "cuda", "tpu", "neuron", "mps", "xpu"}
+# Besides the table: the choices of --device, the engines' limits, words of reported names, JAX's platforms.
+NAMES_DEVICES = ("config.training", "config.support", "config.devices", "plan.compiler")
 
 
 @dataclass
@@ -127,6 +130,17 @@ def private_attributes(tree: ast.Module, module: str, is_package: bool, modules:
     }
 
 
+def named_devices(tree: ast.Module) -> set[str]:
+    """Return the types of devices that a module names in a string or as `torch.cuda` and `is_cuda` do.
+
+    "cpu" is also where host memory is: `.cpu()` and `is_cpu` name no device of the engine.
+    """
+    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    words = {string.removeprefix("torch on ") for string in strings}
+    words |= {node.attr.removeprefix("is_") for node in ast.walk(tree) if isinstance(node, ast.Attribute)} - {"cpu"}
+    return words & DEVICE_TYPES
+
+
 def is_private(name: str) -> bool:
     """Return whether a name starts with one underscore."""
     return name.startswith("_") and not name.startswith("__")
@@ -139,6 +153,14 @@ def rules() -> Rules:
 
 def test_every_import_follows_the_tables_of_contributing_md(rules: Rules) -> None:
     assert violations(ROOT, rules) == set()
+
+
+def test_only_the_table_of_accelerators_names_a_device() -> None:
+    trees = {module: ast.parse(path.read_text()) for module, path in source_files(ROOT).items()}
+    naming = {module.removeprefix(f"{PACKAGE}.") for module, tree in trees.items() if named_devices(tree)}
+    assert naming == {*NAMES_DEVICES, "parallel.accelerator"}
+    for source in ("x.to('cuda')", "torch.cuda.synchronize()", "y = x.is_cuda", "if x.device.type == 'cpu': pass"):
+        assert named_devices(ast.parse(source))
 
 
 def test_the_table_of_rooms_has_no_cycle_and_no_row_without_files(rules: Rules) -> None:

@@ -237,7 +237,7 @@ def _open(stack: ExitStack, path: Path, expected: ShardFile) -> OpenFile:
 def _read(file: OpenFile, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
     """Read the rows of `chunk` that `item` touches and copy its box of them into `target`."""
     is_complete = tuple(item.lengths) == chunk.sizes
-    if is_complete and target.dtype == dtype and target.is_contiguous() and target.device.type == "cpu":
+    if is_complete and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
         _read_blocks(file, chunk, host_bytes(target), 0)  # no copy: straight to where it belongs
         return
     if 0 in item.lengths:

@@ -29,7 +29,7 @@ from pretraining.models.dropout import (
     dropout,
 )
 from pretraining.models.linear import Linear, Module, adapt
-from pretraining.models.ops import LossAndGradient, attention, head_loss, linear, loss_and_gradient
+from pretraining.models.ops import Kernel, LossAndGradient, attention, head_loss, linear, loss_and_gradient
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -51,6 +51,7 @@ class BatchInputs(NamedTuple):
     noise: DropoutNoise | None = None  # None: no dropout
     dtype: torch.dtype = torch.float32  # of the residual stream
     rope: Rope | None = None  # Llama.hidden computes it from the positions
+    kernel: Kernel = "repeated"  # of causal attention
 
     def next_block(self) -> BatchInputs:
         """Return the inputs of the next block, which differ in their dropout noise."""
@@ -131,7 +132,7 @@ class Attention(Module):
         if self.rotated:
             assert inputs.rope is not None
             q, k = rotate(q, inputs.rope), rotate(k, inputs.rope)
-        y = attention(q, k, v, self._mask(inputs))  # [B, H, T, E]
+        y = attention(q, k, v, self._mask(inputs), inputs.kernel)  # [B, H, T, E]
         return self.o_proj(y.transpose(1, 2).reshape(rows, length, -1), noise)
 
     def _mask(self, inputs: BatchInputs) -> AttentionMask | BlockMask:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,9 @@ from pretraining.models.chunked import AttentionMask, chunked_attention
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# Devices whose scaled_dot_product_attention has a flash kernel; meta tensors are only used to count.
-FUSED = ("cuda", "cpu", "meta")
+# How causal attention is computed: the device's scaled_dot_product_attention has a flash kernel that reads a key/value
+# head where several query heads share it ("grouped") or takes a copy for each ("repeated"), or has none ("chunked").
+Kernel = Literal["grouped", "repeated", "chunked"]
 IGNORED = -100  # a label that is not trained on, as in torch and Hugging Face
 
 
@@ -47,7 +48,7 @@ class _MixedLinear(torch.autograd.Function):
         return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | BlockMask) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | BlockMask, kernel: Kernel = "repeated") -> Tensor:
     """Causal softmax(q k^T / sqrt(E)) v: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E].
 
     Empty blocks of a BlockMask are not computed, which pays only where the call is compiled. No path holds the [T, T]
@@ -59,9 +60,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | BlockMask) 
     if mask.window is not None and mask.window >= q.shape[2]:
         mask = mask._replace(window=None)
     is_causal_only = mask.segments is None and mask.window is None and mask.noise is None
-    if q.device.type not in FUSED or not is_causal_only:
+    if kernel == "chunked" or not is_causal_only:
         return chunked_attention(q, k, v, mask)
-    if groups > 1 and not q.is_cuda:  # CUDA's kernel reads a shared head in place
+    if groups > 1 and kernel == "repeated":
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, T, E]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
 

@@ -1,82 +1,146 @@
-"""The torch engine's device, selected by name. The only module that uses torch.cuda."""
+"""The torch engine's devices, by name: one table of what differs between them. The only module that names a device.
+
+The table has what torch.accelerator cannot answer. A new kind of device is a row, and a choice of --device.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import resource
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from pretraining.config.errors import UserError
+from pretraining.config.training import SETTINGS
+from pretraining.models.ops import Kernel
 from pretraining.parallel.processes import read_processes
 
+
+class Accelerator(NamedTuple):
+    """What the torch engine must know about a type of device. The defaults are for one that nobody has tried."""
+
+    title: str  # in messages; torch's name of a device (device_name) selects its peak figures
+    backend: str  # of torch.distributed for its tensors
+    compile: Mapping[str, Any] | None = None  # arguments of torch.compile; None: it does not pay
+    kernel: Kernel = "chunked"  # of causal attention
+    has_kernel: Callable[[torch.dtype, int], bool] = lambda dtype, width: True  # for q of this dtype and head width
+    skips_masked_blocks: bool = False  # whether flex_attention computes no empty block of a mask
+    pins_memory: bool = False  # whether a copy from pinned memory does not wait for the device
+    mixed_matmul_precision: str = "highest"  # of fp32 products in a run whose other products are 16 bits wide
+    package: str = ""  # that registers the device with torch
+    launch_variables: tuple[str, ...] = ()  # the same in all processes; set before they start, each with one device
+    caveat: str = ""  # printed with the choice of the device
+
+
+def _torch_tpu_has_kernel(dtype: torch.dtype, width: int) -> bool:
+    return dtype in (torch.float32, torch.bfloat16) and (width < 128 or width % 128 == 0)
+
+
+ACCELERATORS = {
+    # On CPUs matrix products dominate, and eager code starts at once.
+    "cpu": Accelerator("CPU", "gloo", kernel="repeated"),
+    "cuda": Accelerator("CUDA GPU", "nccl", {}, "grouped", skips_masked_blocks=True, pins_memory=True),
+    # torch_tpu 0.2.0: the cache of compiled programs does not know the matmul precision, hence not serializable. Its
+    # flex_attention computes all scores. fp32 products whose factors are bf16 are exact in one pass ("medium").
+    "tpu": Accelerator(
+        "TPU",
+        "tpu_dist",
+        {"backend": "tpu", "dynamic": False, "options": {"serializable": False}},
+        "grouped",
+        _torch_tpu_has_kernel,
+        mixed_matmul_precision="medium",
+        package="torch_tpu",
+        launch_variables=("TORCH_TPU_TOPOLOGY", "TORCH_TPU_SLICEBUILDER_ADDRESSES"),
+        caveat="tested on an emulated TPU only",
+    ),
+    # From AWS's documentation of torch-neuronx 2.13; not a choice of --device before somebody has run it.
+    "neuron": Accelerator("NeuronCore", "neuron", {"backend": "neuron", "dynamic": False}, package="torch_neuronx"),
+}
+HOST = torch.device("cpu")
 MEMORY_EVENTS = 100_000  # kept allocations and frees: some steps of a small model, about 100 MB of file
 
 
-def cuda_gpus() -> int:
-    """Return the number of CUDA GPUs that this process can use."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+def find_devices() -> tuple[str, int]:
+    """Return the type of this host's accelerator, of those that --device offers, and how many this process can use."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or SETTINGS["device"].fault(found.type):
+        return HOST.type, 0
+    return found.type, torch.accelerator.device_count()
 
 
 def device_type(name: str) -> str:
-    """Return the type of device that `name` stands for: itself, or for "auto" cuda where there is a GPU, else cpu."""
-    if name != "auto":
-        return name
-    return "cuda" if cuda_gpus() else "cpu"
+    """Return the type of device that `name` stands for: itself, or for "auto" the accelerator if there is one."""
+    return find_devices()[0] if name == "auto" else name
 
 
 def open_device(name: str) -> torch.device:
     """Return this process's device: of several GPUs the one of its local rank. Raises UserError if there is none."""
-    name = device_type(name)
-    if name == "cpu":
-        return torch.device("cpu")
-    if name == "tpu":
-        return _open_tpu()
-    local, gpus = read_processes().local_rank, cuda_gpus()
-    if not gpus:
-        raise UserError("--device=cuda, but PyTorch finds no CUDA GPU; leave the flag out, or use --device=cpu")
-    if local >= gpus:
-        raise UserError(
-            f"process {local} of this host has no GPU: there are {gpus}; use NPROC_PER_NODE={gpus} or fewer"
-        )
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
-
-
-def _open_tpu() -> torch.device:
-    if importlib.util.find_spec("torch_tpu") is None:
-        raise UserError("--device=tpu needs the package torch_tpu (TorchTPU); without it, TPUs run with --engine=xla")
-    importlib.import_module("torch_tpu")
-    return torch.device("tpu")
+    name, processes, (found, count) = device_type(name), read_processes(), find_devices()
+    row = ACCELERATORS[name]
+    if name == HOST.type:
+        return HOST
+    if row.package and importlib.util.find_spec(row.package) is None:
+        remedy = "`ENGINE=torch bash scripts/train.sh` installs it on a host with TPUs; or use --engine=xla"
+        raise UserError(f"--device={name} needs the package {row.package}: {remedy}")
+    if found != name:
+        raise UserError(f"--device={name}, but PyTorch finds no {row.title}; leave the flag out, or use --device=cpu")
+    if row.launch_variables:
+        missing = [variable for variable in row.launch_variables if variable not in os.environ]
+        if missing and processes.is_launched:
+            remedy = "start the processes with `ENGINE=torch bash scripts/train.sh`, which sets it"
+            raise UserError(f"{missing[0]} is not set: {remedy}")
+        return torch.device(name)
+    if processes.local_rank >= count:
+        remedy = f"there are {count}; use NPROC_PER_NODE={count} or fewer"
+        raise UserError(f"process {processes.local_rank} of this host has no GPU: {remedy}")
+    torch.accelerator.set_device_index(processes.local_rank)
+    return torch.device(name, processes.local_rank)
 
 
 def backend_of(device: torch.device) -> str:
     """Return torch.distributed's backend for tensors on `device`; objects and barriers use gloo on the CPU."""
-    if device.type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    backend, host_backend = ACCELERATORS[device.type].backend, ACCELERATORS[HOST.type].backend
+    return backend if device == HOST else f"{HOST.type}:{host_backend},{device.type}:{backend}"
+
+
+def kernel_of(device: torch.device, dtype: torch.dtype, head_width: int) -> Kernel:
+    """Return how causal attention is computed on `device`."""
+    row = ACCELERATORS[device.type]
+    return row.kernel if row.has_kernel(dtype, head_width) else "chunked"
+
+
+def set_matmul_precision(device: torch.device, compute: torch.dtype) -> None:
+    """Choose the precision of fp32 products, before anything is compiled: "highest" unless the run's are 16 bits wide.
+
+    A TPU otherwise rounds their factors to bf16.
+    """
+    is_fp32 = compute == torch.float32
+    torch.set_float32_matmul_precision("highest" if is_fp32 else ACCELERATORS[device.type].mixed_matmul_precision)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name as in config/devices.py: "NVIDIA H200", "CPU"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    """Return the name as in config/devices.py: "NVIDIA H200", "TPU v5e", "CPU"."""
+    if device == HOST:
+        return ACCELERATORS[HOST.type].title
+    module: Any = torch.get_device_module(device)
+    return module.get_device_name(device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak bytes allocated on a GPU, or the process's peak on a CPU; None where the device reports none."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "cpu":
+    """Return the peak bytes allocated on a device, or the process's peak on a CPU; None where it reports none."""
+    if device == HOST:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return None
+    return torch.accelerator.max_memory_allocated() or None
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until `device` has finished its queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device != HOST:
+        torch.accelerator.synchronize()
 
 
 def record_memory() -> None:
@@ -89,8 +153,3 @@ def dump_memory(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def compiles(device: torch.device) -> bool:
-    """Return whether torch.compile pays: on CPUs matrix products dominate, and eager code starts at once."""
-    return device.type == "cuda"

@@ -9,6 +9,7 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.parallel import accelerator
+from pretraining.parallel.accelerator import ACCELERATORS
 from pretraining.parallel.engine import Engine
 from pretraining.parallel.processes import read_processes
 
@@ -37,13 +38,15 @@ def choose_engine(config: TrainConfig) -> tuple[str, str]:
             remedy = "it is made for Linux on x86-64; --engine=torch runs on CUDA and CPUs"
             raise UserError(f"--engine=xla, but the package torch_xla is not installed: {remedy}")
         return "xla", "--engine"
-    untested = ", which is untested" if config.device == "tpu" else ""
+    kind, count = accelerator.find_devices()
+    kind = kind if config.device == "auto" else config.device
+    caveat = f", {ACCELERATORS[kind].caveat}" if ACCELERATORS[kind].caveat else ""
     if config.engine == "torch":
-        return "torch", f"--engine{untested}"
+        return "torch", f"--engine{caveat}"
     if config.device != "auto":
-        return "torch", f"--device={config.device}{untested}"
-    if gpus := accelerator.cuda_gpus():
-        return "torch", f"{gpus} CUDA GPU{'s' * (gpus > 1)} found"
+        return "torch", f"--device={kind}{caveat}"
+    if count:
+        return "torch", f"{count} {ACCELERATORS[kind].title}{'s' * (count > 1)} found{caveat}"
     if read_processes().world_size > 1:
         return "torch", "several processes per host, and xla uses one"
     if _has_xla():

@@ -1,6 +1,6 @@
 """The torch engine: one process per device, FSDP2 over a device mesh, collectives by torch.distributed.
 
-CUDA with NCCL, CPUs with gloo, other devices by their name. Started by torchrun, or alone as a single process. A step
+Runs on the devices of accelerator.ACCELERATORS. Started by torchrun, or alone as a single process. A step
 waits for the device only where its result is read.
 """
 
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import initial_weight
 from pretraining.models.llama import BatchInputs, Block, Llama
@@ -34,6 +35,7 @@ from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator, torch_tensor
+from pretraining.parallel.accelerator import ACCELERATORS, HOST
 from pretraining.parallel.engine import LOSS_SCALE, Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import TorchLayout, shard_dimension, uneven_columns
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
@@ -64,19 +66,21 @@ class TorchEngine:
             raise ConfigError(problems)
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
         self.device = accelerator.open_device(config.device)
-        self.device_name = accelerator.device_name(self.device)
-        self.home = torch.device("cpu") if config.cpu_offload else self.device  # of shards, gradients and moments
-        self.host_devices = self.host_processes if self.home.type == "cpu" else 0
+        self.device_name, self.accelerator = accelerator.device_name(self.device), ACCELERATORS[self.device.type]
+        self.home = HOST if config.cpu_offload else self.device  # of shards, gradients and moments
+        self.host_devices = self.host_processes if self.home == HOST else 0
         self.data_rank, self.data_size = self.process_index // self.mesh.tensor, self.mesh.data_ranks
         self.precision = precision_of(config)
-        self.compiles = config.use_torch_compile and accelerator.compiles(self.device)
+        self.compiles = config.use_torch_compile and self.accelerator.compile is not None
+        accelerator.set_matmul_precision(self.device, self.precision.compute)
+        self.kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)
         self._joined = False
         self.device_mesh = self._open_mesh(processes)
         self.tensor_ranks = self.device_mesh["tensor"] if self.device_mesh and self.mesh.tensor > 1 else None
 
     def _open_mesh(self, processes: Processes) -> DeviceMesh | None:
         """Return the grid of all processes; None for a single process on the CPU, where FSDP would only copy."""
-        if not processes.is_launched and self.device.type == "cpu":
+        if not processes.is_launched and self.device == HOST:
             return None
         with raise_process_error(processes, self.config.collective_timeout):
             if not dist.is_initialized():
@@ -90,7 +94,7 @@ class TorchEngine:
         options: dict[str, Any] = {}
         if not processes.is_launched:
             options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-        if self.device.type == "cuda":
+        if self.device.index is not None:
             options["device_id"] = self.device
         timeout = timedelta(seconds=self.config.collective_timeout)
         dist.init_process_group(accelerator.backend_of(self.device), timeout=timeout, **options)
@@ -156,13 +160,14 @@ class TorchEngine:
 
         Only `forward` is compiled: FSDP's hooks stay outside, and parameters keep their names.
         """
-        run_block, run_norm = torch.compile(Block.forward), torch.compile(type(model.model.norm).forward)
+        compiled = partial(torch.compile, **(self.accelerator.compile or {}))
+        run_block, run_norm = compiled(Block.forward), compiled(type(model.model.norm).forward)
         for block in model.model.layers:
             block.forward = types.MethodType(run_block, block)
         model.model.norm.forward = types.MethodType(run_norm, model.model.norm)
-        self._loss_and_gradient = torch.compile(loss_and_gradient)
+        self._loss_and_gradient = compiled(loss_and_gradient)
         # Eagerly, all [T, T] pairs of a row exist at once: 1 GiB and several times that in between at 32768 tokens.
-        self._document_mask = torch.compile(document_mask)
+        self._document_mask = compiled(document_mask)
 
     def prepare(self, optimizer: Optimizer) -> None:
         """See engine.Engine."""
@@ -193,7 +198,7 @@ class TorchEngine:
         count, rows = len(batch["tokens"]), self.config.batch_size
         for start in range(0, count, rows):
             host = {name: torch.from_numpy(array[start : start + rows]) for name, array in batch.items()}
-            if self.device.type == "cuda":  # from pinned memory, a copy does not wait for the device
+            if self.accelerator.pins_memory:
                 host = {name: tensor.pin_memory() for name, tensor in host.items()}
             local = {name: tensor.to(self.device, non_blocking=True) for name, tensor in host.items()}
             yield local, start + rows >= count
@@ -208,7 +213,9 @@ class TorchEngine:
             updates = self.step.optimizer.updates.to(self.device)
             noise = dropout_noise(self.config.seed, updates, batch["global_token_index"])
             noise = noise._replace(tensor_rank=self.process_index % self.mesh.tensor)
-        inputs = BatchInputs(batch.get("positions"), batch.get("segments"), noise, self.precision.activations)
+        inputs = BatchInputs(
+            batch.get("positions"), batch.get("segments"), noise, self.precision.activations, kernel=self.kernel
+        )
         loss = model.loss(batch["tokens"], labels, inputs, self._run_blocks, chunk_loss)
         return loss, (labels != IGNORED).sum().float()
 
@@ -225,7 +232,8 @@ class TorchEngine:
         """See llama.RunBlocks. Recomputes checkpoint_num_layers blocks together."""
         window = self.config.sliding_window
         is_masked = isinstance(inputs.segments, Tensor) or bool(window)
-        if self.compiles and not self.config.attention_dropout and is_masked:
+        skips_blocks = self.compiles and self.accelerator.skips_masked_blocks
+        if skips_blocks and not self.config.attention_dropout and is_masked:
             segments = inputs.segments if isinstance(inputs.segments, Tensor) else x.new_zeros(x.shape[:2])
             inputs = inputs._replace(segments=self._document_mask(segments, window))
 

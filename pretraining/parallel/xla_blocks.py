@@ -153,7 +153,7 @@ def _from_floats(carry: Sequence[Tensor], has_dropout: bool) -> BatchInputs:
     if has_dropout:
         *rest, upper, lower, layer = rest
         noise = DropoutNoise((upper.int() << 16) | lower.int(), layer.int())
-    return BatchInputs(segments=rest[0] if rest else None, noise=noise, rope=Rope(cos, sin))
+    return BatchInputs(segments=rest[0] if rest else None, noise=noise, rope=Rope(cos, sin), kernel="chunked")
 
 
 def place_activations(root: nn.Module, table: Activations, mesh: xs.Mesh, layout: Layout) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from pretraining.parallel.accelerator import HOST
 from pretraining.parallel.sharding import Axis, Spec, axes_of
 
 _C = torch_xla._XLAC
@@ -148,7 +149,7 @@ class LogicalTensor(Tensor):
     ) -> LogicalTensor:
         shape = shards.shape if layer is None else shards.shape[1:]
         shape = shape if rows is None else torch.Size((rows, *shape[1:]))
-        description = Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device=torch.device("cpu"))
+        description = Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device=HOST)
         description.shards, description.layer, description.rows = shards, layer, rows
         if layer is not None:
             shards.users = shards.shape[0]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.parallel import accelerator, select
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine, refuse_downcast_variables
@@ -171,7 +172,7 @@ def test_training_continues_after_a_skipped_update() -> None:
 
 def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(gpus: int, xla: bool, processes: int = 1, **fields: Any) -> str:
-        monkeypatch.setattr("pretraining.parallel.accelerator.cuda_gpus", lambda: gpus)
+        monkeypatch.setattr(accelerator, "find_devices", lambda: ("cuda" if gpus else "cpu", gpus))
         monkeypatch.setattr("pretraining.parallel.select._has_xla", lambda: xla)
         monkeypatch.setattr("pretraining.parallel.select.read_processes", lambda: Processes(world_size=processes))
         return choose_engine(TrainConfig(**fields))[0]
@@ -183,9 +184,30 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
     assert chosen(gpus=0, xla=True, device="cpu") == "torch"
     assert chosen(gpus=8, xla=True, engine="xla") == "xla"
     assert chosen(gpus=0, xla=True, engine="torch") == "torch"
-    assert "untested" in choose_engine(TrainConfig(engine="torch", device="tpu"))[1]
+    assert "emulated" in choose_engine(TrainConfig(engine="torch", device="tpu"))[1]
     with pytest.raises(UserError, match="torch_xla is not installed"):
         chosen(gpus=0, xla=False, engine="xla")
+
+
+def test_the_choices_of_a_device_are_the_rows_that_somebody_has_run() -> None:
+    assert {"auto", *accelerator.ACCELERATORS} - {"neuron"} == set(SETTINGS["device"].constraint.choices)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "kernel"),
+    [
+        ("cpu", torch.float32, 80, "repeated"),
+        ("cuda", torch.float16, 160, "grouped"),
+        ("tpu", torch.bfloat16, 128, "grouped"),
+        ("tpu", torch.bfloat16, 160, "chunked"),
+        ("tpu", torch.float16, 64, "chunked"),
+        ("neuron", torch.bfloat16, 128, "chunked"),
+    ],
+)
+def test_attention_is_chunked_where_the_device_has_no_kernel(
+    device: str, dtype: torch.dtype, width: int, kernel: str
+) -> None:
+    assert accelerator.kernel_of(SimpleNamespace(type=device), dtype, width) == kernel  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["1", "true"])
@@ -208,7 +230,7 @@ def test_variables_that_downcast_all_tensors_are_refused(monkeypatch: pytest.Mon
 def test_unsupported_settings_are_refused_together_before_the_engine_opens(
     monkeypatch: pytest.MonkeyPatch, xla: bool, fields: Fields
 ) -> None:
-    monkeypatch.setattr(accelerator, "cuda_gpus", lambda: 0)
+    monkeypatch.setattr(accelerator, "find_devices", lambda: ("cpu", 0))
     monkeypatch.setattr(select, "_has_xla", lambda: xla)
     monkeypatch.setattr(select, "_open", lambda *_: pytest.fail("a device was opened"))
     with pytest.raises(ConfigError) as refused:
