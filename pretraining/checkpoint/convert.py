@@ -30,13 +30,21 @@ from pretraining.checkpoint.adapter import MODEL, PREFIX, adapter_config, merge_
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.export_tokenizer import export_tokenizer
 from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
-from pretraining.checkpoint.huggingface import INDEX, SINGLE, is_huggingface, open_any_checkpoint
+from pretraining.checkpoint.gpt_neox import fuse, their_names
+from pretraining.checkpoint.huggingface import (
+    EMBEDDING,
+    HEAD,
+    INDEX,
+    SINGLE,
+    is_huggingface,
+    open_any_checkpoint,
+)
 from pretraining.checkpoint.manifest import DTYPES, Checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
 from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, read_tensors, write_items
 from pretraining.config.errors import UserError
-from pretraining.config.huggingface import CONFIG, config_json
+from pretraining.config.huggingface import CONFIG, GPT_NEOX, config_json
 from pretraining.config.lora import adapters_alone, is_adapter, is_trained
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
@@ -110,12 +118,19 @@ def to_huggingface(
         _write_adapter(folder, checkpoint, config, names, dtype)
         rename(folder, target)
         return target
-    state = _placeholders(checkpoint, filterfalse(is_adapter, names), dtype)
-    stored = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    ours = _placeholders(checkpoint, filterfalse(is_adapter, names), dtype)
+    stored = str(next(iter(ours.values())).dtype).removeprefix("torch.")
     fields = config_json(replace(config, lora_rank=0), stored)
+    parts = their_names(ours) if fields["model_type"] == GPT_NEOX else {name: (name,) for name in ours}
+    heads = fields["num_attention_heads"]
+    state = {name: fuse([ours[part] for part in group], heads) for name, group in parts.items()}
     folder = _new_folder(target)  # after what can be refused, so that nothing is left of a refusal
     plans = _plan_shards(state, shard_size)
-    write_files(folder, plans, lambda item: _exported_tensor(checkpoint, item.index.fqn), IO_WORKERS)
+
+    def read(item: WriteItem) -> Tensor:
+        return fuse([_exported_tensor(checkpoint, name) for name in parts[item.index.fqn]], heads)
+
+    write_files(folder, plans, read, IO_WORKERS)
     if config.lora_rank and config.lora_save_mode == "base_and_adapter":
         (folder / ADAPTER).mkdir()
         _write_adapter(folder / ADAPTER, checkpoint, config, names, dtype)
@@ -190,8 +205,16 @@ def to_checkpoint(source: Checkpoint, folder: Path, dtype: torch.dtype | None = 
     tokenizers = [
         source.path / name for name in ("tokenizer.model", "tokenizer.json") if (source.path / name).is_file()
     ]
-    config = replace(saved_config(source.facts.config), tokenizer_path=str(tokenizers[0]) if tokenizers else "")
-    state = _placeholders(source, source.manifest.tensors)
+    names = dict(source.manifest.tensors)
+    tied = HEAD in names and names[HEAD] is names.get(EMBEDDING)
+    if tied:
+        del names[HEAD]
+    config = replace(
+        saved_config(source.facts.config),
+        tokenizer_path=str(tokenizers[0]) if tokenizers else "",
+        tie_word_embeddings=tied,
+    )
+    state = _placeholders(source, names)
     facts = replace(source.facts, config=asdict(config), engine="none")
     pending = PendingSave(folder, state, facts, ALONE, dtype=dtype)
     pending.fetch_from(lambda item: read_tensor(source, item.index.fqn))

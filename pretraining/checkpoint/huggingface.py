@@ -1,8 +1,9 @@
 """Folders in Hugging Face's format, opened as checkpoints of step 0.
 
 config.json and safetensors only: a folder whose weights are pickles is refused. Tensors have the same names in both
-formats, so opening one means finding where its bytes are. The header is parsed here because safetensors' safe_open
-does not return offsets, and a load reads only the rows that a process needs, in several threads.
+formats, those of GPT-NeoX apart (gpt_neox.py), so opening one means finding where its bytes are. The header is parsed
+here because safetensors' safe_open does not return offsets, and a load reads only the rows that a process needs, in
+several threads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from pretraining.checkpoint.files import UnreadableError, digest, parse_json, read_json
 from pretraining.checkpoint.folder import newest_checkpoint
+from pretraining.checkpoint.gpt_neox import our_entries
 from pretraining.checkpoint.manifest import (
     DTYPES,
     Checkpoint,
@@ -31,7 +33,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "intermediate_size")
 FILE_NAME = re.compile(r"[\w.+-]*\.safetensors", re.ASCII)
-ROTARY_BUFFER = "rotary_emb.inv_freq"  # saved by old versions, and not a parameter
+# Saved by old versions, and not parameters
+BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
 
 
@@ -58,7 +61,8 @@ def open_huggingface(path: Path) -> Checkpoint:
         if missing := sorted(names - found[file].keys()):
             raise UnreadableError(f"{path / INDEX}: {file} does not contain {missing[0]}")
         tensors |= {name: found[file][name] for name in names}
-    if fields.pop("tie_word_embeddings", False) and HEAD not in tensors and EMBEDDING in tensors:
+    tensors = our_entries(tensors, fields.get("num_attention_heads", 1))
+    if fields.pop("tie_word_embeddings", False) and EMBEDDING in tensors:
         tensors[HEAD] = tensors[EMBEDDING]
     facts = Facts(step=0, tokens_seen=0, data=None, config=fields, engine="", mesh={})
     return Checkpoint(path, facts, Manifest(tensors, {file: shard_file(path / file) for file in files}))
@@ -80,7 +84,7 @@ def _weight_files(path: Path) -> dict[str, set[str]]:
         if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
             raise UnreadableError(f"{path / INDEX}: {file!r} is not the name of a safetensors file in the folder")
         files.setdefault(file, set())
-        if not name.endswith(ROTARY_BUFFER):
+        if not name.endswith(BUFFERS):
             files[file].add(name)
     return dict(sorted(files.items()))
 
@@ -113,7 +117,7 @@ def safetensors_entries(path: Path) -> dict[str, Entry]:
     return {
         name: _entry(path, name, tensor, len(header), size)
         for name, tensor in tensors.items()
-        if name != "__metadata__" and not name.endswith(ROTARY_BUFFER)
+        if name != "__metadata__" and not name.endswith(BUFFERS)
     }
 
 

@@ -1,24 +1,57 @@
-"""config.json of Hugging Face's Llama, Mistral and Qwen 3: the one place that reads and writes it.
+"""config.json of Hugging Face's Llama, Mistral, Qwen 2, Qwen 3 and GPT-NeoX: the one place that reads and writes it.
 
-Mistral is Llama with a sliding window, Qwen 3 is Llama with normalized queries and keys. An absent key has the default
-of transformers 5. Does not depend on torch or transformers, and opens no file.
+Mistral is Llama with a sliding window, Qwen 2 is Llama with biases in the projections of queries, keys and values,
+Qwen 3 is Llama with normalized queries and keys. An absent key has the default of transformers 5. Does not depend on
+torch or transformers, and opens no file.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import model_shape
 
 CONFIG = "config.json"  # file name
-FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# hidden_act, which gates there too -> activation
+GPT_NEOX = "gpt_neox"
+# hidden_act -> activation, which is gated there too, but not in GPT-NeoX
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
+PLAIN_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}
+
+
+class Family(NamedTuple):
+    """One of transformers' models, in our settings."""
+
+    architecture: str
+    fields: Mapping[str, Any]  # settings that all of its models have and that are not Llama's
+    options: tuple[str, ...]  # settings that its config.json may turn on
+    activations: Mapping[str, str] = ACTIVATIONS
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", {}, ("attn_bias", "mlp_bias")),
+    "mistral": Family("MistralForCausalLM", {}, ("sliding_window",)),
+    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, ()),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, ("attn_bias",)),
+    GPT_NEOX: Family(
+        "GPTNeoXForCausalLM",
+        {"norm_type": "layernorm", "norm_bias": True, "mlp_bias": True},
+        ("attn_bias", "parallel_residual", "rotary_percentage"),
+        PLAIN_ACTIVATIONS,
+    ),
+}
+# Settings of Llama's that a family or an option may change.
+LLAMA = {
+    **{"norm_type": "rmsnorm", "position_embedding_type": "rope", "rotary_percentage": 1.0},
+    **dict.fromkeys(("norm_bias", "qk_norm", "parallel_residual", "shared_norm"), False),
+    **dict.fromkeys(("attn_bias", "qkv_bias", "mlp_bias"), False),
+    "sliding_window": None,
+}
 
 # Tokens that end a document in published tokenizer.json files, the likeliest first.
 END_OF_DOCUMENT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eot|>")
@@ -44,7 +77,18 @@ FIELDS = {
     "mlp_bias": "mlp_bias",
     "attention_dropout": "attention_dropout",
     "sliding_window": "sliding_window",
+    "hidden_dropout": "hidden_dropout",
+    "layer_norm_eps": "norm_eps",
+    "rotary_emb_base": "rope_theta",
+    "rotary_pct": "rotary_percentage",
+    "use_parallel_residual": "parallel_residual",
 }
+_EVERYWHERE = ("attention_bias", "tie_word_embeddings")
+LLAMA_KEYS = (*DIMENSIONS, "rms_norm_eps", "rope_theta", "mlp_bias", *_EVERYWHERE)
+GPT_NEOX_KEYS = (
+    *(key for key in DIMENSIONS if key not in ("num_key_value_heads", "head_dim")),
+    *("layer_norm_eps", "rotary_emb_base", "rotary_pct", "use_parallel_residual", "hidden_dropout", *_EVERYWHERE),
+)
 # Keys of rope_scaling (transformers 4) and rope_parameters (transformers 5).
 ROPE_FIELDS = {
     "factor": "rope_scaling_factor",
@@ -56,7 +100,12 @@ ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": tuple(ROPE_FIELDS)
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0},
     "mistral": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_key_value_heads": 32},
     "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_key_value_heads": 32, "head_dim": 128},
+    GPT_NEOX: {
+        **{"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rotary_emb_base": 10000.0, "rotary_pct": 0.25},
+        **{"attention_bias": True, "use_parallel_residual": True},
+    },
 }
 # Values of keys that stand for the only thing that this model does; any other value is refused.
 FIXED = {"use_sliding_window": False, "pretraining_tp": 1}
@@ -75,6 +124,8 @@ OTHER = (
     "selective_checkpoint_enabled",
     "attn_implementation",
     "auto_map",
+    "is_decoder",
+    "classifier_dropout",
     "_*",
 )
 
@@ -97,8 +148,7 @@ class ModelDescription:
         if not isinstance(family, str) or family not in FAMILIES:
             self._refuse("model_type", family, f"supported are {', '.join(FAMILIES)}")
             return
-        if family == "qwen3":
-            self.fields["qk_norm"] = True
+        self.fields |= FAMILIES[family].fields
         for key, value in {**DEFAULTS[family], **config}.items():
             if value is not None:
                 self._read(key, value, family)
@@ -109,7 +159,7 @@ class ModelDescription:
         if key in FIELDS:
             self._set(FIELDS[key], key, value)
         elif key == "hidden_act":
-            self._choose("activation", key, value, ACTIVATIONS)
+            self._choose("activation", key, value, FAMILIES[family].activations)
         elif key in ("rope_scaling", "rope_parameters"):
             self._read_rope(key, value)
         elif key == "layer_types":
@@ -137,9 +187,10 @@ class ModelDescription:
                 self._refuse(f"{group}.rope_type", kind, f"needs {group}.{key}")
             else:
                 self._set(ROPE_FIELDS[key], f"{group}.{key}", values[key])
-        if values.get("rope_theta") is not None:
-            self._set("rope_theta", f"{group}.rope_theta", values["rope_theta"])
-        others = values.keys() - ROPE_FIELDS.keys() - _ROPE_OTHER
+        for key, field in _ROPE_ALWAYS.items():
+            if values.get(key) is not None:
+                self._set(field, f"{group}.{key}", values[key])
+        others = values.keys() - ROPE_FIELDS.keys() - _ROPE_ALWAYS.keys() - {"rope_type", "type"}
         self.unknown |= {f"{group}.{key}": values[key] for key in others}
 
     def _set(self, field: str, key: str, value: Any) -> None:
@@ -160,7 +211,7 @@ class ModelDescription:
         self.problems.append(Problem(f"{key}={text if len(text) < 60 else text[:57] + '...'}", remedy))
 
 
-_ROPE_OTHER = {"rope_type", "type", "rope_theta"}
+_ROPE_ALWAYS = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_percentage"}
 
 
 def _fault(field: str, value: Any) -> str | None:
@@ -178,34 +229,37 @@ def config_json(config: TrainConfig, dtype: str) -> dict[str, Any]:
 
     In the keys of transformers 4, which version 5 reads as well. Raises UserError where no family has this model.
     """
-    family = "qwen3" if config.qk_norm else "mistral" if config.sliding_window else "llama"
-    lacks = {"qwen3": ("sliding_window", "mlp_bias"), "mistral": ("attn_bias", "mlp_bias"), "llama": ()}[family]
-    unsupported = [name for name in lacks if getattr(config, name)]
-    only = {"norm_type": "rmsnorm", "parallel_residual": False, "position_embedding_type": "rope"}
-    only["rotary_percentage"] = 1.0
-    unsupported += [name for name, value in only.items() if getattr(config, name) != value]
-    hidden_act = {field: key for key, field in ACTIVATIONS.items()}.get(config.activation)
+    family, shape = _family_of(config), model_shape(config)
+    architecture, fields, options, activations = FAMILIES[family]
+    must_be = {name: value for name, value in {**LLAMA, **fields}.items() if name not in options}
+    if family == GPT_NEOX:
+        must_be["num_kv_heads"] = shape.num_attention_heads
+        must_be["head_dim"] = shape.hidden_size // shape.num_attention_heads
+    values = {**asdict(config), **asdict(shape)}
+    unsupported = [name for name, value in must_be.items() if values[name] != value]
+    hidden_act = {field: key for key, field in activations.items()}.get(config.activation)
     if hidden_act is None:
         unsupported.append("activation")
     if unsupported:
-        settings = ", ".join(f"{name}={getattr(config, name)}" for name in unsupported)
+        settings = ", ".join(f"{name}={values[name]}" for name in unsupported)
         raise UserError(f"Hugging Face's {family} has no {settings}: this model cannot be exported")
-    shape = model_shape(config)
     return {
-        "architectures": [FAMILIES[family]],
+        "architectures": [architecture],
         "model_type": family,
-        **({"sliding_window": config.sliding_window} if family == "mistral" else {}),
         "hidden_act": hidden_act,
-        **{key: getattr(shape, field) for key, field in DIMENSIONS.items()},
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": shape.rope_theta,
+        **{key: values[FIELDS[key]] for key in (GPT_NEOX_KEYS if family == GPT_NEOX else LLAMA_KEYS)},
+        **({"sliding_window": config.sliding_window} if family == "mistral" else {}),
         "rope_scaling": _rope_scaling(config),
-        "attention_bias": config.attn_bias,
-        "mlp_bias": config.mlp_bias,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": dtype,
         "use_cache": True,
     }
+
+
+def _family_of(config: TrainConfig) -> str:
+    if config.norm_type == "layernorm":
+        return GPT_NEOX
+    options = {"qwen3": config.qk_norm, "qwen2": config.qkv_bias, "mistral": config.sliding_window}
+    return next((family for family, is_set in options.items() if is_set), "llama")
 
 
 def _rope_scaling(config: TrainConfig) -> dict[str, Any] | None:

@@ -87,6 +87,8 @@ class TrainConfig:
     multiplies the activation. "gelu", "gelu_tanh" (its approximation), "relu" and "silu" are plain."""
     attn_bias: Annotated[bool, Resume.FUNCTION] = False
     """Add biases in the four projections of attention."""
+    qkv_bias: Annotated[bool, Resume.FUNCTION] = False
+    """Add biases in the projections of queries, keys and values alone (Qwen 2)."""
     mlp_bias: Annotated[bool, Resume.FUNCTION] = False
     """Add biases in the projections of the feed-forward layer."""
     parallel_residual: Annotated[bool, Resume.FUNCTION] = False

@@ -35,6 +35,7 @@ class ModelShape:
     head_dim: int
     activation: str = "swiglu"
     attn_bias: bool = False
+    qkv_bias: bool = False
     mlp_bias: bool = False
     norm_bias: bool = False
     qk_norm: bool = False
@@ -63,7 +64,7 @@ class ModelShape:
 
     def _attention(self) -> int:
         queries, keys = self.num_attention_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        biases = (queries + 2 * keys + self.hidden_size) * self.attn_bias
+        biases = (queries + 2 * keys) * (self.attn_bias or self.qkv_bias) + self.hidden_size * self.attn_bias
         norms = 2 * self.head_dim * (1 + self.norm_bias) * self.qk_norm
         return 2 * self.hidden_size * (queries + keys) + biases + norms
 

@@ -14,6 +14,7 @@ from pretraining.config.huggingface import (
     FIELDS,
     FIXED,
     OTHER,
+    PLAIN_ACTIVATIONS,
     ROPE_FIELDS,
     ROPE_TYPES,
     ModelDescription,
@@ -26,7 +27,7 @@ from pretraining.importing.reading import read_file
 
 _ROPE_TYPE = KeyMapping(to("").convert, ("rope_scaling_type",), ", ".join(ROPE_TYPES))
 _ROPE = {**dict.fromkeys(("type", "rope_type"), _ROPE_TYPE), **{key: to(field) for key, field in ROPE_FIELDS.items()}}
-_ROPE["rope_theta"] = to("rope_theta")
+_ROPE |= {"rope_theta": to("rope_theta"), "partial_rotary_factor": to("rotary_percentage")}
 
 # The rows of the migration table; nothing is converted with them.
 FORMAT = Format(
@@ -34,12 +35,18 @@ FORMAT = Format(
     "Hugging Face's config.json",
     {
         "model_type": choice(
-            {family: mapped(qk_norm=True) if family == "qwen3" else unchanged("this model") for family in FAMILIES}
+            {
+                name: mapped(**family.fields) if family.fields else unchanged("Llama")
+                for name, family in FAMILIES.items()
+            }
         ),
         **{key: to(field) for key, field in FIELDS.items()},
         "sliding_window": KeyMapping(to("").convert, ("sliding_window",), "of Mistral"),
         "layer_types": KeyMapping(to("").convert, (), "full attention in all of them"),
-        "hidden_act": choice({key: mapped(activation=activation) for key, activation in ACTIVATIONS.items()}),
+        "hidden_act": choice(
+            {key: mapped(activation=activation) for key, activation in ACTIVATIONS.items()},
+            ", ".join(f"{key}: {name} (GPT-NeoX: {PLAIN_ACTIVATIONS[key]})" for key, name in ACTIVATIONS.items()),
+        ),
         **{
             f"{group}.{key}": mapping for group in ("rope_scaling", "rope_parameters") for key, mapping in _ROPE.items()
         },

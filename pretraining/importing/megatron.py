@@ -134,7 +134,7 @@ def _zero_centered(value: Any, source: ForeignConfig) -> Conversion:
 
 def _qkv_bias(value: Any, source: ForeignConfig) -> Conversion:
     if value and not (source.get("model.bias") or source.get("model.has_bias")):
-        return unsupported("biases of queries, keys and values alone")
+        return mapped(qkv_bias=True)
     return ignored("as bias" if value else "off, as here")
 
 
@@ -217,7 +217,7 @@ ARCHITECTURE = {
         ignore("a kernel's choice"),
         "model.",
     ),
-    "model.qkv_bias": KeyMapping(_qkv_bias, (), "refused without bias"),
+    "model.qkv_bias": KeyMapping(_qkv_bias, ("qkv_bias",), "without bias"),
     "model.override_vocab_size": to("vocab_size", "rows of the embedding, padding included"),
     "model.rampup_batch_size": only((), "the global batch is constant here"),
     **each(

@@ -109,11 +109,11 @@ class Attention(Module):
     def __init__(self, config: TrainConfig, shape: ModelShape) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.num_attention_heads, shape.num_kv_heads, shape.head_dim
-        bias, hidden = config.attn_bias, shape.hidden_size
+        bias, hidden = config.attn_bias or config.qkv_bias, shape.hidden_size
         self.q_proj = Linear(hidden, self.heads * self.head_dim, bias)
         self.k_proj = Linear(hidden, self.kv_heads * self.head_dim, bias)
         self.v_proj = Linear(hidden, self.kv_heads * self.head_dim, bias)
-        self.o_proj = Linear(self.heads * self.head_dim, hidden, bias)
+        self.o_proj = Linear(self.heads * self.head_dim, hidden, config.attn_bias)
         if config.qk_norm:
             self.q_norm, self.k_norm = (norm_of(config, self.head_dim) for _ in range(2))
         self.normed, self.rotated = config.qk_norm, config.position_embedding_type == "rope"

@@ -33,6 +33,7 @@ EVERYTHING: dict[str, Any] = {
     "norm_bias": True,
     "activation": "gelu",
     "attn_bias": True,
+    "qkv_bias": True,
     "mlp_bias": True,
     "qk_norm": True,
     "parallel_residual": True,
