@@ -7,6 +7,7 @@ reads every byte and compares checksums.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.configure import CHECKS, configure
 from pretraining.data.datasets import SPLITS, Dataset, open_datasets, verify_dataset
+from pretraining.data.stores.labels import IGNORED
 from pretraining.data.stores.shard import chunks
 from pretraining.data.stream import open_stream
 from pretraining.data.tokenizer import open_tokenizer
@@ -92,12 +94,26 @@ def verify(config: TrainConfig, split: str) -> list[str]:
 
 
 def sample(config: TrainConfig, split: str, step: int, rows: int) -> list[str]:
-    """Return the first rows of a step, as text where tokenizer_path is set, otherwise as ids."""
+    """Return the first rows of a step, as text where tokenizer_path is set, otherwise as ids.
+
+    In rows that are not trained throughout, trained tokens are between >>> and <<<, and every example begins a line.
+    """
+    batch, path = open_stream(config, split=split).batch(step), config.tokenizer_path
+    decode = open_tokenizer(path).decode if path else (lambda ids: " ".join(map(str, ids)))
     lines = []
-    for number, row in enumerate(open_stream(config, split=split).batch(step)["tokens"][:rows].tolist()):
+    for number, row in enumerate(batch["tokens"][:rows]):
+        trained = np.append(False, batch["labels"][number, :-1] != IGNORED)
         lines.append(f"\n---- step {step}, row {number}: {len(row)} tokens")
-        path = config.tokenizer_path
-        lines.append(open_tokenizer(path).decode(row) if path else " ".join(map(str, row)))
+        if trained[1:].all():
+            lines.append(decode(row.tolist()))
+            continue
+        lines[-1] += f", {np.count_nonzero(trained)} trained"
+        example = batch["segments"][number] if "segments" in batch else np.zeros(len(row))
+        edges = np.flatnonzero((np.diff(trained) != 0) | (np.diff(example) != 0)) + 1
+        for first, last in itertools.pairwise([0, *edges.tolist(), len(row)]):
+            text = decode(row[first:last].tolist())
+            is_new = first and example[first] != example[first - 1]
+            lines[-1] += ("\n" if is_new or not first else "") + (f">>>{text}<<<" if trained[first] else text)
     return lines
 
 

@@ -378,7 +378,8 @@ class TrainConfig:
     """Shards to read: "arrow" (IPC files and streams), "parquet", "megatron" (.idx next to .bin) or "auto": all of
     them, recognised by their content."""
     col_name: str = "tokens"
-    """Column of Arrow and Parquet shards that holds the token ids."""
+    """Column of Arrow and Parquet shards that holds the token ids. A list column `labels` (-100: not trained) or
+    `loss_mask` (0: not trained) next to it excludes tokens from the loss."""
     split: Annotated[str, SPLIT, COMMON] = ""
     """Fractions of every dataset's documents for training, validation and test, on any scale, such as "949,50,1".
     Empty: all for training."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pretraining.data.prefetch import Prefetcher
-    from pretraining.data.stream import IGNORED, Batch, Stream, check_data, open_stream, splits_of
+    from pretraining.data.stores.labels import IGNORED
+    from pretraining.data.stream import Batch, Stream, check_data, open_stream, splits_of
 
 __all__ = ["IGNORED", "Batch", "Prefetcher", "Stream", "check_data", "open_stream", "splits_of"]
 

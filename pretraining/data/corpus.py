@@ -119,6 +119,7 @@ class Corpus:
         self._sums = BlockSums(self._block_documents)
         self._shard, self._first, self._last, self._tokens = self._divide(documents).T
         self.tokens = int(self._tokens.sum())  # of one epoch, added ones included
+        self.has_labels = any(shard.trained is not None for shard in shards)
 
     def fill(self, position: int, out: np.ndarray, checked: set[OpenFile]) -> list[int]:
         """Copy the stream from `position` on into `out` (int32, contiguous); return where documents begin in it.

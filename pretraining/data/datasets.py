@@ -130,6 +130,7 @@ def _open(config: TrainConfig, folder: Path, name: str, split: str, shares: str)
     total = sum(shard.documents for shard in shards)
     description = _read_description(folder)
     _check_description(folder, description, shards, vocabulary(config))
+    _check_labels(config, folder, description, shards)
     first, last = 0, total
     if shares:
         edges = split_edges(shares, total)
@@ -182,6 +183,31 @@ def _check_description(folder: Path, description: dict[str, Any], shards: list[S
             f"{folder}: {documents:,} documents, but {DESCRIPTION} lists {expected:,}: a shard is missing or "
             "belongs to another dataset; prepare the dataset again"
         )
+
+
+def _check_labels(config: TrainConfig, folder: Path, description: dict[str, Any], shards: list[ShardIndex]) -> None:
+    """Raise UserError if only some shards have labels, or rows of whole examples would be cut or filled."""
+    unlabelled = [shard.path for shard in shards if shard.documents and shard.trained is None]
+    if unlabelled and any(shard.trained is not None for shard in shards):
+        raise UserError(f"{unlabelled[0]}: no column of labels, but other shards of {folder} have one: separate them")
+    length = description.get("seq_length")
+    if length not in (None, config.seq_length):
+        raise UserError(
+            f"{folder}: rows of {length} tokens, not seq_length={config.seq_length}: give --seq_length={length}"
+        )
+    added = [name for name in ("bos_token", "bol_token", "eol_token", "strip_tokens")
+             if getattr(config, name) not in (None, "")]  # fmt: skip
+    if length and added:
+        raise UserError(f"{folder}: rows of whole examples have no place for --{added[0]}: remove it")
+
+
+def describe_labels(dataset: Dataset) -> str:
+    """Return a line with the share of trained tokens; empty for a dataset without labels."""
+    if all(shard.trained is None for shard in dataset.shards):
+        return ""
+    trained = sum(shard.trained or 0 for shard in dataset.shards) / sum(shard.token_count for shard in dataset.shards)
+    rows = "in rows of whole examples" if "seq_length" in dataset.description else "examples continue in the next row"
+    return f"{dataset.name}: {trained:.1%} of the tokens are trained, {rows}"
 
 
 def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialTokens:

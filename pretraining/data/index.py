@@ -11,7 +11,8 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 from pretraining.config.errors import UserError
 from pretraining.data.hashing import short_hash
 from pretraining.data.stores.find import FORMATS
+from pretraining.data.stores.labels import unmark
 from pretraining.data.stores.shard import (
     DiskArray,
     ShardContents,
@@ -61,6 +63,7 @@ class ShardIndex:
     documents: int
     nonempty: int  # documents with at least one token
     token_count: int
+    trained: int | None  # see ShardContents
     fingerprint: str
     starts: DiskArray  # int64 [documents], bytes
     lengths: DiskArray  # int32 [documents], tokens
@@ -151,13 +154,16 @@ def _build(file: ShardFile, sidecar: Path) -> ShardIndex:
     try:
         sidecar.parent.mkdir(parents=True, exist_ok=True)
         before = Stamp.of(file.path)
-        contents = FORMATS[file.format](file.path, file.column, str(sidecar.with_suffix(".tokens")))
+        decoded = sidecar.with_suffix(f".{before.size}-{before.modified}.tokens")
+        contents = FORMATS[file.format](file.path, file.column, str(decoded))
         groups = _sum_groups(contents, file.path)
         if file.strip:
             contents = _strip(contents, file.strip)
             groups = _sum_groups(contents, file.path)
         if Stamp.of(file.path) != before:
             raise UserError(f"{file.path}: changed while it was being read: start again when it is complete")
+        for old in set(sidecar.parent.glob(f"{escape(sidecar.stem)}.*.tokens")) - {decoded}:  # of an earlier content
+            old.unlink(missing_ok=True)
         return _write(file, contents, groups, sidecar, before)
     except OSError as error:
         message = f"{error.filename or sidecar}: {error.strerror}; the indexes of the data are written to"
@@ -198,6 +204,7 @@ def _write(file: ShardFile, contents: ShardContents, groups: np.ndarray, sidecar
         "documents": len(contents.lengths),
         "nonempty": int(groups[-1, 1]),
         "token_count": int(groups[-1, 0]),
+        "trained": contents.trained,
         "fingerprint": _fingerprint(file.path, contents.tokens),
     }
     arrays = {"groups": groups.reshape(-1), "starts": contents.starts, "lengths": contents.lengths}
@@ -231,7 +238,7 @@ def _strip(contents: ShardContents, tokens: tuple[int, ...]) -> ShardContents:
         cut = _is_one_of(tokens, descriptor, starts, lengths, contents)
         starts, lengths = starts + cut * width, lengths - cut
         cut = _is_one_of(tokens, descriptor, starts + (lengths - 1) * width, lengths, contents)
-    return ShardContents(contents.tokens, contents.dtype, starts, lengths - cut)
+    return replace(contents, starts=starts, lengths=lengths - cut)
 
 
 def _is_one_of(
@@ -257,4 +264,7 @@ def _tokens_at(descriptor: int, offsets: np.ndarray, shard: ShardContents | Shar
     """Return the token at each byte offset, in the dtype of the shard."""
     width = np.dtype(shard.dtype).itemsize
     raw = b"".join([read_exactly(descriptor, width, at, shard.tokens) for at in offsets.tolist()])
-    return np.frombuffer(raw, shard.dtype)
+    tokens = np.frombuffer(raw, shard.dtype).copy()
+    if shard.trained is not None:
+        unmark(tokens)
+    return tokens

@@ -16,7 +16,8 @@ import shlex
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import islice
@@ -25,13 +26,17 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from pretraining.config.errors import UserError
 from pretraining.config.script import exit_with
-from pretraining.data.datasets import DESCRIPTION
+from pretraining.data.chat import find_template
+from pretraining.data.datasets import DESCRIPTION, NO_SEPARATOR
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.hashing import key_of, short_hash
+from pretraining.data.instructions import LONGER, InstructionOptions, Packer, Reader, Row
 from pretraining.data.layouts import FLAGS, PLAN, RECORDS
-from pretraining.data.text import SHARD_BYTES, TextShard, divide, find_files, read_documents
+from pretraining.data.stores.labels import LABELS, POSITIONS
+from pretraining.data.text import SHARD_BYTES, TextShard, divide, find_files, read_documents, read_records
 from pretraining.data.tokenizer import Tokenizer, open_tokenizer, train
 
+COLUMNS = ("tokens", LABELS, POSITIONS)  # of shards; text has only the first
 SPLIT_FLAGS = {"train": "data_path", "valid": "valid_data_path"}  # folder in the output -> flag of the training
 _AT_ONCE = 64  # documents encoded and written together
 _SAMPLE_CHARACTERS = 20_000_000  # enough for a stable vocabulary; training takes seconds
@@ -55,6 +60,14 @@ class Options:
     text_key: Annotated[str, "field of JSON lines, column of Parquet"] = "text"
     endings: Annotated[str, "of the plain text files in folders, comma-separated"] = ".txt,.md"
     processes: Annotated[int, "worker processes; 0: one per core"] = 0
+    sft: Annotated[bool, "read prompts and completions, and train the completions only"] = False
+    chat_template: Annotated[str, "--sft: Jinja file for all records; empty: the tokenizer's own, for messages"] = ""
+    seq_length: Annotated[int, "--sft: tokens of a row"] = 4096
+    packing: Annotated[bool, "--sft: several whole examples in a row; False: one"] = True
+    longer: Annotated[str, f"--sft: what becomes of examples longer than a row: {', '.join(LONGER)}"] = LONGER[0]
+
+
+INSTRUCTION_SETTINGS = ("sft", "chat_template", "seq_length", "packing", "longer")
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,7 @@ class Job:
     tokenizer: Path
     text_key: str
     valid_every: int
+    instructions: InstructionOptions | None
 
     @property
     def record(self) -> Path:
@@ -111,7 +125,7 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         kind, text = get_args(hints[field.name])
         flag = f"--{field.name}"
         if kind is bool:
-            parser.add_argument(flag, action="store_true", help=text)
+            parser.add_argument(flag, type=_truth, nargs="?", const=True, default=field.default, help=text)
         elif field.default is MISSING:
             parser.add_argument(flag, required=True, help=text)
         else:
@@ -119,10 +133,20 @@ def _parse(arguments: Sequence[str] | None) -> Options:
     options = Options(**vars(parser.parse_args(arguments)))
     if options.stdlib == bool(options.input):
         parser.error("give either --input or --stdlib")
+    if options.sft and (options.stdlib or not options.tokenizer):
+        parser.error("--sft needs --input, and --tokenizer of the model that is trained")
+    if options.longer not in LONGER:
+        parser.error(f"--longer={options.longer}: choose one of {', '.join(LONGER)}")
     if not options.stdlib:
         return replace(options, vocab_size=options.vocab_size or 32_000)
     vocab_size, valid_every = options.vocab_size or 4096, options.valid_every or 20
     return replace(options, vocab_size=vocab_size, valid_every=valid_every, endings=".py")
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text}: write True or False")
+    return text.lower() == "true"
 
 
 # ---- What to do, and what was done before
@@ -143,7 +167,7 @@ def _plan(options: Options, files: list[Path]) -> dict[str, Any]:
     """Return everything that the output depends on."""
     stamps = [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     settings = asdict(options)
-    for name in ("output", "processes"):
+    for name in ("output", "processes", *(() if options.sft else INSTRUCTION_SETTINGS)):
         settings.pop(name)
     tokenizer = file_hash(Path(options.tokenizer)) if Path(options.tokenizer).is_file() else ""
     return {"settings": settings, "files": len(files), "input": short_hash(*stamps), "tokenizer": tokenizer}
@@ -183,8 +207,9 @@ def _prepare_shards(options: Options, files: list[Path], output: Path) -> None:
         raise UserError(
             f"--separator={separator}: {path} has {tokenizer.vocab_size:,} ids: give the one that ends documents"
         )
+    instructions = _instructions(options, tokenizer, separator) if options.sft else None
     jobs = [
-        Job(number, source, output, path, options.text_key, options.valid_every)
+        Job(number, source, output, path, options.text_key, options.valid_every, instructions)
         for number, source in enumerate(sources)
     ]
     _run([job for job in jobs if not job.record.is_file()], len(jobs), options.processes or os.cpu_count() or 1)
@@ -195,7 +220,17 @@ def _prepare_shards(options: Options, files: list[Path], output: Path) -> None:
     }
     records = [json.loads(job.record.read_text()) for job in jobs]
     flags = [f"--tokenizer_path={path}", f"--vocab_size={tokenizer.vocab_size}"]
+    if instructions:  # the separator is in the rows
+        description |= {"separator": NO_SEPARATOR, "seq_length": options.seq_length}
+        flags.append(f"--seq_length={options.seq_length}")
+        flags += ["--reset_attention_mask=True", "--reset_position_ids=True"] if options.packing else []
     _describe(output, records, description, flags, _STDLIB_FLAGS if options.stdlib else _VALIDATION)
+
+
+def _instructions(options: Options, tokenizer: Tokenizer, separator: int) -> InstructionOptions:
+    template = find_template(options.chat_template, options.tokenizer, tokenizer.special)
+    settings = (options.seq_length, options.packing, options.longer, separator)
+    return InstructionOptions(template, bool(options.chat_template), *settings)
 
 
 def _copy_or_train(options: Options, sources: list[TextShard], output: Path) -> Path:
@@ -259,19 +294,38 @@ def _progress(done: int, total: int, tokens: int, seconds: float) -> None:
 def write_shards(job: Job) -> int:
     """Write the training and the validation shard of a job, then its record. Return the number of tokens."""
     tokenizer = open_tokenizer(str(job.tokenizer))
-    name = f"part-{job.number:05d}.arrow"
-    writers = {split: ShardWriter(job.output / split / name, tokenizer) for split in SPLIT_FLAGS}
-    place = 0
-    texts = read_documents(job.source, job.text_key)
+    name, columns = f"part-{job.number:05d}.arrow", COLUMNS if job.instructions else COLUMNS[:1]
+    writers = {split: ShardWriter(job.output / split / name, tokenizer.vocab_size, columns) for split in SPLIT_FLAGS}
+    counts = (_write_rows if job.instructions else _write_documents)(job, tokenizer, writers)
+    record = {split: writer.close() for split, writer in writers.items()}
+    write_atomically(job.record, json.dumps({**record, "counts": counts}))
+    return sum(writer.tokens for writer in writers.values())
+
+
+def _write_documents(job: Job, tokenizer: Tokenizer, writers: Mapping[str, ShardWriter]) -> Counter[str]:
+    """Write every text as a document. Return what is to be reported, and how often."""
+    texts, place, empty = read_documents(job.source, job.text_key), 0, 0
     while batch := list(islice(texts, _AT_ONCE)):
         splits = ["valid" if is_held_out(job, place + number) else "train" for number in range(len(batch))]
         for split, writer in writers.items():
-            writer.write([text for text, chosen in zip(batch, splits, strict=True) if chosen == split])
+            chosen = [text for text, other in zip(batch, splits, strict=True) if text and other == split]
+            writer.write([tokenizer.encode(chosen)])
         place += len(batch)
-    record: dict[str, Any] = {split: writer.close() for split, writer in writers.items()}
-    record["empty_documents"] = sum(writer.empty for writer in writers.values())
-    write_atomically(job.record, json.dumps(record))
-    return sum(writer.tokens for writer in writers.values())
+        empty += batch.count("")
+    return Counter({"empty documents left out": empty})
+
+
+def _write_rows(job: Job, tokenizer: Tokenizer, writers: Mapping[str, ShardWriter]) -> Counter[str]:
+    """Write rows of whole examples. Return what is to be reported, and how often."""
+    assert job.instructions is not None
+    reader = Reader(job.instructions, tokenizer)
+    packers = {split: Packer(job.instructions, writer.write_row) for split, writer in writers.items()}
+    for place, (where, record) in enumerate(read_records(job.source)):
+        split = "valid" if is_held_out(job, place) else "train"
+        packers[split].add(reader.example(record, where), where)
+    for packer in packers.values():
+        packer.close()
+    return packers["train"].counts + packers["valid"].counts
 
 
 def is_held_out(job: Job, place: int) -> bool:
@@ -280,33 +334,44 @@ def is_held_out(job: Job, place: int) -> bool:
 
 
 class ShardWriter:
-    """One Arrow shard: a list column, at most 64 documents to a record batch. It appears when it is complete."""
+    """One Arrow shard: list columns, at most 64 documents to a record batch. It appears when it is complete."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: Path, vocab_size: int, columns: Sequence[str]) -> None:
         import pyarrow as pa
 
         self._path, self._temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._tokenizer = tokenizer
         # 2 bytes where they suffice: half the disk and half the reading, for a conversion of 1 us a sequence
-        self._type = pa.list_(pa.uint16() if tokenizer.vocab_size <= 1 << 16 else pa.int32())
-        self._schema = pa.schema([("tokens", self._type)])
+        tokens = pa.uint16() if vocab_size <= 1 << 16 else pa.int32()
+        self._schema = pa.schema([(name, pa.list_(pa.int32() if number else tokens))
+                                  for number, name in enumerate(columns)])  # fmt: skip
         self._file = pa.OSFile(str(self._temporary), "wb")
         self._writer = pa.ipc.new_file(self._file, self._schema)
-        self.documents = self.tokens = self.empty = 0  # so far; empty documents are left out
+        self._rows: list[Row] = []
+        self.documents = self.tokens = 0  # so far
 
-    def write(self, texts: list[str]) -> None:
+    def write(self, columns: Sequence[Sequence[list[int]]]) -> None:
         """Append documents as one record batch."""
         import pyarrow as pa
 
-        documents = self._tokenizer.encode([text for text in texts if text])
-        if documents:
-            self._writer.write(pa.record_batch([pa.array(documents, self._type)], schema=self._schema))
-        self.documents += len(documents)
-        self.tokens += sum(map(len, documents))
-        self.empty += len(texts) - len(documents)
+        if columns[0]:
+            arrays = [pa.array(lists, kind) for lists, kind in zip(columns, self._schema.types, strict=True)]
+            self._writer.write(pa.record_batch(arrays, schema=self._schema))
+        self.documents += len(columns[0])
+        self.tokens += sum(map(len, columns[0]))
+
+    def write_row(self, row: Row) -> None:
+        """Append a row of examples, with the next ones in one record batch."""
+        self._rows.append(row)
+        if len(self._rows) == _AT_ONCE:
+            self._write_rows()
+
+    def _write_rows(self) -> None:
+        rows, self._rows = self._rows, []
+        self.write([[row.tokens for row in rows], [row.labels for row in rows], [row.positions for row in rows]])
 
     def close(self) -> dict[str, Any]:
         """Rename the shard into place and return its record; without documents there is no shard."""
+        self._write_rows()
         self._writer.close()
         self._file.close()
         record = {"name": self._path.name, "documents": self.documents, "tokens": self.tokens}
@@ -342,9 +407,9 @@ def _describe(
         write_atomically(output / split / DESCRIPTION, json.dumps(content, indent=2) + "\n")
         flags.append(f"--{flag}={output / split}")
         print(f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {len(shards)} shards")
-    empty = sum(record["empty_documents"] for record in records)
-    if empty:
-        print(f"left out: {empty} empty documents")
+    counts = sum((Counter(record.get("counts", {})) for record in records), Counter[str]())
+    for what, count in counts.items():
+        print(f"{count:,} {what}")
     for temporary in output.glob("*/.part-*.tmp"):  # of workers that were killed
         temporary.unlink(missing_ok=True)
     flags += validation if (output / "valid").is_dir() else ()

@@ -19,6 +19,7 @@ from pretraining.data.datasets import (
     Dataset,
     SpecialTokens,
     dataset_weights,
+    describe_labels,
     describe_separator,
     open_datasets,
     special_tokens,
@@ -29,8 +30,7 @@ from pretraining.data.files import OpenFile, OpenFiles
 from pretraining.data.hashing import key_of, short_hash
 from pretraining.data.lanes import PERIOD, LaneOrder, MixtureSchedule, mixture_schedule
 from pretraining.data.state import consumed_at, open_state
-
-IGNORED = -100  # label of a position that is not trained: torch's and Hugging Face's default ignore_index
+from pretraining.data.stores.labels import IGNORED, unmark
 
 Batch = dict[str, np.ndarray]
 
@@ -50,6 +50,13 @@ class BatchFields(NamedTuple):
     segments: bool
     positions: bool
     mask_separators: bool
+
+
+class RowMarks(NamedTuple):
+    """Places in a row of one token more than a sequence."""
+
+    beginnings: list[int]  # where documents and examples begin
+    untrained: np.ndarray | None = None  # tokens that are no labels
 
 
 class Stream:
@@ -97,9 +104,9 @@ class Stream:
         first = self._state["sequences"] + step * rank_slice.global_rows + rank_slice.first
         rows = np.empty((rank_slice.rows, rank_slice.length + 1), np.int32)
         checked: set[OpenFile] = set()
-        beginnings = [self._source.row(first + number, row, checked) for number, row in enumerate(rows)]
+        marks = [self._source.row(first + number, row, checked) for number, row in enumerate(rows)]
         self._source.check(first, rows)
-        batch = assemble(rows, beginnings, self._fields)
+        batch = assemble(rows, marks, self._fields)
         if self._counted is not None and first + rank_slice.rows > self._counted:
             batch["labels"] = batch["labels"].copy()
             batch["labels"][max(0, self._counted - first) :] = IGNORED
@@ -122,21 +129,24 @@ class Stream:
         self._source.close()
 
 
-def assemble(rows: np.ndarray, beginnings: list[list[int]], fields: BatchFields) -> Batch:
+def assemble(rows: np.ndarray, marks: list[RowMarks], fields: BatchFields) -> Batch:
     """Return a batch from rows of one token more than a sequence, int32 [rows, seq_length + 1].
 
-    beginnings: per row, where documents begin in it. Tokens and labels share the memory of `rows`.
+    Tokens and labels share the memory of `rows` where every label is trained.
     """
     tokens, labels = rows[:, :-1], rows[:, 1:]
-    if fields.mask_separators:
+    if fields.mask_separators or any(mark.untrained is not None for mark in marks):
         labels = labels.copy()
-        for row, places in enumerate(beginnings):
+        for row, mark in enumerate(marks):
+            places = mark.beginnings if fields.mask_separators else []
             labels[row, [place - 1 for place in places if place > 0]] = IGNORED
+            if mark.untrained is not None:
+                labels[row, mark.untrained[mark.untrained > 0] - 1] = IGNORED
     batch = {"tokens": tokens, "labels": labels}
     if fields.segments or fields.positions:
         starts = np.zeros(tokens.shape, bool)
-        for row, places in enumerate(beginnings):
-            starts[row, [place for place in places if 0 < place < tokens.shape[1]]] = True
+        for row, mark in enumerate(marks):
+            starts[row, [place for place in mark.beginnings if 0 < place < tokens.shape[1]]] = True
         if fields.segments:
             batch["segments"] = np.cumsum(starts, axis=1, dtype=np.int32) + np.int32(1)
         if fields.positions:
@@ -151,11 +161,11 @@ class Counters:
     def __init__(self, seed: int, vocabulary: int) -> None:
         self._seed, self._vocabulary = seed, vocabulary
 
-    def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> list[int]:
+    def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> RowMarks:
         """Fill `out` (int32 [seq_length + 1]); a sequence is one document. See Mixture.row."""
         start = key_of(self._seed, sequence) % self._vocabulary
         out[:] = (np.arange(len(out), dtype=np.int64) + start) % self._vocabulary
-        return []
+        return RowMarks([])
 
     def check(self, sequence: int, rows: np.ndarray) -> None:
         """Do nothing: counters are below the vocabulary."""
@@ -185,20 +195,26 @@ class Mixture:
         self._dataset, self._earlier, self._counts = schedule.dataset.data, schedule.earlier.data, schedule.counts
         self._vocabulary = vocabulary(config)
 
-    def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> list[int]:
+    def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> RowMarks:
         """Fill `out` (int32 [seq_length + 1]) with [bol,] tokens of one dataset, and one more as the last label.
 
-        Return where documents begin in it. checked: files that were checked for change during this batch.
+        checked: files that were checked for change during this batch.
         """
         corpus, start = self._locate(sequence)
         lead = 0 if self._special.bol is None else 1
-        beginnings = corpus.fill(start, out[lead:] if lead else out, checked)
+        beginnings, untrained = corpus.fill(start, out[lead:] if lead else out, checked), None
+        if corpus.has_labels:
+            untrained, examples = unmark(out[lead:])
+            if self._special.bos is not None:  # nothing predicts the first token of an example
+                untrained = np.append(untrained, np.array(beginnings, np.int64))
+            untrained += lead
+            beginnings += examples
         if lead:
             out[0] = self._special.bol
             beginnings = [place + 1 for place in beginnings if place > 0]
         if self._special.eol is not None:
             out[-1] = self._special.eol
-        return beginnings
+        return RowMarks(beginnings, untrained)
 
     def check(self, sequence: int, rows: np.ndarray) -> None:
         """Raise UserError that names the shard of an id outside the model's vocabulary."""
@@ -269,6 +285,7 @@ def open_stream(
     total, counted = _extent(config, corpora, tokens, rank_slice, split)
     facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
     facts["notes"] = [*([source.note] if source.note else []), describe_separator(special)]
+    facts["notes"] += [line for dataset in datasets if (line := describe_labels(dataset))]
     return Stream(mixture, rank_slice, fields, state=first_state, facts=facts, total=total, counted=counted)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from pretraining.config.errors import UserError
 
@@ -106,9 +106,25 @@ def read_documents(shard: TextShard, key: str) -> Iterator[str]:
             with _open(part.path) as file:
                 yield file.read().decode(errors="replace")
         elif part.format == "jsonl":
-            yield from _lines(part, key)
+            yield from (_text_of(line, key, place) for place, line in _lines(part))
         else:
             yield from _rows(part, key)
+
+
+def read_records(shard: TextShard) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of JSON lines and the rows of Parquet, in order, each with its place for messages."""
+    for part in shard:
+        if part.format == "jsonl":
+            yield from ((place, _record_of(line, place)) for place, line in _lines(part))
+        elif part.format == "parquet":
+            import pyarrow.parquet as pq
+
+            with pq.ParquetFile(part.path, memory_map=False) as file:
+                for number in range(part.start, part.stop):
+                    rows = file.read_row_group(number).to_pylist()
+                    yield from ((f"{part.path}, row {at} of group {number}", row) for at, row in enumerate(rows))
+        else:
+            raise UserError(f"{part.path}: plain text has no prompts: give .jsonl or .parquet files")
 
 
 def _open(path: str) -> IO[bytes]:
@@ -122,8 +138,8 @@ def _open(path: str) -> IO[bytes]:
     return stream
 
 
-def _lines(part: FileRange, key: str) -> Iterator[str]:
-    """Yield documents of the lines that begin in [start, stop) bytes; of a compressed file, of all lines."""
+def _lines(part: FileRange) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines that begin in [start, stop) bytes, with their places; of a compressed file, all lines."""
     compressed = Path(part.path).suffix in _COMPRESSIONS
     with _open(part.path) as file:
         at = part.start
@@ -134,7 +150,7 @@ def _lines(part: FileRange, key: str) -> Iterator[str]:
             if not compressed and at >= part.stop:
                 return
             if line.strip():
-                yield _text_of(line, key, f"{part.path}, byte {at}")
+                yield f"{part.path}, byte {at}", line
             at += len(line)
 
 
@@ -148,12 +164,16 @@ def _split_lines(file: IO[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-def _text_of(line: bytes, key: str, place: str) -> str:
+def _record_of(line: bytes, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
         raise UserError(f"{place}: not a line of JSON ({error}): fix or remove it") from error
-    text = record.get(key) if isinstance(record, dict) else None
+    return record if isinstance(record, dict) else {}
+
+
+def _text_of(line: bytes, key: str, place: str) -> str:
+    text = _record_of(line, place).get(key)
     if not isinstance(text, str):
         raise UserError(f"{place}: no text in field {key!r}: choose the field with --text_key")
     return text

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pretraining.config.errors import UserError
 from pretraining.config.huggingface import END_OF_DOCUMENT
@@ -15,10 +16,18 @@ _SENTENCE = 2_000
 _LONGEST = 4 * _SENTENCE
 
 
+class TracedTokens(NamedTuple):
+    """The tokens of a text, and the characters [start, stop) that each of them stands for."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
 class SentencePieceTokenizer:
     """A sentencepiece model.
 
-    vocab_size: number of ids. separator: the id put after every document, None if the tokenizer has none.
+    vocab_size: number of ids. separator: the id put after every document, None if the tokenizer has none. special: the
+    tokens that chat templates name.
     """
 
     def __init__(self, path: str) -> None:
@@ -27,11 +36,33 @@ class SentencePieceTokenizer:
         self._model = sentencepiece.SentencePieceProcessor(model_file=path)
         self.vocab_size: int = self._model.vocab_size()
         self.separator: int | None = self._model.eos_id() if self._model.eos_id() >= 0 else None
+        controls = filter(self._model.is_control, range(self.vocab_size))
+        self._controls = {self._model.id_to_piece(number): number for number in controls}
+        ids = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
+        self.special = {name: self._model.id_to_piece(number) for name, number in ids.items() if number >= 0}
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text, without special tokens."""
         ids: list[list[int]] = self._model.encode(texts, out_type=int, num_threads=1)
         return ids
+
+    def trace(self, text: str) -> TracedTokens:
+        """Return the tokens of a text; the names of special tokens in it are those tokens."""
+        traced, at = TracedTokens([], []), 0
+        for number, part in enumerate(re.split(f"({'|'.join(map(re.escape, self._controls))})", text)):
+            pieces = [(self._controls[part], part)] if number % 2 else self._pieces(part)
+            for id, surface in pieces:
+                traced.ids.append(id)
+                traced.spans.append((at, at + len(surface)))
+                at += len(surface)
+        return traced
+
+    def _pieces(self, text: str) -> list[tuple[int, str]]:
+        """Return the ids and the part of the text that each stands for."""
+        pieces = [(piece.id, piece.surface) for piece in self._model.encode(text, return_type="proto").pieces]
+        if "".join(surface for _, surface in pieces) != text:
+            raise UserError("the tokenizer changes spaces or letters, so its tokens cannot be assigned to a completion")
+        return pieces
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -51,6 +82,12 @@ class HuggingFaceTokenizer:
         self.vocab_size: int = self._model.get_vocab_size(with_added_tokens=True)
         ends = [self._model.token_to_id(name) for name in END_OF_DOCUMENT]
         self.separator: int | None = next((number for number in ends if number is not None), None)
+        self.special: dict[str, str] = {}  # tokenizer_config.json next to it has them
+
+    def trace(self, text: str) -> TracedTokens:
+        """See SentencePieceTokenizer.trace."""
+        encoding = self._model.encode(text, add_special_tokens=False)
+        return TracedTokens(encoding.ids, encoding.offsets)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text, without special tokens."""

@@ -290,6 +290,11 @@ def _is_number(item: Any) -> bool:
         return False
 
 
+PREPARED = "prepare it with python -m pretraining.data.prepare --sft, then give its shards"
+PACKING = ignore("documents are packed; whole examples are packed by prepare --sft (--packing=False: one per row)")
+INSTRUCTIONS = ignore("shards with labels train completions alone; prepare --sft makes them")
+
+
 def data_section(prefix: str) -> dict[str, KeyMapping]:
     """The keys of the data section. prefix: "data." in NxD Training, "model.data." in NeMo."""
     mappings = {
@@ -320,8 +325,8 @@ def data_section(prefix: str) -> dict[str, KeyMapping]:
         "shuffle_documents": to_one_of("shuffle", {True: "shards", False: "none"}),
         "no_seqlen_plus_one_input_tokens": must_be_off("rows without the next token"),
         "dev_choose_samples": to("max_samples"),
-        "packing": ignore("documents are always packed"),
-        **each("use_sft_style_data_module fine_tuning", must_be_off("fine-tuning recipes")),
+        "packing": PACKING,
+        **each("use_sft_style_data_module fine_tuning", INSTRUCTIONS),
     }
     return {prefix + name: mapping for name, mapping in mappings.items()}
 

@@ -22,6 +22,8 @@ from pretraining.importing.mappings import (
     to_one_of,
 )
 
+_TEXT = (".jsonl", ".json")
+
 
 def _name(value: Any, source: ForeignConfig) -> Conversion:
     if "mixtral" in str(value).lower():
@@ -52,8 +54,28 @@ def _model_config(value: Any, source: ForeignConfig) -> Conversion:
 
 
 def _rows(value: Any, _: ForeignConfig) -> Conversion:
+    if str(value).endswith(_TEXT):
+        return implied(f"{megatron.PREPARED}: --data_path")
     note = "rows are read as documents: a separator follows each, unless strip_tokens or sep_token change that"
     return implied(note, data_path=value, col_name="input_ids")
+
+
+def _validation(value: Any, _: ForeignConfig) -> Conversion:
+    if str(value).endswith(_TEXT):
+        return implied(f"{megatron.PREPARED}: --valid_data_path")
+    return mapped(valid_data_path=value)
+
+
+def _records(value: Any, source: ForeignConfig) -> Conversion:
+    if str(source.get("data.train_dir")).endswith(_TEXT):
+        return implied("records of the file, not rows: prepare its first lines alone (head -n)")
+    return mapped(max_samples=value)
+
+
+def _encoder_length(value: Any, source: ForeignConfig) -> Conversion:
+    if source.get("data.use_sft_style_data_module") and source.get("data.seq_length") is not None:
+        return implied("rows of instruction data have data.seq_length")
+    return mapped(seq_length=value)
 
 
 def _norm_decay(value: Any, source: ForeignConfig) -> Conversion:
@@ -174,11 +196,13 @@ FORMAT = Format(
         "data.micro_batch_size": to("batch_size"),
         "data.global_batch_size": to("global_batch_size"),
         "data.train_dir": KeyMapping(_rows, ("data_path", "col_name"), "a folder of datasets' save_to_disk"),
-        "data.val_dir": to("valid_data_path"),
+        "data.val_dir": KeyMapping(_validation, ("valid_data_path",)),
         "data.test_dir": to("test_data_path"),
         **megatron.data_section("data."),
+        "data.dev_choose_samples": KeyMapping(_records, ("max_samples",)),
         **megatron.tokenizer_section("data.tokenizer."),
         **megatron.ARCHITECTURE,
+        "model.encoder_seq_length": KeyMapping(_encoder_length, ("seq_length",), "data.seq_length, in fine-tuning"),
         "model.model_config": KeyMapping(_model_config, ("model_config_path",), "Hugging Face's config.json"),
         "model.num_layers": _dimension("num_layers"),
         "model.hidden_size": _dimension("hidden_size"),
@@ -200,6 +224,7 @@ FORMAT = Format(
         f"{_PEFT}save_lora_config_adapter": ignore("PEFT's files always hold it"),
         f"{_PEFT}load_lora_from_ckpt": must_be_off("name the adapter with --lora_load_path"),
         f"{_PEFT}lora_verbose": ignore("what is trained is always printed"),
+        "model_alignment_strategy.sft.packing": megatron.PACKING,
         "model_alignment_strategy.*": refuse("alignment recipes"),
     },
     {

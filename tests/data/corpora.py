@@ -48,6 +48,19 @@ def write_lists(path: Path, documents: Documents, kind: str = "int32", batch: in
     return file
 
 
+def write_instructions(folder: Path, rows: Sequence[Sequence[tuple[list[int], int]]], length: int) -> None:
+    """Rows of examples, (tokens, how many of them are the prompt), as Hugging Face's datasets write packed ones."""
+    columns: dict[str, list[list[int]]] = {"tokens": [], "labels": [], "position_ids": []}
+    for row in rows:
+        rest = length - sum(len(tokens) for tokens, _ in row)
+        padded = [*row, ([0] * rest, rest)]
+        columns["tokens"].append([token for tokens, _ in padded for token in tokens])
+        columns["labels"].append([label for tokens, prompt in padded for label in [-100] * prompt + tokens[prompt:]])
+        columns["position_ids"].append([place for tokens, _ in padded for place in range(len(tokens))])
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table(columns), folder / "rows.parquet")
+
+
 def write_parquet(path: Path, documents: Documents, kind: str = "int32") -> Path:
     """A list column."""
     file = path.with_suffix(".parquet")

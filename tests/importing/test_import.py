@@ -243,7 +243,6 @@ REFUSED = [
     ("nxdt", "distributed_strategy.expert_model_parallel_size", 2, "experts"),
     ("nxdt", "data.data_impl", "lazy", "known are mmap"),
     ("nxdt", "data.pad_samples_to_global_batch_size", True, "padding"),
-    ("nxdt", "data.use_sft_style_data_module", True, "fine-tuning"),
     ("nxdt", "model_alignment_strategy.dpo.beta", 0.1, "alignment"),
     ("nxdt", "model.moe.num_experts", 8, "experts"),
     ("nxdt", "model.normalization", "scalenorm", "known are rmsnorm"),
@@ -314,6 +313,23 @@ def test_an_unknown_key_stops_the_run_unless_it_is_allowed(kind: str, key: str, 
 def test_keys_that_contradict_are_named_both(tmp_path: Path) -> None:
     report = refusal(put(tree("nxdt"), "data.seq_length", 64), tmp_path)
     assert "model.encoder_seq_length=32  contradicts data.seq_length=64" in report
+
+
+def test_a_fine_tuning_file_trains_on_the_shards_that_were_prepared_from_its_records(tmp_path: Path) -> None:
+    instructions = {
+        "use_sft_style_data_module": True,
+        "packing": True,
+        "seq_length": 16,
+        "train_dir": "/records/training.jsonl",
+        "val_dir": "/records/validation.jsonl",
+        "dev_choose_samples": 100,
+    }
+    node = merged(tree("nxdt"), {"data": instructions, "model_alignment_strategy": {"sft": {"packing": True}}})
+    given = config(node, tmp_path, data_path="/shards")
+    assert (given.data_path, given.col_name, given.seq_length, given.max_samples) == ("/shards", "tokens", 16, None)
+    assert given.max_position_embeddings == 32
+    node["data"]["train_dir"] = "/rows"
+    assert config(node, tmp_path, data_path="/shards").max_samples == 100
 
 
 def test_a_schedule_that_is_not_indented_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine, refuse_downcast_variables
 from pretraining.parallel.torch_engine import TorchEngine
 from tests.parallel.launch import ALONE, run_on_torch
+from tests.parallel.toy import instruction_cases
 
 slow = pytest.mark.slow
 Fields = dict[str, Any]
@@ -98,7 +99,20 @@ EXACT = [
 
 @functools.cache
 def outcome(processes: int) -> dict[str, Any]:
-    return run_on_torch(processes, CASES[processes])
+    cases = CASES[processes]
+    if processes == 4:
+        packed, padded = instruction_cases().values()
+        cases = {**cases, "instructions, padded": {**FSDP, **padded, "batch_size": 2}}
+        cases["instructions, packed"] = {**FSDP, **TENSOR, **packed, "batch_size": 4}
+    return run_on_torch(processes, cases)
+
+
+@slow
+def test_packed_examples_have_the_losses_of_the_same_examples_one_per_row() -> None:
+    padded, packed = (outcome(4)[f"instructions, {case}"] for case in ("padded", "packed"))
+    for figure in ("loss", "grad_norm", "evaluation"):
+        assert packed[figure] == pytest.approx(padded[figure], abs=1e-5)
+    assert padded["loss"][-1] < padded["loss"][0] - 0.3
 
 
 @slow

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.launch import ALONE, run_on_torch, run_on_xla
+from tests.parallel.toy import instruction_cases
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
@@ -120,10 +121,17 @@ CASES: dict[int, dict[str, Fields]] = {
 }
 
 
+def instructions(devices: int) -> dict[str, Fields]:
+    """Packed examples; on 8 devices, each micro-batch and device has another number of trained tokens."""
+    sizes = {1: {"batch_size": 16}, 8: {"batch_size": 1, **RECOMPUTED["a third"]}}
+    packed = {**STRATEGIES["fsdp"], **instruction_cases()["packed"]}
+    return {"instructions": {**packed, **sizes[devices]}} if devices in sizes else {}
+
+
 @functools.cache
 def outcome(devices: int) -> tuple[dict[str, Any], str]:
     """Every case on this many devices, and stderr. Level 0 lets warnings of XLA through, so that silence is absence."""
-    return run_on_xla(devices, CASES[devices], TF_CPP_MIN_LOG_LEVEL="0")
+    return run_on_xla(devices, {**CASES[devices], **instructions(devices)}, TF_CPP_MIN_LOG_LEVEL="0")
 
 
 def reference() -> dict[str, Any]:
@@ -143,8 +151,15 @@ def test_losses_and_gradient_norms_are_those_of_plain_data_parallelism(devices: 
     assert got["evaluation"] == pytest.approx(reference()["evaluation"], abs=1e-5)
 
 
+@functools.cache
+def one_process() -> dict[str, Any]:
+    """Cases on the torch engine."""
+    padded = {**instruction_cases()["padded"], "batch_size": 8}
+    return run_on_torch(ALONE, {"ddp": {**STRATEGIES["ddp"], "batch_size": 4}, "instructions, padded": padded})
+
+
 def test_both_engines_give_the_same_losses_and_gradient_norms() -> None:
-    alone = run_on_torch(ALONE, {"ddp": {**STRATEGIES["ddp"], "batch_size": 4}})["ddp"]
+    alone = one_process()["ddp"]
     for figure in ("loss", "grad_norm", "evaluation"):
         assert alone[figure] == pytest.approx(reference()[figure], abs=1e-5)
 
@@ -201,6 +216,14 @@ def test_every_model_option_has_the_same_losses_on_another_mesh(form: str, mesh:
     for figure in ("loss", "grad_norm", "evaluation"):
         assert split[figure] == pytest.approx(plain[figure], abs=1e-5)
     assert plain["loss"][-1] < plain["loss"][0]
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_packed_examples_have_the_losses_of_the_same_examples_one_per_row(devices: int) -> None:
+    padded, packed = one_process()["instructions, padded"], outcome(devices)[0]["instructions"]
+    for figure in ("loss", "grad_norm", "evaluation"):
+        assert packed[figure] == pytest.approx(padded[figure], abs=1e-5)
+    assert packed["loss"][-1] < packed["loss"][0] - 0.3
 
 
 def test_bf16_products_stay_within_two_percent_of_fp32() -> None:

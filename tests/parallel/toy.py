@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from tests.data.corpora import write_instructions
 
 TOY: dict[str, Any] = {
     "model_variant": "custom",
@@ -22,3 +31,23 @@ TOY: dict[str, Any] = {
     "mixed_precision": False,
     "low_cpu_fsdp": True,
 }
+
+
+@functools.cache
+def instruction_cases() -> dict[str, dict[str, Any]]:
+    """The same 32 examples with prompts of any length as one global batch: in 16 rows, and padded, one per row."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    length = TOY["seq_length"]
+    drawn = np.random.default_rng(5)
+    firsts = drawn.integers(8, length - 8, 16).tolist()
+    sizes = [size for first in firsts for size in (first, length - first - int(drawn.integers(0, 6)))]
+    examples = [(drawn.integers(2, 512, size).tolist(), int(drawn.integers(1, size))) for size in sizes]
+    write_instructions(folder / "packed", [examples[at : at + 2] for at in range(0, 32, 2)], length)
+    write_instructions(folder / "padded", [[example] for example in examples], length)
+    fields = {"use_dummy_dataset": False, "num_steps": 5, "sep_token": -1, "index_dir": f"{folder}/index"}
+    packed = {"reset_attention_mask": True, "reset_position_ids": True, "data_path": f"{folder}/packed"}
+    return {
+        "packed": {**fields, **packed, "global_batch_size": 16},
+        "padded": {**fields, "global_batch_size": 32, "data_path": f"{folder}/padded"},
+    }

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pretraining.config.errors import UserError
+from pretraining.data.stores.labels import NULLS, decode, is_list, label_columns, list_offsets
 from pretraining.data.stores.shard import TOKEN_TYPES, ShardContents
 
 if TYPE_CHECKING:
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
 MAGIC = b"ARROW1"
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # the continuation marker that begins every message
 _FILE_PREFIX = 8  # bytes before the first message of a file: the magic number, padded
-NULLS = "the token column has nulls: write a document without tokens as an empty list"
 
 
-def index_arrow(path: str, column: str) -> ShardContents:
-    """Return the documents of an Arrow file, from its column `column`.
+def index_arrow(path: str, column: str, decoded: str) -> ShardContents:
+    """Return the documents of an Arrow file, from its column `column`; with labels, their tokens are in `decoded`.
 
     UserError names the path if the file is not complete, or its column has nulls, compression or the wrong type.
     """
@@ -36,21 +36,21 @@ def index_arrow(path: str, column: str) -> ShardContents:
 
     try:
         with pa.OSFile(path) as source:
-            batches = _count_batches(source)
-            return _read_messages(source, column, path, batches)
+            if source.read(len(MAGIC)) == MAGIC:
+                file = pa.ipc.open_file(source)
+                schema, count = file.schema, file.num_record_batches
+                batches = map(file.get_batch, range(count))
+            else:
+                source.seek(0)
+                batches, count = pa.ipc.open_stream(source), None
+                schema = batches.schema
+            dtype = token_type(schema, column, path)
+            if labels := label_columns(schema, column):
+                return decode((batch.select([column, *labels]) for batch in batches), dtype, path, decoded)
+            source.seek(0 if count is None else _FILE_PREFIX)
+            return _read_messages(source, column, path, count)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a complete Arrow file ({error}): copy or write it again") from error
-
-
-def _count_batches(source: pa.NativeFile) -> int | None:
-    """Return the number of record batches in the footer of a file, None for a stream; move to the first message."""
-    import pyarrow as pa
-
-    is_file = source.read(len(MAGIC)) == MAGIC
-    source.seek(0)
-    count: int | None = pa.ipc.open_file(source).num_record_batches if is_file else None
-    source.seek(_FILE_PREFIX if is_file else 0)
-    return count
 
 
 def _read_messages(source: pa.NativeFile, column: str, path: str, batches: int | None) -> ShardContents:
@@ -107,21 +107,3 @@ def token_type(schema: pa.Schema, column: str, path: str) -> str:
         allowed = ", ".join(TOKEN_TYPES)
         raise UserError(f"{path}: column {column!r} holds {kind}; token ids are {allowed}, or a list of one of them")
     return value
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds a list in every row."""
-    import pyarrow as pa
-
-    types = pa.types
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
-
-
-def list_offsets(lists: pa.Array) -> np.ndarray:
-    """Return the borders of lists among their values, int64 [lists + 1]."""
-    import pyarrow as pa
-
-    if pa.types.is_fixed_size_list(lists.type):
-        return np.arange(len(lists) + 1) * int(lists.type.list_size)
-    offsets: np.ndarray = lists.offsets.to_numpy().astype(np.int64)
-    return offsets

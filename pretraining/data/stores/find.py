@@ -13,7 +13,7 @@ from pretraining.data.stores.shard import ShardContents
 
 # Format -> function of (path, column, file for decoded tokens) that returns the documents of a shard.
 FORMATS: dict[str, Callable[[str, str, str], ShardContents]] = {
-    "arrow": lambda path, column, decoded: arrow.index_arrow(path, column),
+    "arrow": arrow.index_arrow,
     "parquet": parquet.decode_parquet,
     "megatron": lambda path, column, decoded: megatron.index_megatron(path),
 }

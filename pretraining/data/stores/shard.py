@@ -64,6 +64,7 @@ class ShardContents:
     dtype: str  # one of TOKEN_TYPES
     starts: np.ndarray | DiskArray  # int64 [documents], byte offset of the first token
     lengths: np.ndarray | DiskArray  # int32 or int64 [documents], tokens
+    trained: int | None = None  # tokens that are trained; None: all, and the ids have no marks (stores.labels)
 
 
 def chunks(array: np.ndarray | DiskArray, size: int) -> Iterator[np.ndarray]:

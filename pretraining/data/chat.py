@@ -1,0 +1,136 @@
+"""Chat messages to text through a Jinja template, and which characters of it the assistant wrote.
+
+A template that marks them with `{% generation %}`, as transformers' do, is followed. Of another one, an answer begins
+where the messages before it end, rendered with the prompt for an answer, and ends where the rendered answer ends.
+Templates are rendered in Jinja's sandbox, without the time of day, so that preparing again gives the same shards.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pretraining.config.errors import UserError
+from pretraining.data.layouts import read_json
+
+Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # around what the assistant wrote; Unicode keeps both out of text
+
+
+class TemplateSource(NamedTuple):
+    """A template and what it may name: strings, which a worker process receives."""
+
+    text: str
+    special: Mapping[str, str]  # "bos_token" and others
+    origin: str  # for messages
+
+
+class RenderedChat(NamedTuple):
+    """A text and the characters [start, stop) of it that are trained."""
+
+    text: str
+    trained: list[tuple[int, int]]
+
+
+def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> TemplateSource | None:
+    """Return the template in `file`, or without one the tokenizer's own; None if it has none.
+
+    The own one is chat_template.jinja or a key of tokenizer_config.json, next to the tokenizer. special: the tokens
+    that the tokenizer itself names.
+    """
+    folder = Path(tokenizer).parent
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    named = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    contents = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
+    special = {**special, **{name: value for name, value in contents.items() if value}}
+    path = Path(file) if file else folder / "chat_template.jinja"
+    if path.is_file():
+        return TemplateSource(path.read_text(), special, str(path))
+    if file:
+        raise UserError(f"--chat_template={file}: no such file")
+    own = config.get("chat_template")
+    if isinstance(own, list):  # several, by name
+        own = next((entry["template"] for entry in own if entry["name"] == "default"), None)
+    return TemplateSource(own, special, str(folder / "tokenizer_config.json")) if own else None
+
+
+class ChatTemplate:
+    """A compiled template."""
+
+    def __init__(self, source: TemplateSource) -> None:
+        """UserError if it is no template."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        self._source, self._marks = source, bool(re.search(r"\{%-?\s*generation\b", source.text))
+        try:
+            self._template = environment.from_string(source.text)
+        except TemplateError as error:
+            raise UserError(f"{source.origin}: not a chat template ({error})") from error
+
+    def render(self, messages: Sequence[Message]) -> RenderedChat:
+        """Return the text of a chat and what is trained of it: the assistant's messages. UserError without a place."""
+        text = self._text(messages, False)
+        if self._marks:
+            return _unmarked(text)
+        trained = []
+        for number in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
+            before, after = self._text(messages[:number], True), self._text(messages[: number + 1], False)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise UserError(
+                    f"{self._source.origin}: what it makes of message {number} depends on other messages: mark the "
+                    "assistant's part of the template with {% generation %} and {% endgeneration %}"
+                )
+            trained.append((len(before), len(after)))
+        return RenderedChat(text, trained)
+
+    def _text(self, messages: Sequence[Message], prompts: bool) -> str:
+        try:
+            names = {"tools": None, "documents": None, **self._source.special}
+            return self._template.render(messages=list(messages), add_generation_prompt=prompts, **names)
+        except (TemplateError, TypeError, KeyError) as error:
+            raise UserError(f"{self._source.origin} cannot render the messages: {error}") from error
+
+
+class _Generation(Extension):
+    """`{% generation %}` ... `{% endgeneration %}`: the output between the two gets a mark on each side."""
+
+    tags = {"generation"}  # noqa: RUF012 - an instance variable of jinja2's
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return a call of `_mark` with the block's output."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+def _unmarked(text: str) -> RenderedChat:
+    """Return a text without its marks; marked parts are trained."""
+    parts, trained, at = re.split(f"[{_OPEN}{_CLOSE}]", text), [], 0
+    for number, part in enumerate(parts):
+        if number % 2:
+            trained.append((at, at + len(part)))
+        at += len(part)
+    return RenderedChat("".join(parts), trained)
+
+
+def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    """JSON without Jinja's escapes for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
