@@ -35,6 +35,7 @@ from pretraining.monitor.spikes import WINDOW, is_spike
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Engine, LostPeerError, StepResult, raise_lost_peer_error
+from pretraining.storage import RETRIES
 
 FINISHED, STOPPED_ITSELF = 0, 3  # exit codes; a signal's is 128 + its number
 
@@ -278,6 +279,7 @@ def _record(
         "samples_per_second": config.tokens_per_step / config.seq_length / step_time,
         "memory_bytes": engine.memory_bytes(),
         "compilations": engine.compilations(),
+        **({"storage_retries": RETRIES.count} if RETRIES.count else {}),
         "data_hash": data_hash(batch, engine.process_count, engine.data_size),
     }
 

@@ -16,6 +16,8 @@ from enum import Enum
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from pretraining.config.grammar import path_fault
+
 
 class Resume(Enum):
     """What happens if a checkpoint was written with another value of the setting; the text is printed in configs.md."""
@@ -111,6 +113,10 @@ class Common:
     """`--help` shows the setting without being asked for all of them."""
 
 
+class Storable:
+    """The path may be in object storage; those of other settings are local."""
+
+
 class Setting(NamedTuple):
     """One field of a configuration, as it is declared."""
 
@@ -122,6 +128,7 @@ class Setting(NamedTuple):
     needs: Needs | None
     resume: Resume
     is_common: bool
+    may_be_object: bool
 
     @property
     def expected(self) -> str:
@@ -149,6 +156,8 @@ class Setting(NamedTuple):
         kinds = (int, float) if self.kind is float else (self.kind,)
         if type(value) not in kinds:
             return f"{self.expected}, not the {type(value).__name__} {value!r}"
+        if self.kind is str and (fault := path_fault(value, self.may_be_object)):
+            return fault
         if self.constraint is None or self.constraint.accepts(value):
             return None
         return f"must be {self.constraint.requirement}"
@@ -184,7 +193,7 @@ def declared_settings(configuration: type) -> dict[str, Setting]:
 def _setting(name: str, hint: Any, default: Any) -> Setting:
     """Read one annotation: `T`, `T | None`, `Literal[...]`, or `Annotated` of one of them with its markers."""
     markers = getattr(hint, "__metadata__", ())
-    constraint = next((marker for marker in markers if not isinstance(marker, Resume | Needs | Common)), None)
+    constraint = next((marker for marker in markers if isinstance(marker, Constraint)), None)
     hint = hint.__origin__ if markers else hint
     if get_origin(hint) is Literal:
         hint, constraint = str, OneOf(get_args(hint))
@@ -199,4 +208,5 @@ def _setting(name: str, hint: Any, default: Any) -> Setting:
         needs=next((marker for marker in markers if isinstance(marker, Needs)), None),
         resume=next((marker for marker in markers if isinstance(marker, Resume)), Resume.NOTE),
         is_common=any(isinstance(marker, Common) for marker in markers),
+        may_be_object=any(isinstance(marker, Storable) for marker in markers),
     )

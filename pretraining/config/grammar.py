@@ -8,7 +8,28 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+OBJECT_STORAGE = ("s3://", "gs://")  # how the path of an object begins
 RECOMPUTABLE = ("core_attention", "mlp", "norm", "mlp_activation")
+
+
+def path_fault(text: str, may_be_object: bool) -> str | None:
+    """Return what is wrong with a path because it is a URI; None if it is none, or a good one.
+
+    may_be_object: whether the setting accepts object storage.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator or not re.fullmatch(r"[a-zA-Z][\w+.-]*", scheme):
+        return None
+    if f"{scheme}://" not in OBJECT_STORAGE or not may_be_object:
+        return "must be a local path" + (f", or begin with {' or '.join(OBJECT_STORAGE)}" if may_be_object else "")
+    if re.search(r"[@?#]", rest):
+        return "must be the bucket and the name alone: credentials and endpoints come from the environment"
+    return None if rest.strip("/") else "names no bucket"
+
+
+def without_credentials(text: str) -> str:
+    """Return `text` without what may be a password in a URI."""
+    return re.sub(r"(?<=://)[^/]*@|(?<=\?).*", "***", text) if "://" in text else text
 
 
 def comma_separated(text: str) -> list[str]:

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pretraining.config.declaration import Above, AtLeast, Common, Grammar, Needs, OneOf, Resume, declared_settings
+from pretraining.config.declaration import (
+    Above,
+    AtLeast,
+    Common,
+    Grammar,
+    Needs,
+    OneOf,
+    Resume,
+    Storable,
+    declared_settings,
+)
 from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.grammar import (
     RECOMPUTABLE,
@@ -31,6 +41,7 @@ ShardingStrategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform"]
 
 COMMON = Common()
+STORABLE = Storable()
 BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a share of the blocks (1/3, 0.5)")
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
 ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
@@ -346,8 +357,9 @@ class TrainConfig:
     use_dummy_dataset: Annotated[bool, COMMON] = False
     """Train on a deterministic stream of counters, for performance runs. Neither saves nor resumes unless
     checkpoint_interval is given."""
-    data_path: Annotated[str, Resume.FREE, COMMON] = ""
-    """Folder of token shards: one sub-folder per dataset, or the shards themselves. Of a folder that prepare.py wrote,
+    data_path: Annotated[str, Resume.FREE, COMMON, STORABLE] = ""
+    """Folder of token shards, local or s3://BUCKET/NAME or gs://BUCKET/NAME (credentials as the clouds' own tools find
+    them): one sub-folder per dataset, or the shards themselves. Of a folder that prepare.py wrote,
     or a DatasetDict that Hugging Face's datasets saved, training, validation and test take their own splits."""
     datasets: Annotated[str, COMMON] = ""
     """Sub-folders of data_path to mix. Empty: all of them, or data_path itself where it holds shards."""
@@ -356,7 +368,7 @@ class TrainConfig:
     logical_shards: Annotated[int, AtLeast(1)] = 1024
     """Lanes of neighbouring sequences that an epoch of a dataset is divided into; one sequence is taken from each lane
     in turn, so consecutive sequences come from different places of the data. It need not divide anything."""
-    tokenizer_path: str = ""
+    tokenizer_path: Annotated[str, STORABLE] = ""
     """The tokenizer that made the tokens: a sentencepiece model or a tokenizer.json. Training does not read it;
     pretraining.generate does, to turn a prompt into tokens and back. Empty: none."""
     sep_token: Annotated[int | None, AtLeast(-1)] = None
@@ -399,6 +411,12 @@ class TrainConfig:
     index_dir: str = ""
     """Folder of the shards' indexes (12 bytes a document; of Parquet shards the decoded tokens too), which are built
     once. Empty: pretraining/token_index in $XDG_CACHE_HOME, otherwise in ~/.cache."""
+    data_cache_dir: Annotated[str, Resume.FREE] = ""
+    """Local folder that keeps what was read of data in object storage, so that a later epoch reads it from there;
+    processes may share it. Empty: memory keeps it."""
+    data_cache_gib: Annotated[float, Above(0), Resume.FREE] = 1.0
+    """GiB of data in object storage that are kept in data_cache_dir, or in the memory of each process. Where it has
+    room for a block of documents of every logical shard, each block is read once per epoch."""
     verify_data: Annotated[Literal["off", "first_read", "always"], Resume.FREE] = "first_read"
     """When the bytes of a block of documents are compared with the checksum that the index folder has recorded at its
     first read ever: at its first read in a run, at every read, or never. pretraining.inspect_data --verify compares
@@ -410,7 +428,7 @@ class TrainConfig:
     """Threads that read batches ahead. The order of the data does not depend on it."""
 
     # ---- Validation
-    valid_data_path: Annotated[str, COMMON] = ""
+    valid_data_path: Annotated[str, COMMON, STORABLE] = ""
     """Folder of held-out token shards, laid out like data_path. val_interval needs this or split, except with
     use_dummy_dataset."""
     valid_datasets: str = ""
@@ -427,7 +445,7 @@ class TrainConfig:
     drop_last_val: bool = True
     """True: skip what remains of the validation or test data after the last full global batch. False: read it in a
     batch whose other rows do not count."""
-    test_data_path: str = ""
+    test_data_path: Annotated[str, STORABLE] = ""
     """Folder of token shards for the test at the end, laid out like data_path. test_steps needs this or the third
     fraction of split, except with use_dummy_dataset."""
     test_steps: Annotated[int, AtLeast(0, special=-1)] = 0

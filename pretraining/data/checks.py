@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from pretraining.config.errors import Problem
 from pretraining.config.grammar import comma_separated, parse_split
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 from pretraining.data.layouts import split_folders
+from pretraining.storage import location
 
 
 def check_mixture(config: TrainConfig) -> Iterator[Problem]:
@@ -65,7 +65,7 @@ def check_test_data(config: TrainConfig) -> Iterator[Problem]:
 
 def _holds(config: TrainConfig, split: str) -> bool:
     """Whether data_path is a folder of several splits, this one among them."""
-    layout = split_folders(Path(config.data_path)) if config.data_path and not config.datasets else None
+    layout = split_folders(location(config.data_path)) if config.data_path and not config.datasets else None
     return layout is not None and split in layout.folders
 
 

@@ -25,7 +25,8 @@ from pretraining.config.errors import UserError
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardIndex
-from pretraining.data.stores.shard import read_exactly
+from pretraining.data.stores.shard import Readable
+from pretraining.storage import Location, location
 
 _RECORD_BYTES = 24  # first document, last document + 1 and checksum of a block, 64-bit numbers
 
@@ -78,9 +79,9 @@ class BlockSums:
             os.close(descriptor)
 
 
-def byte_sum(descriptor: int, low: int, high: int, path: str) -> int:
+def byte_sum(file: Readable, low: int, high: int) -> int:
     """Return the sum of bytes [low, high) of a file as 64-bit numbers, modulo 2^64."""
-    raw = read_exactly(descriptor, high - low, low, path)
+    raw = file.read_at(low, high - low)
     words = len(raw) // 8
     total = int(np.frombuffer(raw, "<u8", words).sum(dtype=np.uint64))
     return (total + int.from_bytes(raw[8 * words :], "little")) % 2**64
@@ -110,7 +111,7 @@ def verify(shards: Iterable[ShardIndex], listed: dict[str, str], folder: Path) -
     return len(files) - recorded, recorded
 
 
-def _files(shard: ShardIndex) -> list[Path]:
+def _files(shard: ShardIndex) -> list[Location]:
     """Return the user's files of one shard: an index and its tokens for Megatron; decoded Parquet is ours."""
-    path = Path(shard.path)
-    return [path, Path(shard.tokens)] if path.suffix == ".idx" else [path]
+    path = location(shard.path)
+    return [path, location(shard.tokens)] if path.suffix == ".idx" else [path]

@@ -7,7 +7,6 @@ whatever the number of documents) and the documents of the blocks that are being
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from threading import Lock
@@ -20,7 +19,9 @@ from pretraining.data.checksums import BlockSums, byte_sum
 from pretraining.data.files import OpenFile, OpenFiles
 from pretraining.data.hashing import key_of, mix_one, permutation
 from pretraining.data.index import GROUP, ShardIndex
+from pretraining.data.remote import RangeCache, Ranges, coalesced
 from pretraining.data.stores.shard import DiskArray, to_int32
+from pretraining.storage import is_remote
 
 # Tokens a block should have: with short documents whole blocks are read at once, and 64 KiB take 8 us.
 _BLOCK_TOKENS = 16_384
@@ -108,9 +109,17 @@ class Corpus:
     """The endless stream of one dataset. Threads may share it."""
 
     def __init__(
-        self, shards: list[ShardIndex], documents: range, order: DocumentOrder, files: OpenFiles, cache: BlockCache
+        self,
+        shards: list[ShardIndex],
+        documents: range,
+        order: DocumentOrder,
+        files: OpenFiles,
+        cache: BlockCache,
+        ranges: RangeCache,
     ) -> None:
-        """documents: those that belong to the stream, counted over all shards."""
+        """documents: those that belong to the stream, counted over all shards. ranges: of shards in object storage."""
+        self._ranges, self._is_remote = ranges, any(is_remote(shard.tokens) for shard in shards)
+        self.keeps_blocks = True  # whether a block of object storage is kept until it is read to its end
         self._shards, self._order, self._files, self._cache = shards, order, files, cache
         self._epochs: dict[int, Epoch] = {}
         self._lock = Lock()
@@ -120,6 +129,9 @@ class Corpus:
         self._shard, self._first, self._last, self._tokens = self._divide(documents).T
         self.tokens = int(self._tokens.sum())  # of one epoch, added ones included
         self.has_labels = any(shard.trained is not None for shard in shards)
+        widest = max((np.dtype(shard.dtype).itemsize for shard in shards), default=0)
+        # bytes in object storage: mean of a block, and number of them
+        self.remote_blocks = (self.tokens * widest // max(1, len(self._tokens)), len(self._tokens) * self._is_remote)
 
     def fill(self, position: int, out: np.ndarray, checked: set[OpenFile]) -> list[int]:
         """Copy the stream from `position` on into `out` (int32, contiguous); return where documents begin in it.
@@ -144,6 +156,20 @@ class Corpus:
             beginnings += [done + at for at in places]
             done += count
         return beginnings
+
+    def fetch(self, position: int, count: int) -> None:
+        """Begin to read what `fill` needs of object storage for `count` tokens from `position` on."""
+        done = 0
+        while self._is_remote and done < count:
+            epoch, place, within = self._locate(position + done)
+            number = epoch.blocks[place]
+            block = self._cache.get((id(self), epoch.number, number)) or self._read_block(epoch, number)
+            some = min(count - done, block.before[-1] - within)
+            file = self._files.get(block.shard.tokens, block.shard.token_stamp, block.shard.path)
+            if not file.is_local:
+                is_whole = self._must_verify(number)
+                self._ranges.begin(file, self._needed(block, file, *_documents_at(block, within, some), is_whole))
+            done += some
 
     def paths(self, position: int, count: int) -> list[str]:
         """Return the shards that tokens [position, position + count) come from, for a message."""
@@ -179,34 +205,54 @@ class Corpus:
         key = (id(self), epoch.number, number)  # not `self`: a cycle would keep files open until it is collected
         block = self._cache.get(key)
         if block is None:
-            block = self._read_block(number, key_of(epoch.key ^ number))
-            if self._order.verify == "always" or (self._order.verify != "off" and number not in self._verified):
+            block = self._read_block(epoch, number)
+            if self._must_verify(number):
                 self._verify(number, block)
             self._cache.put(key, block)
         return block
+
+    def _must_verify(self, number: int) -> bool:
+        """Whether a block that is not cached is compared with its checksum."""
+        return self._order.verify == "always" or (self._order.verify != "off" and number not in self._verified)
+
+    def _needed(
+        self, block: Block, file: OpenFile, first: int, last: int, is_whole: bool = False
+    ) -> list[tuple[int, int]]:
+        """Return the ranges of an object to read for documents [first, last) of a block: of the whole block if that is
+        asked for, or it is kept, or it is on its way."""
+        starts = np.asarray(block.starts)
+        ends = starts + np.asarray(block.lengths) * block.width
+        is_whole = is_whole or self.keeps_blocks or _is_gathered(block, first, last)
+        whole = coalesced(starts, ends)
+        if is_whole or self._ranges.has(file, whole):
+            return whole
+        return coalesced(starts[first:last], ends[first:last])
 
     def _verify(self, number: int, block: Block) -> None:
         """Compare the checksum of a block with its record. UserError names the shard if they differ."""
         shard = block.shard
         file = self._files.get(shard.tokens, shard.token_stamp, shard.path)
         documents = len(block.lengths)
+        source = (
+            file if file.is_local else self._ranges.read(file, self._needed(block, file, 0, documents, is_whole=True))
+        )
         size = (block.before[-1] - documents * self._order.added) * block.width
         if block.high - block.low <= 2 * size + 1024 * documents:
-            total = byte_sum(file.descriptor, block.low, block.high, shard.path)
+            total = byte_sum(source, block.low, block.high)
         else:  # documents of Megatron may be anywhere in the .bin
             ranges = zip(block.starts, block.lengths, strict=True)
-            total = sum(byte_sum(file.descriptor, at, at + length * block.width, shard.path) for at, length in ranges)
+            total = sum(byte_sum(source, at, at + length * block.width) for at, length in ranges)
         places = int(np.dot(block.starts, block.lengths))  # of the documents: a block may hold its bytes in any order
         self._sums.check(shard, int(self._first[number]), int(self._last[number]), (total + places) % 2**64)
         self._verified.add(number)
 
-    def _read_block(self, number: int, key: int) -> Block:
+    def _read_block(self, epoch: Epoch, number: int) -> Block:
         shard = self._shards[self._shard[number]]
         first, last = int(self._first[number]), int(self._last[number])
         starts, lengths = (self._read(array, shard, first, last) for array in (shard.starts, shard.lengths))
         nonempty = np.flatnonzero(lengths)
         if self._order.shuffled:
-            nonempty = nonempty[permutation(len(nonempty), key)]
+            nonempty = nonempty[permutation(len(nonempty), key_of(epoch.key ^ number))]
         starts, lengths = starts[nonempty], lengths[nonempty].astype(np.int64)
         before = np.zeros(len(nonempty) + 1, np.int64)
         np.cumsum(lengths + self._order.added, out=before[1:])
@@ -219,7 +265,7 @@ class Corpus:
     def _read(self, array: DiskArray, shard: ShardIndex, start: int, stop: int) -> np.ndarray:
         """Return elements [start, stop) of an array of a shard's index. Sidecars are not checked for change."""
         file = self._files.get(array.path, None, shard.path)  # kept until the read is done: it may be evicted
-        return array.read(file.descriptor, start, stop)
+        return array.read(file, start, stop)
 
     def _copy(self, block: Block, file: OpenFile, within: int, out: np.ndarray) -> list[int]:
         """Copy block positions [within, within + len(out)) into `out`; return where documents begin in it.
@@ -227,16 +273,16 @@ class Corpus:
         `out` holds separators already. The result is empty where nobody asked for boundaries.
         """
         before, lead = block.before, 0 if self._order.bos is None else 1
-        first = bisect_right(before, within) - 1
-        last = bisect_left(before, within + len(out), first)
-        if block.width != 8 and block.high - block.low < (last - first) * _BYTES_PER_READ:
-            _gather(block, file, out, (first, last), within, lead)
+        first, last = _documents_at(block, within, len(out))
+        source = file if file.is_local else self._ranges.read(file, self._needed(block, file, first, last))
+        if _is_gathered(block, first, last):
+            _gather(block, source, out, (first, last), within, lead)
             if self._order.separator is not None:
                 ends = np.asarray(before[first + 1 : last + 1]) - within
                 out[ends[ends <= len(out)] - 1] = self._order.separator
         else:
             ranges = _document_ranges(block, first, last, within - lead, len(out))
-            (_read_in_place if block.width == 4 else _read_and_convert)(block, file, out, ranges)
+            (_read_in_place if block.width == 4 else _read_and_convert)(block, source, out, ranges)
         if not (self._order.boundaries or lead):
             return []
         beginnings = [at - within for at in before[first:last].tolist() if at >= within]
@@ -290,6 +336,17 @@ def _documents_per_block(shards: list[ShardIndex]) -> int:
 # ---- Copying tokens
 
 
+def _documents_at(block: Block, within: int, count: int) -> tuple[int, int]:
+    """Return the first document, and the one after the last, of `count` tokens from position `within` of a block."""
+    first = bisect_right(block.before, within) - 1
+    return first, bisect_left(block.before, within + count, first)
+
+
+def _is_gathered(block: Block, first: int, last: int) -> bool:
+    """Whether documents [first, last) are so short that the whole block is read for them."""
+    return block.width != 8 and block.high - block.low < (last - first) * _BYTES_PER_READ
+
+
 class DocumentRanges(NamedTuple):
     """The token ranges of documents that a row consists of.
 
@@ -315,20 +372,20 @@ def _document_ranges(block: Block, first: int, last: int, base: int, count: int)
     return DocumentRanges(starts, places, lengths, base)
 
 
-def _read_in_place(block: Block, file: OpenFile, out: np.ndarray, ranges: DocumentRanges) -> None:
+def _read_in_place(block: Block, source: OpenFile | Ranges, out: np.ndarray, ranges: DocumentRanges) -> None:
     """Read every document straight into the row: for ids of 4 bytes."""
-    memory, descriptor, read, base = out.data.cast("B"), file.descriptor, os.preadv, ranges.base
+    memory, read, base = out.data.cast("B"), source.preadv, ranges.base
     for offset, place, length in zip(ranges.starts, ranges.places, ranges.lengths, strict=True):
         start, size = (place - base) * 4, length * 4
-        if size > 0 and read(descriptor, [memory[start : start + size]], offset) != size:
+        if size > 0 and read([memory[start : start + size]], offset) != size:
             raise _truncated(block, offset + size)
 
 
-def _read_and_convert(block: Block, file: OpenFile, out: np.ndarray, ranges: DocumentRanges) -> None:
+def _read_and_convert(block: Block, source: OpenFile | Ranges, out: np.ndarray, ranges: DocumentRanges) -> None:
     """Read and convert every document: for ids of 2 or 8 bytes."""
     for offset, place, length in zip(ranges.starts, ranges.places, ranges.lengths, strict=True):
         if length > 0:
-            raw = os.pread(file.descriptor, length * block.width, offset)
+            raw = source.pread(length * block.width, offset)
             if len(raw) != length * block.width:
                 raise _truncated(block, offset + length * block.width)
             start = place - ranges.base
@@ -339,12 +396,14 @@ def _truncated(block: Block, end: int) -> UserError:
     return UserError(f"{block.shard.path}: truncated before byte {end} while the run reads it: restore the shard")
 
 
-def _gather(block: Block, file: OpenFile, out: np.ndarray, documents: tuple[int, int], within: int, lead: int) -> None:
+def _gather(
+    block: Block, source: OpenFile | Ranges, out: np.ndarray, documents: tuple[int, int], within: int, lead: int
+) -> None:
     """Read the whole block at once, then gather the row: for documents much shorter than a row.
 
     The places of added tokens get arbitrary ids, which the caller overwrites. lead: tokens added before each document.
     """
-    raw = os.pread(file.descriptor, block.high - block.low, block.low)
+    raw = source.pread(block.high - block.low, block.low)
     if len(raw) != block.high - block.low:
         raise _truncated(block, block.high)
     tokens = np.frombuffer(raw, block.shard.dtype)

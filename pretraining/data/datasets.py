@@ -7,7 +7,7 @@ not fit, weights that do not match.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardFile, ShardIndex, index_folder, last_tokens, open_indexes
 from pretraining.data.layouts import read_json, split_folders
 from pretraining.data.stores.find import FORMATS, find_datasets, find_shards
+from pretraining.storage import Location, location
 
 SPLITS = ("train", "valid", "test")
 DESCRIPTION = "meta.json"  # what prepare.py writes next to the shards
@@ -32,7 +33,7 @@ _SAMPLED_ENDINGS, _FEWEST_ENDINGS = 256, 8  # documents whose last token is read
 class SplitSource(NamedTuple):
     """Where the documents of a split come from."""
 
-    folder: Path
+    folder: Location
     datasets: str  # sub-folders, comma-separated; empty: all
     weights_flag: str
     weights: str  # one number for each dataset, comma-separated; empty: in proportion to their tokens
@@ -45,7 +46,7 @@ class Dataset:
     """One dataset of a split."""
 
     name: str
-    folder: Path
+    folder: Location
     shards: list[ShardIndex]
     documents: range  # those of the split, counted over all shards
     fingerprint: str  # of the shards' content and names, whatever their folder
@@ -76,12 +77,12 @@ def split_source(config: TrainConfig, split: str) -> SplitSource:
     if not config.data_path:
         raise UserError("--data_path is not set: give a folder of token shards, or --use_dummy_dataset=True")
     if split == "valid" and config.valid_data_path:
-        folder = Path(config.valid_data_path)
+        folder = location(config.valid_data_path)
         folder = folder if config.valid_datasets else _of_split(folder, split)
         return SplitSource(folder, config.valid_datasets, "valid_weights", config.valid_weights, "")
     if split == "test" and config.test_data_path:
-        return SplitSource(_of_split(Path(config.test_data_path), split), "", "", "", "")
-    root = Path(config.data_path)
+        return SplitSource(_of_split(location(config.test_data_path), split), "", "", "", "")
+    root = location(config.data_path)
     layout = None if config.datasets else split_folders(root)
     if layout and not config.split and split in layout.folders:
         weights = config.weights if split == "train" else ""
@@ -102,7 +103,7 @@ def open_datasets(config: TrainConfig, split: str) -> list[Dataset]:
     return datasets
 
 
-def _of_split(folder: Path, split: str) -> Path:
+def _of_split(folder: Location, split: str) -> Location:
     """Return the folder of a split if `folder` holds several. UserError if it does not hold this one."""
     layout = split_folders(folder)
     if layout is None:
@@ -117,7 +118,7 @@ def verify_dataset(dataset: Dataset, config: TrainConfig) -> tuple[int, int]:
     return verify(dataset.shards, dataset.description.get("shards", {}), index_folder(config.index_dir))
 
 
-def _open(config: TrainConfig, folder: Path, name: str, split: str, shares: str) -> Dataset:
+def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: str) -> Dataset:
     files = find_shards(folder, config.file_type)
     if not files:
         kind = "" if config.file_type == "auto" else f" of --file_type={config.file_type}"
@@ -125,7 +126,7 @@ def _open(config: TrainConfig, folder: Path, name: str, split: str, shares: str)
     strip = tuple(parse_steps(config.strip_tokens))
     sources = [ShardFile(path, format, config.col_name, strip) for path, format in files]
     shards = open_indexes(sources, index_folder(config.index_dir))
-    parts = [str(Path(shard.path).relative_to(folder)) if folder.is_dir() else "" for shard in shards]
+    parts = [str(PurePath(shard.path).relative_to(str(folder))) if folder.is_dir() else "" for shard in shards]
     parts += [f"{shard.fingerprint} {shard.documents} {shard.token_count}" for shard in shards]
     total = sum(shard.documents for shard in shards)
     description = _read_description(folder)
@@ -160,13 +161,15 @@ def split_edges(text: str, documents: int) -> list[int]:
 # ---- What prepare.py wrote next to the shards
 
 
-def _read_description(folder: Path) -> dict[str, Any]:
+def _read_description(folder: Location) -> dict[str, Any]:
     """Return the contents of meta.json, empty if there is none."""
     path = folder / DESCRIPTION
     return read_json(path) if path.is_file() else {}
 
 
-def _check_description(folder: Path, description: dict[str, Any], shards: list[ShardIndex], rows: int | None) -> None:
+def _check_description(
+    folder: Location, description: dict[str, Any], shards: list[ShardIndex], rows: int | None
+) -> None:
     """Raise UserError if shards are missing, or the tokenizer has more ids than the embedding has rows."""
     size = description.get("vocab_size")
     if size is not None and rows is not None and size > rows:
@@ -174,7 +177,7 @@ def _check_description(folder: Path, description: dict[str, Any], shards: list[S
             f"{folder}: its tokenizer has {size:,} ids, but the model's vocabulary is {rows:,}: "
             f"give --vocab_size={size} or more"
         )
-    missing = sorted(set(description.get("shards", {})) - {Path(shard.path).name for shard in shards})
+    missing = sorted(set(description.get("shards", {})) - {location(shard.path).name for shard in shards})
     if missing:
         raise UserError(f"{folder / missing[0]}: missing, but {DESCRIPTION} lists it: prepare the dataset again")
     expected, documents = description.get("documents"), sum(shard.documents for shard in shards)
@@ -185,7 +188,7 @@ def _check_description(folder: Path, description: dict[str, Any], shards: list[S
         )
 
 
-def _check_labels(config: TrainConfig, folder: Path, description: dict[str, Any], shards: list[ShardIndex]) -> None:
+def _check_labels(config: TrainConfig, folder: Location, description: dict[str, Any], shards: list[ShardIndex]) -> None:
     """Raise UserError if only some shards have labels, or rows of whole examples would be cut or filled."""
     unlabelled = [shard.path for shard in shards if shard.documents and shard.trained is None]
     if unlabelled and any(shard.trained is not None for shard in shards):

@@ -4,35 +4,47 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
 from pretraining.config.errors import UserError
-from pretraining.data.stores.shard import Stamp
+from pretraining.storage import Location, ObjectFile, ObjectPath, Stamp, location, read_exactly
 
 # Files kept open for the whole stream, whatever the number of shards or logical_shards; the usual limit is 1024.
 _OPEN_FILES = 128
 
 
 class OpenFile:
-    """A file descriptor that is closed with the last reference to this object."""
+    """A file that is closed with the last reference to this object. Of an object, only `read_at` can be used."""
 
     def __init__(self, path: str, stamp: Stamp | None, shard: str) -> None:
         """stamp: of the file when it was indexed; None: changes are not checked. shard: named in messages."""
         self.path, self.stamp, self.shard = path, stamp, shard
+        self.descriptor, place = -1, location(path)
+        self._object = ObjectFile(place, stamp) if isinstance(place, ObjectPath) else None
+        self.is_local = self._object is None
+        if self._object:
+            return
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
-            self.descriptor = -1
             raise UserError(f"{shard}: {error.strerror} ({path}): restore it, it was there at the start") from error
+        self.pread, self.preadv = partial(os.pread, self.descriptor), partial(os.preadv, self.descriptor)
 
     def __del__(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
+    def read_at(self, start: int, count: int) -> bytes:
+        """See stores.shard.Readable. An object is compared with its stamp after every read."""
+        if self._object:
+            return self._object.read_at(start, count)
+        return read_exactly(self.descriptor, start, count, self.shard)
+
     def check(self) -> None:
-        """Raise UserError if the file is no longer the one that was indexed."""
-        if self.stamp is None:
+        """Raise UserError if a local file is no longer the one that was indexed."""
+        if self.stamp is None or self._object:
             return
         status = os.fstat(self.descriptor)
         if status.st_nlink == 0:
@@ -76,7 +88,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     temporary.replace(path)
 
 
-def file_hash(path: Path) -> str:
+def file_hash(path: Location) -> str:
     """Return the sha256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -25,12 +25,10 @@ from pretraining.data.stores.labels import unmark
 from pretraining.data.stores.shard import (
     DiskArray,
     ShardContents,
-    Stamp,
     chunks,
     in_memory,
-    open_descriptor,
-    read_exactly,
 )
+from pretraining.storage import OpenedFile, Stamp, in_order, is_remote, location, opened
 
 # Documents whose tokens are summed in the sidecar; blocks of the shuffled order consist of whole groups.
 GROUP = 64
@@ -38,6 +36,8 @@ _MAGIC = b"tokidx02"
 _ALIGN = 64
 # Bytes hashed at the beginning, the middle and the end of a file; the footers of Arrow and Parquet are at the end.
 _SAMPLE = 65_536
+# Shards in object storage that are looked up or indexed at once; threads wait for the network most of the time.
+_REQUESTS = 16
 # Documents summed at once: 50 MB of starts and lengths.
 _AT_ONCE = 65_536 * GROUP
 
@@ -82,7 +82,8 @@ def open_indexes(files: Sequence[ShardFile], folder: Path) -> list[ShardIndex]:
 
     UserError names the first shard that cannot be used.
     """
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    threads = _REQUESTS if files and is_remote(files[0].path) else min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda file: open_index(file, folder), files))
 
 
@@ -94,8 +95,8 @@ def open_index(file: ShardFile, folder: Path) -> ShardIndex:
 
 def sidecar_path(file: ShardFile, folder: Path) -> Path:
     """Return the sidecar of a shard; the folder of the shard is part of its name."""
-    parts = (str(Path(file.path).resolve()), file.format, file.column, *map(str, file.strip))
-    return folder / f"{Path(file.path).stem[:40]}-{short_hash(*parts)}.idx"
+    parts = (str(location(file.path).resolve()), file.format, file.column, *map(str, file.strip))
+    return folder / f"{location(file.path).stem[:40]}-{short_hash(*parts)}.idx"
 
 
 def _fingerprint(path: str, tokens: str) -> str:
@@ -106,9 +107,9 @@ def _fingerprint(path: str, tokens: str) -> str:
 def _file_fingerprint(path: str) -> str:
     """Return a hash of a file's size and of its beginning, middle and end: cheap, and different for another file."""
     size = Stamp.of(path).size
-    with open_descriptor(path) as descriptor:
+    with opened(path) as file:
         count = min(_SAMPLE, size)
-        samples = [read_exactly(descriptor, count, at, path) for at in (0, (size - count) // 2, size - count)]
+        samples = [file.read_at(at, count) for at in (0, (size - count) // 2, size - count)]
     return short_hash(str(size), *samples)
 
 
@@ -121,19 +122,22 @@ def _load(file: ShardFile, sidecar: Path) -> ShardIndex | None:
         index = _read_header(sidecar)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if index is None or index.stamp != Stamp.of(file.path) or not Path(index.tokens).exists():
+    if index is None or index.stamp != Stamp.of(file.path) or not location(index.tokens).exists():
         return None
-    fresh = index.token_stamp == Stamp.of(index.tokens) and index.fingerprint == _fingerprint(file.path, index.tokens)
+    if index.token_stamp != Stamp.of(index.tokens):
+        return None
+    # the version of an object is that of its content; the time of a file is not
+    fresh = is_remote(file.path) or index.fingerprint == _fingerprint(file.path, index.tokens)
     return index if fresh else None
 
 
 def _read_header(sidecar: Path) -> ShardIndex | None:
     """Return what the header of a complete sidecar describes; None or an error for anything else."""
     size = sidecar.stat().st_size
-    with sidecar.open("rb") as opened:
-        if opened.read(len(_MAGIC)) != _MAGIC:
+    with sidecar.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
             return None
-        header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), size)))
+        header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), size)))
     return _from_header(header, sidecar) if size == header["size"] else None
 
 
@@ -194,7 +198,7 @@ def _sum_groups(contents: ShardContents, path: str) -> np.ndarray:
 
 
 def _write(file: ShardFile, contents: ShardContents, groups: np.ndarray, sidecar: Path, stamp: Stamp) -> ShardIndex:
-    """Write the header, then the arrays at multiples of 64 bytes; arrays that are in a file already are referred to."""
+    """Write the header, then the arrays at multiples of 64 bytes; those in a local file already are referred to."""
     facts = {
         "path": file.path,
         "stamp": stamp,
@@ -212,20 +216,21 @@ def _write(file: ShardFile, contents: ShardContents, groups: np.ndarray, sidecar
     places: dict[str, tuple[str, int, str, int]] = {}
     room = 4096 + len(json.dumps(facts))  # more than the header takes
     temporary = sidecar.with_suffix(f".{os.getpid()}.tmp")
-    with temporary.open("wb") as opened:
-        opened.seek(room)
+    with temporary.open("wb") as written:
+        written.seek(room)
         for name, array in arrays.items():
-            if isinstance(array, DiskArray):
+            if isinstance(array, DiskArray) and not is_remote(array.path):
                 places[name] = (array.path, array.offset, array.dtype, array.length)
                 continue
-            opened.seek(-opened.tell() % _ALIGN, os.SEEK_CUR)
-            places[name] = ("", opened.tell(), np.dtype(dtypes[name]).str, len(array))
-            array.astype(dtypes[name], copy=False).tofile(opened)
-        opened.truncate()
-        header = {"facts": facts, "arrays": places, "size": opened.tell()}
-        opened.seek(0)
+            written.seek(-written.tell() % _ALIGN, os.SEEK_CUR)
+            places[name] = ("", written.tell(), np.dtype(dtypes[name]).str, len(array))
+            for part in chunks(array, _AT_ONCE):
+                part.astype(dtypes[name], copy=False).tofile(written)
+        written.truncate()
+        header = {"facts": facts, "arrays": places, "size": written.tell()}
+        written.seek(0)
         raw = json.dumps(header).encode()
-        opened.write(_MAGIC + len(raw).to_bytes(8, "little") + raw)
+        written.write(_MAGIC + len(raw).to_bytes(8, "little") + raw)
     temporary.replace(sidecar)
     return _from_header(header, sidecar)
 
@@ -234,20 +239,20 @@ def _strip(contents: ShardContents, tokens: tuple[int, ...]) -> ShardContents:
     """Return the documents without a first and a last token that is in `tokens` (one each, as fms-fsdp does)."""
     width = np.dtype(contents.dtype).itemsize
     starts, lengths = in_memory(contents.starts, np.int64), in_memory(contents.lengths, np.int64)
-    with open_descriptor(contents.tokens) as descriptor:
-        cut = _is_one_of(tokens, descriptor, starts, lengths, contents)
+    with opened(contents.tokens) as file:
+        cut = _is_one_of(tokens, file, starts, lengths, contents)
         starts, lengths = starts + cut * width, lengths - cut
-        cut = _is_one_of(tokens, descriptor, starts + (lengths - 1) * width, lengths, contents)
+        cut = _is_one_of(tokens, file, starts + (lengths - 1) * width, lengths, contents)
     return replace(contents, starts=starts, lengths=lengths - cut)
 
 
 def _is_one_of(
-    tokens: tuple[int, ...], descriptor: int, offsets: np.ndarray, lengths: np.ndarray, contents: ShardContents
+    tokens: tuple[int, ...], file: OpenedFile, offsets: np.ndarray, lengths: np.ndarray, contents: ShardContents
 ) -> np.ndarray:
     """Whether the token at each byte offset is in `tokens`, bool [documents]; False for empty documents."""
     nonempty = lengths > 0
     result = np.zeros(len(offsets), bool)
-    result[nonempty] = np.isin(_tokens_at(descriptor, offsets[nonempty], contents), tokens)
+    result[nonempty] = np.isin(_tokens_at(file, offsets[nonempty], contents), tokens)
     return result
 
 
@@ -256,15 +261,15 @@ def last_tokens(shard: ShardIndex, count: int) -> np.ndarray:
     starts, lengths = (next(chunks(array, count), np.zeros(0, np.int64)) for array in (shard.starts, shard.lengths))
     nonempty = lengths > 0
     ends = starts[nonempty] + (lengths[nonempty].astype(np.int64) - 1) * np.dtype(shard.dtype).itemsize
-    with open_descriptor(shard.tokens) as descriptor:
-        return _tokens_at(descriptor, ends, shard)
+    with opened(shard.tokens) as file:
+        return _tokens_at(file, ends, shard)
 
 
-def _tokens_at(descriptor: int, offsets: np.ndarray, shard: ShardContents | ShardIndex) -> np.ndarray:
+def _tokens_at(file: OpenedFile, offsets: np.ndarray, shard: ShardContents | ShardIndex) -> np.ndarray:
     """Return the token at each byte offset, in the dtype of the shard."""
     width = np.dtype(shard.dtype).itemsize
-    raw = b"".join([read_exactly(descriptor, width, at, shard.tokens) for at in offsets.tolist()])
-    tokens = np.frombuffer(raw, shard.dtype).copy()
+    read = in_order(file)
+    tokens = np.frombuffer(b"".join([read(at, width) for at in offsets.tolist()]), shard.dtype).copy()
     if shard.trained is not None:
         unmark(tokens)
     return tokens

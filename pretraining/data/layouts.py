@@ -6,10 +6,10 @@ Does not import numpy: checks.py asks which splits a folder has before anything 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import UserError
+from pretraining.storage import Location
 
 PLAN = "plan.json"  # what prepare.py writes into its output first
 RECORDS = ".parts"  # its folder of one record per finished shard
@@ -24,7 +24,7 @@ class SplitFolders(NamedTuple):
     """A folder that holds several splits."""
 
     kind: str
-    folders: dict[str, Path]  # split -> its folder
+    folders: dict[str, Location]  # split -> its folder
 
     def describe(self) -> str:
         """Return a line that says where every split is taken from."""
@@ -32,7 +32,7 @@ class SplitFolders(NamedTuple):
         return f"{self.folders['train'].parent} is {self.kind}: {parts}"
 
 
-def split_folders(folder: Path) -> SplitFolders | None:
+def split_folders(folder: Location) -> SplitFolders | None:
     """Return the splits of a folder, None if it holds the data of one split.
 
     UserError if the folder is not complete, or has no training split.
@@ -58,7 +58,7 @@ def split_folders(folder: Path) -> SplitFolders | None:
     return SplitFolders(kind, found)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Location) -> dict[str, Any]:
     """Return the object in a JSON file. UserError if it is damaged."""
     try:
         content = json.loads(path.read_text())

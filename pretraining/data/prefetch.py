@@ -6,14 +6,18 @@ function of its step, so threads share one stream and need no state of their own
 
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from pretraining.config.errors import UserError
 from pretraining.data.stream import Batch, Stream
 
 AHEAD = 2  # groups of batches per thread: one being read, one ready
 # Passing a group between threads costs about 50 us, so small batches are read several at a time.
 GROUP_BYTES = 1 << 20
+# Groups whose ranges of object storage are requested at once.
+FETCH_AHEAD = 4
 LONGEST_GROUP = 8  # more leave the cache before they are used: 71 us a batch with 16, 62 with 8, 53 without a thread
 
 BatchGroup = list[Batch | Exception]  # consecutive batches; an exception is the last element
@@ -57,6 +61,8 @@ class Prefetcher:
 
     def _read(self, first: int) -> BatchGroup:
         group = BatchGroup()
+        with contextlib.suppress(UserError):  # it is raised again at the batch that it belongs to
+            self._stream.fetch(first, FETCH_AHEAD * self._length)
         for step in range(first, first + self._length):
             try:
                 group.append(self._stream.batch(step))

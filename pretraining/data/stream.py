@@ -29,6 +29,7 @@ from pretraining.data.datasets import (
 from pretraining.data.files import OpenFile, OpenFiles
 from pretraining.data.hashing import key_of, short_hash
 from pretraining.data.lanes import PERIOD, LaneOrder, MixtureSchedule, mixture_schedule
+from pretraining.data.remote import RangeCache
 from pretraining.data.state import consumed_at, open_state
 from pretraining.data.stores.labels import IGNORED, unmark
 
@@ -112,6 +113,13 @@ class Stream:
             batch["labels"][max(0, self._counted - first) :] = IGNORED
         return batch
 
+    def fetch(self, step: int, count: int) -> None:
+        """Begin to read what batches [step, step + count) need of object storage."""
+        rank_slice, last = self._slice, step + count if self.steps is None else min(step + count, self.steps)
+        for number in range(step, last):
+            first = self._state["sequences"] + number * rank_slice.global_rows + rank_slice.first
+            self._source.fetch(first, rank_slice.rows, rank_slice.length + 1)
+
     def state(self, step: int) -> dict[str, Any]:
         """Return the state after `step` steps, which `open_stream` continues from. JSON, the same on every rank."""
         return {**self._state, "sequences": int(self._state["sequences"]) + step * self._slice.global_rows}
@@ -167,6 +175,9 @@ class Counters:
         out[:] = (np.arange(len(out), dtype=np.int64) + start) % self._vocabulary
         return RowMarks([])
 
+    def fetch(self, sequence: int, rows: int, length: int) -> None:
+        """Do nothing: no file is read."""
+
     def check(self, sequence: int, rows: np.ndarray) -> None:
         """Do nothing: counters are below the vocabulary."""
 
@@ -186,11 +197,15 @@ class Mixture:
         config: TrainConfig,
         state: dict[str, Any],
         files: OpenFiles,
+        ranges: RangeCache,
     ) -> None:
         """state: of step 0; its mixture is in the order of `corpora`."""
-        self._files, self._corpora, self._special = files, corpora, special
+        self._files, self._ranges, self._corpora, self._special = files, ranges, corpora, special
         self._start, self._consumed = state["start"], [state["consumed"][name] for name in state["mixture"]]
         lanes = config.logical_shards if config.shuffle == "shards" else 1
+        blocks = [corpus.remote_blocks for corpus in corpora]
+        for corpus in corpora:  # a block is read once per lane that is in it
+            corpus.keeps_blocks = sum(size * min(lanes, count) for size, count in blocks) <= ranges.limit
         self._lanes = [LaneOrder(corpus.tokens, payload(config, special), lanes) for corpus in corpora]
         self._dataset, self._earlier, self._counts = schedule.dataset.data, schedule.earlier.data, schedule.counts
         self._vocabulary = vocabulary(config)
@@ -216,6 +231,12 @@ class Mixture:
             out[-1] = self._special.eol
         return RowMarks(beginnings, untrained)
 
+    def fetch(self, sequence: int, rows: int, length: int) -> None:
+        """Begin to read what `rows` sequences need of object storage."""
+        for number in range(sequence, sequence + rows):
+            corpus, start = self._locate(number)
+            corpus.fetch(start, length)
+
     def check(self, sequence: int, rows: np.ndarray) -> None:
         """Raise UserError that names the shard of an id outside the model's vocabulary."""
         unsigned = rows.view(np.uint32)  # a negative id becomes a large one
@@ -233,6 +254,7 @@ class Mixture:
     def close(self) -> None:
         """Close open files."""
         self._files.close()
+        self._ranges.close()
 
     def _locate(self, sequence: int) -> tuple[Corpus, int]:
         """Return the dataset of a sequence of the run, and the position in its stream at which it begins."""
@@ -262,9 +284,15 @@ def open_stream(
     source = split_source(config, split)
     datasets = open_datasets(config, split)
     special = special_tokens(config, datasets)
-    files, cache = OpenFiles(), BlockCache()
+    files, cache, ranges = (
+        OpenFiles(),
+        BlockCache(),
+        RangeCache(config.data_cache_dir, int(config.data_cache_gib * 2**30)),
+    )
     corpora = [
-        Corpus(dataset.shards, dataset.documents, _order(config, special, dataset.name, any(fields)), files, cache)
+        Corpus(
+            dataset.shards, dataset.documents, _order(config, special, dataset.name, any(fields)), files, cache, ranges
+        )
         for dataset in datasets
     ]
     _check_not_empty(config, datasets, corpora, split)
@@ -281,7 +309,7 @@ def open_stream(
         previous=state,
         accept_changes=config.accept_data_changes,
     )
-    mixture = Mixture(corpora, schedule, special, config=config, state=first_state, files=files)
+    mixture = Mixture(corpora, schedule, special, config=config, state=first_state, files=files, ranges=ranges)
     total, counted = _extent(config, corpora, tokens, rank_slice, split)
     facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
     facts["notes"] = [*([source.note] if source.note else []), describe_separator(special)]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from pretraining.config.errors import UserError
 from pretraining.config.huggingface import END_OF_DOCUMENT
 from pretraining.data.files import write_atomically
+from pretraining.storage import location
 
 # Sentencepiece skips longer sentences silently, so none is longer: bytes a character times characters a sentence.
 _SENTENCE = 2_000
@@ -30,10 +31,10 @@ class SentencePieceTokenizer:
     tokens that chat templates name.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, model: bytes) -> None:
         import sentencepiece
 
-        self._model = sentencepiece.SentencePieceProcessor(model_file=path)
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size: int = self._model.vocab_size()
         self.separator: int | None = self._model.eos_id() if self._model.eos_id() >= 0 else None
         controls = filter(self._model.is_control, range(self.vocab_size))
@@ -73,12 +74,12 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer.json, read by the tokenizers package. See SentencePieceTokenizer."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, model: bytes) -> None:
         try:
             import tokenizers
         except ModuleNotFoundError as error:
-            raise UserError(f"{path}: a tokenizer.json needs the tokenizers package: pip install tokenizers") from error
-        self._model: Any = tokenizers.Tokenizer.from_file(path)
+            raise UserError("a tokenizer.json needs the tokenizers package: pip install tokenizers") from error
+        self._model: Any = tokenizers.Tokenizer.from_buffer(model)
         self.vocab_size: int = self._model.get_vocab_size(with_added_tokens=True)
         ends = [self._model.token_to_id(name) for name in END_OF_DOCUMENT]
         self.separator: int | None = next((number for number in ends if number is not None), None)
@@ -104,12 +105,13 @@ Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
 
 def open_tokenizer(path: str) -> Tokenizer:
     """Open the tokenizer at `path`: *.json is Hugging Face's, others sentencepiece's. UserError if it is neither."""
-    if not Path(path).is_file():
+    if not location(path).is_file():
         raise UserError(f"--tokenizer={path}: no such file")
+    model = location(path).read_bytes()
     if path.endswith(".json"):
-        return HuggingFaceTokenizer(path)
+        return HuggingFaceTokenizer(model)
     try:
-        return SentencePieceTokenizer(path)
+        return SentencePieceTokenizer(model)
     except (RuntimeError, OSError) as error:
         raise UserError(f"--tokenizer={path}: not a sentencepiece model ({error})") from error
 

@@ -83,7 +83,7 @@ def test_chats_have_the_tokens_and_the_mask_of_transformers(tokenizer_folder: Pa
 
 
 def test_prompts_are_not_trained_and_completions_end_with_the_separator(tokenizer_folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(str(tokenizer_folder / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer((tokenizer_folder / "tokenizer.json").read_bytes())
     reader = Reader(options(tokenizer_folder), tokenizer)
     records: list[tuple[dict[str, Any], str, str]] = [
         ({"prompt": "2 + 2 =", "completion": " 4"}, "2 + 2 =", " 4"),
@@ -120,7 +120,7 @@ def test_a_sentencepiece_model_takes_special_tokens_of_a_template_as_tokens(tmp_
     ],
 )
 def test_a_record_that_is_no_example_is_named(tokenizer_folder: Path, record: Mapping[str, Any], expected: str) -> None:
-    reader = Reader(options(tokenizer_folder), HuggingFaceTokenizer(str(tokenizer_folder / "tokenizer.json")))
+    reader = Reader(options(tokenizer_folder), HuggingFaceTokenizer((tokenizer_folder / "tokenizer.json").read_bytes()))
     with pytest.raises(UserError, match=f"^a.jsonl, byte 7: .*{expected}"):
         reader.example(record, "a.jsonl, byte 7")
 

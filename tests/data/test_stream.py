@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.data import Prefetcher, checksums, open_stream
+from pretraining.data import Prefetcher, open_stream
 from pretraining.data.files import OpenFiles
-from pretraining.data.stores import shard
+from pretraining.storage import read_exactly
 from tests.data.corpora import SEPARATOR, corpus, epoch_tokens, numbered, rows, settings
 
 LENGTHS = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(100, 700))
@@ -223,13 +223,11 @@ def test_a_file_that_another_thread_evicts_stays_open_until_it_is_read(
         return caches[-1]
 
     monkeypatch.setattr("pretraining.data.stream.OpenFiles", remembered)
-    read_exactly = shard.read_exactly
 
     def evict_and_read(*arguments: Any) -> bytes:
         for cache in caches:
             cache.close()
         return read_exactly(*arguments)
 
-    for module in (shard, checksums):
-        monkeypatch.setattr(module, "read_exactly", evict_and_read)
+    monkeypatch.setattr("pretraining.data.files.read_exactly", evict_and_read)
     assert np.array_equal(rows(open_stream(settings(tmp_path / "data")), 200), expected)

@@ -10,14 +10,16 @@ reader was 220 lines, and an index is built once and kept, so pyarrow is the onl
 
 from __future__ import annotations
 
+import io
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
 from pretraining.config.errors import UserError
 from pretraining.data.stores.labels import NULLS, decode, is_list, label_columns, list_offsets
 from pretraining.data.stores.shard import TOKEN_TYPES, ShardContents
+from pretraining.storage import BUFFER, StorageError, is_remote, location, open_buffered, size_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 MAGIC = b"ARROW1"
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # the continuation marker that begins every message
 _FILE_PREFIX = 8  # bytes before the first message of a file: the magic number, padded
+COMPRESSED = "compressed buffers cannot be read in place: write the shard without compression"
+# Bytes of a message from which on its body is left out when it is indexed: a request for less takes as long.
+LARGE = 1 << 16
 
 
 def index_arrow(path: str, column: str, decoded: str) -> ShardContents:
@@ -35,7 +40,7 @@ def index_arrow(path: str, column: str, decoded: str) -> ShardContents:
     import pyarrow as pa
 
     try:
-        with pa.OSFile(path) as source:
+        with open_buffered(path, LARGE) as source:
             if source.read(len(MAGIC)) == MAGIC:
                 file = pa.ipc.open_file(source)
                 schema, count = file.schema, file.num_record_batches
@@ -47,21 +52,69 @@ def index_arrow(path: str, column: str, decoded: str) -> ShardContents:
             dtype = token_type(schema, column, path)
             if labels := label_columns(schema, column):
                 return decode((batch.select([column, *labels]) for batch in batches), dtype, path, decoded)
-            source.seek(0 if count is None else _FILE_PREFIX)
-            return _read_messages(source, column, path, count)
+        mean = size_of(location(path)) // max(1, count or 1)  # bytes of a batch
+        if not is_remote(path) and mean < LARGE:
+            with pa.OSFile(path) as plain:
+                return _read_messages(plain, None, column, path, count)
+        with open_buffered(path, BUFFER if mean < BUFFER else LARGE) as source:
+            headers = WithoutBodies(source)
+            return _read_messages(pa.PythonFile(headers, "r"), headers, column, path, count)
+    except StorageError:
+        raise
     except (pa.ArrowException, OSError) as error:
+        if "decompress" in str(error):
+            raise UserError(f"{path}: {COMPRESSED}") from error
         raise UserError(f"{path}: not a complete Arrow file ({error}): copy or write it again") from error
 
 
-def _read_messages(source: pa.NativeFile, column: str, path: str, batches: int | None) -> ShardContents:
+class WithoutBodies(io.RawIOBase):
+    """A file for pyarrow that does not read the bodies of large messages: from `skips` on, they consist of zeros."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._position, self.skips = file, 0, False
+        self._size = file.seek(0, io.SEEK_END)
+
+    def readable(self) -> bool:  # what io.RawIOBase declares
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        count = min(size, self._size - self._position)
+        data = bytes(count) if self.skips and size >= LARGE else self.read_at(self._position, count)
+        self._position += len(data)
+        return data
+
+    def read_at(self, start: int, count: int) -> bytes:
+        """Return the bytes that are in the file."""
+        self._file.seek(start)
+        return self._file.read(count)
+
+
+def _read_messages(
+    source: pa.NativeFile, headers: WithoutBodies | None, column: str, path: str, batches: int | None
+) -> ShardContents:
+    """Return the documents. batches: that the file must have, None for a stream. headers: what `source` reads, if that
+    is without bodies."""
     import pyarrow as pa
 
+    source.seek(0 if batches is None else _FILE_PREFIX)
     messages = pa.ipc.MessageReader.open_stream(source)
     full_schema = pa.ipc.read_schema(messages.read_next_message())
     dtype = token_type(full_schema, column, path)
     schema = _schema_up_to(full_schema, column)
     width, lists = np.dtype(dtype).itemsize, is_list(full_schema.field(column).type)
     starts, lengths, count = array("q"), array("q"), 0  # 8 bytes a document, where Python's integers take 36
+    if headers:
+        headers.skips = True
     for message in messages:
         if message.type != "record batch":  # a dictionary of another column
             continue
@@ -71,13 +124,15 @@ def _read_messages(source: pa.NativeFile, column: str, path: str, batches: int |
         values = documents.values if lists else documents
         if documents.null_count or values.null_count:
             raise UserError(f"{path}: {NULLS}")
-        body, buffer = message.body, values.buffers()[1]
-        in_body = buffer.address - body.address if buffer else 0
-        if not 0 <= in_body <= body.size:  # pyarrow decompressed it
-            raise UserError(f"{path}: compressed buffers cannot be read in place: write the shard without compression")
-        first = source.tell() - body.size + in_body
+        begin, body = source.tell() - message.body.size, message.body
+        first = begin + _place_in_body(values.buffers()[1], body, path)
         if lists:
             offsets = list_offsets(documents)
+            if headers and body.size >= LARGE and not pa.types.is_fixed_size_list(documents.type):
+                buffer = documents.buffers()[1]
+                raw = headers.read_at(begin + _place_in_body(buffer, body, path), buffer.size)
+                kind = documents.offsets.type.to_pandas_dtype()
+                offsets = np.frombuffer(raw, kind, len(documents) + 1).astype(np.int64)
             starts.frombytes((offsets[:-1] * width + first).tobytes())
             lengths.frombytes(np.diff(offsets).tobytes())
         else:
@@ -86,6 +141,14 @@ def _read_messages(source: pa.NativeFile, column: str, path: str, batches: int |
     if batches is not None and count != batches:
         raise UserError(f"{path}: {count} record batches, but its footer lists {batches}: write the shard again")
     return ShardContents(path, dtype, np.frombuffer(starts, np.int64), np.frombuffer(lengths, np.int64))
+
+
+def _place_in_body(buffer: pa.Buffer | None, body: pa.Buffer, path: str) -> int:
+    """Return the distance of a buffer from the beginning of the body that it is in; 0 for none."""
+    place = int(buffer.address - body.address) if buffer else 0
+    if not 0 <= place <= body.size:  # pyarrow decompressed it
+        raise UserError(f"{path}: {COMPRESSED}")
+    return place
 
 
 def _schema_up_to(schema: pa.Schema, column: str) -> pa.Schema:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePath
 
 from pretraining.config.errors import UserError
 from pretraining.data.layouts import DATASET_STATE, read_json
 from pretraining.data.stores import arrow, megatron, parquet
 from pretraining.data.stores.shard import ShardContents
+from pretraining.storage import Location, is_remote, size_of
 
 # Format -> function of (path, column, file for decoded tokens) that returns the documents of a shard.
 FORMATS: dict[str, Callable[[str, str, str], ShardContents]] = {
@@ -17,12 +19,14 @@ FORMATS: dict[str, Callable[[str, str, str], ShardContents]] = {
     "parquet": parquet.decode_parquet,
     "megatron": lambda path, column, decoded: megatron.index_megatron(path),
 }
+# Shards in object storage whose first bytes are requested at once.
+_REQUESTS = 16
 # Endings of files that may be next to shards: descriptions, counts, tokenizers. Hidden files and those that begin
 # with "_" (Spark's _SUCCESS) too. Any other file that is no shard is an error: nothing is skipped silently.
 _COMPANIONS = (".json", ".csv", ".txt", ".md", ".yaml", ".yml", ".model", ".vocab", ".sha256", ".py", ".flags")
 
 
-def find_datasets(root: Path, names: str) -> list[str]:
+def find_datasets(root: Location, names: str) -> list[str]:
     """Return the sub-folders of `root` to read: those in `names` (comma-separated), or all; [""] for `root` itself.
 
     UserError with the nearest names if one does not exist.
@@ -46,7 +50,7 @@ def find_datasets(root: Path, names: str) -> list[str]:
     return [name for name in folders if find_shards(root / name, "auto")] or [""]
 
 
-def _suggest(folder: Path, name: str) -> str:
+def _suggest(folder: Location, name: str) -> str:
     """Return a remedy that names the folders that do exist."""
     existing = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     close = difflib.get_close_matches(name, existing, n=1, cutoff=0.5)
@@ -55,34 +59,39 @@ def _suggest(folder: Path, name: str) -> str:
     return f"{folder} holds {', '.join(existing[:8]) or 'no folders'}"
 
 
-def find_shards(folder: Path, file_type: str) -> list[tuple[str, str]]:
+def find_shards(folder: Location, file_type: str) -> list[tuple[str, str]]:
     """Return (path, format) of every shard under `folder`, by path. file_type: one format only, or "auto".
 
     UserError names a file that is neither a shard nor one of the files that may be next to shards.
     """
     files = [folder]
     if folder.is_dir():
-        files = sorted(file for file in folder.rglob("*") if file.is_file() and _is_visible(file.relative_to(folder)))
+        files = sorted(
+            file
+            for file in folder.rglob("*")
+            if file.is_file() and _is_visible(PurePath(str(file)).relative_to(str(folder)))
+        )
     for parent in [file.parent for file in files if file.name == DATASET_STATE]:
         listed = _listed_shards(parent)  # next to them are cache-*.arrow of Dataset.map, which repeat documents
         if listed is not None:
             files = [file for file in files if file.parent != parent or file in listed]
-    formats = {file: _format(file) for file in files}
+    with ThreadPoolExecutor(_REQUESTS if is_remote(folder) else 1) as pool:
+        formats = dict(zip(files, pool.map(_format, files), strict=True))
     for file, name in formats.items():
         if name is None and not _is_companion(file):
             raise UserError(
-                f"{file}: {file.stat().st_size} bytes, neither an Arrow, Parquet nor Megatron shard: remove it, "
+                f"{file}: {size_of(file)} bytes, neither an Arrow, Parquet nor Megatron shard: remove it, "
                 "complete it, or turn text into shards with python -m pretraining.data.prepare"
             )
     return [(str(file), name) for file, name in formats.items() if name and file_type in ("auto", name)]
 
 
-def _is_visible(path: Path) -> bool:
+def _is_visible(path: PurePath) -> bool:
     """Whether no part of a path below the dataset's folder is hidden."""
     return not any(part.startswith((".", "_")) for part in path.parts)
 
 
-def _listed_shards(folder: Path) -> set[Path] | None:
+def _listed_shards(folder: Location) -> set[Location] | None:
     """Return the shards that state.json of Hugging Face's datasets lists in a folder, None if it is another state.json.
 
     UserError if one is missing, or the rows of the dataset are a selection of the rows in the shards.
@@ -100,16 +109,16 @@ def _listed_shards(folder: Path) -> set[Path] | None:
     return listed
 
 
-def _is_companion(file: Path) -> bool:
+def _is_companion(file: Location) -> bool:
     """Whether a file may be next to shards; a .bin is read through its .idx."""
     return file.suffix in _COMPANIONS or (file.suffix == ".bin" and file.with_suffix(".idx").exists())
 
 
-def _format(file: Path) -> str | None:
+def _format(file: Location) -> str | None:
     """Return the format of a shard, by its first bytes; None if it is no shard."""
     if file.suffix in _COMPANIONS:
         return None
-    with file.open("rb") as opened:
+    with file.open("rb", buffering=16) as opened:
         head = opened.read(9)
     if head.startswith((arrow.MAGIC, arrow.STREAM_MAGIC)) and file.suffix != ".bin":
         return "arrow"

@@ -8,7 +8,6 @@ Source of the format: Megatron-LM `core/datasets/indexed_dataset.py`, `_IndexWri
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 
 import numpy as np
 
@@ -16,12 +15,10 @@ from pretraining.config.errors import UserError
 from pretraining.data.stores.shard import (
     DiskArray,
     ShardContents,
-    Stamp,
     chunks,
     in_memory,
-    open_descriptor,
-    read_exactly,
 )
+from pretraining.storage import Stamp, location, opened
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"  # "lazy" and "cached" datasets of the first Megatron
@@ -36,8 +33,8 @@ def index_megatron(path: str) -> ShardContents:
     size = Stamp.of(path).size
     if size < _HEADER.size:
         raise UserError(f"{path}: {size} bytes are too short for a Megatron index: copy or write it again")
-    with open_descriptor(path) as descriptor:
-        magic, version, kind, sequences, entries = _HEADER.unpack(read_exactly(descriptor, _HEADER.size, 0, path))
+    with opened(path) as file:
+        magic, version, kind, sequences, entries = _HEADER.unpack(file.read_at(0, _HEADER.size))
     if magic != MAGIC or version != 1:
         raise UserError(f"{path}: not a Megatron index of version 1: convert it with Megatron's current tools")
     if kind not in _TYPES:
@@ -47,7 +44,7 @@ def index_megatron(path: str) -> ShardContents:
     first = DiskArray(path, pointers.offset + 8 * sequences, "<i8", entries)  # first sequence of each document
     if first.offset + 8 * entries > size or not entries:
         raise UserError(f"{path}: {size} bytes do not hold its {sequences:,} sequences: copy the file again")
-    tokens = str(Path(path).with_suffix(".bin"))
+    tokens = str(location(path).with_suffix(".bin"))
     if _one_sequence_each(first, sequences):
         return ShardContents(tokens, _TYPES[kind], pointers, lengths)
     starts, joined = _join(in_memory(lengths, np.int64), in_memory(pointers, np.int64), first, _TYPES[kind])

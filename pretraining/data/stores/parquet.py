@@ -10,6 +10,7 @@ from pretraining.config.errors import UserError
 from pretraining.data.stores.arrow import token_type
 from pretraining.data.stores.labels import decode, is_list, label_columns
 from pretraining.data.stores.shard import ShardContents
+from pretraining.storage import BUFFER, StorageError, is_remote, open_buffered
 
 MAGIC = b"PAR1"
 # Rows decoded at once: 2.6 MB at 660 tokens each.
@@ -25,7 +26,8 @@ def decode_parquet(path: str, column: str, decoded: str) -> ShardContents:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path, memory_map=False, pre_buffer=False) as source:
+        file = open_buffered(path, BUFFER) if is_remote(path) else path
+        with pq.ParquetFile(file, memory_map=False, pre_buffer=False) as source:
             dtype = token_type(source.schema_arrow, column, path)
             if not is_list(source.schema_arrow.field(column).type):
                 raise UserError(f"{path}: a column of single tokens has no documents: write a list of tokens per row")
@@ -33,6 +35,8 @@ def decode_parquet(path: str, column: str, decoded: str) -> ShardContents:
             batches = (batch.select(columns) for batch in source.iter_batches(_ROWS, columns=columns))
             contents = decode(batches, dtype, path, decoded)
             pa.default_memory_pool().release_unused()
+    except StorageError:
+        raise
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a complete Parquet file ({error}): copy or write it again") from error
     return contents

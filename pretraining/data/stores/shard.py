@@ -6,35 +6,24 @@ truncated while it is mapped kills the process with SIGBUS; a short pread is an 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 
 from pretraining.config.errors import UserError
+from pretraining.storage import opened
 
 # Types of one token in a file. Batches hold int32, so the two types of 4 bytes are read without a conversion.
 TOKEN_TYPES = ("int32", "uint32", "uint16", "int64", "uint64")
 
 
-class Stamp(NamedTuple):
-    """Size and modification time of a file: they differ when the file was changed after it was indexed."""
+class Readable(Protocol):
+    """A file that is open for reading, or ranges of one."""
 
-    size: int  # bytes
-    modified: int  # nanoseconds
-
-    @classmethod
-    def of(cls, path: str | Path) -> Stamp:
-        """Return the stamp of a file. UserError if it does not exist."""
-        try:
-            status = Path(path).stat()
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}: check that the data is still there") from error
-        return cls(status.st_size, status.st_mtime_ns)
+    def read_at(self, start: int, count: int) -> bytes:
+        """Return `count` bytes from byte `start` on. UserError names the file if it does not hold them."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +38,10 @@ class DiskArray:
     def __len__(self) -> int:
         return self.length
 
-    def read(self, descriptor: int, start: int, stop: int) -> np.ndarray:
-        """Return elements [start, stop) through an open descriptor of `path`."""
+    def read(self, file: Readable, start: int, stop: int) -> np.ndarray:
+        """Return elements [start, stop) from the opened `path`."""
         size = np.dtype(self.dtype).itemsize
-        raw = read_exactly(descriptor, (stop - start) * size, self.offset + start * size, self.path)
-        return np.frombuffer(raw, self.dtype)
+        return np.frombuffer(file.read_at(self.offset + start * size, (stop - start) * size), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -73,42 +61,14 @@ def chunks(array: np.ndarray | DiskArray, size: int) -> Iterator[np.ndarray]:
         for start in range(0, len(array), size):
             yield array[start : start + size]
         return
-    with open_descriptor(array.path) as descriptor:
+    with opened(array.path) as file:
         for start in range(0, len(array), size):
-            yield array.read(descriptor, start, min(start + size, len(array)))
+            yield array.read(file, start, min(start + size, len(array)))
 
 
 def in_memory(array: np.ndarray | DiskArray, dtype: type[np.signedinteger]) -> np.ndarray:
     """Return the whole array as `dtype`, [len(array)]."""
     return next(chunks(array, max(1, len(array))), np.zeros(0, dtype)).astype(dtype)
-
-
-@contextmanager
-def open_descriptor(path: str) -> Iterator[int]:
-    """Open a file for reading. UserError if it does not exist or may not be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: check that the data is still there") from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def read_exactly(descriptor: int, count: int, offset: int, path: str) -> bytes:
-    """Return `count` bytes from byte `offset`. UserError if the file ends before or cannot be read there."""
-    raw = b""
-    while len(raw) < count:  # Linux reads at most 2 GiB at once
-        try:
-            more = os.pread(descriptor, count - len(raw), offset + len(raw))
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror} at byte {offset + len(raw)}: copy the file again") from error
-        if not more:
-            end = offset + count
-            raise UserError(f"{path}: truncated at byte {offset + len(raw)}, before byte {end}: copy the file again")
-        raw = raw + more if raw else more
-    return raw
 
 
 def to_int32(tokens: np.ndarray, path: str) -> np.ndarray:

@@ -1,0 +1,396 @@
+"""Files by path, on a local disk or in object storage: list, stat, read ranges, write, remove.
+
+`location` turns a setting into a Path, or into an ObjectPath for s3:// and gs://, which has the methods of a Path that
+this program uses. pyarrow is the client, and the credentials are those that the clouds' own tools find (environment,
+shared files, roles of the machine). What is specific to object storage is only here: a request that fails in passing is
+repeated with growing pauses and counted, and an object that vanished, changed or may not be read is one error that
+names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from threading import Lock
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+
+from pretraining.config.errors import UserError
+from pretraining.config.grammar import OBJECT_STORAGE
+
+if TYPE_CHECKING:
+    from pyarrow import fs
+
+T = TypeVar("T")
+
+# A request that fails in passing is repeated for so long, s: the restart of a storage node takes less than a minute.
+RETRY_FOR = 90.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # s, before jitter; each pause is twice as long as the one before
+# Errors in pyarrow's messages that no repetition cures.
+_PERMANENT = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "NO_SUCH_BUCKET", "EXPIRED_TOKEN",
+              "INVALID_CLIENT_TOKEN_ID", "InvalidBucketName", "PERMISSION_DENIED", "HTTP status 403")  # fmt: skip
+BUFFER = 1 << 20  # bytes that a file object reads ahead: a request takes as long as a MiB at 50 MB/s
+
+
+class StorageError(UserError, OSError):
+    """Object storage could not be reached, or refused a request; an OSError, as of a disk."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.strerror = message
+
+
+class MissingObjectError(StorageError, FileNotFoundError):
+    """There is no such object."""
+
+
+class Stamp(NamedTuple):
+    """Size and version of a file: they differ when the file was changed after it was indexed."""
+
+    size: int  # bytes
+    modified: int  # nanoseconds; of an object, a hash of its ETag and its time
+
+    @classmethod
+    def of(cls, path: str | Path | ObjectPath) -> Stamp:
+        """Return the stamp of a file. UserError if it does not exist."""
+        path = location(path)
+        if isinstance(path, ObjectPath):
+            return path.stamp()
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}: check that the data is still there") from error
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+class Retries:
+    """How many requests had to be repeated in this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = Lock()
+
+    def add(self) -> None:
+        """Count one."""
+        with self._lock:
+            self.count += 1
+
+
+RETRIES = Retries()
+
+
+def location(path: str | Path | ObjectPath) -> Path | ObjectPath:
+    """Return the Path of a local file or folder, or the ObjectPath of one in object storage."""
+    if not isinstance(path, str):
+        return path
+    return ObjectPath(path.rstrip("/")) if path.startswith(OBJECT_STORAGE) else Path(path)
+
+
+def is_remote(path: str | Path | ObjectPath) -> bool:
+    """Whether a path is in object storage."""
+    return isinstance(path, ObjectPath) or str(path).startswith(OBJECT_STORAGE)
+
+
+@dataclass(frozen=True, order=True)
+class ObjectPath:
+    """An object, or the objects whose names begin with `uri`/, with the methods of a pathlib.Path."""
+
+    uri: str  # without a slash at the end
+    info: Any = field(default=None, compare=False)  # pyarrow's FileInfo if a listing returned it
+
+    def __str__(self) -> str:
+        return self.uri
+
+    @property
+    def _parts(self) -> tuple[str, PurePosixPath]:
+        scheme, _, rest = self.uri.partition("://")
+        return scheme, PurePosixPath(rest)
+
+    @property
+    def name(self) -> str:
+        """See pathlib.Path, as for the methods below."""
+        return self._parts[1].name
+
+    @property
+    def stem(self) -> str:
+        return self._parts[1].stem
+
+    @property
+    def suffix(self) -> str:
+        return self._parts[1].suffix
+
+    @property
+    def parent(self) -> ObjectPath:
+        return self._with(self._parts[1].parent)
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return self._with(self._parts[1] / name)
+
+    def with_suffix(self, suffix: str) -> ObjectPath:
+        return self._with(self._parts[1].with_suffix(suffix))
+
+    def with_name(self, name: str) -> ObjectPath:
+        return self._with(self._parts[1].with_name(name))
+
+    def resolve(self) -> ObjectPath:
+        return self
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def _with(self, path: PurePosixPath) -> ObjectPath:
+        return ObjectPath(f"{self._parts[0]}://{path}")
+
+    # ---- Requests
+
+    def request(self, act: Callable[[fs.FileSystem, str], T]) -> T:
+        """Return what `act` does with the client and the name of the object there; see the top of the module.
+
+        Raises MissingObjectError or StorageError.
+        """
+        scheme, name = self._parts
+        began, pause = time.monotonic(), FIRST_PAUSE
+        while True:
+            try:
+                return act(_client(scheme, name.parts[0]), str(name))
+            except FileNotFoundError as error:
+                raise MissingObjectError(f"{self}: no such object: check that it is still there") from error
+            except OSError as error:
+                reason = str(error).splitlines()[0]
+                if isinstance(error, PermissionError) or any(text in reason for text in _PERMANENT):
+                    remedy = "check the credentials that the environment gives, and what they may do"
+                    raise StorageError(f"{self}: refused ({reason}): {remedy}") from error
+                if time.monotonic() - began + pause > RETRY_FOR:
+                    tried = f"tried for {RETRY_FOR:.0f} s"
+                    raise StorageError(f"{self}: cannot be reached, {tried} ({reason}): check the network") from error
+            RETRIES.add()
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _type(self) -> Any:
+        info = self.info or self.request(lambda client, name: client.get_file_info(name))
+        return info.type
+
+    def exists(self) -> bool:
+        from pyarrow import fs
+
+        return bool(self._type() != fs.FileType.NotFound)
+
+    def is_file(self) -> bool:
+        from pyarrow import fs
+
+        return bool(self._type() == fs.FileType.File)
+
+    def is_dir(self) -> bool:
+        from pyarrow import fs
+
+        return bool(self._type() == fs.FileType.Directory)
+
+    def iterdir(self) -> Iterator[ObjectPath]:
+        return self._list(recursive=False)
+
+    def rglob(self, pattern: str) -> Iterator[ObjectPath]:
+        assert pattern == "*"
+        return self._list(recursive=True)
+
+    def _list(self, recursive: bool) -> Iterator[ObjectPath]:
+        from pyarrow import fs
+
+        def act(client: fs.FileSystem, name: str) -> list[fs.FileInfo]:
+            listed: list[fs.FileInfo] = client.get_file_info(fs.FileSelector(name, recursive=recursive))
+            return listed
+
+        for info in self.request(act):
+            yield ObjectPath(f"{self._parts[0]}://{info.path}", info)
+
+    def stamp(self) -> Stamp:
+        """Return size and version. Raises MissingObjectError if there is no such object."""
+        with ObjectFile(self) as file:
+            return file.stamp
+
+    def size(self) -> int:
+        """Return the bytes of the object, as a listing or the storage reports them."""
+        return int(self.info.size) if self.info else self.stamp().size
+
+    def open(self, mode: str = "rb", buffering: int = BUFFER) -> io.BufferedReader:
+        """Open for reading; buffering: bytes that are requested at once."""
+        assert mode == "rb"
+        return io.BufferedReader(ObjectFile(self), buffering)
+
+    def read_bytes(self) -> bytes:
+        with ObjectFile(self) as file:
+            return file.read_at(0, file.stamp.size)
+
+    def read_text(self) -> str:
+        return self.read_bytes().decode()
+
+
+Location = Path | ObjectPath
+
+
+def size_of(path: Location) -> int:
+    """Return the bytes of a file."""
+    return path.size() if isinstance(path, ObjectPath) else path.stat().st_size
+
+
+class ObjectFile(io.RawIOBase):
+    """An object that is open for reading at any place. Threads may share `read_at`."""
+
+    def __init__(self, path: ObjectPath, stamp: Stamp | None = None) -> None:
+        """stamp: that the object must have, if given. Raises MissingObjectError if there is no such object."""
+        super().__init__()
+        self.path, self._position, self._lock = path, 0, Lock()
+        self._input, self.stamp = self._open()
+        self._checked = time.monotonic()  # when the last request for the object's version began
+        if stamp is not None:
+            self._compare(stamp)
+
+    def _open(self) -> tuple[Any, Stamp]:
+        """Request size and version."""
+        opened = self.path.request(lambda client, name: client.open_input_file(name))
+        facts = {key.lower(): value for key, value in (opened.metadata() or {}).items()}
+        version = repr([facts.get(key) for key in ("etag", "last-modified", "generation")])
+        digest = hashlib.blake2b(version.encode(), digest_size=8).digest()
+        return opened, Stamp(int(opened.size()), int.from_bytes(digest, "little") >> 1)
+
+    def _compare(self, stamp: Stamp) -> None:
+        if self.stamp != stamp:
+            raise StorageError(f"{self.path}: changed while it is read: restore the indexed object, or start again")
+
+    def check(self, since: float) -> None:
+        """Raise StorageError if the object was not the same at the time `since` or later."""
+        with self._lock:
+            if self._checked <= since:
+                began = time.monotonic()
+                self._compare(self._open()[1])
+                self._checked = began
+
+    def read_at(self, start: int, count: int) -> bytes:
+        """Return `count` bytes from `start` on. Raises StorageError if the object ends before or has changed.
+
+        Afterwards the version is requested, once for several threads: of an object that was replaced by a shorter one,
+        pyarrow 26 returns the bytes that are left and, without an error, whatever was in memory after them.
+        """
+        if start + count > self.stamp.size:
+            end = self.stamp.size
+            raise StorageError(f"{self.path}: truncated at byte {end}, before byte {start + count}: copy it again")
+        data: bytes = self.path.request(lambda client, name: self._input.read_at(count, start)) if count else b""
+        self.check(time.monotonic())
+        return data
+
+    # ---- io.RawIOBase
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.stamp.size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        count = min(len(view), max(0, self.stamp.size - self._position))
+        view[:count] = self.read_at(self._position, count)
+        self._position += count
+        return count
+
+
+class LocalFile:
+    """A local file that is open for reading at any place. Threads may share it."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open. UserError if it does not exist or may not be read."""
+        self.path = path
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}: check that the data is still there") from error
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self.descriptor)
+
+    def read_at(self, start: int, count: int) -> bytes:
+        """Return `count` bytes from `start` on. UserError if the file ends before or cannot be read there."""
+        return read_exactly(self.descriptor, start, count, str(self.path))
+
+
+def read_exactly(descriptor: int, start: int, count: int, path: str) -> bytes:
+    """Return `count` bytes from byte `start` of a local file. UserError if it ends before or cannot be read there."""
+    raw = b""
+    while len(raw) < count:  # Linux reads at most 2 GiB at once
+        try:
+            more = os.pread(descriptor, count - len(raw), start + len(raw))
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror} at byte {start + len(raw)}: copy the file again") from error
+        if not more:
+            end = start + count
+            raise UserError(f"{path}: truncated at byte {start + len(raw)}, before byte {end}: copy the file again")
+        raw = raw + more if raw else more
+    return raw
+
+
+OpenedFile = LocalFile | ObjectFile
+
+
+@contextmanager
+def opened(path: str | Path | ObjectPath) -> Iterator[OpenedFile]:
+    """Open a file for reading at any place. UserError if it does not exist or may not be read."""
+    path = location(path)
+    file = ObjectFile(path) if isinstance(path, ObjectPath) else LocalFile(path)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def open_buffered(path: str, buffering: int) -> BinaryIO:
+    """Open a file for reading from its beginning. Raises OSError."""
+    return location(path).open("rb", buffering)
+
+
+def in_order(file: OpenedFile) -> Callable[[int, int], bytes]:
+    """Return `file.read_at` for small reads at increasing places: of an object, a MiB is requested at a time."""
+    if isinstance(file, LocalFile):
+        return file.read_at
+    buffered = file.path.open()
+
+    def read_at(start: int, count: int) -> bytes:
+        buffered.seek(start)
+        return buffered.read(count)
+
+    return read_at
+
+
+@functools.cache
+def _client(scheme: str, bucket: str) -> fs.FileSystem:
+    """Return pyarrow's client of a bucket; requests are repeated by `ObjectPath.request` alone."""
+    from datetime import timedelta
+
+    from pyarrow import fs
+
+    if scheme == "gs":
+        return fs.GcsFileSystem(retry_time_limit=timedelta(seconds=1))
+    environment = os.environ
+    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
+    return fs.S3FileSystem(
+        endpoint_override=endpoint,
+        region=region or (None if endpoint else fs.resolve_s3_region(bucket)),
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
+        connect_timeout=10,
+        request_timeout=30,
+    )

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pretraining import storage
+from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.flags import config_from_flags
+from pretraining.config.training import TrainConfig
+from pretraining.data import Prefetcher, open_stream
+from pretraining.storage import RETRIES, ObjectPath, StorageError
+from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
+from tests.object_storage import KEYS, FaultProxy, environment, s3_server, upload
+
+LENGTHS = [40, 3, 0, 700, 25, 9, 61, 1, 130, 5] * 30
+WRITERS = {"flat": write_flat, "lists": write_lists, "parquet": write_parquet, "megatron": write_megatron}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy before the server, which the process's own client uses."""
+    proxy = FaultProxy(server)
+    for name, value in environment(proxy.port).items():
+        monkeypatch.setenv(name, value)
+    storage._client.cache_clear()
+    yield proxy
+    storage._client.cache_clear()
+    proxy.close()
+
+
+def local_and_remote(
+    tmp_path: Path, proxy: FaultProxy, store: str, name: str, shards: int = 2, **fields: Any
+) -> tuple[TrainConfig, ...]:
+    """Write a corpus, upload it, and return the configurations that read either."""
+    folder = tmp_path / "data" / "set"
+    folder.mkdir(parents=True)
+    for number in range(shards):
+        WRITERS[store](folder / f"s{number}", numbered(LENGTHS, 2 + 100_000 * number))
+    (folder / "README.md").write_text("a companion")
+    config = settings(tmp_path / "data", **fields)
+    return config, replace(
+        config, data_path=upload(tmp_path / "data", name, proxy.server), index_dir=str(tmp_path / "index")
+    )
+
+
+@pytest.mark.parametrize("store", WRITERS)
+def test_the_order_of_the_data_does_not_depend_on_where_they_are(tmp_path: Path, proxy: FaultProxy, store: str) -> None:
+    local, remote = local_and_remote(
+        tmp_path, proxy, store, f"order-{store}", reset_attention_mask=True, strip_tokens="2,41"
+    )
+    ours, theirs = open_stream(local), open_stream(remote)
+    for step in (*range(12), 3000):  # a later epoch, too
+        for name, value in ours.batch(step).items():
+            assert np.array_equal(value, theirs.batch(step)[name])
+    state = ours.state(12)  # a checkpoint of the one continues with the other
+    again = open_stream(remote, state=state)
+    assert np.array_equal(again.batch(0)["tokens"], ours.batch(12)["tokens"])
+
+
+@pytest.mark.parametrize("fields", [{}, {"verify_data": "off", "data_cache_gib": 1e-5}])
+def test_reading_ahead_and_a_small_cache_change_nothing(
+    tmp_path: Path, proxy: FaultProxy, fields: dict[str, Any]
+) -> None:
+    local, remote = local_and_remote(tmp_path, proxy, "flat", f"ahead-{len(fields)}", **fields)
+    expected = rows(open_stream(local), 80)
+    prefetcher = Prefetcher(open_stream(remote), 2)
+    assert np.array_equal([prefetcher.batch(step)["tokens"][0] for step in range(80)], expected)
+    prefetcher.close()
+
+
+def test_a_cache_folder_makes_the_second_run_local_and_stays_within_its_size(tmp_path: Path, proxy: FaultProxy) -> None:
+    local, remote = local_and_remote(tmp_path, proxy, "flat", "folder", sep_token=1)
+    cache = tmp_path / "cache"
+    local = replace(local, seq_length=256)
+    remote = replace(remote, seq_length=256, data_cache_dir=str(cache))
+    epoch = 2 * (sum(LENGTHS) + len(LENGTHS)) // 256
+    expected = rows(open_stream(local), epoch)
+    assert np.array_equal(rows(open_stream(remote), epoch), expected)
+    before = len(proxy.requests)
+    again = open_stream(remote)
+    assert np.array_equal(rows(again, epoch), expected)
+    requests = [request for request in proxy.requests[before:] if request[0] == "GET" and request[2] > 10_000]
+    assert not requests  # listings and first bytes only
+    small = replace(remote, data_cache_dir=str(tmp_path / "small"), data_cache_gib=100_000 / 2**30)
+    assert np.array_equal(rows(open_stream(small), epoch), expected)
+    assert 0 < sum(file.stat().st_size for file in (tmp_path / "small").iterdir()) <= 100_000
+
+
+def test_indexing_reads_the_headers_of_large_batches_only(tmp_path: Path, proxy: FaultProxy) -> None:
+    folder = tmp_path / "data" / "set"
+    folder.mkdir(parents=True)
+    file = write_lists(folder / "s", numbered([5000] * 600), batch=200)
+    config = settings(tmp_path / "data", sep_token=1, vocab_size=1 << 24)
+    remote = replace(
+        config, data_path=upload(tmp_path / "data", "headers", proxy.server), index_dir=str(tmp_path / "index")
+    )
+    read = len(proxy.requests)
+    theirs = open_stream(remote)
+    size = file.stat().st_size
+    assert sum(count for _, _, count in proxy.requests[read:]) < size / 10
+    assert np.array_equal(rows(theirs, 3), rows(open_stream(config), 3))
+
+
+@pytest.mark.parametrize("fault", ["cut", "500", "503", "truncate", "slow"])
+def test_a_passing_network_error_is_repeated_and_counted(tmp_path: Path, proxy: FaultProxy, fault: str) -> None:
+    local, remote = local_and_remote(tmp_path, proxy, "flat", f"passing-{fault}", shards=1)
+    expected, before = rows(open_stream(local), 10), RETRIES.count
+    proxy.plan = lambda number, method, path: fault if number % 6 == 0 else ""
+    assert np.array_equal(rows(open_stream(remote), 10), expected)
+    assert (RETRIES.count == before) == (fault == "slow")
+
+
+def test_storage_that_stays_away_is_one_error_that_names_the_object(
+    tmp_path: Path, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, remote = local_and_remote(tmp_path, proxy, "flat", "away", shards=1)
+    stream = open_stream(remote)
+    monkeypatch.setattr(storage, "RETRY_FOR", 0.5)
+    proxy.plan = lambda number, method, path: "503"
+    with pytest.raises(StorageError, match=r"^s3://bucket/away/set/s0.arrow: cannot be reached, .*check the network"):
+        stream.batch(0)
+    proxy.plan = lambda number, method, path: ""
+    stream.batch(0)
+
+
+def test_an_object_that_is_truncated_changed_or_gone_is_one_error_that_names_it(
+    tmp_path: Path, proxy: FaultProxy
+) -> None:
+    _, remote = local_and_remote(tmp_path, proxy, "flat", "changed", shards=1, verify_data="off", data_cache_gib=1e-6)
+    shard = tmp_path / "data" / "set" / "s0.arrow"
+    content = shard.read_bytes()
+    for change in (content[: len(content) // 2], content[::-1]):
+        stream = open_stream(remote)
+        stream.batch(0)
+        shard.write_bytes(change)
+        upload(tmp_path / "data", "changed", proxy.server)
+        with pytest.raises(UserError, match=r"s3://bucket/changed/set/s0.arrow: (changed while|truncated)"):
+            rows(stream, 100)
+        shard.write_bytes(content)
+        upload(tmp_path / "data", "changed", proxy.server)
+    stream = open_stream(remote)
+    ObjectPath("s3://bucket/changed/set/s0.arrow").request(lambda client, name: client.delete_file(name))
+    with pytest.raises(UserError, match=r"s3://bucket/changed/set/s0.arrow: (no such object|.*NO_SUCH_KEY)"):
+        rows(stream, 100)
+
+
+def test_refused_credentials_are_an_error_that_does_not_show_them(
+    tmp_path: Path, proxy: FaultProxy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    proxy.plan = lambda number, method, path: "403"
+    with pytest.raises(UserError, match=r"s3://bucket/secret.*: refused .*check the credentials") as error:
+        open_stream(settings(tmp_path, data_path="s3://bucket/secret"))
+    printed = "".join(capfd.readouterr()) + str(error.value)
+    assert KEYS["AWS_SECRET_ACCESS_KEY"] not in printed
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        (
+            "data_path",
+            "s3://me:password@bucket/x",
+            r"--data_path=s3://\*\*\*bucket/x +must be the bucket .*environment",
+        ),
+        ("data_path", "s3://bucket/x?secret_key=password", r"must be the bucket and the name alone"),
+        ("data_path", "http://host/x", "must be a local path, or begin with s3:// or gs://"),
+        ("data_path", "s3://", "names no bucket"),
+        ("log_dir", "s3://bucket/run", r"--log_dir=s3://bucket/run +must be a local path"),
+    ],
+)
+def test_a_uri_that_cannot_be_used_is_refused_without_its_password(flag: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        config_from_flags({flag: value}, ())
+    assert "password" not in str(error.value)
+
+
+def test_a_missing_folder_suggests_the_nearest_one(tmp_path: Path, proxy: FaultProxy) -> None:
+    _, remote = local_and_remote(tmp_path, proxy, "flat", "near/here", shards=1)
+    with pytest.raises(UserError, match=r"s3://bucket/near/hare: no such folder; did you mean here\?"):
+        open_stream(replace(remote, data_path=remote.data_path.replace("here", "hare")))

@@ -1,0 +1,172 @@
+"""A real S3 server (moto's) as a process, and a proxy before it that injects faults into its answers."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import struct
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock, Thread
+
+BUCKET = "bucket"
+# What a client needs. AWS_EC2_METADATA_DISABLED: a test on a cloud's machine must not use that machine's role.
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "never-to-be-printed",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+Plan = Callable[[int, str, str], str]  # (number of the request, method, path) -> fault, "" for none
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[int]:
+    """Run a server with an empty bucket; yield its port."""
+    port = free_port()
+    with (folder / "server.log").open("wb") as log:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        create_bucket(port, process)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def create_bucket(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait for the server and create the bucket."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
+    for _ in range(300):
+        assert process.poll() is None, "the S3 server ended"
+        try:
+            urllib.request.urlopen(request, timeout=30).close()
+            return
+        except urllib.error.URLError:
+            time.sleep(0.1)
+    raise TimeoutError("the S3 server does not answer")
+
+
+def environment(port: int) -> dict[str, str]:
+    """Return the variables with which a client finds the server, or the proxy, at `port`."""
+    return {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1"}
+
+
+_OF_THE_CONNECTION = ("connection", "transfer-encoding", "content-length", "expect")  # headers
+
+
+def read_body(handler: BaseHTTPRequestHandler) -> bytes:
+    """Read the body of a request, sent in chunks or at once."""
+    if handler.headers.get("Transfer-Encoding", "") != "chunked":
+        return handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+    body = b""
+    while size := int(handler.rfile.readline(), 16):
+        body += handler.rfile.read(size)
+        handler.rfile.readline()
+    handler.rfile.readline()
+    return body
+
+
+class FaultProxy:
+    """Forwards every request to the server, except those that `plan` gives a fault.
+
+    Faults: "cut" (the connection is reset before the answer), "truncate" (in the middle of its body), "slow" (half a
+    second later), or an HTTP status such as "503".
+    """
+
+    def __init__(self, port: int) -> None:
+        """port: of the server."""
+        self.server = port
+        self.plan: Plan = lambda number, method, path: ""
+        self.requests: list[tuple[str, str, int]] = []  # method, path, bytes of the answer
+        self._lock = Lock()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                proxy.forward(self, port)
+
+            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
+
+            def log_message(self, *arguments: object) -> None:
+                """Print nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def forward(self, handler: BaseHTTPRequestHandler, port: int) -> None:
+        """Answer one request."""
+        body = read_body(handler)
+        with self._lock:
+            number = len(self.requests)
+            self.requests.append((handler.command, handler.path, 0))
+        fault = self.plan(number, handler.command, handler.path)
+        if fault == "cut":
+            self._reset(handler)
+            return
+        if fault == "slow":
+            time.sleep(0.5)
+        if fault.isdigit():
+            handler.send_response(int(fault))
+            handler.send_header("Content-Length", "0")
+            handler.end_headers()
+            return
+        upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        kept = {name: value for name, value in handler.headers.items() if name.lower() not in _OF_THE_CONNECTION}
+        upstream.request(handler.command, handler.path, body, kept)
+        answer = upstream.getresponse()
+        data = answer.read()
+        self.requests[number] = (handler.command, handler.path, len(data))
+        handler.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in _OF_THE_CONNECTION:
+                handler.send_header(name, value)
+        length = answer.getheader("Content-Length") if handler.command == "HEAD" else str(len(data))
+        handler.send_header("Content-Length", length or "0")
+        handler.end_headers()
+        upstream.close()
+        if fault == "truncate":
+            handler.wfile.write(data[: len(data) // 2])
+            handler.wfile.flush()
+            self._reset(handler)
+            return
+        handler.wfile.write(data)
+
+    @staticmethod
+    def _reset(handler: BaseHTTPRequestHandler) -> None:
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        handler.connection.close()
+        handler.close_connection = True
+
+
+def upload(folder: Path, name: str, port: int) -> str:
+    """Copy the files of a folder into the bucket of the server at `port`; return the URI of the folder."""
+    headers = {"Content-Type": "application/octet-stream", "Authorization": "AWS test:test"}
+    for file in (file for file in folder.rglob("*") if file.is_file()):
+        url = f"http://127.0.0.1:{port}/{BUCKET}/{name}/{file.relative_to(folder)}"
+        request = urllib.request.Request(url, file.read_bytes(), headers, method="PUT")
+        urllib.request.urlopen(request, timeout=60).close()
+    return f"s3://{BUCKET}/{name}"
