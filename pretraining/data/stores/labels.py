@@ -51,18 +51,22 @@ def decode(batches: Iterable[pa.RecordBatch], dtype: str, path: str, decoded: st
     """
     lengths, trained = [np.zeros(0, np.int64)], None
     temporary = Path(f"{decoded}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        for batch in batches:
-            lists = batch.column(0)
-            tokens = to_int32(_values(lists, path), path)
-            lengths.append(np.diff(list_offsets(lists)))
-            if batch.num_columns > 1:
-                tokens = _mark(tokens, batch, lengths[-1], path)
-                trained = (trained or 0) + int(np.count_nonzero(tokens >= 0))
-            tokens.tofile(file)
-    with suppress(FileExistsError):  # all processes of a run decode, and one may read its copy already: the first stays
-        os.link(temporary, decoded)
-    temporary.unlink()
+    try:
+        with temporary.open("wb") as file:
+            for batch in batches:
+                lists = batch.column(0)
+                tokens = to_int32(_values(lists, path), path)
+                lengths.append(np.diff(list_offsets(lists)))
+                if batch.num_columns > 1:
+                    tokens = _mark(tokens, batch, lengths[-1], path)
+                    trained = (trained or 0) + int(np.count_nonzero(tokens >= 0))
+                tokens.tofile(file)
+        with suppress(
+            FileExistsError
+        ):  # all processes of a run decode, and one may read its copy already: the first stays
+            os.link(temporary, decoded)
+    finally:
+        temporary.unlink(missing_ok=True)
     joined = np.concatenate(lengths)
     dtype = "int32" if trained is not None or dtype in ("int64", "uint64") else dtype
     starts = (np.cumsum(joined, dtype=np.int64) - joined) * np.dtype(dtype).itemsize
