@@ -1,10 +1,12 @@
 """Convert between checkpoints of this recipe and folders in Hugging Face's format, a few tensors at a time.
 
     python -m pretraining.checkpoint.convert SOURCE TARGET [--dtype=bf16] [--tokenizer_path=FILE] [--shard_size=5e9]
+        [--average_with=RUN/checkpoints/step_900,RUN/checkpoints/step_800]
 
 SOURCE is a run, a checkpoints folder or a step_N folder, and TARGET becomes a Hugging Face folder: config.json,
-safetensors with an index, the tokenizer. Or SOURCE is a Hugging Face folder, and TARGET/step_0 becomes a checkpoint
-without moments. Training starts from a Hugging Face folder as it is: give it as --ckpt_load_path.
+safetensors with an index, the tokenizer. With --average_with, the weights are the mean of several checkpoints. Or
+SOURCE is a Hugging Face folder, and TARGET/step_0 becomes a checkpoint without moments. Training starts from a Hugging
+Face folder as it is: give it as --ckpt_load_path.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
 from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, read_tensors, write_items
 from pretraining.config.errors import UserError
+from pretraining.config.grammar import comma_separated
 from pretraining.config.huggingface import CONFIG, GPT_NEOX, config_json
 from pretraining.config.lora import adapters_alone, is_adapter, is_trained
 from pretraining.config.script import exit_with
@@ -62,9 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = open_any_checkpoint(flags.source)
         dtype = CHOICES[flags.dtype] if flags.dtype else None
         if is_huggingface(flags.source):
+            if flags.average_with:
+                raise UserError(f"--average_with={flags.average_with}: only checkpoints of this recipe are averaged")
             print(to_checkpoint(source, flags.target, dtype))
         else:
-            print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size)))
+            others = [open_any_checkpoint(Path(name)) for name in comma_separated(flags.average_with)]
+            print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -80,6 +86,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json to add (default: the run's)"
     )
+    parser.add_argument("--average_with", default="", help="more checkpoints, comma-separated, for the mean of all")
     parser.add_argument(
         "--shard_size", type=float, default=SHARD_SIZE, help="bytes of a file at most (default: %(default)g)"
     )
@@ -109,9 +116,14 @@ def to_huggingface(
     dtype: torch.dtype | None = None,
     tokenizer_path: str = "",
     shard_size: int = int(SHARD_SIZE),
+    others: Sequence[Checkpoint] = (),
 ) -> Path:
-    """Write the weights of `checkpoint` to the new folder `target`, which appears when it is complete."""
+    """Write the weights of `checkpoint` to the new folder `target`, which appears when it is complete.
+
+    others: the mean of their weights and its own is written.
+    """
     config = saved_config(checkpoint.facts.config)
+    _check_average(checkpoint, config, others)
     names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
     if adapters_alone(config):
         folder = _new_folder(target)
@@ -128,7 +140,7 @@ def to_huggingface(
     plans = _plan_shards(state, shard_size)
 
     def read(item: WriteItem) -> Tensor:
-        return fuse([_exported_tensor(checkpoint, name) for name in parts[item.index.fqn]], heads)
+        return fuse([_mean([checkpoint, *others], name) for name in parts[item.index.fqn]], heads)
 
     write_files(folder, plans, read, IO_WORKERS)
     if config.lora_rank and config.lora_save_mode == "base_and_adapter":
@@ -190,6 +202,26 @@ def _exported_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     if not config.lora_rank or config.lora_save_mode != "merged":
         return weight
     return merge_adapter(config, name, weight, partial(read_tensor, checkpoint))
+
+
+def _check_average(checkpoint: Checkpoint, config: TrainConfig, others: Sequence[Checkpoint]) -> None:
+    """Raise UserError if the mean of the weights is not a model."""
+    if others and config.lora_rank and config.lora_save_mode != "merged":
+        raise UserError("--average_with: the mean of two adapters is another function than their mean; merge them")
+    shapes = [{name: entry.shape for name, entry in each.manifest.tensors.items() if is_weight(name)}
+              for each in (checkpoint, *others)]  # fmt: skip
+    for other, theirs in zip(others, shapes[1:], strict=True):
+        if different := sorted(name for name in {*shapes[0], *theirs} if shapes[0].get(name) != theirs.get(name)):
+            raise UserError(f"--average_with: {other.path} has another {different[0]} than {checkpoint.path}")
+
+
+def _mean(checkpoints: Sequence[Checkpoint], name: str) -> Tensor:
+    """Return the mean of one exported tensor, summed in fp32."""
+    first = _exported_tensor(checkpoints[0], name)
+    total = first.float()
+    for checkpoint in checkpoints[1:]:
+        total = total + _exported_tensor(checkpoint, name).float()
+    return (total / len(checkpoints)).to(first.dtype)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

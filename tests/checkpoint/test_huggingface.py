@@ -191,6 +191,25 @@ def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: 
     assert "exists already" in capsys.readouterr().err
 
 
+def test_the_average_of_checkpoints_is_the_mean_of_each_weight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [saved(tmp_path / f"run{seed}", seed=seed) for seed in (1, 2, 3)]
+    words = [str(steps[0]), f"{tmp_path}/mean", f"--average_with={steps[1]},{steps[2]}"]
+    assert main(words) == 0
+    mean = load_file(tmp_path / "mean" / "model.safetensors")
+    weights = [read_tensors(step, is_weight) for step in steps]
+    assert mean.keys() == weights[0].keys()
+    for name, tensor in mean.items():
+        expected = torch.stack([each[name].double() for each in weights]).mean(0)
+        assert torch.allclose(tensor.double(), expected, atol=1e-6)
+    assert not torch.equal(mean["model.embed_tokens.weight"], weights[0]["model.embed_tokens.weight"])
+    larger = saved(tmp_path / "larger", num_layers=3)
+    assert main([str(steps[0]), f"{tmp_path}/other", f"--average_with={larger}"]) == 2
+    assert f"{larger} has another model.layers.2" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 def random_texts(words: list[str]) -> list[str]:
     """A thousand texts of words, of blanks and line ends, and of characters that the tokenizer never saw."""
     draw, alphabet = random.Random(0), "abc XYZ 123  \n\t.,'\"(){}=_é漢😀\u00a0ﬁÅ"
