@@ -5,8 +5,9 @@
 
 SOURCE is a run, a checkpoints folder or a step_N folder, and TARGET becomes a Hugging Face folder: config.json,
 safetensors with an index, the tokenizer. With --average_with, the weights are the mean of several checkpoints. Or
-SOURCE is a Hugging Face folder, and TARGET/step_0 becomes a checkpoint without moments. Training starts from a Hugging
-Face folder as it is: give it as --ckpt_load_path.
+SOURCE is a Hugging Face folder, and TARGET/step_0 becomes a checkpoint without moments; so does a checkpoint of
+GPT-NeoX, NxD Training or NeMo with --import_config=FILE, its trainer's configuration. Training starts from a Hugging
+Face folder with safetensors as it is: give it as --ckpt_load_path.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import filterfalse
@@ -41,8 +42,9 @@ from pretraining.checkpoint.huggingface import (
     is_huggingface,
     open_any_checkpoint,
 )
-from pretraining.checkpoint.manifest import DTYPES, Checkpoint
+from pretraining.checkpoint.manifest import DTYPES, Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
+from pretraining.checkpoint.pickles import Weights, layout_of, open_pickles
 from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
 from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, read_tensors, write_items
 from pretraining.config.errors import UserError
@@ -62,11 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Convert and print the folder of the result. Returns exit code 2 on a mistake of the user."""
     flags = parse(arguments)
     try:
-        source = open_any_checkpoint(flags.source)
         dtype = CHOICES[flags.dtype] if flags.dtype else None
+        layout = layout_of(flags.source)
+        if flags.average_with and (layout or is_huggingface(flags.source)):
+            raise UserError(f"--average_with={flags.average_with}: only checkpoints of this recipe are averaged")
+        if flags.import_config and not layout:
+            raise UserError(f"--import_config: {flags.source} is no checkpoint of GPT-NeoX, NxD Training or NeMo")
+        if layout:
+            weights = open_pickles(flags.source, layout, flags.import_config)
+            print(from_pickles(weights, flags.source, flags.target, dtype))
+            return 0
+        source = open_any_checkpoint(flags.source)
         if is_huggingface(flags.source):
-            if flags.average_with:
-                raise UserError(f"--average_with={flags.average_with}: only checkpoints of this recipe are averaged")
             print(to_checkpoint(source, flags.target, dtype))
         else:
             others = [open_any_checkpoint(Path(name)) for name in comma_separated(flags.average_with)]
@@ -87,6 +96,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json to add (default: the run's)"
     )
     parser.add_argument("--average_with", default="", help="more checkpoints, comma-separated, for the mean of all")
+    parser.add_argument("--import_config", default="", help="configuration file of the trainer that wrote `source`")
     parser.add_argument(
         "--shard_size", type=float, default=SHARD_SIZE, help="bytes of a file at most (default: %(default)g)"
     )
@@ -233,23 +243,36 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def to_checkpoint(source: Checkpoint, folder: Path, dtype: torch.dtype | None = None) -> Path:
     """Write the tensors of a Hugging Face folder as `folder`/step_0."""
-    _refuse_used(folder)
-    tokenizers = [
-        source.path / name for name in ("tokenizer.model", "tokenizer.json") if (source.path / name).is_file()
-    ]
     names = dict(source.manifest.tensors)
     tied = HEAD in names and names[HEAD] is names.get(EMBEDDING)
     if tied:
         del names[HEAD]
-    config = replace(
-        saved_config(source.facts.config),
-        tokenizer_path=str(tokenizers[0]) if tokenizers else "",
-        tie_word_embeddings=tied,
-    )
+    config = replace(saved_config(source.facts.config), tie_word_embeddings=tied)
     state = _placeholders(source, names)
-    facts = replace(source.facts, config=asdict(config), engine="none")
+    return _write_step_0(folder, source.path, config, state, partial(read_tensor, source), dtype)
+
+
+def from_pickles(weights: Weights, source: Path, folder: Path, dtype: torch.dtype | None = None) -> Path:
+    """Write the tensors of another trainer's folder `source` as `folder`/step_0."""
+    state = {name: tensor.description for name, tensor in weights.tensors.items()}
+    return _write_step_0(folder, source, weights.config, state, lambda name: weights.tensors[name].read(), dtype)
+
+
+def _write_step_0(
+    folder: Path,
+    source: Path,
+    config: TrainConfig,
+    state: dict[str, Tensor],
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype | None,
+) -> Path:
+    """Write the tensors that `state` describes, with the tokenizer next to the source."""
+    _refuse_used(folder)
+    tokenizers = [path for name in ("tokenizer.model", "tokenizer.json") if (path := source / name).is_file()]
+    config = replace(config, tokenizer_path=str(tokenizers[0]) if tokenizers else "")
+    facts = Facts(step=0, tokens_seen=0, data=None, config=asdict(config), engine="none", mesh={})
     pending = PendingSave(folder, state, facts, ALONE, dtype=dtype)
-    pending.fetch_from(lambda item: read_tensor(source, item.index.fqn))
+    pending.fetch_from(lambda item: read(item.index.fqn))
     return pending.write()
 
 

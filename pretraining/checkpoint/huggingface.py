@@ -54,7 +54,7 @@ def open_huggingface(path: Path) -> Checkpoint:
     A tied head is read as a matrix of its own: a model that keeps them apart starts from equal ones.
     """
     files = _weight_files(path)
-    fields = _model_fields(path / CONFIG)
+    fields = model_fields(path / CONFIG)
     found = {file: safetensors_entries(path / file) for file in files}
     tensors = {name: entry for file in files for name, entry in found[file].items()}
     for file, names in files.items():
@@ -74,8 +74,8 @@ def _weight_files(path: Path) -> dict[str, set[str]]:
         if (path / SINGLE).is_file():
             return {SINGLE: set()}
         is_pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
-        reason = "contains weights as pickles, which could execute any program" if is_pickled else "contains no weights"
-        raise UserError(f"{path}: {reason}; save the model as safetensors (transformers' save_pretrained does)")
+        remedy = f"convert them: python -m pretraining.checkpoint.convert {path} TARGET"
+        raise UserError(f"{path}: contains {f'weights as pickles; {remedy}' if is_pickled else 'no weights'}")
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UnreadableError(f"{path / INDEX}: has no weight_map with the file of each tensor")
@@ -143,7 +143,7 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
-def _model_fields(path: Path) -> dict[str, Any]:
+def model_fields(path: Path) -> dict[str, Any]:
     """Return TrainConfig's fields for the model that config.json describes. Raises UserError with every problem."""
     config = read_json(path)
     model = ModelDescription(config)

@@ -1,0 +1,208 @@
+"""Read the weights that other trainers save as pickles: Hugging Face's .bin, GPT-NeoX's, NxD Training's and NeMo's.
+
+torch.load(weights_only=True) reads them and nothing else: objects of other classes become empty stand-ins, so that no
+code of a file runs. Tensors are mapped, not read, where the file is a zip archive. Optimizer states are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+from zipfile import is_zipfile
+
+import torch
+from torch import Tensor
+
+from pretraining.checkpoint import ranks
+from pretraining.checkpoint.files import UnreadableError, read_json
+from pretraining.checkpoint.gpt_neox import our_name
+from pretraining.checkpoint.huggingface import BUFFERS, EMBEDDING, HEAD, model_fields
+from pretraining.config.declaration import Resume
+from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.flags import read_values
+from pretraining.config.huggingface import CONFIG
+from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.variants import CUSTOM, missing_dimensions, model_shape
+from pretraining.importing.flags import flags_from_files
+
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+NXDT_FILE = re.compile(r"dp_rank_00(?:_ep_rank_00)?_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
+MINUS_ONE = re.compile(r"layernorm1p|layernorm_zero_centered_gamma\W+true", re.IGNORECASE)
+# Tensor rank, pipeline rank and name -> tensor
+Read = Iterator[tuple[int, int, dict[str, Any]]]
+
+
+class StandIn(dict[Any, Any]):
+    """An object of a class that is not loaded."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the dictionary in a pickle. Raises UnreadableError if it is none or cannot be read."""
+    loaded = _unpickle(path)
+    if not isinstance(loaded, dict):
+        raise UnreadableError(f"{path}: holds {type(loaded).__name__}, not tensors by name")
+    return loaded
+
+
+def _unpickle(path: Path) -> Any:
+    try:
+        is_zip = is_zipfile(path)
+        others = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+        with torch.serialization.safe_globals([(StandIn, name) for name in others]):
+            return torch.load(path, map_location=lambda storage, _: storage, weights_only=True, mmap=is_zip)  # on host
+    except UnpicklingError as error:  # torch's message advises weights_only=False
+        raise UnreadableError(f"{path}: holds more than tensors and could execute a program: not read") from error
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise UnreadableError(f"{path}: cannot be read as weights: {error}") from error
+
+
+# ---- Weights
+
+
+class Weights(NamedTuple):
+    """A model's settings and tensors."""
+
+    config: TrainConfig
+    tensors: dict[str, ranks.MergedTensor]
+
+
+def open_pickles(path: Path, layout: Layout, import_config: str) -> Weights:
+    """Open a folder of one of the layouts. import_config: file of the trainer that wrote it, "" for Hugging Face's.
+
+    Raises UserError where the tensors are not those of the configuration.
+    """
+    config = TrainConfig(**model_fields(path / CONFIG)) if layout is LAYOUTS[0] else _imported(layout, import_config)
+    if missing := missing_dimensions(config):
+        raise UserError(f"{import_config}: has no {', '.join(missing)}")
+    layers, expected = model_shape(config).num_layers, config.tensor_parallel_size
+    by_name = read_ranks(path, layout, layers)
+    if others := [f"{name} in {len(tensors)}" for name, tensors in by_name.items() if len(tensors) != expected]:
+        raise UserError(f"{path}: {others[0]} tensor ranks; the configuration has {expected}")
+    tensors = ranks.merge(by_name, layout.table(config), layers)
+    if config.tie_word_embeddings:
+        tensors.pop(HEAD, None)
+    needed = (EMBEDDING,) if config.tie_word_embeddings else (EMBEDDING, HEAD)
+    if absent := [name for name in needed if name not in tensors]:
+        raise UserError(f"{path}: holds no {absent[0]}")
+    described = {name for name, setting in SETTINGS.items() if setting.resume in (Resume.SHAPE, Resume.FUNCTION)}
+    fields = {name: getattr(config, name) for name in sorted(described)}
+    fields |= {"model_variant": CUSTOM, "tie_word_embeddings": config.tie_word_embeddings}
+    fields |= {"vocab_size": tensors[EMBEDDING].description.shape[0], "make_vocab_size_divisible_by": 1}
+    return Weights(TrainConfig(**fields), tensors)
+
+
+def _imported(layout: Layout, import_config: str) -> TrainConfig:
+    """Return the model's settings in the trainer's file."""
+    if not import_config:
+        raise UserError(f"this is a checkpoint of {layout.title}: give its configuration file as --import_config")
+    imported = flags_from_files({"import_config": import_config, "neox_era": "head"}, report=False)
+    if imported.problems:
+        raise ConfigError(imported.problems)
+    if MINUS_ONE.search(Path(import_config).read_text(encoding="utf-8")):
+        raise UserError(f"{import_config}: norms are stored minus 1 (layernorm1p), which is not undone here")
+    config = read_values(imported.values, missing_matters=False).config
+    return replace(config, vocab_size=1)  # the embedding says how many rows there are
+
+
+# ---- Folders
+
+
+def _bins(path: Path) -> Read:
+    index = path / BIN_INDEX
+    files = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else [BIN]
+    for file in files:
+        loaded = load(path / file).items()
+        yield 0, 0, {our_name(name): tensor for name, tensor in loaded if not name.endswith(BUFFERS)}
+
+
+def _neox(path: Path) -> Read:
+    """One file for each layer and tensor rank, or without a pipeline one for each rank; the blocks begin at layer 2."""
+    for file in sorted(path.glob("layer_*-model_*-model_states.pt")):
+        layer, rank = map(int, re.findall(r"\d+", file.name))
+        yield rank, layer, {_neox_name(layer, name): tensor for name, tensor in load(file).items()}
+    for file in sorted(path.glob("mp_rank_*_model_states.pt")):
+        module = load(file).get("module") or {}
+        parts = ((name.split(".", 2), tensor) for name, tensor in module.items() if name.startswith("sequential."))
+        yield int(re.findall(r"\d+", file.name)[0]), 0, {_neox_name(int(n), rest): t for (_, n, rest), t in parts}
+
+
+def _neox_name(layer: int, name: str) -> str:
+    name = name.replace(".scale", ".weight")
+    in_block = name.startswith(("input_layernorm", "post_attention_layernorm", "attention.", "mlp."))
+    return f"layers.{layer - 2}.{name}" if in_block else name
+
+
+def _nxdt(path: Path) -> Read:
+    """One file for each rank, or with xser one of references and a folder of tensors; layers have their numbers."""
+    folder = path / "model" if (path / "model").is_dir() else path
+    for file in sorted(folder.glob("dp_rank_00_*.pt")):
+        if not (match := NXDT_FILE.fullmatch(file.name)):
+            continue
+        tensors = load(file)
+        for name, value in tensors.items():
+            if isinstance(value, StandIn):
+                tensors[name] = _unpickle(Path(f"{file}.tensors") / f"tensor_{value.__dict__.get('tid')}.pt")
+        yield int(match[1]), int(match[2]), tensors
+
+
+def _nemo(path: Path) -> Read:
+    """One file for each rank, in a folder of its own unless there is one rank; layers are counted from the stage's."""
+    for file in sorted(path.rglob("model_optim_rng.ckpt")) or sorted(path.rglob("model_weights.ckpt")):
+        numbers = [int(number) for number in re.findall(r"\d+", file.parent.name)] if file.parent != path else []
+        tensor_rank, stage = [*numbers, 0, 0][:2]
+        loaded = load(file)
+        yield tensor_rank, stage, loaded.get("state_dict", loaded)
+
+
+class Layout(NamedTuple):
+    """The folders of one trainer."""
+
+    title: str
+    pattern: str  # of a file in the folder
+    read: Callable[[Path], Read]
+    table: Callable[[TrainConfig], Sequence[ranks.Row]]
+    counts_from_stage: bool = False  # layer numbers start at 0 on every pipeline rank
+
+
+LAYOUTS = (
+    Layout("Hugging Face", f"{BIN}*", _bins, ranks.huggingface),
+    Layout("GPT-NeoX", "*model_states.pt", _neox, ranks.neox),
+    Layout("NxD Training", "**/dp_rank_00_*.pt", _nxdt, ranks.nxdt),
+    Layout("NeMo", "**/model_*.ckpt", _nemo, ranks.nemo, counts_from_stage=True),
+)
+
+
+def layout_of(path: Path) -> Layout | None:
+    """Return the layout of the folder `path`, None if it is not one of these or holds safetensors too."""
+    if any(path.glob("*.safetensors")):
+        return None
+    return next((layout for layout in LAYOUTS if any(path.glob(layout.pattern))), None)
+
+
+def read_ranks(path: Path, layout: Layout, layers: int | None = None) -> dict[str, list[Tensor]]:
+    """Return each tensor of every tensor rank, with the layers' numbers. layers: of the model, if they are counted
+    from the stage's first."""
+    found: dict[str, dict[int, Tensor]] = {}
+    read = sorted(layout.read(path), key=lambda part: part[:2])
+    stages = 1 + max((stage for _, stage, _ in read), default=0)
+    for rank, stage, tensors in read:
+        first = stage * (layers or 0) // stages if layout.counts_from_stage else 0
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor):
+                found.setdefault(_shifted(name, first), {}).setdefault(rank, tensor)
+    return {name: [by_rank[rank] for rank in sorted(by_rank)] for name, by_rank in found.items()}
+
+
+def _shifted(name: str, first: int) -> str:
+    return re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + first}.", name, count=1)

@@ -1,0 +1,236 @@
+"""Tensors of other trainers' ranks, merged into ours: for each format a table of name patterns, names here and a rule.
+
+A rule gets one tensor of each tensor rank, in their order, and returns one tensor for each name here. Tensors keep
+their dtype. Layouts: GPT-NeoX `tools/ckpts/convert_neox_to_hf.py`, NxD Core `scripts/checkpoint_converter.py`, NeMo
+1.14's `query_key_value` and megatron-core's `linear_qkv`. Does not depend on files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import ModelShape, model_shape
+
+Ranks = Sequence[Tensor]
+Rule = Callable[[Ranks], Sequence[Tensor]]
+LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+
+
+class Row(NamedTuple):
+    """The tensors whose names match `pattern`, without what is before the layer's number and with it."""
+
+    pattern: str
+    names: tuple[str, ...]  # here; none: no parameter. May refer to groups of the pattern
+    rule: Rule
+
+
+class MergedTensor(NamedTuple):
+    """One tensor of ours that is merged when it is read."""
+
+    description: Tensor  # without memory
+    read: Callable[[], Tensor]
+
+
+def merge(ranks: Mapping[str, Ranks], table: Sequence[Row], layers: int) -> dict[str, MergedTensor]:
+    """Return our tensors. Raises UserError for a name without a row, and where the layers are not 0 to `layers` - 1."""
+    merged: dict[str, MergedTensor] = {}
+    seen: dict[str, set[int]] = {}
+    for name, tensors in ranks.items():
+        layer, rest = match.groups() if (match := LAYER.fullmatch(name)) else (None, name)
+        row, found = next(((row, m) for row in table if (m := re.fullmatch(row.pattern, rest))), (None, None))
+        if row is None or found is None:
+            raise UserError(f"{name}: no tensor of this model is stored under such a name")
+        if not row.names:
+            continue
+        if layer:
+            seen.setdefault(rest, set()).add(int(layer))
+        prefix = f"model.layers.{layer}." if layer else ""
+        try:
+            descriptions = row.rule([tensor.to("meta") for tensor in tensors])
+        except RuntimeError as error:
+            shape = f"shape {list(tensors[0].shape)} on each of {len(tensors)} ranks"
+            raise UserError(f"{name}: {shape} does not fit the configuration") from error
+        for index, (ours, description) in enumerate(zip(row.names, descriptions, strict=True)):
+            merged[prefix + found.expand(ours)] = MergedTensor(description, partial(_read, row.rule, tensors, index))
+    for rest, numbers in seen.items():
+        if numbers != set(range(layers)):
+            raise UserError(f"{rest}: is in layers {sorted(numbers)}, the configuration has num_layers={layers}")
+    return merged
+
+
+def _read(rule: Rule, ranks: Ranks, index: int) -> Tensor:
+    return rule(ranks)[index].contiguous()
+
+
+# ---- Rules
+
+
+def rows(ranks: Ranks) -> Sequence[Tensor]:
+    """Of column-parallel matrices and their biases, and of the embedding."""
+    return (torch.cat(list(ranks)),)
+
+
+def columns(ranks: Ranks) -> Sequence[Tensor]:
+    """Of row-parallel matrices."""
+    return (torch.cat(list(ranks), 1),)
+
+
+def replicated(ranks: Ranks) -> Sequence[Tensor]:
+    """Every rank has the same."""
+    return (ranks[0],)
+
+
+def mean(ranks: Ranks) -> Sequence[Tensor]:
+    """GPT-NeoX's norms, whose copies its tensor ranks train apart."""
+    return (torch.stack([rank.float() for rank in ranks]).mean(0).to(ranks[0].dtype),)
+
+
+def total(ranks: Ranks) -> Sequence[Tensor]:
+    """Biases that every rank adds before the sum over the ranks."""
+    return (torch.stack([rank.float() for rank in ranks]).sum(0).to(ranks[0].dtype),)
+
+
+def blocks(groups: int, widths: Sequence[int], ranks: Ranks) -> Sequence[Tensor]:
+    """Every rank's rows are `groups` times rows of the first tensor, of the second and so on, `widths` of each."""
+    split = [rank.unflatten(0, (groups, sum(widths))).split(list(widths), 1) for rank in ranks]
+    return [torch.cat([parts[index].flatten(0, 1) for parts in split]) for index in range(len(widths))]
+
+
+def halves(ranks: Ranks) -> Sequence[Tensor]:
+    """Two matrices one after the other on every rank."""
+    width = ranks[0].shape[0] // 2
+    return blocks(1, (width, width), ranks)
+
+
+# ---- Tables
+
+QKV = tuple(rf"self_attn.{letter}_proj.\1" for letter in "qkv")
+GATE_UP = (r"mlp.gate_proj.\1", r"mlp.up_proj.\1")
+NO_PARAMETER = Row(r".*(inv_freq|_extra_state|attention\.(masked_)?bias)", (), replicated)
+NORMS = r"(input|post_attention)_layernorm\.(weight|bias)"
+
+
+def by_head(shape: ModelShape, ranks: Ranks) -> Sequence[Tensor]:
+    """GPT-NeoX's order: each query head is followed by its share of the keys and of the values."""
+    heads = shape.num_attention_heads
+    share = shape.head_dim * shape.num_kv_heads // heads
+    return blocks(heads // len(ranks), (shape.head_dim, share, share), ranks)
+
+
+def by_group(shape: ModelShape, ranks: Ranks) -> Sequence[Tensor]:
+    """Megatron's order: the query heads of a group are followed by its key and its value."""
+    width, groups = shape.head_dim, shape.num_kv_heads
+    return blocks(groups // len(ranks), (shape.num_attention_heads // groups * width, width, width), ranks)
+
+
+def huggingface(config: TrainConfig) -> tuple[Row, ...]:
+    """Names of transformers, GPT-NeoX's after gpt_neox.our_name."""
+    return (
+        Row(r"self_attn\.qkv_proj\.(\w+)", QKV, partial(by_head, model_shape(config))),
+        Row(r"(.*)", (r"\1",), replicated),
+    )
+
+
+def neox(config: TrainConfig) -> tuple[Row, ...]:
+    """GPT-NeoX: with a parallel residual every rank adds its own bias before the sum over the ranks."""
+    bias = total if config.parallel_residual else replicated
+    gated = model_shape(config).gated
+    return (
+        NO_PARAMETER,
+        Row(r".*word_embeddings\.weight", ("model.embed_tokens.weight",), rows),
+        Row(r".*position_embeddings\.weight", ("model.embed_positions.weight",), replicated),
+        Row(r"norm\.(weight|bias)", (r"model.norm.\1",), mean),
+        Row(r"final_linear\.weight", ("lm_head.weight",), rows),
+        Row(NORMS, (r"\1_layernorm.\2",), mean),
+        Row(r"attention\.query_key_value\.(\w+)", QKV, partial(by_head, model_shape(config))),
+        Row(r"attention\.dense\.weight", ("self_attn.o_proj.weight",), columns),
+        Row(r"attention\.dense\.bias", ("self_attn.o_proj.bias",), bias),
+        Row(r"mlp\.w1\.(\w+)", (r"mlp.gate_proj.\1",), rows),
+        Row(r"mlp\.w3\.(\w+)", (r"mlp.up_proj.\1",), rows),
+        *([Row(r"mlp\.linear1\.(\w+)", GATE_UP[::-1], halves)] if gated else []),
+        Row(r"mlp\.(?:dense_h_to_4h|linear1)\.(\w+)", (r"mlp.up_proj.\1",), rows),
+        Row(r"mlp\.(?:dense_4h_to_h|linear2|w2)\.weight", ("mlp.down_proj.weight",), columns),
+        Row(r"mlp\.(?:dense_4h_to_h|linear2|w2)\.bias", ("mlp.down_proj.bias",), bias),
+    )
+
+
+def _megatron(config: TrainConfig, *attention: Row) -> tuple[Row, ...]:
+    """Names that NeMo, with and without megatron-core, and NxD Training's own models share."""
+    gated = model_shape(config).gated
+    return (
+        NO_PARAMETER,
+        Row(r".*word_embeddings\.weight", ("model.embed_tokens.weight",), rows),
+        Row(r".*position_embeddings\.weight", ("model.embed_positions.weight",), replicated),
+        Row(r".*final_layernorm\.(weight|bias)", (r"model.norm.\1",), replicated),
+        Row(r".*output_layer\.weight", ("lm_head.weight",), rows),
+        Row(NORMS, (r"\1_layernorm.\2",), replicated),
+        Row(r"self_attention\.linear_qkv\.layer_norm_(\w+)", (r"input_layernorm.\1",), replicated),
+        Row(r"mlp\.linear_fc1\.layer_norm_(\w+)", (r"post_attention_layernorm.\1",), replicated),
+        *attention,
+        Row(r"self_attention\.(?:dense|linear_proj)\.weight", ("self_attn.o_proj.weight",), columns),
+        Row(r"self_attention\.(?:dense|linear_proj)\.bias", ("self_attn.o_proj.bias",), replicated),
+        Row(r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(\w+)", *((GATE_UP, halves) if gated else (GATE_UP[1:], rows))),
+        Row(r"mlp\.(?:dense_4h_to_h|linear_fc2)\.weight", ("mlp.down_proj.weight",), columns),
+        Row(r"mlp\.(?:dense_4h_to_h|linear_fc2)\.bias", ("mlp.down_proj.bias",), replicated),
+    )
+
+
+def nemo(config: TrainConfig) -> tuple[Row, ...]:
+    """NeMo's, with and without megatron-core."""
+    fused = partial(by_group, model_shape(config))
+    return _megatron(config, Row(r"self_attention\.(?:query_key_value|linear_qkv)\.(\w+)", QKV, fused))
+
+
+def nxdt(config: TrainConfig) -> tuple[Row, ...]:
+    """NxD Training's: Hugging Face's names with fused projections, and Megatron's.
+
+    With kv_replication the ranks hold several copies of the keys and values, and the query heads, in o_proj too, are in
+    the order that puts each next to a copy of its own.
+    """
+    shape, copies = model_shape(config), max(config.kv_replication, 1)
+
+    def fused(ranks: Ranks) -> Sequence[Tensor]:
+        heads, groups = shape.num_attention_heads // len(ranks), shape.num_kv_heads * copies // len(ranks)
+        widths = [count * shape.head_dim for count in (heads, groups, groups)]
+        query, key, value = blocks(1, widths, ranks)
+        return in_order(query), key.chunk(copies)[0], value.chunk(copies)[0]
+
+    def in_order(x: Tensor) -> Tensor:
+        return x.unflatten(0, (copies, shape.num_kv_heads, -1)).transpose(0, 1).flatten(0, 2)
+
+    def queries(ranks: Ranks) -> Sequence[Tensor]:
+        return (in_order(rows(ranks)[0]),)
+
+    def keys(ranks: Ranks) -> Sequence[Tensor]:
+        return (rows(ranks)[0].chunk(copies)[0],)
+
+    def outputs(ranks: Ranks) -> Sequence[Tensor]:
+        return (in_order(columns(ranks)[0].mT).mT,)
+
+    megatron = _megatron(
+        config,
+        Row(r"self_attention\.query_key_value\.(\w+)", QKV, fused),
+        Row(r"self_attention\.query\.(\w+)", QKV[:1], rows),
+        Row(r"self_attention\.key_value\.(\w+)", QKV[1:], halves),
+    )
+    return (
+        *megatron,
+        Row(r"self_attn\.qkv_proj\.weight_q", ("self_attn.q_proj.weight",), queries),
+        Row(r"self_attn\.qkv_proj\.weight_([kv])", (r"self_attn.\1_proj.weight",), keys),
+        Row(r"self_attn\.qkv_proj\.(weight)(?:_qkv)?", QKV, fused),
+        Row(r"(self_attn\.[qkv]_proj\.\w+)", (r"\1",), rows),
+        Row(r"(self_attn\.o_proj\.weight)", (r"\1",), outputs),
+        Row(r"mlp\.gate_up_proj\.(\w+)", GATE_UP, halves),
+        Row(r"(mlp\.(?:gate|up)_proj\.\w+)", (r"\1",), rows),
+        Row(r"(mlp\.down_proj\.weight)", (r"\1",), columns),
+        Row(r"(model\.norm\.\w+)", (r"\1",), replicated),
+        Row(r"((?:model\.embed_tokens|lm_head)\.weight)", (r"\1",), rows),
+    )
