@@ -1,11 +1,21 @@
 # Sourced by the other scripts. `set_up FILE` creates the virtual environment $venv (.venv), installs the requirements
 # in FILE, and does nothing when they are installed. Afterwards $python is the interpreter to use. Needs bash and
-# Python 3.11, 3.12 or 3.13.
+# Python 3.11, 3.12 or 3.13; TorchTPU needs 3.12 or 3.13.
 # shellcheck shell=bash
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-venv=$PWD/.venv
-python=$venv/bin/python
+use_environment() {
+    venv=$PWD/$1
+    python=$venv/bin/python
+}
+use_environment .venv
+oldest_python=11 pythons="3.11, 3.12 or 3.13"
+
+# TorchTPU and torch-xla need different versions of torch and libtpu.
+use_torch_tpu() {
+    use_environment .venv-torchtpu
+    oldest_python=12 pythons="3.12 or 3.13"
+}
 
 set_up() {
     local stamp=$venv/installed-$1
@@ -41,7 +51,7 @@ install_requirements() {
         create_environment || return
     fi
     log "installing $1 into $venv with $("$python" --version)"
-    if [[ $1 != requirements-newest.txt ]] && is_tpu_host; then
+    if [[ $venv == */.venv ]] && is_tpu_host; then
         extra+=("torch-xla[tpu]==$(pinned_version torch-xla requirements.txt)")
     fi
     choose_torch_build "$1" || return
@@ -52,7 +62,8 @@ install_requirements() {
 # has that build; replace the CPU build if the host has a CUDA GPU.
 choose_torch_build() {
     local version remedy="PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes it about 1.5 GB"
-    version=$(pinned_version torch "$1" requirements.txt)
+    # shellcheck disable=SC2046 # file names without spaces
+    version=$(pinned_version torch $(requirement_files "$1") requirements.txt)
     if [[ -z $version || $(uname -sm) != "Linux x86_64" ]]; then
         return
     elif [[ $(count_gpus) != 0 ]]; then
@@ -72,6 +83,12 @@ choose_torch_build() {
 # Whether a version of torch that matches the pattern is installed.
 has_torch() {
     compgen -G "$venv/lib/python3.*/site-packages/torch-$1.dist-info" > /dev/null
+}
+
+# Print the name of a file and of those that it includes.
+requirement_files() {
+    echo "$1"
+    sed -n 's/^-r //p' "$1"
 }
 
 # Print the version of a package in the first of the requirement files that pins it.
@@ -95,7 +112,7 @@ create_environment() {
 # Print what an installation depends on: the requirements, the interpreter, and whether the host has TPUs.
 installation_state() {
     # shellcheck disable=SC2046 # file names without spaces
-    cat requirements.txt "$1" $(sed -n 's/^-r //p' "$1")
+    cat requirements.txt $(requirement_files "$1")
     "$python" --version 2>&1
     is_tpu_host && echo "with TPU"
     has_torch "*+cpu" && [[ $(count_gpus) != 0 ]] && echo "without CUDA"
@@ -105,7 +122,7 @@ installation_state() {
 find_python() {
     local candidate
     if [[ -n ${PYTHON:-} ]] && ! is_supported_python "$PYTHON"; then
-        log "PYTHON=$PYTHON is not a Python 3.11, 3.12 or 3.13 with the modules venv and ensurepip"
+        log "PYTHON=$PYTHON is not a Python $pythons with the modules venv and ensurepip"
         return 1
     fi
     for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python; do
@@ -114,14 +131,15 @@ find_python() {
             return
         fi
     done
-    log "no Python 3.11, 3.12 or 3.13 with the modules venv and ensurepip found (tried python3, python3.13," \
+    log "no Python $pythons with the modules venv and ensurepip found (tried python3, python3.13," \
         "python3.12, python3.11, python): install one (Debian, Ubuntu: apt install python3-venv), or give its path:" \
         "PYTHON=/path/to/python3.12"
     return 1
 }
 
 is_supported_python() {
-    "$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2> /dev/null
+    "$1" -c "import ensurepip, sys, venv; sys.exit(not (3, $oldest_python) <= sys.version_info[:2] <= (3, 13))" \
+        2> /dev/null
 }
 
 # A host has TPUs if TPU_ACCELERATOR_TYPE is set (torch-xla reads it instead of the metadata server), or if it has a PCI

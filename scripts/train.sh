@@ -9,6 +9,8 @@
 #
 # Several processes: NPROC or NPROC_PER_NODE (default: the number of CUDA GPUs of this host). Several hosts: NNODES,
 # NODE_RANK, MASTER_ADDR and MASTER_PORT on each. The xla engine runs one process per host, which uses all its devices.
+# ENGINE=torch is --engine=torch, and on a host with TPUs installs TorchTPU, which runs one process per chip; several
+# hosts need TPU_WORKER_HOSTNAMES on each, from which it derives the variables above.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -37,7 +39,12 @@ corpus=data/stdlib
 
 main() {
     NPROC=${NPROC:-${NPROC_PER_NODE:-}}
-    set_up requirements.txt
+    if uses_torch_tpu; then
+        use_torch_tpu
+        set_up requirements-torchtpu.txt
+    else
+        set_up requirements.txt
+    fi
     if has_help_flag "$@"; then
         exec "$python" main_training.py "$@"
     fi
@@ -49,7 +56,7 @@ main() {
         prepare_corpus
     fi
     export SCRIPT_SETTINGS="${flags[*]}" # their source is printed at the start
-    flags+=("$@")
+    flags+=(${ENGINE:+"--engine=$ENGINE"} "$@")
     folder=$(run_folder "${flags[@]}")
     launch "${flags[@]}" || code=$?
     if [[ $code == 0 && ${NODE_RANK:-0} == 0 ]] && ! has_data "$@" && ! has_config_file "$@"; then
@@ -111,8 +118,12 @@ run_folder() {
 }
 
 launch() {
-    local processes=${NPROC:-$(count_gpus)} hosts=${NNODES:-1} codes code=0
-    if ((processes * hosts <= 1)) || uses_one_process "$@"; then
+    local processes hosts codes code=0
+    if uses_torch_tpu; then
+        set_tpu_variables || return
+    fi
+    processes=${NPROC:-$(count_gpus)} hosts=${NNODES:-1}
+    if ! uses_torch_tpu && { ((processes * hosts <= 1)) || uses_one_process "$@"; }; then
         run_attended "$python" main_training.py "$@"
         return
     fi
@@ -124,6 +135,24 @@ launch() {
     EXIT_CODES=$codes run_attended "$python" -m torch.distributed.run --nnodes="$hosts" --nproc-per-node="$processes" \
         "${rendezvous[@]}" main_training.py "$@" || code=$?
     first_failure "$codes" "$code"
+}
+
+uses_torch_tpu() {
+    [[ ${ENGINE:-} == torch ]] && is_tpu_host
+}
+
+# Export what all processes of TorchTPU must agree on before one of them starts, and set NPROC to the chips of this host.
+set_tpu_variables() {
+    local lines line
+    lines=$(NPROC=$NPROC "$python" -c 'import os, torch
+known = set(os.environ)
+torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=int(os.environ["NPROC"] or 0) or None)
+print(*(f"{name}={os.environ[name]}" for name in os.environ if name not in known), sep="\n")
+devices = len(os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(","))
+print("NPROC", devices // int(os.environ.get("NNODES", 1)), sep="=")') || return
+    while IFS= read -r line; do
+        [[ $line =~ ^[A-Z_]+= ]] && export "${line?}"
+    done <<< "$lines"
 }
 
 uses_one_process() {

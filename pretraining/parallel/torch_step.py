@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from pretraining.parallel.layout import tensor_dimension
 from pretraining.parallel.step import Gradients, OptimizerStep
 from pretraining.parallel.torch_state import LocalShards, to_local
 from pretraining.parallel.torch_tensor import all_reduce_partial_gradients
+
+# Parameters of one shape and weight decay that a call of the fused kernel updates. A TPU compiles a program for each
+# list of shapes: its size must not grow with depth.
+FUSED_PARAMETERS = 16
 
 
 class TorchStep(OptimizerStep):
@@ -48,6 +53,15 @@ class TorchStep(OptimizerStep):
         self._is_fused = self.precision.is_optimizer_fp32 and all(
             type(parameter.rule) is Adam and parameter.rule.decoupled for parameter in optimizer.parameters
         )
+
+        def kind(index: int) -> tuple[float, torch.Size]:
+            return optimizer.parameters[index].decay, optimizer.parameters[index].weight.shape
+
+        # Indices of the parameters that one call of the fused kernel updates.
+        self._chunks: list[list[int]] = []
+        for _, group in groupby(sorted(range(len(optimizer.parameters)), key=kind), key=kind):
+            alike = list(group)
+            self._chunks += [alike[i : i + FUSED_PARAMETERS] for i in range(0, len(alike), FUSED_PARAMETERS)]
 
     def accumulate(self, loss: Tensor, count: Tensor) -> None:
         """Add a micro-batch after its backward pass: its summed loss and its number of trained tokens."""
@@ -113,8 +127,7 @@ class TorchStep(OptimizerStep):
         assert gradients.divisor is not None
         divisor = gradients.divisor if clip is None else gradients.divisor / clip
         parameters = self.optimizer.parameters
-        for decay in sorted({parameter.decay for parameter in parameters}):
-            chosen = [i for i, parameter in enumerate(parameters) if parameter.decay == decay]
+        for chosen in self._chunks:
             rule: Any = parameters[chosen[0]].rule
             adamw(
                 [parameters[i].weight for i in chosen],
@@ -129,7 +142,7 @@ class TorchStep(OptimizerStep):
                 amsgrad=False,
                 maximize=False,
                 lr=learning_rate,
-                weight_decay=decay,
+                weight_decay=parameters[chosen[0]].decay,
                 beta1=rule.beta1,
                 beta2=rule.beta2,
                 eps=rule.eps,

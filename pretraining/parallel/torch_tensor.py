@@ -169,19 +169,21 @@ def _local_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
 
 
+def _waited(result: Tensor) -> Tensor:
+    """Return a collective's result; in a traced graph it has been waited for, and TorchTPU refuses to wait again."""
+    return result.wait() if isinstance(result, funcol.AsyncCollectiveTensor) else result
+
+
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered: Tensor = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), 1, group))
-    return gathered
+    return _waited(funcol.all_gather_tensor(x.contiguous(), 1, group))
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    scattered: Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(x.contiguous(), "sum", 1, group))
-    return scattered
+    return _waited(funcol.reduce_scatter_tensor(x.contiguous(), "sum", 1, group))
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
-    reduced: Tensor = funcol.wait_tensor(funcol.all_reduce(x.contiguous(), operation, group))
-    return reduced
+    return _waited(funcol.all_reduce(x.contiguous(), operation, group))
 
 
 # [B, T, D] on every rank, or a rank's tokens [B, T / ranks, D] (sequence)
