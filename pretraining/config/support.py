@@ -50,10 +50,6 @@ def _splits_kv_heads_unevenly(config: TrainConfig) -> bool:
     return model_shape(config).num_kv_heads % config.tensor_parallel_size > 0
 
 
-def _drops_split_stream(config: TrainConfig) -> bool:
-    return config.sequence_parallel and config.hidden_dropout > 0
-
-
 LIMITS = (
     Limit("device", XLA, "PJRT_DEVICE names the device of the xla engine"),
     Limit("precision", XLA, "TPUs and Trainium have bf16, which needs no loss scale (mixed_bf16)",
@@ -69,8 +65,6 @@ LIMITS = (
     Limit("tensor_parallel_size", TORCH,
           "the torch engine does not replicate key/value heads, so it must divide num_kv_heads",
           values="not a divisor of num_kv_heads", is_set=_splits_kv_heads_unevenly),
-    Limit("sequence_parallel", TORCH, "the torch engine has no dropout in a residual stream that is split over tokens",
-          values="True with hidden_dropout", is_set=_drops_split_stream),
     Limit("dump_sharding", TORCH, "the torch engine does not write this file"),
     Limit("compile_cache_dir", TORCH, "this is the cache of XLA's compiler"),
 )  # fmt: skip

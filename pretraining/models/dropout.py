@@ -28,7 +28,7 @@ class DropoutNoise(NamedTuple):
 
     token_hashes: Tensor  # [B, T] int32, of each token's index in the global batch
     layer: Tensor  # int32 scalar
-    tensor_rank: int = 0  # whose shard of heads and feed-forward channels the block computes
+    tensor_rank: int = 0  # whose shard of heads, feed-forward channels and tokens the block computes
 
     def site_hash(self, site: int) -> Tensor:
         """Hashes of this block's tokens at `site`, [B, T] int32."""
@@ -53,7 +53,10 @@ def dropout(x: Tensor, rate: float, noise: DropoutNoise | None, site: int) -> Te
         return x
     first = noise.tensor_rank * x.shape[-1] if site in SHARDED_SITES else 0
     channels = torch.arange(first, first + x.shape[-1], dtype=torch.int32, device=x.device)
-    return x * keep_scale(hash_with(noise.site_hash(site)[..., None], channels), rate).to(x.dtype)
+    hashes, length = noise.site_hash(site), x.shape[1]
+    if length < hashes.shape[1]:  # sequence_parallel: this tensor rank's tokens of the residual stream
+        hashes = hashes.narrow(1, noise.tensor_rank * length, length)
+    return x * keep_scale(hash_with(hashes[..., None], channels), rate).to(x.dtype)
 
 
 def keep_scale(bits: Tensor, rate: float) -> Tensor:

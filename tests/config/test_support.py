@@ -12,7 +12,7 @@ from pretraining.config.validate import problems
 from pretraining.parallel.checks import CHECKS
 
 PLACES = [("xla", None), ("torch", "cpu"), ("torch", "tpu"), ("torch", "cuda")]
-# One configuration with the values of each row; sequences are split only together with another setting.
+# One configuration with the values of each row.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "device": {"device": "cuda"},
     "precision": {"precision": "fp16"},
@@ -23,7 +23,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "context_parallel_size": {"context_parallel_size": 2},
     "kv_replication": {"kv_replication": 2},
     "tensor_parallel_size": {"model_variant": "tiny", "tensor_parallel_size": 2},
-    "sequence_parallel": {"sequence_parallel": True, "hidden_dropout": 0.1},
     "dump_sharding": {"dump_sharding": "there.json"},
     "compile_cache_dir": {"compile_cache_dir": "there"},
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretraining.config.training import TrainConfig
-from pretraining.models.dropout import DropoutNoise, dropout, dropout_noise
+from pretraining.models.dropout import ATTENTION_OUTPUT, DropoutNoise, dropout, dropout_noise
 from pretraining.models.init import build_model
 from pretraining.models.llama import BatchInputs, Llama
 
@@ -50,6 +50,12 @@ def test_updates_blocks_sites_and_tokens_are_dropped_independently() -> None:
     for other in others:
         both = torch.stack((first.flatten(), other.flatten()))
         assert abs(float(torch.corrcoef(both)[0, 1])) < 0.02
+
+
+def test_the_tokens_of_a_tensor_rank_are_dropped_as_in_the_whole_residual_stream() -> None:
+    x, rank = torch.ones(ROWS, TOKENS, 512), noise()._replace(tensor_rank=1)
+    part = dropout(x[:, TOKENS // 2 :], 0.5, rank, ATTENTION_OUTPUT)
+    assert torch.equal(part, dropout(x, 0.5, rank, ATTENTION_OUTPUT)[:, TOKENS // 2 :])
 
 
 @pytest.mark.parametrize("name", RATES)

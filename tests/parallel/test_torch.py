@@ -33,7 +33,7 @@ TENSOR: Fields = {"tensor_parallel_size": 2}
 # What a tensor rank must not count twice, and what it has a part of the gradient of.
 BIASES: Fields = {"attn_bias": True, "mlp_bias": True, "norm_type": "layernorm", "norm_bias": True}
 FORMS: dict[str, Fields] = {
-    "biases, sequence": {**BIASES, "learning_rate": 1e-3, "qk_norm": True},
+    "biases, sequence": {**BIASES, "learning_rate": 1e-3, "qk_norm": True, "hidden_dropout": 0.1},
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1, "mlp_bias": True},
     "adapters": {
         "lora_rank": 4,
