@@ -245,6 +245,30 @@ def test_quick_selects_by_marker_and_uses_the_first_environment_only(checkout: P
     assert done.stdout.endswith("-m not slow or quick tests/config\n")
 
 
+def test_engine_torch_on_a_tpu_host_installs_torchtpu_and_starts_a_process_per_chip(installed: Path) -> None:
+    """The stub is asked for the launch environment and then for the processes, whose variables it prints."""
+    shutil.copy(ROOT / "requirements-torchtpu.txt", installed)
+    write_executable(
+        installed / ".venv-torchtpu" / "bin" / "python",
+        f"""#!/bin/sh
+case "$*" in
+    *set_tpu_launch_env*) echo a word; echo TORCH_TPU_TOPOLOGY=2,2,1; echo NPROC=4 ;;
+    *distributed.run*) echo "$TORCH_TPU_TOPOLOGY" "$@" ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+""",
+    )
+    stamp = "source scripts/setup.sh; use_torch_tpu; installation_state $file > $venv/installed-$file"
+    host = {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "ENGINE": "torch", "PJRT_DEVICE": "TPU"}
+    assert bash(installed, f"file=requirements-torchtpu.txt; {stamp}", **host).returncode == 0
+    ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset", **host)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("2,2,1 ") and "--nproc-per-node=4" in ended.stdout
+    assert "--engine=torch" in ended.stdout.split()
+    failed = bash(installed, "bash scripts/train.sh --use_dummy_dataset", ENGINE="torhc")
+    assert (failed.returncode, "--engine=torhc" in failed.stderr) == (2, True)
+
+
 def pins(name: str) -> dict[str, str]:
     lines = [line.partition("#")[0].partition(";")[0].strip() for line in (ROOT / name).read_text().splitlines()]
     return dict(line.split("==") for line in lines if "==" in line)
@@ -254,3 +278,5 @@ def test_the_newest_torch_is_tested_with_the_other_packages_at_their_pinned_vers
     usual, newest = {**pins("requirements-dev.txt"), **pins("requirements.txt")}, pins("requirements-newest.txt")
     assert "torch-xla" not in newest
     assert {name for name, version in newest.items() if usual[name] != version} == {"torch"}
+    torch_tpu = pins("requirements-torchtpu.txt")
+    assert {name for name, version in torch_tpu.items() if usual.get(name) != version} == {"torch", "torch_tpu"}
