@@ -43,7 +43,7 @@ FORMS: dict[str, Fields] = {
         "mlp_bias": True,
         "lora_bias": "all",
         "lora_modules_to_save": "norm",
-        "learning_rate": 3e-2,
+        "learning_rate": 1e-2,
         "lora_init": "gaussian",
     },
     "padded": {"vocab_size": 500, "make_vocab_size_divisible_by": 24, "qk_norm": True, "tie_word_embeddings": True},
