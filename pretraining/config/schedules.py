@@ -19,8 +19,8 @@ _SPAN = ("lr_warmup_steps", "lr_warmup_ratio", "lr_decay_steps")
 _FLOOR = (*_SPAN, "min_lr")
 
 SCHEDULES = {
-    "fms_cosine": Schedule(),
-    "fms_annealing": Schedule(),
+    "fms_cosine": Schedule(("lr_decay_steps",)),
+    "fms_annealing": Schedule(("lr_decay_steps",)),
     "constant": Schedule(_FLOOR),
     "linear_warmup_decay": Schedule(_SPAN),
     "cosine": Schedule((*_FLOOR, "lr_constant_steps")),

@@ -40,7 +40,7 @@ def open_state(
         listing = "\n".join(f"  {change}" for change in changes)
         raise UserError(
             f"the data is not what the checkpoint was trained on:\n{listing}\n"
-            "Restore it, or begin a new mixture at this step with --accept_data_changes=True"
+            "Restore it, begin a new mixture at this step with --accept_data_changes=True, or a new run with --run_name"
         )
     return _begin_mixture(previous, order, mixture, changes)
 

@@ -21,6 +21,8 @@ from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
+from pretraining.config.validate import problems
+from pretraining.configure import CHECKS
 from pretraining.preflight import parameter_shapes
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
 
@@ -322,7 +324,7 @@ def test_other_changes_are_made_and_said(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_larger_num_steps_prints_the_rate_before_and_after_and_what_keeps_the_schedule(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fields = {"learning_rate": 1e-3, "lr_schedule": "cosine"}
+    fields = {"learning_rate": 1e-3}
     run(tmp_path, num_steps=4, **fields)
     reason = ": the schedule spans num_steps; --lr_decay_steps=4 keeps it as it was\n"
 
@@ -333,8 +335,9 @@ def test_a_larger_num_steps_prints_the_rate_before_and_after_and_what_keeps_the_
 
     assert "learning rate" not in printed(num_steps=4)
     shutil.copytree(tmp_path, tmp_path / "kept")
-    assert f"learning rate of step 5: 0 -> 0.0005{reason}" in printed(num_steps=8)
+    assert f"learning rate of step 5: 0.0001 -> 0.000378{reason}" in printed(num_steps=8)
     kept = {"log_dir": str(tmp_path / "kept"), "lr_decay_steps": 4, **fields}
+    assert not problems(small_config(tmp_path, **kept, use_dummy_dataset=True), CHECKS)
     run(tmp_path, num_steps=8, **kept)
     run(tmp_path, num_steps=12, **kept)
     assert "learning rate" not in capsys.readouterr().out

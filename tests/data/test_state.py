@@ -34,7 +34,7 @@ def test_a_changed_setting_is_refused_with_what_changed_and_the_flag(
     state = open_stream(settings(tmp_path / "data", **usual)).state(7)
     with pytest.raises(UserError) as caught:
         open_stream(settings(tmp_path / "data", **{**usual, **change}), state=state)
-    assert message in str(caught.value) and "--accept_data_changes=True" in str(caught.value)
+    assert message in str(caught.value) and "--accept_data_changes=True, or a new run with" in str(caught.value)
 
 
 def test_what_does_not_touch_the_order_may_change(tmp_path: Path) -> None:
