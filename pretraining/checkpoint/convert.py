@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flags.import_config and not layout:
             raise UserError(f"--import_config: {flags.source} is no checkpoint of GPT-NeoX, NxD Training or NeMo")
         if layout:
-            weights = open_pickles(flags.source, layout, flags.import_config)
+            weights = open_pickles(flags.source, layout, flags.import_config, flags.model_config_path)
             print(from_pickles(weights, flags.source, flags.target, dtype))
             return 0
         source = open_any_checkpoint(flags.source)
@@ -97,6 +97,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--average_with", default="", help="more checkpoints, comma-separated, for the mean of all")
     parser.add_argument("--import_config", default="", help="configuration file of the trainer that wrote `source`")
+    parser.add_argument("--model_config_path", default="", help="config.json that --import_config refers to")
     parser.add_argument(
         "--shard_size", type=float, default=SHARD_SIZE, help="bytes of a file at most (default: %(default)g)"
     )

@@ -23,15 +23,16 @@ from pretraining.checkpoint.gpt_neox import our_name
 from pretraining.checkpoint.huggingface import BUFFERS, EMBEDDING, HEAD, model_fields
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.flags import read_values
 from pretraining.config.huggingface import CONFIG
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import CUSTOM, missing_dimensions, model_shape
-from pretraining.importing.flags import flags_from_files
+from pretraining.importing.mappings import Format
+from pretraining.importing.resolve import KeyReport, import_foreign
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 NXDT_FILE = re.compile(r"dp_rank_00(?:_ep_rank_00)?_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 MINUS_ONE = re.compile(r"layernorm1p|layernorm_zero_centered_gamma\W+true", re.IGNORECASE)
+MODEL = [name for name, setting in SETTINGS.items() if setting.resume in (Resume.SHAPE, Resume.FUNCTION)]
 # Tensor rank, pipeline rank and name -> tensor
 Read = Iterator[tuple[int, int, dict[str, Any]]]
 
@@ -77,12 +78,16 @@ class Weights(NamedTuple):
     tensors: dict[str, ranks.MergedTensor]
 
 
-def open_pickles(path: Path, layout: Layout, import_config: str) -> Weights:
+def open_pickles(path: Path, layout: Layout, import_config: str = "", model_config_path: str = "") -> Weights:
     """Open a folder of one of the layouts. import_config: file of the trainer that wrote it, "" for Hugging Face's.
 
-    Raises UserError where the tensors are not those of the configuration.
+    model_config_path: the config.json that such a file may refer to. Raises UserError where the tensors are not those
+    of the configuration.
     """
-    config = TrainConfig(**model_fields(path / CONFIG)) if layout is LAYOUTS[0] else _imported(layout, import_config)
+    if layout is LAYOUTS[0]:
+        config = TrainConfig(**model_fields(path / CONFIG))
+    else:
+        config = _imported(layout, import_config, model_config_path)
     if missing := missing_dimensions(config):
         raise UserError(f"{import_config}: has no {', '.join(missing)}")
     layers, expected = model_shape(config).num_layers, config.tensor_parallel_size
@@ -95,24 +100,31 @@ def open_pickles(path: Path, layout: Layout, import_config: str) -> Weights:
     needed = (EMBEDDING,) if config.tie_word_embeddings else (EMBEDDING, HEAD)
     if absent := [name for name in needed if name not in tensors]:
         raise UserError(f"{path}: holds no {absent[0]}")
-    described = {name for name, setting in SETTINGS.items() if setting.resume in (Resume.SHAPE, Resume.FUNCTION)}
-    fields = {name: getattr(config, name) for name in sorted(described)}
+    fields = {name: getattr(config, name) for name in MODEL}
     fields |= {"model_variant": CUSTOM, "tie_word_embeddings": config.tie_word_embeddings}
     fields |= {"vocab_size": tensors[EMBEDDING].description.shape[0], "make_vocab_size_divisible_by": 1}
     return Weights(TrainConfig(**fields), tensors)
 
 
-def _imported(layout: Layout, import_config: str) -> TrainConfig:
-    """Return the model's settings in the trainer's file."""
+def _imported(layout: Layout, import_config: str, model_config_path: str) -> TrainConfig:
+    """Return the model's settings in the trainer's file. Keys that are refused for training alone do not matter."""
     if not import_config:
         raise UserError(f"this is a checkpoint of {layout.title}: give its configuration file as --import_config")
-    imported = flags_from_files({"import_config": import_config, "neox_era": "head"}, report=False)
-    if imported.problems:
-        raise ConfigError(imported.problems)
+    flags = {"import_config": import_config, "neox_era": "head"}
+    result = import_foreign(flags | ({"model_config_path": model_config_path} if model_config_path else {}))
+    idle = [str(report) for report in [*result.keys, *result.defaults] if not _concerns_model(result.format, report)]
+    if problems := [problem for problem in result.problems if problem.subject not in idle]:
+        raise ConfigError(problems)
     if MINUS_ONE.search(Path(import_config).read_text(encoding="utf-8")):
         raise UserError(f"{import_config}: norms are stored minus 1 (layernorm1p), which is not undone here")
-    config = read_values(imported.values, missing_matters=False).config
-    return replace(config, vocab_size=1)  # the embedding says how many rows there are
+    return replace(result.config, vocab_size=1)  # the embedding says how many rows there are
+
+
+def _concerns_model(format_: Format, report: KeyReport) -> bool:
+    """Return whether a key may change the model: it has no field of ours, or one of the model's."""
+    mapping = format_.mapping_of(report.source_key)
+    fields = set(mapping.fields if mapping else ())
+    return not fields or bool(fields & {*MODEL, "model_config_path"})
 
 
 # ---- Folders

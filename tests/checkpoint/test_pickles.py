@@ -203,6 +203,7 @@ def test_nemo_s_ranks_are_one_model(ranks: int, stages: int, names: dict[str, st
             state = renamed(megatron(theirs.state_dict(), rank, ranks, layers), names)
             torch.save({"state_dict": state, "hyper_parameters": Foreign(0)}, here / "model_optim_rng.ckpt")
     config = put(tree("nemo"), "model.tensor_model_parallel_size", ranks)
+    put(config, "model.tokenizer.model", "???")  # of no importance here
     assert_same_function(theirs, folder, tmp_path / "ours", put(config, "model.pipeline_model_parallel_size", stages))
 
 
