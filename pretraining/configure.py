@@ -8,12 +8,13 @@ launches anything, because torchrun turns every exit code into 1. Imports no tor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pretraining.checkpoint.checks import CHECKS as CHECKPOINT
 from pretraining.config.flags import config_from_flags, first_rank, is_script_setting, run
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
+from pretraining.config.validate import Check
 from pretraining.data.checks import CHECKS as DATA
 from pretraining.importing.flags import flags_from_files
 from pretraining.models.checks import CHECKS as MODELS
@@ -25,25 +26,33 @@ from pretraining.plan.checks import CHECKS as PLAN
 CHECKS = (*MODELS, *PARALLEL, *OPTIM, *DATA, *CHECKPOINT, *MONITOR, *PLAN)
 
 
-def configure(flags: Mapping[str, object], report: bool = True) -> TrainConfig:
+def configure(
+    flags: Mapping[str, object],
+    report: bool = True,
+    checks: Iterable[Check] = CHECKS,
+    origin: str = "command line",
+) -> TrainConfig:
     """Return the configuration of `flags` and of the files that they name. Raises ConfigError with every mistake.
 
-    report: print the report of --import_config, and the settings of a run that are not the default.
+    report: print the report of --import_config, and the settings of a run that are not the default. checks: rules
+    across settings. origin: of the flags.
     """
-    values, origins, problems = flags_from_files(flags, report, CHECKS)
-    config = config_from_flags(values, CHECKS, origins, problems)
+    values, origins, problems = flags_from_files(flags, report, checks)
+    config = config_from_flags(values, checks, origins, problems)
     if report and config.reads_data and first_rank():
-        print("\n".join(describe_settings(config, flags, origins)), flush=True)
+        print("\n".join(describe_settings(config, flags, origins, origin)), flush=True)
     return config
 
 
-def describe_settings(config: TrainConfig, flags: Mapping[str, object], origins: Mapping[str, str]) -> list[str]:
+def describe_settings(
+    config: TrainConfig, flags: Mapping[str, object], origins: Mapping[str, str], origin: str
+) -> list[str]:
     """Return a line for each setting that is not the default: its value, and where that comes from."""
     defaults = TrainConfig()
     changed = {name: value for name, value in vars(config).items() if value != getattr(defaults, name)}
     sources = dict.fromkeys(changed, "derived") | dict(origins)
     for name, raw in flags.items():
-        sources[name] = "scripts/train.sh" if is_script_setting(name, raw) else "command line"
+        sources[name] = "scripts/train.sh" if is_script_setting(name, raw) else origin
     width = max((len(f"--{name}={value}") for name, value in changed.items()), default=0)
     return [f"{f'--{name}={value}':<{width}}  {sources[name]}" for name, value in changed.items()]
 

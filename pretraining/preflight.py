@@ -1,4 +1,4 @@
-"""What main_training.py checks, prints and writes before the first step. Composes the rooms."""
+"""What a run checks, prints and writes before the first step. Composes the rooms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pretraining.checkpoint.restoring import check_starting_point, checkpoint_fo
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.data import Stream, check_data, open_stream, splits_of
+from pretraining.data import NO_ROWS, Rows, Stream, check_data, open_stream, splits_of
 from pretraining.models.init import VOCABULARIES, on_meta
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.memory import check_memory
@@ -35,7 +35,7 @@ CONFIG_FILE = "config.json"
 VISIBLE_WITHIN = 10.0  # seconds in which a new file is visible on every host
 
 
-def check_inputs(config: TrainConfig) -> Facts | None:
+def check_inputs(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> Facts | None:
     """Return the facts of the checkpoint that the run continues from, before any device is opened.
 
     Raises UserError if a checkpoint or the data would stop the run.
@@ -46,7 +46,7 @@ def check_inputs(config: TrainConfig) -> Facts | None:
     facts = check_starting_point(config, config.run_folder, parameter_shapes(config))
     if facts and facts.step:
         read_metrics(metrics)
-    check_data(config)
+    check_data(config, own)
     return facts
 
 
@@ -59,28 +59,31 @@ def parameter_shapes(config: TrainConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def open_streams(engine: Engine, checkpoint: Facts | None) -> tuple[TrainConfig, dict[str, Stream]]:
+def open_streams(
+    engine: Engine, checkpoint: Facts | None, own: Mapping[str, Rows] = NO_ROWS
+) -> tuple[TrainConfig, dict[str, Stream]]:
     """Return the final configuration and a stream of every split; that of training follows `checkpoint`.
 
     The configuration is the engine's, with num_steps lowered to the steps that num_epochs allows.
     """
     config, state = engine.config, checkpoint.data if checkpoint else None
     ranks = (engine.data_rank, engine.data_size)
-    train = open_stream(config, *ranks, state=state)
+    train = open_stream(config, *ranks, state=state, own=own.get("train"))
     last_step = None if train.steps is None else (checkpoint.step if checkpoint else 0) + train.steps
     if last_step is not None and last_step < config.num_steps:
         config = replace(config, num_steps=last_step)
         train = open_stream(config, *ranks, state=state)
-    held_out = {split: open_stream(config, *ranks, split) for split in splits_of(config) if split != "train"}
+    splits = (split for split in splits_of(config) if split != "train")
+    held_out = {split: open_stream(config, *ranks, split, own=own.get(split)) for split in splits}
     return config, {"train": train, **held_out}
 
 
-def reopen_stream(config: TrainConfig, engine: Engine, resumed: Facts) -> Stream:
+def reopen_stream(config: TrainConfig, engine: Engine, resumed: Facts, own: Rows | None = None) -> Stream:
     """Return the training data that follow `resumed`, an earlier checkpoint than expected because that is damaged.
 
     Raises UserError if they end before num_steps, which was derived from the damaged one.
     """
-    stream = open_stream(config, engine.data_rank, engine.data_size, state=resumed.data)
+    stream = open_stream(config, engine.data_rank, engine.data_size, state=resumed.data, own=own)
     if stream.steps is not None and resumed.step + stream.steps < config.num_steps:
         raise UserError(
             f"the newest checkpoint is damaged, and from step {resumed.step} on num_epochs={config.num_epochs} allows "

@@ -11,9 +11,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pretraining.data.prefetch import Prefetcher
     from pretraining.data.stores.labels import IGNORED
-    from pretraining.data.stream import Batch, Stream, check_data, open_stream, splits_of
+    from pretraining.data.stream import NO_ROWS, Batch, RowMarks, Rows, Stream, check_data, open_stream, splits_of
 
-__all__ = ["IGNORED", "Batch", "Prefetcher", "Stream", "check_data", "open_stream", "splits_of"]
+__all__ = [
+    "IGNORED",
+    "NO_ROWS",
+    "Batch",
+    "Prefetcher",
+    "RowMarks",
+    "Rows",
+    "Stream",
+    "check_data",
+    "open_stream",
+    "splits_of",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -7,7 +7,9 @@ asked for; the state is the number of sequences consumed.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,6 +36,7 @@ from pretraining.data.state import consumed_at, open_state
 from pretraining.data.stores.labels import IGNORED, unmark
 
 Batch = dict[str, np.ndarray]
+NO_ROWS: Mapping[str, Rows] = MappingProxyType({})  # split -> data of one's own
 
 
 class RankSlice(NamedTuple):
@@ -60,12 +63,23 @@ class RowMarks(NamedTuple):
     untrained: np.ndarray | None = None  # tokens that are no labels
 
 
+class Rows(Protocol):
+    """Data of one's own: an object with this method, which threads may share."""
+
+    def row(self, sequence: int, out: np.ndarray) -> RowMarks | None:
+        """Fill `out` (int32 [seq_length + 1]) with sequence number `sequence` of the run, and the token after it.
+
+        A function of `sequence` alone, so that every mesh reads the same data and a resumed run continues them. Return
+        marks where examples begin or tokens are not trained.
+        """
+
+
 class Stream:
     """Batches by step. Threads may share it."""
 
     def __init__(
         self,
-        source: Mixture | Counters,
+        source: Mixture | Counters | OwnRows,
         rank_slice: RankSlice,
         fields: BatchFields,
         *,
@@ -185,6 +199,30 @@ class Counters:
         """Do nothing: no file is open."""
 
 
+class OwnRows:
+    """The user's data, checked."""
+
+    def __init__(self, own: Rows, vocabulary: int) -> None:
+        self._own, self._vocabulary = own, vocabulary
+
+    def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> RowMarks:
+        """See Rows.row."""
+        return self._own.row(sequence, out) or RowMarks([])
+
+    def fetch(self, sequence: int, rows: int, length: int) -> None:
+        """Do nothing: no file is read."""
+
+    def check(self, sequence: int, rows: np.ndarray) -> None:
+        """Raise UserError with an id outside the vocabulary."""
+        wrong = rows[(rows < 0) | (rows >= self._vocabulary)]
+        if len(wrong):
+            data = type(self._own).__qualname__
+            raise UserError(f"{data}: token id {wrong[0]}, but the model's vocabulary is {self._vocabulary:,}")
+
+    def close(self) -> None:
+        """Do nothing: the data are the user's."""
+
+
 class Mixture:
     """Several datasets in fixed proportions."""
 
@@ -270,17 +308,23 @@ def payload(config: TrainConfig, special: SpecialTokens) -> int:
 
 
 def open_stream(
-    config: TrainConfig, rank: int = 0, world_size: int = 1, split: str = "train", state: dict[str, Any] | None = None
+    config: TrainConfig,
+    rank: int = 0,
+    world_size: int = 1,
+    split: str = "train",
+    state: dict[str, Any] | None = None,
+    own: Rows | None = None,
 ) -> Stream:
     """Open the stream of one rank. split: "train", "valid" or "test". state: of an earlier stream, to continue it.
 
+    own: data that are read instead of those that the configuration names; they never end.
     global_batch_size None counts one device per rank: batch_size x world_size x gradient_accumulation_steps.
     UserError (a ValueError) names the flag or path that is wrong, or what changed since `state`.
     """
     rank_slice = _slice(config, rank, world_size)
     fields = BatchFields(config.reset_attention_mask, config.reset_position_ids, config.eod_mask_loss)
-    if config.use_dummy_dataset:
-        return _open_dummy(config, split, rank_slice, fields, state)
+    if own or config.use_dummy_dataset:
+        return _open_endless(config, split, rank_slice, fields, state, own)
     source = split_source(config, split)
     datasets = open_datasets(config, split)
     special = special_tokens(config, datasets)
@@ -322,10 +366,10 @@ def splits_of(config: TrainConfig) -> list[str]:
     return ["train", *(["valid"] if config.val_interval else []), *(["test"] if config.test_steps else [])]
 
 
-def check_data(config: TrainConfig) -> None:
+def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> None:
     """Raise UserError for everything about the run's data that can be known without the number of devices."""
     for split in splits_of(config):
-        open_stream(config, split=split).close()
+        open_stream(config, split=split, own=own.get(split)).close()
 
 
 def _slice(config: TrainConfig, rank: int, world_size: int) -> RankSlice:
@@ -340,17 +384,26 @@ def _slice(config: TrainConfig, rank: int, world_size: int) -> RankSlice:
     return RankSlice(rows, rank * rows, global_rows, config.seq_length)
 
 
-def _open_dummy(
-    config: TrainConfig, split: str, rank_slice: RankSlice, fields: BatchFields, state: dict[str, Any] | None
+def _open_endless(
+    config: TrainConfig,
+    split: str,
+    rank_slice: RankSlice,
+    fields: BatchFields,
+    state: dict[str, Any] | None,
+    own: Rows | None,
 ) -> Stream:
+    """Open data that are a function of the sequence alone: the user's own, or counters."""
     rows = vocabulary(config)
     if rows is None:
         raise UserError("--use_dummy_dataset counts modulo the vocabulary: --model_variant=custom needs --vocab_size")
-    order = {"seed": config.seed, "vocab_size": rows, "seq_length": config.seq_length}
+    order: dict[str, Any] = {"seed": config.seed, "vocab_size": rows, "seq_length": config.seq_length}
+    order |= {"data": type(own).__qualname__} if own else {}
     first_state = open_state(order, {}, previous=state, accept_changes=config.accept_data_changes)
-    facts = {"datasets": [{"name": "dummy", "tokens": None, "share": 1.0, "epochs": None}], "vocabulary": rows}
+    name = order.get("data", "dummy")
+    facts = {"datasets": [{"name": name, "tokens": None, "share": 1.0, "epochs": None}], "vocabulary": rows}
     seed = config.seed if split == "train" else config.seed + 1 + SPLITS.index(split)
-    return Stream(Counters(seed, rows), rank_slice, fields, state=first_state, facts=facts)
+    source = OwnRows(own, rows) if own else Counters(seed, rows)
+    return Stream(source, rank_slice, fields, state=first_state, facts=facts)
 
 
 def _order(config: TrainConfig, special: SpecialTokens, name: str, boundaries: bool) -> DocumentOrder:

@@ -98,7 +98,7 @@ def data_lines(facts: Mapping[str, Any]) -> str:
 
 def _dataset(dataset: Mapping[str, Any]) -> str:
     if dataset["tokens"] is None:
-        return "counters, deterministic (use_dummy_dataset)"
+        return "counters, deterministic (use_dummy_dataset)" if dataset["name"] == "dummy" else dataset["name"]
     counts = f"{dataset['tokens']:,} tokens, {dataset['documents']:,} documents, {dataset['shards']} shards"
     epochs = "" if dataset["epochs"] is None else f", {dataset['epochs']:.3g} epochs in this run"
     return f"{dataset['name']}: {counts}, {dataset['share']:.1%} of the mixture{epochs}"

@@ -1,0 +1,63 @@
+"""Training from Python: the page of configs.md, the script's losses, and stopping and resuming."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import main_training
+from pretraining import TrainConfig, train
+from pretraining.config.errors import UserError
+from pretraining.data import RowMarks
+from tests.parallel.toy import instruction_cases
+
+PAGE = (Path(__file__).parents[2] / "configs.md").read_text().split("## From Python: own data, own model")[1]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the names of the page stand for after its code has run."""
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("page"))
+        exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE.split("\n## ")[0], re.DOTALL)), names)
+    return names
+
+
+def test_the_page_runs_and_its_models_learn_its_data(page: dict[str, Any]) -> None:
+    for name in ("counters", "squares", "halved"):
+        run = page[name]
+        assert run.code == 0 and list(run.losses) == list(range(1, 9)) and run.losses[8] < run.losses[1] - 0.2
+    assert page["halved"].losses != page["counters"].losses
+
+
+def test_the_flags_of_the_script_train_as_the_configuration_does(page: dict[str, Any], tmp_path: Path) -> None:
+    flags = {**page["tiny"], "use_dummy_dataset": True, "checkpoint_interval": 8, "log_dir": tmp_path}
+    assert main_training.main(**{name: str(value) for name, value in flags.items()}) == 0
+    again = train(flags)  # complete: nothing is trained, the figures are there
+    assert again.losses == page["counters"].losses
+
+
+def test_instruction_data_continue_bit_for_bit(page: dict[str, Any], tmp_path: Path) -> None:
+    rows = {**instruction_cases()["packed"], "global_batch_size": 4, "seq_length": 64, "vocab_size": 512}
+    flags = {**page["tiny"], **rows, "num_steps": 6, "lr_schedule": "constant"}
+    whole = train({**flags, "log_dir": tmp_path / "whole"})
+    halves = [train({**flags, "num_steps": steps, "log_dir": tmp_path / "halves"}) for steps in (3, 6)]
+    assert halves[1].losses == whole.losses
+    assert [record["data_hash"] for record in halves[1].records] == [record["data_hash"] for record in whole.records]
+
+
+def test_an_id_outside_the_vocabulary_and_missing_data_are_named(page: dict[str, Any], tmp_path: Path) -> None:
+    class Large:
+        def row(self, sequence: int, out: Any) -> RowMarks:
+            out[:] = 64
+            return RowMarks([])
+
+    config = TrainConfig(**page["tiny"], log_dir=str(tmp_path))
+    with pytest.raises(UserError, match="Large: token id 64, but the model's vocabulary is 64"):
+        train(config, data={"train": Large()})
+    with pytest.raises(UserError, match="--data_path  is not set"):
+        train(config)
