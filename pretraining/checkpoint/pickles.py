@@ -31,7 +31,6 @@ from pretraining.importing.resolve import KeyReport, import_foreign
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 NXDT_FILE = re.compile(r"dp_rank_00(?:_ep_rank_00)?_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
-MINUS_ONE = re.compile(r"layernorm1p|layernorm_zero_centered_gamma\W+true", re.IGNORECASE)
 MODEL = [name for name, setting in SETTINGS.items() if setting.resume in (Resume.SHAPE, Resume.FUNCTION)]
 # Tensor rank, pipeline rank and name -> tensor
 Read = Iterator[tuple[int, int, dict[str, Any]]]
@@ -115,7 +114,8 @@ def _imported(layout: Layout, import_config: str, model_config_path: str) -> Tra
     idle = [str(report) for report in [*result.keys, *result.defaults] if not _concerns_model(result.format, report)]
     if problems := [problem for problem in result.problems if problem.subject not in idle]:
         raise ConfigError(problems)
-    if MINUS_ONE.search(Path(import_config).read_text(encoding="utf-8")):
+    one_less = result.foreign.get("model.layernorm_zero_centered_gamma")
+    if one_less or result.foreign.get("model.normalization") == "layernorm1p":
         raise UserError(f"{import_config}: norms are stored minus 1 (layernorm1p), which is not undone here")
     return replace(result.config, vocab_size=1)  # the embedding says how many rows there are
 
