@@ -61,9 +61,8 @@ def decode(batches: Iterable[pa.RecordBatch], dtype: str, path: str, decoded: st
                     tokens = _mark(tokens, batch, lengths[-1], path)
                     trained = (trained or 0) + int(np.count_nonzero(tokens >= 0))
                 tokens.tofile(file)
-        with suppress(
-            FileExistsError
-        ):  # all processes of a run decode, and one may read its copy already: the first stays
+        # All processes of a run decode, and one may read its copy already: the first one stays
+        with suppress(FileExistsError):
             os.link(temporary, decoded)
     finally:
         temporary.unlink(missing_ok=True)
