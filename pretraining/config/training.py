@@ -270,6 +270,9 @@ class TrainConfig:
     """Norm above which gradients are scaled down. 0: never."""
     grad_clip_norm_type: Annotated[float, AtLeast(1, special=0)] = 2.0
     """p of the p-norm over all gradients that is reported and clipped by. 0: the largest absolute value."""
+    z_loss: Annotated[float, AtLeast(0)] = 0.0
+    """Factor of the squared logarithm of the softmax's denominator, which is added to the training loss of every token
+    and keeps logits from drifting (Chowdhery et al. 2022: 1e-4). Validation and test losses do not have it. 0: none."""
     training_stage: Annotated[Literal["initial", "annealing"], Resume.RATE] = "initial"
     """fms-fsdp's name of two schedules: "initial" is lr_schedule, "annealing" is lr_schedule=fms_annealing."""
     lr_schedule: Annotated[str, OneOf(SCHEDULES), Resume.RATE, COMMON] = "fms_cosine"

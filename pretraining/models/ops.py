@@ -102,9 +102,14 @@ class CrossEntropy(NamedTuple):
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, vocabulary: int | None, first: int = 0, combine: CombineShards | None = None
+    logits: Tensor,
+    labels: Tensor,
+    vocabulary: int | None,
+    first: int = 0,
+    combine: CombineShards | None = None,
+    z_loss: float = 0.0,
 ) -> CrossEntropy:
-    """Cross-entropy of logits [.., V] and labels [..], in fp32.
+    """Cross-entropy of logits [.., V] and labels [..], in fp32, plus `z_loss` times the square of the log-sum-exp.
 
     Columns are `first` and following of the vocabulary; those from `vocabulary` on are padding (None: there is none).
     Elementwise but for two sums over a row, so that rows, tokens and vocabulary may each be sharded and only those sums
@@ -120,12 +125,16 @@ def cross_entropy(
         log_normalizer, label_logit = combine(logits, label_logit)
     else:
         log_normalizer = logits.logsumexp(-1)
-    return CrossEntropy(logits, is_label, log_normalizer, log_normalizer - label_logit)
+    loss = log_normalizer - label_logit
+    if z_loss:
+        loss = loss + z_loss * log_normalizer.square()
+    return CrossEntropy(logits, is_label, log_normalizer, loss)
 
 
-def next_token_loss(logits: Tensor, labels: Tensor, vocabulary: int | None = None) -> Tensor:
+def next_token_loss(logits: Tensor, labels: Tensor, vocabulary: int | None = None, z_loss: float = 0.0) -> Tensor:
     """Sum of the cross-entropy over trained positions, fp32 scalar: logits [.., V], labels [..]."""
-    return torch.where(labels != IGNORED, cross_entropy(logits, labels, vocabulary).loss, 0).sum()
+    losses = cross_entropy(logits, labels, vocabulary, z_loss=z_loss).loss
+    return torch.where(labels != IGNORED, losses, 0).sum()
 
 
 # Rows of logits [rows, V] that head_loss computes at a time: 4096 rows of a vocabulary of 128256 are 1 GiB in bf16, and
@@ -144,11 +153,15 @@ def loss_and_gradient(
     factor: Tensor | None = None,
     first: int = 0,
     combine: CombineShards | None = None,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """See LossAndGradient. The gradient is multiplied by `factor` (fp16's loss scale) while it is fp32."""
-    logits_fp32, is_label, log_normalizer, losses = cross_entropy(logits, labels, vocabulary, first, combine)
+    logits_fp32, is_label, log_normalizer, losses = cross_entropy(logits, labels, vocabulary, first, combine, z_loss)
     is_trained = labels != IGNORED
     probability = (logits_fp32 - log_normalizer[:, None]).exp()
+    if z_loss:
+        gradient_of_normalizer = 1 + 2 * z_loss * log_normalizer[:, None]
+        probability = probability * gradient_of_normalizer
     gradient = torch.where(is_label, probability - 1, probability) * is_trained[:, None]
     loss = torch.where(is_trained, losses, 0).sum()
     return loss, (gradient if factor is None else gradient * factor).to(logits.dtype)

@@ -209,6 +209,8 @@ class TorchEngine:
         chunk_loss = self._loss_and_gradient
         if self.step.loss_scale:
             chunk_loss = partial(chunk_loss, factor=self.step.loss_factor().to(self.device))
+        if self.config.z_loss and torch.is_grad_enabled():
+            chunk_loss = partial(chunk_loss, z_loss=self.config.z_loss)
         if "global_token_index" in batch:
             updates = self.step.optimizer.updates.to(self.device)
             noise = dropout_noise(self.config.seed, updates, batch["global_token_index"])

@@ -121,10 +121,10 @@ class VocabularyParallelLoss:
         self.rank, self.group = ranks.get_local_rank(), ranks.get_group()
 
     def __call__(
-        self, logits: Tensor, labels: Tensor, vocabulary: int, factor: Tensor | None = None
+        self, logits: Tensor, labels: Tensor, vocabulary: int, factor: Tensor | None = None, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         first = self.rank * logits.shape[-1]
-        return loss_and_gradient(logits, labels, vocabulary, factor, first=first, combine=self._combine)
+        return loss_and_gradient(logits, labels, vocabulary, factor, first, self._combine, z_loss)
 
     def _combine(self, logits: Tensor, label_logit: Tensor) -> tuple[Tensor, Tensor]:
         largest = _all_reduce(logits.amax(-1), self.group, "max")

@@ -196,7 +196,8 @@ class XlaEngine:
         inputs = BatchInputs(batch.get("positions"), batch.get("segments"), noise, self.precision.activations)
         hidden = model.hidden(self._for_lookup(batch["tokens"]), inputs, self.run_blocks)
         logits = model.lm_head(hidden)  # [B, T, V], with columns of padding
-        loss = next_token_loss(logits, batch["labels"], model.shape.vocab_size)
+        z_loss = self.config.z_loss if torch.is_grad_enabled() else 0.0
+        loss = next_token_loss(logits, batch["labels"], model.shape.vocab_size, z_loss)
         return loss, (batch["labels"] != IGNORED).sum().float()
 
     def _for_lookup(self, tokens: Tensor) -> Tensor:

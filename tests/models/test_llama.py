@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from pretraining.config.variants import VARIANTS
 from pretraining.models.chunked import AttentionMask
 from pretraining.models.init import build_model, initial_weight
 from pretraining.models.llama import BatchInputs, Llama
-from pretraining.models.ops import IGNORED, attention, linear, next_token_loss
+from pretraining.models.ops import IGNORED, attention, linear, loss_and_gradient, next_token_loss
 
 TINY: dict[str, Any] = {
     "model_variant": "custom",
@@ -105,6 +106,19 @@ def test_a_token_never_sees_a_later_one(rows: int, length: int, groups: int) -> 
     torch.testing.assert_close(
         whole[:, :, :cut], attention(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut], AttentionMask())
     )
+
+
+def test_z_loss_adds_the_squared_log_sum_exp_of_trained_tokens() -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(6, 16, requires_grad=True), torch.tensor([3, 0, IGNORED, 9, 1, IGNORED])
+    trained, vocabulary = labels != IGNORED, 11  # the other columns are padding
+    plain = F.cross_entropy(logits[:, :vocabulary], labels, reduction="sum")
+    want = plain + 0.5 * logits[trained, :vocabulary].logsumexp(-1).square().sum()
+    (want_gradient,) = torch.autograd.grad(want, logits)
+    with_autograd = next_token_loss(logits, labels, vocabulary, z_loss=0.5)
+    loss, gradient = loss_and_gradient(logits.detach(), labels, vocabulary, z_loss=0.5)
+    for got, got_gradient in ((with_autograd, torch.autograd.grad(with_autograd, logits)[0]), (loss, gradient)):
+        assert torch.allclose(got, want) and torch.allclose(got_gradient, want_gradient, atol=1e-6)
 
 
 def test_ignored_labels_add_nothing_to_the_loss() -> None:

@@ -46,7 +46,13 @@ FORMS: dict[str, Fields] = {
         "learning_rate": 1e-2,
         "lora_init": "gaussian",
     },
-    "padded": {"vocab_size": 500, "make_vocab_size_divisible_by": 24, "qk_norm": True, "tie_word_embeddings": True},
+    "padded": {
+        "vocab_size": 500,
+        "make_vocab_size_divisible_by": 24,
+        "qk_norm": True,
+        "tie_word_embeddings": True,
+        "z_loss": 1e-2,
+    },
     "whole tensors": {"optimizer": "novograd", "learning_rate": 3e-3, "attn_bias": True, "qk_norm": True},
 }
 UNPADDED: Fields = {**FORMS["padded"], "make_vocab_size_divisible_by": 1}
