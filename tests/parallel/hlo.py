@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,7 @@ ROWS, LENGTH, HIDDEN, LAYERS = TOY["global_batch_size"], TOY["seq_length"], TOY[
 def programs(folder: Path, cases: dict[str, dict[str, Any]], stage: str = "after_optimizations") -> dict[str, str]:
     """The HLO of each case's training step: optimised, or as it was traced ("before_optimizations"). One process."""
     common = {"sharding_strategy": "ddp", "batch_size": ROWS, "num_kv_heads": 8, "num_steps": 1}
-    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to={folder} --xla_dump_hlo_as_text"
     run_on_xla(8, {case: {**common, **fields} for case, fields in cases.items()}, XLA_FLAGS=flags)
     return {case: read_program(folder / case, stage) for case in cases}
 

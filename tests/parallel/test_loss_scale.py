@@ -17,6 +17,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.configure import configure
 from pretraining.parallel.step import LossScale
 from tests.parallel.launch import ALONE, run_on_torch
+from tests.parallel.toy import HALFWAY, TOY
 
 Fields = dict[str, Any]
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ def test_losses_are_those_of_fp32_within_a_thousandth(processes: int, case: str)
     found, wanted = outcome(processes)[case], outcome(ALONE)["fp32"]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
     assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=2e-2)
-    assert found["updates"] == 8
+    assert found["updates"] == TOY["num_steps"]
 
 
 @pytest.mark.slow
@@ -114,7 +115,7 @@ def test_overflows_skip_steps_until_the_scale_fits_and_are_not_counted_as_refuse
 def test_overflows_at_the_minimum_scale_are_refused_updates(processes: int) -> None:
     found = outcome(processes)["overflowing at the least"]
     assert found["updates"] == 0
-    assert found["refused"][-1] == [8.0, 1.0]
+    assert found["refused"][-1] == [float(TOY["num_steps"]), 1.0]
 
 
 @pytest.mark.slow

@@ -91,8 +91,8 @@ CASES: dict[int, dict[str, Fields]] = {
         "together": {**FSDP, **ALL_BLOCKS, "checkpoint_num_layers": 3, "batch_size": 4},
         "built first": {**FSDP, "low_cpu_fsdp": False},
         "bf16": {**FSDP, "mixed_precision": True},
-        "poisoned": {**FSDP, "poison_step": 3},
-        "poisoned, skipped": {**FSDP, "poison_step": 3, "max_skipped_steps": 1},
+        "poisoned": {**FSDP, "poison_step": 2},
+        "poisoned, skipped": {**FSDP, "poison_step": 2, "max_skipped_steps": 1},
     },
 }
 EXACT = [
@@ -173,18 +173,18 @@ def test_bf16_products_stay_within_two_percent_of_fp32(processes: int) -> None:
 @slow
 def test_no_update_is_applied_after_a_non_finite_loss() -> None:
     reference, got = outcome(ALONE)["ddp"], outcome(4)["poisoned"]
-    assert got["loss"][:3] == pytest.approx(reference["loss"][:3], abs=1e-5)
-    assert not math.isfinite(got["loss"][3])
-    assert got["refused"][3:] == [[1, 4]] * 5  # the fourth update, counted from 1
-    assert got["updates"] == 3
+    assert got["loss"][:2] == pytest.approx(reference["loss"][:2], abs=1e-5)
+    assert not math.isfinite(got["loss"][2])
+    assert got["refused"][2:] == [[1, 3]] * 3  # the third update, counted from 1
+    assert got["updates"] == 2
 
 
 @slow
 def test_training_continues_after_a_skipped_update() -> None:
     got = outcome(4)["poisoned, skipped"]
-    assert got["refused"][-1] == [1, 4]
-    assert got["updates"] == 7
-    assert got["loss"][-1] < got["loss"][4] < got["loss"][0]
+    assert got["refused"][-1] == [1, 3]
+    assert got["updates"] == 4
+    assert got["loss"][-1] < got["loss"][0]
 
 
 # ---- What is there decides

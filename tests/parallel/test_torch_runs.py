@@ -17,16 +17,17 @@ import torch
 
 from pretraining.checkpoint.store import read_tensors
 from tests.parallel.launch import ALONE, ROOT, environment, launched
-from tests.parallel.toy import TOY
+from tests.parallel.toy import HALFWAY, TOY
 
 pytestmark = pytest.mark.slow
+SAVED = f"step_{HALFWAY}"
 XLA = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
 ON_XLA = {"engine": "xla", "sharding_strategy": "hsdp", "sharding_group_size": 4}  # 2 x 4
 ON_TORCH = {"engine": "torch", "device": "cpu", "sharding_strategy": "fsdp"}
 
 
 def flags(folder: Path, **fields: Any) -> list[str]:
-    settings = {**TOY, "report_interval": 1, "checkpoint_interval": 4, "log_dir": folder, **fields}
+    settings = {**TOY, "report_interval": 1, "checkpoint_interval": HALFWAY, "log_dir": folder, **fields}
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
@@ -49,20 +50,20 @@ def figures(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def assert_same_course(got: Path, reference: Path) -> None:
-    """From step 5 on: the same tokens, and losses to floating-point tolerance."""
+    """After step HALFWAY: the same tokens, and losses to floating-point tolerance."""
     for step, line in figures(got).items():
         expected = figures(reference)[step]
         assert line["data_hash"] == expected["data_hash"]
         assert line["loss"] == pytest.approx(expected["loss"], abs=1e-5)
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-5)
-    assert set(figures(got)) == {5, 6, 7, 8}
+    assert set(figures(got)) == set(range(HALFWAY + 1, TOY["num_steps"] + 1))
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
     first, second = read_tensors(one), read_tensors(other)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert int(first["optimizer.step"]) == 4
+    assert int(first["optimizer.step"]) == HALFWAY
 
 
 def resave(source: Path, target: Path, run: Path, fields: dict[str, Any], processes: int, **more: str) -> None:
@@ -75,13 +76,13 @@ def resave(source: Path, target: Path, run: Path, fields: dict[str, Any], proces
 def test_a_checkpoint_moves_between_the_engines_bitwise_and_continues(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
     call(train_command(tmp_path / "xla", ALONE, **ON_XLA), **XLA)
-    saved = tmp_path / "xla/checkpoints/step_4"
+    saved = tmp_path / f"xla/checkpoints/{SAVED}"
     resave(saved, tmp_path / "by_torch", tmp_path / "to_torch", {**ON_TORCH, "batch_size": 4}, processes=4)
-    assert_same_bits(saved, tmp_path / "by_torch/step_4")
+    assert_same_bits(saved, tmp_path / f"by_torch/{SAVED}")
     assert_same_course(tmp_path / "to_torch", tmp_path / "xla")
 
-    resave(tmp_path / "by_torch/step_4", tmp_path / "by_xla", tmp_path / "to_xla", ON_XLA, ALONE, **XLA)
-    assert_same_bits(saved, tmp_path / "by_xla/step_4")
+    resave(tmp_path / f"by_torch/{SAVED}", tmp_path / "by_xla", tmp_path / "to_xla", ON_XLA, ALONE, **XLA)
+    assert_same_bits(saved, tmp_path / f"by_xla/{SAVED}")
     assert_same_course(tmp_path / "to_xla", tmp_path / "xla")
 
 
@@ -90,13 +91,13 @@ def test_a_checkpoint_moves_to_tensor_ranks_and_back_bitwise_and_continues(tmp_p
     alone = {**ON_TORCH, "attn_bias": True, "mlp_bias": True, "vocab_size": 500}
     split = {**alone, "make_vocab_size_divisible_by": 24, "tensor_parallel_size": 2, "batch_size": 4}
     call(train_command(tmp_path / "alone", ALONE, **alone))
-    saved = tmp_path / "alone/checkpoints/step_4"
+    saved = tmp_path / f"alone/checkpoints/{SAVED}"
     resave(saved, tmp_path / "split", tmp_path / "on", split, processes=4)
-    assert_same_bits(saved, tmp_path / "split/step_4")
+    assert_same_bits(saved, tmp_path / f"split/{SAVED}")
     assert_same_course(tmp_path / "on", tmp_path / "alone")
 
-    resave(tmp_path / "split/step_4", tmp_path / "back", tmp_path / "again", alone, ALONE)
-    assert_same_bits(saved, tmp_path / "back/step_4")
+    resave(tmp_path / f"split/{SAVED}", tmp_path / "back", tmp_path / "again", alone, ALONE)
+    assert_same_bits(saved, tmp_path / f"back/{SAVED}")
     assert_same_course(tmp_path / "again", tmp_path / "alone")
 
 

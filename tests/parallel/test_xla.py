@@ -116,8 +116,8 @@ CASES: dict[int, dict[str, Fields]] = {
             **RECOMPUTED["a third"],
         },
         "bf16": {**STRATEGIES["fsdp"], "mixed_precision": True},
-        "poisoned": {**STRATEGIES["fsdp"], "poison_step": 3},
-        "poisoned, skipped": {**STRATEGIES["fsdp"], "poison_step": 3, "max_skipped_steps": 1},
+        "poisoned": {**STRATEGIES["fsdp"], "poison_step": 2},
+        "poisoned, skipped": {**STRATEGIES["fsdp"], "poison_step": 2, "max_skipped_steps": 1},
     },
 }
 
@@ -234,15 +234,15 @@ def test_bf16_products_stay_within_two_percent_of_fp32() -> None:
 
 def test_no_update_is_applied_after_a_non_finite_loss() -> None:
     got = outcome(8)[0]["poisoned"]
-    assert got["loss"][:3] == pytest.approx(reference()["loss"][:3], abs=1e-5)
-    assert not math.isfinite(got["loss"][3])
-    assert got["refused"][3:] == [[1, 4]] * 5  # the fourth update, counted from 1
-    # The weights stay those of step 3: its own batch, seen again by the evaluation, has no lower loss than before it.
+    assert got["loss"][:2] == pytest.approx(reference()["loss"][:2], abs=1e-5)
+    assert not math.isfinite(got["loss"][2])
+    assert got["refused"][2:] == [[1, 3]] * 3  # the third update, counted from 1
+    # The weights stay those of step 2: its own batch, seen again by the evaluation, has no lower loss than before it.
     assert got["evaluation"] > reference()["evaluation"]
 
 
 def test_training_continues_after_a_skipped_update() -> None:
     got = outcome(8)[0]["poisoned, skipped"]
-    assert got["refused"][-1] == [1, 4]
-    assert all(math.isfinite(loss) for loss in got["loss"][4:])
-    assert got["loss"][-1] < got["loss"][4] < got["loss"][0]
+    assert got["refused"][-1] == [1, 3]
+    assert all(math.isfinite(loss) for loss in got["loss"][3:])
+    assert got["loss"][-1] < got["loss"][0]

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=4 torch_driver.py '{"case": {"field": value}, ...}'
 
-Process 0 prints JSON: by case, the loss and gradient norm of each of 8 steps, the evaluation's loss, and the bytes
+Process 0 prints JSON: by case, the loss and gradient norm of each step, the evaluation's loss, and the bytes
 that one process holds.
 """
 
@@ -22,12 +22,12 @@ from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.torch_engine import TorchEngine
 from tests.parallel.resuming import prepare_run, resume_run, save_run
-from tests.parallel.toy import TOY
+from tests.parallel.toy import HALFWAY, TOY
 
 
 def run_case(fields: dict[str, Any]) -> dict[str, Any]:
-    """Eight steps of the toy with these fields."""
-    halfway = fields.pop("halfway", None)  # folder to save the run to after 4 steps, and to take it up from
+    """Train the toy with these fields."""
+    halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     config = TrainConfig(**{**TOY, "device": "cpu", **fields})
@@ -36,7 +36,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     stream = open_stream(config, engine.data_rank, engine.data_size)
     losses, norms, refused, scales = [], [], [], []
     for step in range(config.num_steps):
-        if halfway and step == 4:
+        if halfway and step == HALFWAY:
             if not Path(halfway).exists():
                 save_run(engine, config, (model, optimizer), step, Path(halfway))
             model, optimizer = resume_run(engine, config, step, Path(halfway))

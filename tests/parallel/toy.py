@@ -13,6 +13,7 @@ import numpy as np
 
 from tests.data.corpora import write_instructions
 
+HALFWAY = 3  # steps after which a run of the toy is saved and resumed
 TOY: dict[str, Any] = {
     "model_variant": "custom",
     "num_layers": 4,
@@ -25,7 +26,7 @@ TOY: dict[str, Any] = {
     "use_dummy_dataset": True,
     "global_batch_size": 16,
     "batch_size": 2,
-    "num_steps": 8,
+    "num_steps": 5,
     "seed": 1,
     "learning_rate": 3e-3,
     "mixed_precision": False,
@@ -45,7 +46,7 @@ def instruction_cases() -> dict[str, dict[str, Any]]:
     examples = [(drawn.integers(2, 512, size).tolist(), int(drawn.integers(1, size))) for size in sizes]
     write_instructions(folder / "packed", [examples[at : at + 2] for at in range(0, 32, 2)], length)
     write_instructions(folder / "padded", [[example] for example in examples], length)
-    fields = {"use_dummy_dataset": False, "num_steps": 5, "sep_token": -1, "index_dir": f"{folder}/index"}
+    fields = {"use_dummy_dataset": False, "sep_token": -1, "index_dir": f"{folder}/index"}
     packed = {"reset_attention_mask": True, "reset_position_ids": True, "data_path": f"{folder}/packed"}
     return {
         "packed": {**fields, **packed, "global_batch_size": 16},

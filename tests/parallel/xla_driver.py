@@ -2,7 +2,7 @@
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python xla_driver.py '{"case": {"field": value}, ...}'
 
-Prints JSON: by case, the loss and gradient norm of each of 8 steps, the compilations after each step and after an
+Prints JSON: by case, the loss and gradient norm of each step, the compilations after each step and after an
 evaluation and a look at the state, the evaluation's loss, the bytes that one device holds, and how often two steps
 whose figures nobody reads fetch something from a device.
 """
@@ -23,12 +23,12 @@ from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.xla import XlaEngine
 from tests.parallel.resuming import prepare_run, resume_run, save_run
-from tests.parallel.toy import TOY
+from tests.parallel.toy import HALFWAY, TOY
 
 
 def run_case(fields: dict[str, Any]) -> dict[str, Any]:
-    """Eight steps of the toy with these fields."""
-    halfway = fields.pop("halfway", None)  # folder to save the run to after 4 steps, and to take it up from
+    """Train the toy with these fields."""
+    halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     config = TrainConfig(**{**TOY, **fields})
@@ -37,7 +37,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     stream = open_stream(config)
     losses, norms, compiled, refused = [], [], [], []
     for step in range(config.num_steps):
-        if halfway and step == 4:
+        if halfway and step == HALFWAY:
             save_run(engine, config, (model, optimizer), step, Path(halfway))
             model, optimizer = resume_run(engine, config, step, Path(halfway))
         rate = learning_rate(config, step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,8 +66,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
     """What the driver prints of every case."""
     folder = tmp_path_factory.mktemp("programs")
     cases = {name: {"num_kv_heads": 4, **fields} for name, fields in HELD.items()}
-    # Collectives and buffers are decided before LLVM's passes, which take half of the time.
-    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_backend_optimization_level=0"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to={folder} --xla_dump_hlo_as_text"
     variables = environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", XLA_FLAGS=flags)
     command = [sys.executable, str(Path(__file__).with_name("xla_driver.py")), str(folder)]
     command += [json.dumps(cases), json.dumps(list(PROGRAMS))]

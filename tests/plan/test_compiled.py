@@ -59,7 +59,7 @@ def compiled(folder: Path, **fields: Any) -> tuple[str, dict[str, Any]]:
     """What main_training.py prints and writes."""
     flags = [f"--{name}={value}" for name, value in {**BASE, **MODEL, **fields}.items()]
     command = [sys.executable, "main_training.py", *flags, f"--plan_json={folder / 'plan.json'}"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""}, capture_output=True, text=True, check=True)
     return done.stdout, json.loads((folder / "plan.json").read_text())
 
 
