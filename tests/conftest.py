@@ -14,7 +14,7 @@ settings.load_profile("recipe")
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores; set before torch is imported
-# The CPU backend spends two thirds of a toy's compilation in LLVM's optimizations, which its few steps do not earn back.
+# LLVM's optimizations take two thirds of the time to compile a toy, and its few steps do not earn that back.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 SLOW = 10.0  # s; what pyproject.toml says of the marker
 

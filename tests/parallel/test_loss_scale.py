@@ -17,7 +17,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.configure import configure
 from pretraining.parallel.step import LossScale
 from tests.parallel.launch import ALONE, run_on_torch
-from tests.parallel.toy import HALFWAY, TOY
+from tests.parallel.toy import TOY
 
 Fields = dict[str, Any]
 CPU = torch.device("cpu")
