@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice, takewhile
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data.tokenizer import Tokenizer, open_tokenizer
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
+from pretraining.storage import location
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m pretraining.generate", allow_abbrev=False)
-    parser.add_argument("run_dir", type=Path, help="the run's folder, its checkpoints' folder, or one checkpoint")
+    parser.add_argument("run_dir", type=location, help="the run's folder, its checkpoints' folder, or one checkpoint")
     parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
     parser.add_argument("--max_new_tokens", type=positive, default=100, help="tokens to add at most")
     parser.add_argument("--temperature", type=not_negative, default=0.8, help="0 takes the likeliest token")
@@ -101,7 +101,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(
             "no tokenizer in the run's configuration: give --tokenizer_path=FILE, the tokenizer of its data"
         )
-    if not Path(path).is_file():
+    if not location(path).is_file():
         raise UserError(f"--tokenizer_path={path}: no such file; give the tokenizer of the run's data")
     return open_tokenizer(path)
 
@@ -111,7 +111,7 @@ def base_weights(config: TrainConfig) -> dict[str, Tensor]:
     if not adapters_alone(config):
         return {}
     if config.ckpt_load_path:
-        return read_tensors(open_any_checkpoint(Path(config.ckpt_load_path)), is_weight)
+        return read_tensors(open_any_checkpoint(location(config.ckpt_load_path)), is_weight)
     return {name: weight.detach() for name, weight in build_model(config).named_parameters()}
 
 

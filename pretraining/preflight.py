@@ -95,7 +95,10 @@ def reopen_stream(config: TrainConfig, engine: Engine, resumed: Facts, own: Rows
 def check_hosts(config: TrainConfig, engine: Engine) -> None:
     """Raise UserError if this host's memory is too small for the run, or if hosts do not share its folder."""
     if engine.process_count > 1 and config.checkpoint_interval:
-        check_shared_folder(checkpoint_folder(config, config.run_folder), engine.process_index, engine.process_count)
+        folder = checkpoint_folder(config, config.run_folder)
+        check_shared_folder(
+            folder if isinstance(folder, Path) else config.run_folder, engine.process_index, engine.process_count
+        )
     check_memory(
         config,
         unsharded=unsharded_state_bytes(config),

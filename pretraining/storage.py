@@ -16,7 +16,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from threading import Lock
@@ -231,6 +231,24 @@ class ObjectPath:
     def read_text(self) -> str:
         return self.read_bytes().decode()
 
+    def write_bytes(self, data: bytes) -> None:
+        def act(client: fs.FileSystem, name: str) -> None:
+            with client.open_output_stream(name) as stream:
+                stream.write(data)
+
+        self.request(act)
+
+    def replace(self, target: ObjectPath) -> None:
+        self.request(lambda client, name: client.move(name, str(target._parts[1])))
+
+    def unlink(self) -> None:
+        self.request(lambda client, name: client.delete_file(name))
+
+    def remove_all(self) -> None:
+        """Remove every object below this name."""
+        with suppress(MissingObjectError):
+            self.request(lambda client, name: client.delete_dir(name))
+
 
 Location = Path | ObjectPath
 
@@ -308,6 +326,28 @@ class ObjectFile(io.RawIOBase):
         return count
 
 
+class Upload:
+    """An object that is written from its beginning to its end, and exists from then on.
+
+    A part that could not be sent is sent again, by the client. Parts are not sent in the background, because pyarrow
+    keeps all that wait in memory. Parts of an upload that was never ended are invisible, and pyarrow cannot list them:
+    a rule of the bucket removes them (AbortIncompleteMultipartUpload).
+    """
+
+    def __init__(self, path: ObjectPath) -> None:
+        self._path, (scheme, name) = path, path._parts
+        client = _client(scheme, name.parts[0], attempts=8)
+        self._stream = path.request(lambda _, name: client.open_output_stream(name))
+
+    def write(self, data: memoryview) -> None:
+        """Append. Raises OSError."""
+        self._stream.write(data)
+
+    def close(self) -> None:
+        """End the object. Raises OSError if any of it was not stored."""
+        self._stream.close()
+
+
 class LocalFile:
     """A local file that is open for reading at any place. Threads may share it."""
 
@@ -376,21 +416,22 @@ def in_order(file: OpenedFile) -> Callable[[int, int], bytes]:
 
 
 @functools.cache
-def _client(scheme: str, bucket: str) -> fs.FileSystem:
-    """Return pyarrow's client of a bucket; requests are repeated by `ObjectPath.request` alone."""
+def _client(scheme: str, bucket: str, attempts: int = 1) -> fs.FileSystem:
+    """Return pyarrow's client of a bucket. attempts: of a request; `ObjectPath.request` repeats those of one."""
     from datetime import timedelta
 
     from pyarrow import fs
 
     if scheme == "gs":
-        return fs.GcsFileSystem(retry_time_limit=timedelta(seconds=1))
+        return fs.GcsFileSystem(retry_time_limit=timedelta(seconds=1 if attempts == 1 else RETRY_FOR))
     environment = os.environ
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
     return fs.S3FileSystem(
         endpoint_override=endpoint,
         region=region or (None if endpoint else fs.resolve_s3_region(bucket)),
-        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=attempts),
+        background_writes=False,
         connect_timeout=10,
         request_timeout=30,
     )

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.files import FolderLock, set_aside
-from pretraining.checkpoint.folder import find_checkpoints, keep_newest, sweep
+from pretraining.checkpoint.files import LOCK, FolderLock, set_aside, write_file
+from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints, keep_newest, sweep
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.restoring import Restoring, check_policy, checkpoint_folder
@@ -43,7 +43,7 @@ class Checkpoints:
     def __init__(self, config: TrainConfig, log_dir: Path) -> None:
         """Lock the folder if this run saves. Raises UserError if another run has it or it cannot be written."""
         self._config, self._peers = config, Peers()
-        self.folder = checkpoint_folder(config, log_dir)
+        self.folder, self._local = checkpoint_folder(config, log_dir), log_dir / CHECKPOINTS
         self._extra = set(parse_steps(config.extra_checkpoint_steps))
         self._lock: FolderLock | None = None
         self._saved: int | None = None  # newest step that is committed, or being written
@@ -56,7 +56,11 @@ class Checkpoints:
 
     def _claim(self) -> None:
         try:
-            self._lock = FolderLock(self.folder)
+            if isinstance(self.folder, Path):
+                self._lock = FolderLock(self.folder)
+            else:  # object storage has no locks; this one keeps a second process of the run out, on this host
+                self._lock = FolderLock(self._local)
+                write_file(self.folder / LOCK, f"last used from {socket.gethostname()}\n".encode())
             sweep(self.folder)
         except OSError as error:
             raise UserError(

@@ -53,6 +53,7 @@ from pretraining.config.huggingface import CONFIG, GPT_NEOX, config_json
 from pretraining.config.lora import adapters_alone, is_adapter, is_trained
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
+from pretraining.storage import Location, location
 
 CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = 5e9  # bytes of one file, transformers' default before version 5
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parse(arguments)
     try:
         dtype = CHOICES[flags.dtype] if flags.dtype else None
-        layout = layout_of(flags.source)
+        layout = layout_of(flags.source) if isinstance(flags.source, Path) else None
         if flags.average_with and (layout or is_huggingface(flags.source)):
             raise UserError(f"--average_with={flags.average_with}: only checkpoints of this recipe are averaged")
         if flags.import_config and not layout:
@@ -78,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_huggingface(flags.source):
             print(to_checkpoint(source, flags.target, dtype))
         else:
-            others = [open_any_checkpoint(Path(name)) for name in comma_separated(flags.average_with)]
+            if not isinstance(flags.target, Path):
+                raise UserError(f"{flags.target}: a folder in Hugging Face's format must be local: copy it afterwards")
+            others = [open_any_checkpoint(location(name)) for name in comma_separated(flags.average_with)]
             print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
     except UserError as error:
         print(error, file=sys.stderr)
@@ -89,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m pretraining.checkpoint.convert", allow_abbrev=False)
-    parser.add_argument("source", type=Path, help="a run, a checkpoint, or a folder in Hugging Face's format")
-    parser.add_argument("target", type=Path, help="folder to write; must be new or empty")
+    parser.add_argument("source", type=location, help="a run, a checkpoint, or a folder in Hugging Face's format")
+    parser.add_argument("target", type=location, help="folder to write; must be new or empty")
     parser.add_argument("--dtype", choices=CHOICES, help="of the written tensors (default: unchanged)")
     parser.add_argument(
         "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json to add (default: the run's)"
@@ -178,7 +181,7 @@ def _write_adapter(
     _write_json(folder / adapter.CONFIG, adapter_config(config))
 
 
-def _refuse_used(target: Path) -> None:
+def _refuse_used(target: Location) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: exists already; give a new folder")
 
@@ -242,7 +245,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 # ---- From Hugging Face
 
 
-def to_checkpoint(source: Checkpoint, folder: Path, dtype: torch.dtype | None = None) -> Path:
+def to_checkpoint(source: Checkpoint, folder: Location, dtype: torch.dtype | None = None) -> Location:
     """Write the tensors of a Hugging Face folder as `folder`/step_0."""
     names = dict(source.manifest.tensors)
     tied = HEAD in names and names[HEAD] is names.get(EMBEDDING)
@@ -253,20 +256,20 @@ def to_checkpoint(source: Checkpoint, folder: Path, dtype: torch.dtype | None = 
     return _write_step_0(folder, source.path, config, state, partial(read_tensor, source), dtype)
 
 
-def from_pickles(weights: Weights, source: Path, folder: Path, dtype: torch.dtype | None = None) -> Path:
+def from_pickles(weights: Weights, source: Path, folder: Location, dtype: torch.dtype | None = None) -> Location:
     """Write the tensors of another trainer's folder `source` as `folder`/step_0."""
     state = {name: tensor.description for name, tensor in weights.tensors.items()}
     return _write_step_0(folder, source, weights.config, state, lambda name: weights.tensors[name].read(), dtype)
 
 
 def _write_step_0(
-    folder: Path,
-    source: Path,
+    folder: Location,
+    source: Location,
     config: TrainConfig,
     state: dict[str, Tensor],
     read: Callable[[str], Tensor],
     dtype: torch.dtype | None,
-) -> Path:
+) -> Location:
     """Write the tensors that `state` describes, with the tokenizer next to the source."""
     _refuse_used(folder)
     tokenizers = [path for name in ("tokenizer.model", "tokenizer.json") if (path := source / name).is_file()]

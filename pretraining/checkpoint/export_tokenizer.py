@@ -16,6 +16,7 @@ from pretraining.checkpoint.files import read_json, write_file
 from pretraining.checkpoint.tokenizer_json import BPE, UNIGRAM, describe, tokenizer_json
 from pretraining.config.errors import UserError
 from pretraining.config.huggingface import END_OF_DOCUMENT
+from pretraining.storage import Location, location
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # reads tokenizer.json
 
@@ -25,10 +26,12 @@ def export_tokenizer(path: str, folder: Path) -> dict[str, Any]:
     if not path:
         print("no tokenizer in the checkpoint's configuration: add one with --tokenizer_path=FILE", file=sys.stderr)
         return {}
-    if not Path(path).is_file():
+    if not location(path).is_file():
         raise UserError(f"--tokenizer_path={path}: no such file; give the tokenizer of the run's data")
-    ids, usage = _tokenizer_json(Path(path)) if path.endswith(".json") else _sentencepiece(path, folder)
-    write_file(folder / ("tokenizer.json" if path.endswith(".json") else "tokenizer.model"), Path(path).read_bytes())
+    ids, usage = _tokenizer_json(location(path)) if path.endswith(".json") else _sentencepiece(path, folder)
+    write_file(
+        folder / ("tokenizer.json" if path.endswith(".json") else "tokenizer.model"), location(path).read_bytes()
+    )
     write_file(folder / "tokenizer_config.json", json.dumps(usage, indent=2).encode() + b"\n")
     return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}
 
@@ -41,7 +44,7 @@ def _sentencepiece(path: str, folder: Path) -> tuple[dict[str, int], dict[str, A
     import sentencepiece
 
     try:
-        model = sentencepiece.SentencePieceProcessor(model_file=path)
+        model = sentencepiece.SentencePieceProcessor(model_proto=location(path).read_bytes())
     except (RuntimeError, OSError) as error:
         raise UserError(f"--tokenizer_path={path}: is not a sentencepiece model ({error})") from error
     every = {"bos": model.bos_id(), "eos": model.eos_id(), "unk": model.unk_id(), "pad": model.pad_id()}
@@ -72,7 +75,7 @@ def _sentencepiece(path: str, folder: Path) -> tuple[dict[str, int], dict[str, A
     return ids, usage
 
 
-def _tokenizer_json(path: Path) -> tuple[dict[str, int], dict[str, Any]]:
+def _tokenizer_json(path: Location) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the special ids and the tokenizer_config.json of a tokenizer.json."""
     added = read_json(path).get("added_tokens") or []
     known = {token["content"]: token["id"] for token in added}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import UserError
+from pretraining.storage import Location, ObjectFile, ObjectPath, StorageError, Upload
 
 PARTIAL = ".partial"  # being written
 DELETED = ".deleted"  # being removed
@@ -25,6 +26,7 @@ DAMAGED = ".damaged"  # renamed, to be examined by a person
 LOCK = "lock"
 # One digest per block, so a reader checks what it reads and nothing else, and hashing goes on in several threads.
 BLOCK = 8 << 20
+MARKER = "COMMITTED"  # the file that makes a folder a checkpoint
 
 
 class UnreadableError(UserError):
@@ -46,28 +48,59 @@ def descriptor(path: Path, flags: int) -> Iterator[int]:
         os.close(opened)
 
 
-def write_at(opened: int, data: memoryview, start: int) -> None:
-    """Write all of `data` at byte `start`; the kernel may take less than it is offered."""
-    while data:
+@contextlib.contextmanager
+def create(path: Location) -> Iterator[int | Upload]:
+    """Create a file; `finish` puts it on the disk. An object exists when it is finished."""
+    if isinstance(path, Path):
+        with descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as opened:
+            yield opened
+    else:
+        upload = Upload(path)
+        try:
+            yield upload
+        finally:  # after an error, too: pyarrow would end it when it is collected, while no other thread may run
+            with contextlib.suppress(OSError):
+                upload.close()
+
+
+def finish(target: int | Upload) -> None:
+    """Put a created file on the disk. Raises the errors of earlier writes, too."""
+    target.close() if isinstance(target, Upload) else os.fsync(target)
+
+
+def write_at(opened: int | Upload, data: memoryview, start: int) -> None:
+    """Write all of `data` at byte `start`, which for an object is its end so far."""
+    if isinstance(opened, Upload):
+        opened.write(data)
+        return
+    while data:  # the kernel may take less than it is offered
         written = os.pwrite(opened, data, start)
         data, start = data[written:], start + written
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Location, data: bytes) -> None:
     """Create `path` with this content, on the disk on return; its name is only after the folder's sync."""
+    if isinstance(path, ObjectPath):
+        path.write_bytes(data)
+        return
     with descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as opened:
         write_at(opened, memoryview(data), 0)
         os.fsync(opened)
 
 
-def sync_folder(path: Path) -> None:
-    """Flush the folder's list of names to the disk."""
+def sync_folder(path: Location) -> None:
+    """Flush the folder's list of names to the disk; an object has its name from the beginning."""
+    if isinstance(path, ObjectPath):
+        return
     with descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as opened:
         os.fsync(opened)
 
 
-def read_into(opened: int, target: memoryview, start: int, path: Path) -> None:
+def read_into(opened: int | ObjectFile, target: memoryview, start: int, path: Location) -> None:
     """Fill `target` from byte `start` on. Raises UnreadableError if the file ends before or the disk fails."""
+    if isinstance(opened, ObjectFile):
+        target[:] = opened.read_at(start, len(target))
+        return
     while target:
         try:
             count = os.preadv(opened, [target], start)
@@ -78,20 +111,25 @@ def read_into(opened: int, target: memoryview, start: int, path: Path) -> None:
         target, start = target[count:], start + count
 
 
-def read_file(path: Path) -> bytes:
-    """Return the content of a small file. Raises UnreadableError if it cannot be read."""
+def read_file(path: Location) -> bytes:
+    """Return the content of a small file. Raises UnreadableError if it cannot be read.
+
+    Object storage that cannot be reached is another error: what is there may be complete.
+    """
     try:
         return path.read_bytes()
     except OSError as error:
+        if isinstance(error, StorageError) and not isinstance(error, FileNotFoundError):
+            raise
         raise UnreadableError(f"{path}: {error.strerror}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Location) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UnreadableError if it cannot be read or contains something else."""
     return parse_json(read_file(path), path)
 
 
-def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+def parse_json(text: bytes, path: Location) -> dict[str, Any]:
     """Return the object that `text`, which is from `path`, represents. Raises UnreadableError if it is none."""
     try:
         value = json.loads(text)
@@ -108,11 +146,16 @@ def rename(old: Path, new: Path) -> None:
     sync_folder(new.parent)
 
 
-def remove_folder(path: Path) -> None:
+def remove_folder(path: Location) -> None:
     """Remove a folder that may be a committed checkpoint: rename it atomically, then remove its files.
 
-    Of a symbolic link only the link is removed.
+    In object storage the marker is removed first. Of a symbolic link only the link is removed.
     """
+    if isinstance(path, ObjectPath):
+        if (path / MARKER).is_file():
+            (path / MARKER).unlink()
+        path.remove_all()
+        return
     if path.is_symlink():
         path.unlink()
         sync_folder(path.parent)
@@ -124,8 +167,11 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def set_aside(path: Path) -> None:
-    """Rename a corrupt checkpoint, so that it is not counted among the committed ones."""
+def set_aside(path: Location) -> None:
+    """Rename a corrupt checkpoint, or in object storage its marker, so that it does not count as committed."""
+    if isinstance(path, ObjectPath):
+        (path / MARKER).replace(path / (MARKER + DAMAGED))
+        return
     aside = path.with_name(path.name + DAMAGED)
     _clear(aside)  # of the same step, once before
     rename(path, aside)

@@ -6,12 +6,12 @@ A checkpoint is a folder step_N with the marker; everything else is neither coun
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
-from pretraining.checkpoint.files import DELETED, PARTIAL, read_json, remove_folder
+from pretraining.checkpoint.files import DAMAGED, DELETED, MARKER, PARTIAL, read_json, remove_folder
 from pretraining.checkpoint.manifest import is_committed
 from pretraining.config.errors import UserError
+from pretraining.storage import Location, ObjectPath, location
 
 CHECKPOINTS = "checkpoints"  # in a run's folder, unless ckpt_save_path is set
 RUN_CONFIG = "config.json"  # of a run: its effective configuration
@@ -21,25 +21,25 @@ STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 class CheckpointList(NamedTuple):
     """The checkpoints of a folder."""
 
-    committed: list[Path]  # newest first
-    uncommitted: list[Path]  # step_N without a marker, which no save of ours leaves behind
+    committed: list[Location]  # newest first
+    uncommitted: list[Location]  # step_N without a marker, which no save of ours leaves behind
 
 
-def find_checkpoints(folder: Path) -> CheckpointList:
+def find_checkpoints(folder: Location) -> CheckpointList:
     """Return the checkpoints in `folder`, newest first; none if there is no such folder."""
     steps = sorted(((int(match[1]), path) for path, match in _matches(folder)), reverse=True)
-    paths = [path for _, path in steps]
-    return CheckpointList([p for p in paths if is_committed(p)], [p for p in paths if not is_committed(p)])
+    committed = {path: is_committed(path) for _, path in steps}
+    return CheckpointList([p for p in committed if committed[p]], [p for p in committed if not committed[p]])
 
 
-def _matches(folder: Path) -> list[tuple[Path, re.Match[str]]]:
+def _matches(folder: Location) -> list[tuple[Location, re.Match[str]]]:
     if not folder.is_dir():
         return []
     named = [(path, STEP.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
     return [(path, match) for path, match in named if match]
 
 
-def keep_newest(folder: Path, count: int) -> list[Path]:
+def keep_newest(folder: Location, count: int) -> list[Location]:
     """Remove all but the `count` newest committed checkpoints, oldest first, and return those removed."""
     assert count >= 1
     doomed = find_checkpoints(folder).committed[count:]
@@ -48,14 +48,19 @@ def keep_newest(folder: Path, count: int) -> list[Path]:
     return doomed
 
 
-def sweep(folder: Path) -> None:
+def sweep(folder: Location) -> None:
     """Remove what interrupted saves and removals have left. The caller holds the folder's lock."""
+    if isinstance(folder, ObjectPath):
+        for path in find_checkpoints(folder).uncommitted:
+            if not (path / (MARKER + DAMAGED)).is_file():
+                remove_folder(path)
+        return
     for path in folder.glob("step_*"):
         if path.suffix in (PARTIAL, DELETED) and STEP.fullmatch(path.stem) and path.is_dir():
             remove_folder(path)
 
 
-def newest_checkpoint(path: Path) -> Path:
+def newest_checkpoint(path: Location) -> Location:
     """Return the checkpoint at `path`: a step_N folder itself, or the newest of a run or of a folder of checkpoints.
 
     A run has its checkpoints where its config.json says, or in `checkpoints`. Raises UserError if there is none.
@@ -66,7 +71,7 @@ def newest_checkpoint(path: Path) -> Path:
         return path
     folders = [path / CHECKPOINTS, path]
     if (path / RUN_CONFIG).is_file() and (named := read_json(path / RUN_CONFIG).get("ckpt_save_path")):
-        folders.insert(0, Path(named))
+        folders.insert(0, location(named))
     for folder in folders:
         if committed := find_checkpoints(folder).committed:
             return committed[0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 from pretraining.checkpoint.files import UnreadableError, digest, parse_json, read_json
@@ -28,6 +27,7 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.config.errors import UserError
 from pretraining.config.huggingface import CONFIG, DIMENSIONS, ModelDescription, describes_model
+from pretraining.storage import Location, size_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -38,17 +38,17 @@ BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
 
 
-def is_huggingface(path: Path) -> bool:
+def is_huggingface(path: Location) -> bool:
     """Return whether `path` is such a folder."""
     return (path / CONFIG).is_file() and describes_model(read_json(path / CONFIG))
 
 
-def open_any_checkpoint(path: Path) -> Checkpoint:
+def open_any_checkpoint(path: Location) -> Checkpoint:
     """Open a folder in Hugging Face's format, a step_N folder, or the newest checkpoint of a run."""
     return open_huggingface(path) if is_huggingface(path) else open_checkpoint(newest_checkpoint(path))
 
 
-def open_huggingface(path: Path) -> Checkpoint:
+def open_huggingface(path: Location) -> Checkpoint:
     """Open the folder as a checkpoint of step 0 without digests. Raises UserError if it is malformed or another model.
 
     A tied head is read as a matrix of its own: a model that keeps them apart starts from equal ones.
@@ -68,12 +68,12 @@ def open_huggingface(path: Path) -> Checkpoint:
     return Checkpoint(path, facts, Manifest(tensors, {file: shard_file(path / file) for file in files}))
 
 
-def _weight_files(path: Path) -> dict[str, set[str]]:
+def _weight_files(path: Location) -> dict[str, set[str]]:
     """Return the safetensors files of the folder, and the tensors that the index says are in each."""
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             return {SINGLE: set()}
-        is_pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
+        is_pickled = any(file.suffix == ".bin" or file.suffix.startswith(".pt") for file in path.iterdir())
         remedy = f"convert them: python -m pretraining.checkpoint.convert {path} TARGET"
         raise UserError(f"{path}: contains {f'weights as pickles; {remedy}' if is_pickled else 'no weights'}")
     weight_map = read_json(path / INDEX).get("weight_map")
@@ -89,13 +89,13 @@ def _weight_files(path: Path) -> dict[str, set[str]]:
     return dict(sorted(files.items()))
 
 
-def shard_file(path: Path) -> ShardFile:
+def shard_file(path: Location) -> ShardFile:
     """Return the size of a safetensors file and the digest of its header."""
     header = _header_bytes(path)
-    return ShardFile(path.stat().st_size, digest(header), len(header))
+    return ShardFile(size_of(path), digest(header), len(header))
 
 
-def _header_bytes(path: Path) -> bytes:
+def _header_bytes(path: Location) -> bytes:
     if not path.is_file():
         raise UnreadableError(f"{path}: no such file")
     try:
@@ -110,9 +110,9 @@ def _header_bytes(path: Path) -> bytes:
     return header
 
 
-def safetensors_entries(path: Path) -> dict[str, Entry]:
+def safetensors_entries(path: Location) -> dict[str, Entry]:
     """Return the tensors of a safetensors file. Raises UnreadableError if its header is malformed."""
-    header, size = _header_bytes(path), path.stat().st_size
+    header, size = _header_bytes(path), size_of(path)
     tensors = parse_json(header[8:], path)
     return {
         name: _entry(path, name, tensor, len(header), size)
@@ -121,7 +121,7 @@ def safetensors_entries(path: Path) -> dict[str, Entry]:
     }
 
 
-def _entry(path: Path, name: str, tensor: Any, begin: int, file_size: int) -> Entry:
+def _entry(path: Location, name: str, tensor: Any, begin: int, file_size: int) -> Entry:
     """Read one tensor of a header of `begin` bytes."""
     tensor = tensor if isinstance(tensor, dict) else {}
     dtype, shape, offsets = tensor.get("dtype"), tensor.get("shape"), tensor.get("data_offsets")
@@ -143,7 +143,7 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
-def model_fields(path: Path) -> dict[str, Any]:
+def model_fields(path: Location) -> dict[str, Any]:
     """Return TrainConfig's fields for the model that config.json describes. Raises UserError with every problem."""
     config = read_json(path)
     model = ModelDescription(config)

@@ -13,18 +13,17 @@ Reading executes nothing: there is no pickle.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from pretraining.checkpoint.files import UnreadableError, digest, read_file, write_file
+from pretraining.checkpoint.files import MARKER, UnreadableError, digest, read_file, write_file
+from pretraining.storage import Location
 
 FORMAT = 1
-MANIFEST, FACTS, MARKER = "manifest.json", "facts.json", "COMMITTED"
+MANIFEST, FACTS = "manifest.json", "facts.json"
 OPTIMIZER = "optimizer."  # names that begin so are optimizer state, all others are weights
 
 DTYPES = {
@@ -107,12 +106,12 @@ class Facts:
 class Checkpoint:
     """A committed checkpoint whose manifest and facts have been read and agree with the marker."""
 
-    path: Path
+    path: Location
     facts: Facts
     manifest: Manifest
 
 
-def write_commit(folder: Path, manifest: Manifest, facts: Facts) -> None:
+def write_commit(folder: Location, manifest: Manifest, facts: Facts) -> None:
     """Write manifest and facts, then the marker with their digests, each on the disk before the next."""
     texts = {MANIFEST: _text(asdict(manifest)), FACTS: _text(asdict(facts))}
     for name, text in texts.items():
@@ -129,12 +128,12 @@ def _text(value: dict[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
-def is_committed(path: Path) -> bool:
+def is_committed(path: Location) -> bool:
     """Return whether the folder contains a marker, which may be corrupt."""
     return (path / MARKER).is_file()
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Location) -> Checkpoint:
     """Read the description of a checkpoint. Raises UnreadableError if it is incomplete, corrupt or has a pickle."""
     if not is_committed(path):
         raise UnreadableError(f"{path}: has no {MARKER} marker, so its save was never finished")
@@ -145,7 +144,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _read_marker(path: Path) -> dict[str, Any]:
+def _read_marker(path: Location) -> dict[str, Any]:
     whole = read_file(path)
     text = whole[: whole.find(b"\n") + 1]
     if whole != _signed(text):
@@ -156,7 +155,7 @@ def _read_marker(path: Path) -> dict[str, Any]:
     return marker
 
 
-def _read_hashed(path: Path, expected: str) -> bytes:
+def _read_hashed(path: Location, expected: str) -> bytes:
     text = read_file(path)
     if digest(text) != expected:
         raise UnreadableError(f"{path}: differs from what was saved")
@@ -176,17 +175,17 @@ def _entry(value: dict[str, Any]) -> Entry:
     return Entry(value["dtype"], tuple(value["shape"]), pieces)
 
 
-def refuse_pickles(folder: Path, known: set[str]) -> None:
+def refuse_pickles(folder: Location, known: set[str]) -> None:
     """Raise UnreadableError if a file that is not `known` is a pickle or an archive of torch.save.
 
     This program would not load it, but another one that is given the folder might, and would execute it.
     """
-    for entry in os.scandir(folder):
-        if entry.name not in known and entry.is_file() and looks_pickled(Path(entry.path)):
-            raise UnreadableError(f"{entry.path}: a pickle, which could execute any program; remove it")
+    for path in folder.iterdir():
+        if path.name not in known and path.is_file() and looks_pickled(path):
+            raise UnreadableError(f"{path}: a pickle, which could execute any program; remove it")
 
 
-def looks_pickled(path: Path) -> bool:
+def looks_pickled(path: Location) -> bool:
     """Return whether a file begins like a pickle (protocol 2 to 5) or a zip archive, or has a name of torch's."""
     with path.open("rb") as file:
         start = file.read(4)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.config.errors import UserError
+from pretraining.storage import StorageError
 
 T = TypeVar("T")
 
@@ -92,7 +93,10 @@ def _attempt(act: Callable[[], T]) -> tuple[T | Failure, Exception | None]:
     try:
         return act(), None
     except Exception as error:  # whatever it is, the others wait to hear of it; `_raise` raises it again
-        kind = next((kind for kind in (UnreadableError, UserError, OSError) if isinstance(error, kind)), RuntimeError)
+        kind = next(
+            (kind for kind in (UnreadableError, StorageError, UserError, OSError) if isinstance(error, kind)),
+            RuntimeError,
+        )
         return Failure(kind, str(error)), error
 
 

@@ -22,6 +22,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone, is_adapter
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.engine import LOSS_SCALE, TrainingState
+from pretraining.storage import Location, location
 
 
 def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> Facts | None:
@@ -37,7 +38,7 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
         open_adapter(folder, config)
     if not found.committed:
         if config.ckpt_load_path:
-            source = open_any_checkpoint(Path(config.ckpt_load_path))
+            source = open_any_checkpoint(location(config.ckpt_load_path))
             check_start(source.facts.config, config)
             names, differences = common_names(source, shapes, weights_only=True)
             if differences and config.strict_load:
@@ -58,9 +59,9 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
     return None  # `restore` raises the error
 
 
-def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Path:
+def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Location:
     """Return the folder of the run's checkpoints."""
-    return Path(config.ckpt_save_path or log_dir / CHECKPOINTS)
+    return location(config.ckpt_save_path or log_dir / CHECKPOINTS)
 
 
 def check_policy(config: TrainConfig, checkpoints: CheckpointList) -> None:
@@ -96,7 +97,7 @@ class Restoring:
     peers: Peers
     state: TrainingState
 
-    def continue_from(self, paths: list[Path]) -> tuple[Facts, list[Path]]:
+    def continue_from(self, paths: list[Location]) -> tuple[Facts, list[Location]]:
         """Load the first of `paths` that can be read; return its facts and the corrupt ones before it.
 
         Raises UserError if none can be read; with resume=must, if the first cannot.
@@ -136,7 +137,7 @@ class Restoring:
         """Load ckpt_load_path's weights and lora_load_path's adapter, if they are set."""
         facts, restart = None, True
         if self.config.ckpt_load_path:
-            facts, restart = self._load_other_run(Path(self.config.ckpt_load_path))
+            facts, restart = self._load_other_run(location(self.config.ckpt_load_path))
         if folder := adapter_folder(self.config):
             self._load_adapter(folder)
             restart = True
@@ -144,7 +145,7 @@ class Restoring:
             self.state.commit(restart_optimizer=restart)
         return facts
 
-    def _load_other_run(self, source: Path) -> tuple[Facts, bool]:
+    def _load_other_run(self, source: Location) -> tuple[Facts, bool]:
         """Load a checkpoint of another run or Hugging Face's weights; return the facts of step 0, and whether the
         optimizer's state starts from zero."""
         checkpoint = self._opened(source)
@@ -160,7 +161,7 @@ class Restoring:
     def _load_base(self) -> None:
         """Load the frozen weights below the adapters, if --ckpt_load_path is set."""
         if self.config.ckpt_load_path:
-            base = self._opened(Path(self.config.ckpt_load_path))
+            base = self._opened(location(self.config.ckpt_load_path))
             self._load(base, [name for name in self.state if is_weight(name) and name in base.manifest.tensors])
 
     def _load_adapter(self, folder: Path) -> None:
@@ -178,7 +179,7 @@ class Restoring:
             self.peers.say(f"{checkpoint.path}: not loaded, {differences}")
         return names
 
-    def _opened(self, path: Path) -> Checkpoint:
+    def _opened(self, path: Location) -> Checkpoint:
         """Open a checkpoint in every process, so that all agree whether it can be read."""
         return self.peers.each(lambda: open_any_checkpoint(path))
 

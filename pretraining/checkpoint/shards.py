@@ -15,13 +15,22 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
-from pretraining.checkpoint.files import BLOCK, UnreadableError, descriptor, digest, read_into, sync_folder, write_at
+from pretraining.checkpoint.files import (
+    BLOCK,
+    UnreadableError,
+    create,
+    descriptor,
+    digest,
+    finish,
+    read_into,
+    sync_folder,
+    write_at,
+)
 from pretraining.checkpoint.manifest import (
     DTYPE_NAMES,
     DTYPES,
@@ -32,6 +41,7 @@ from pretraining.checkpoint.manifest import (
     Manifest,
     ShardFile,
 )
+from pretraining.storage import Location, ObjectFile, ObjectPath, StorageError, Upload, is_remote
 
 # Host copies waiting for the disk may take this much, or one chunk if that is more: the disk is busy with 64 MiB
 # already, and what a save adds to a host's memory stays a few of the largest chunks.
@@ -110,21 +120,22 @@ def chunk_name(item: WriteItem) -> str:
 # ---- Writing
 
 
-def write_files(folder: Path, plans: list[FilePlan], fetch: Callable[[WriteItem], Tensor], workers: int) -> Manifest:
+def write_files(
+    folder: Location, plans: list[FilePlan], fetch: Callable[[WriteItem], Tensor], workers: int
+) -> Manifest:
     """Write the files, on the disk on return, and describe them.
 
     `fetch` returns a chunk on any device; it is called in order, from this thread.
     """
     with ExitStack() as stack:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        opened = [stack.enter_context(descriptor(folder / plan.name, flags)) for plan in plans]
+        opened = [stack.enter_context(create(folder / plan.name)) for plan in plans]
         for target, plan in zip(opened, plans, strict=True):
             write_at(target, memoryview(plan.header), 0)
         places = [(target, plan, chunk) for target, plan in zip(opened, plans, strict=True) for chunk in plan.chunks]
-        with ThreadPoolExecutor(workers) as pool:
+        with ThreadPoolExecutor(1 if is_remote(folder) else workers) as pool:  # an object is written in order
             digests = _write_chunks(pool, [(target, chunk) for target, _, chunk in places], fetch)
         for target in opened:
-            os.fsync(target)
+            finish(target)
     sync_folder(folder)
     files = {plan.name: ShardFile(plan.size, digest(plan.header), len(plan.header)) for plan in plans}
     written = zip(places, digests, strict=True)
@@ -140,7 +151,7 @@ def _entry(file: str, chunk: PlannedChunk, digests: tuple[str, ...]) -> tuple[st
 
 
 def _write_chunks(
-    pool: ThreadPoolExecutor, places: list[tuple[int, PlannedChunk]], fetch: Callable[[WriteItem], Tensor]
+    pool: ThreadPoolExecutor, places: list[tuple[int | Upload, PlannedChunk]], fetch: Callable[[WriteItem], Tensor]
 ) -> list[tuple[str, ...]]:
     """Write every chunk, at most IN_FLIGHT bytes at a time; the digests of each, in order."""
     digests: list[tuple[str, ...]] = []
@@ -157,7 +168,7 @@ def _write_chunks(
     return digests + [future.result() for future, _ in pending]
 
 
-def _write_chunk(target: int, data: memoryview, start: int) -> tuple[str, ...]:
+def _write_chunk(target: int | Upload, data: memoryview, start: int) -> tuple[str, ...]:
     """Write and hash the bytes, block by block.
 
     A large chunk is flushed here while other threads hash: a GiB in chunks of 16 MiB took 3.2 s (median of 5) and 4.9 s
@@ -168,7 +179,7 @@ def _write_chunk(target: int, data: memoryview, start: int) -> tuple[str, ...]:
         block = data[begin : begin + BLOCK]
         digests.append(digest(block))
         write_at(target, block, start + begin)
-    if len(data) >= BLOCK:
+    if len(data) >= BLOCK and isinstance(target, int):
         os.fdatasync(target)
     return tuple(digests)
 
@@ -189,8 +200,8 @@ def host_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> memoryview:
 class OpenFile:
     """A file of the checkpoint whose size and header are right."""
 
-    path: Path
-    descriptor: int
+    path: Location
+    descriptor: int | ObjectFile
 
 
 def read_files(
@@ -218,13 +229,20 @@ def read_files(
             pool.shutdown(cancel_futures=True)
 
 
-def _open(stack: ExitStack, path: Path, expected: ShardFile) -> OpenFile:
+def _open(stack: ExitStack, path: Location, expected: ShardFile) -> OpenFile:
     """Open a file until `stack` ends. Raises UnreadableError if its size or header is not what was saved."""
+    opened: int | ObjectFile
     try:
-        opened = stack.enter_context(descriptor(path, os.O_RDONLY))
+        if isinstance(path, ObjectPath):
+            opened = stack.enter_context(ObjectFile(path))
+            size = opened.stamp.size
+        else:
+            opened = stack.enter_context(descriptor(path, os.O_RDONLY))
+            size = os.fstat(opened).st_size
     except OSError as error:
+        if isinstance(error, StorageError) and not isinstance(error, FileNotFoundError):
+            raise
         raise UnreadableError(f"{path}: {error.strerror}") from error
-    size = os.fstat(opened).st_size
     if size != expected.size:
         raise UnreadableError(f"{path}: has {size} bytes, {expected.size} were saved")
     header = memoryview(bytearray(expected.header_size))

@@ -1,16 +1,17 @@
 """Save and load one checkpoint: torch.distributed.checkpoint's planners decide who writes what, this commits it.
 
 Write to step_N.partial, sync every file, write the marker last, sync, rename to step_N, sync the folder above:
-at every instant a checkpoint is either committed or ignored. Tensors are unsharded in name and shape, so a checkpoint
+at every instant a checkpoint is either committed or ignored. Object storage has no rename: there the files are written
+to step_N, and the marker last. Tensors are unsharded in name and shape, so a checkpoint
 of any mesh loads on any other.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,6 +40,7 @@ from pretraining.checkpoint.manifest import (
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import plan_files, read_files, write_files
 from pretraining.config.errors import UserError
+from pretraining.storage import Location, is_remote, size_of
 
 LogicalTensors = Mapping[str, Any]  # logical name -> Tensor, DTensor or tensor with DCP's checkpointable protocol
 IO_WORKERS = 8
@@ -60,7 +62,7 @@ class PendingSave:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Location,
         state: LogicalTensors,
         facts: Facts,
         peers: Peers,
@@ -70,7 +72,8 @@ class PendingSave:
     ) -> None:
         """Decide which process writes which chunk. Collective over `peers`. dtype: of floating tensors, if given."""
         self._facts, self._peers, self._workers = facts, peers, workers
-        self._final, self._partial = folder / f"step_{facts.step}", folder / f"step_{facts.step}{PARTIAL}"
+        self._final = folder / f"step_{facts.step}"
+        self._partial = self._final if is_remote(folder) else folder / f"step_{facts.step}{PARTIAL}"
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(state), is_coordinator=peers.leads)
         local_plans = peers.agree(lambda: (planner.create_local_plan(), list(state)))
@@ -99,7 +102,7 @@ class PendingSave:
         """Take the tensors from `read` when they are written; those of the state are then only descriptions."""
         self._fetch = read
 
-    def write(self) -> Path:
+    def write(self) -> Location:
         """Write, check and commit; return the committed folder `folder`/step_N. Collective.
 
         Raises OSError if writing fails; nothing is committed then, and no earlier checkpoint is touched.
@@ -110,20 +113,24 @@ class PendingSave:
             self._peers.lead(lambda: self._commit(parts))
         except Exception:
             if self._peers.leads:  # a full disk gets its space back
-                shutil.rmtree(self._partial, ignore_errors=True)
+                with suppress(OSError):
+                    remove_folder(self._partial)
             raise
         return self._final
 
     def _make_partial(self) -> None:
         if self._partial.exists():  # left by a save that was interrupted
             remove_folder(self._partial)
-        self._partial.mkdir(parents=True)
+        if isinstance(self._partial, Path):
+            self._partial.mkdir(parents=True)
 
     def _commit(self, parts: list[Manifest]) -> None:
         entries = [entry for part in parts for entry in part.tensors.items()]
         manifest = Manifest.merge(entries, {name: file for part in parts for name, file in part.files.items()})
         _verify(self._partial, manifest, self._names)
         write_commit(self._partial, manifest, self._facts)
+        if not (isinstance(self._partial, Path) and isinstance(self._final, Path)):
+            return
         sync_folder(self._partial)
         if self._final.exists() or self._final.is_symlink():  # a stray that was never committed: not ours to delete
             set_aside(self._final)
@@ -180,7 +187,7 @@ class LiveTensors:
         return chunk.detach()
 
 
-def _verify(folder: Path, manifest: Manifest, names: set[str]) -> None:
+def _verify(folder: Location, manifest: Manifest, names: set[str]) -> None:
     """Raise RuntimeError unless every tensor's chunks add up to it and every file has its size.
 
     The planner has seen to it that chunks do not overlap; a planner that drops tensors reports success.
@@ -192,7 +199,7 @@ def _verify(folder: Path, manifest: Manifest, names: set[str]) -> None:
         if written != math.prod(entry.shape):
             raise RuntimeError(f"{folder}: {written} of {math.prod(entry.shape)} elements of {name} were written")
     for name, file in manifest.files.items():
-        size = (folder / name).stat().st_size
+        size = size_of(folder / name)
         if size != file.size:
             raise RuntimeError(f"{folder / name}: has {size} bytes, {file.size} were written")
 
@@ -234,13 +241,13 @@ def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:
 
 
 def read_tensors(
-    source: Checkpoint | Path, is_wanted: Callable[[str], bool] = lambda name: True, workers: int = IO_WORKERS
+    source: Checkpoint | Location, is_wanted: Callable[[str], bool] = lambda name: True, workers: int = IO_WORKERS
 ) -> dict[str, Tensor]:
     """Return the unsharded tensors of a checkpoint whose names are wanted, in the dtype they were saved in.
 
     In one process, without a process group and whatever mesh saved it. Raises UnreadableError if it cannot be trusted.
     """
-    checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     entries = checkpoint.manifest.tensors.items()
     state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries if is_wanted(name)}
     load(checkpoint, state, Peers(together=False), workers)

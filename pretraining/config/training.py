@@ -455,13 +455,15 @@ class TrainConfig:
     """Global batches of the test after the last step, reported as test_loss. 0: no test; -1: all of the test data."""
 
     # ---- Checkpoints
-    ckpt_load_path: Annotated[str, Resume.FREE, COMMON] = ""
+    ckpt_load_path: Annotated[str, Resume.FREE, COMMON, STORABLE] = ""
     """Start from this if ckpt_save_path has no checkpoint: a run folder, its checkpoints folder, one of its step_N
     folders, or a folder in Hugging Face's format (config.json and safetensors; weights only). Weights and optimizer
     state are loaded, and the step starts at 0. A path without such a checkpoint is an error."""
-    ckpt_save_path: Annotated[str, Resume.FREE] = ""
-    """Folder of the checkpoints of this run, step_N each. Empty: <log_dir>/checkpoints. A checkpoint in it takes
-    precedence over ckpt_load_path: the run continues."""
+    ckpt_save_path: Annotated[str, Resume.FREE, STORABLE] = ""
+    """Folder of the checkpoints of this run, step_N each, local or s3://BUCKET/NAME or gs://BUCKET/NAME. Empty:
+    <log_dir>/checkpoints. A checkpoint in it takes precedence over ckpt_load_path: the run continues. Object storage
+    has no locks, so every run needs a name of its own there, and the bucket a rule that removes uploads that were never
+    completed."""
     checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE, COMMON] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
     10000, or 0 with use_dummy_dataset."""

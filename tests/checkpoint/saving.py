@@ -12,4 +12,5 @@ from pretraining.checkpoint.store import LogicalTensors, PendingSave
 
 def save(folder: Path, state: LogicalTensors, facts: Facts, peers: Peers | None = None, **options: Any) -> Path:
     """Write and commit `folder`/step_N; collective over `peers`. options: see PendingSave."""
-    return PendingSave(folder, state, facts, peers or Peers(), **options).write()
+    PendingSave(folder, state, facts, peers or Peers(), **options).write()
+    return folder / f"step_{facts.step}"

@@ -149,7 +149,7 @@ def test_resume_must_does_not_pass_over_a_damaged_checkpoint(tmp_path: Path) -> 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again_from_nothing(tmp_path: Path) -> None:
     run(tmp_path, num_steps=4)
     for path in find_checkpoints(tmp_path / "checkpoints").committed:
-        flip(path / "manifest.json")
+        flip(Path(str(path)) / "manifest.json")
     with pytest.raises(UserError, match="none of the checkpoints can be read"):
         run(tmp_path)
 
