@@ -23,6 +23,7 @@ import torch.distributed as dist
 from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.devices import kind_of
+from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data import Batch, Stream
@@ -148,6 +149,9 @@ def train(run: TrainingRun) -> int:
             if code == FINISHED:
                 _test_once(run)
             run.checkpoints.close()
+    except UserError as error:  # of a disk that this process alone may read
+        error.is_printed_by_all = True
+        raise
     except SaveFailedError as error:
         run.print(f"stopped: {error}")
         code = STOPPED_ITSELF

@@ -19,22 +19,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem, UserError
+from pretraining.config.script import USER_MISTAKE, exit_code
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import Check, problems
-
-USER_MISTAKE = 2  # exit code
 
 
 def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None, checks: Iterable[Check] = ()) -> int:
     """Call `main` with the flags of `arguments` (default: the process's) as raw text. Return the exit code.
 
-    0 or what `main` returns; 2 after a UserError, which rank 0 prints without traceback.
+    0 or what `main` returns; 2 after a UserError, which rank 0 prints without traceback, and where the system refuses
+    something.
     """
     words = sys.argv[1:] if arguments is None else arguments
     if request := next((word for word in words if word in ("--help", "-h") or word.startswith("--help=")), None):
         return _print_help(request.partition("=")[2])
     try:
-        code = _call(main, read(words), checks)
+        code = exit_code(lambda: _call(main, read(words), checks))
     except UserError as error:
         if error.is_printed_by_all or first_rank():
             print(error, file=sys.stderr, flush=True)

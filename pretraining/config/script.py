@@ -1,4 +1,4 @@
-"""The end of a script's process."""
+"""The end of a script's process: whatever the system refuses is one sentence, and a traceback is our own mistake."""
 
 from __future__ import annotations
 
@@ -6,23 +6,75 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
+
+USER_MISTAKE = 2  # exit code
+# What libraries say where malloc, mmap and clone fail.
+_NO_MEMORY = ("allocate memory", "map segment", "start new thread", "bad_alloc", "error return without exception set")
 
 
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
     """Call `main` and exit with its code; with 141 and no traceback if the reader of the output has gone (`| head`)."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal may lack the letters of a path
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    threading.excepthook = _report_in_thread
     try:
         try:
-            code = main()
+            code = exit_code(main)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
-        if not _output_is_closed():
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and not _output_is_closed():
             raise
+        code = 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else USER_MISTAKE
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its exit
-        code = 128 + signal.SIGPIPE
+        if code == USER_MISTAKE:
+            print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
     sys.exit(code)
+
+
+def exit_code(main: Callable[[], int | None]) -> int:
+    """Call `main` and return its code; 2 with a sentence on stderr where the system refuses something.
+
+    Raises OSError if that is the output.
+    """
+    try:
+        Path.cwd()
+        return main() or 0
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if sys.flags.dev_mode or not (reason := refusal(error)):
+            raise
+        sys.stdout.flush()
+        print(f"{reason} (python -X dev prints where)", file=sys.stderr, flush=True)
+        return USER_MISTAKE
+
+
+def refusal(error: BaseException) -> str | None:
+    """Return what the system has refused to the program, in words; None if the error is not about that."""
+    text = next(iter(str(error).splitlines()), "")
+    if isinstance(error, OSError):
+        try:
+            Path.cwd()
+        except OSError:
+            return "the working directory does not exist any more: start in another one"
+        name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "a file or the output"
+        return f"{name}: {error.strerror or text}"
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        return f"this process may not have more memory or threads (ulimit -a): {text or 'an allocation failed'}"
+    if "gloo" in text.lower() or type(error).__name__ in ("DistNetworkError", "DistStoreError"):
+        return f"another process of the run has ended or does not answer; start all of them again: {text}"
+    return None
+
+
+def _report_in_thread(failure: threading.ExceptHookArgs) -> None:
+    """Leave an error of the system to the thread that waits for the result: TensorBoard's writer raises it there."""
+    if not isinstance(failure.exc_value, OSError):
+        threading.__excepthook__(failure)
 
 
 def _output_is_closed() -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -30,12 +31,13 @@ class Metrics:
         self._sinks = sinks
 
     def write(self, record: Record) -> None:
-        """Append one line. A number that is not finite becomes null: JSON has no NaN."""
+        """Append one line. A number that is not finite becomes null: JSON has no NaN. Raises UserError."""
         clean = {name: None if _infinite(value) else value for name, value in record.items()}
-        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
-        self._file.flush()
-        for sink in self._sinks:
-            sink.write(clean)
+        with self._named():
+            self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+            self._file.flush()
+            for sink in self._sinks:
+                sink.write(clean)
 
     def losses(self) -> list[float]:
         """Return the finite training losses in the file, oldest first."""
@@ -46,10 +48,21 @@ class Metrics:
         return any("test_loss" in line and line["step"] == step for line in read_metrics(self._path))
 
     def close(self) -> None:
-        """Close the file, and the sinks after they have sent their records."""
-        self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        """Close the file, and the sinks after they have sent their records. Raises UserError."""
+        with self._named():
+            self._file.close()
+            for sink in self._sinks:
+                sink.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Raise UserError with the name of the file where an error of the system has none."""
+        try:
+            yield
+        except OSError as error:
+            name = os.fsdecode(error.filename or self._path)
+            remedy = "the same command continues from the newest checkpoint"
+            raise UserError(f"{name}: cannot be written ({error.strerror}); {remedy}") from error
 
 
 def open_metrics(config: TrainConfig, log_dir: Path, step: int) -> Metrics:
