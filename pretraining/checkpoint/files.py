@@ -7,6 +7,7 @@ can stop the process between any two of them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -40,8 +41,8 @@ def digest(data: bytes | memoryview) -> str:
 
 @contextlib.contextmanager
 def descriptor(path: Path, flags: int) -> Iterator[int]:
-    """Open a file descriptor and close it on leaving."""
-    opened = os.open(path, flags, 0o644)
+    """Open a file descriptor and close it on leaving. A named pipe in the place of a file is not waited for."""
+    opened = os.open(path, flags | os.O_NONBLOCK, 0o644)
     try:
         yield opened
     finally:
@@ -105,7 +106,7 @@ def read_into(opened: int | ObjectFile, target: memoryview, start: int, path: Lo
         try:
             count = os.preadv(opened, [target], start)
         except OSError as error:
-            raise UnreadableError(f"{path}: {error.strerror} at byte {start}") from error
+            raise _unreadable(error, path, f" at byte {start}") from error
         if count == 0:
             raise UnreadableError(f"{path}: ends at byte {start}, before the saved data does")
         target, start = target[count:], start + count
@@ -117,11 +118,21 @@ def read_file(path: Location) -> bytes:
     Object storage that cannot be reached is another error: what is there may be complete.
     """
     try:
-        return path.read_bytes()
+        if not isinstance(path, Path):
+            return path.read_bytes()
+        with descriptor(path, os.O_RDONLY) as opened, open(opened, "rb", closefd=False) as file:
+            return file.read() or b""  # None of a pipe
     except OSError as error:
-        if isinstance(error, StorageError) and not isinstance(error, FileNotFoundError):
-            raise
-        raise UnreadableError(f"{path}: {error.strerror}") from error
+        raise _unreadable(error, path) from error
+
+
+def _unreadable(error: OSError, path: Location, place: str = "") -> Exception:
+    """Return the error to raise where a checkpoint is not readable; another one if the checkpoint may be sound."""
+    if isinstance(error, StorageError) and not isinstance(error, FileNotFoundError):
+        return error
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        return OSError(error.errno, error.strerror, str(path))
+    return UnreadableError(f"{path}: {error.strerror}{place}")
 
 
 def read_json(path: Location) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from pretraining.config.errors import UserError
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardIndex
+from pretraining.data.layouts import read_json
 from pretraining.data.stores.shard import Readable
 from pretraining.storage import Location, location
 
@@ -69,14 +71,12 @@ class BlockSums:
         return np.frombuffer(raw[:size].ljust(size, b"\0"), "<u8").reshape(-1, 3).copy()
 
     def _write(self, shard: ShardIndex, number: int, record: bytes) -> None:
-        try:
-            descriptor = os.open(self._path(shard), os.O_WRONLY | os.O_CREAT, 0o666)
-        except OSError:  # an index folder that may only be read
-            return
-        try:
-            os.pwrite(descriptor, record, number * _RECORD_BYTES)
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):  # the index folder may be read-only or full
+            descriptor = os.open(self._path(shard), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666)
+            try:
+                os.pwrite(descriptor, record, number * _RECORD_BYTES)
+            finally:
+                os.close(descriptor)
 
 
 def byte_sum(file: Readable, low: int, high: int) -> int:
@@ -100,7 +100,7 @@ def verify(shards: Iterable[ShardIndex], listed: dict[str, str], folder: Path) -
         record = folder / f"{file.stem[:40]}-{short_hash(str(file.resolve()))}.sha256"
         expected = listed.get(file.name)
         if expected is None and record.is_file():
-            expected = json.loads(record.read_text())["sha256"]
+            expected = read_json(record).get("sha256")
         if expected is None:
             write_atomically(record, json.dumps({"path": str(file), "sha256": checksum}))
             recorded += 1

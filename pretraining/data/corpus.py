@@ -143,16 +143,17 @@ class Corpus:
         out.fill(self._order.separator or 0)
         while done < total:
             epoch, place, within = self._locate(position + done)
-            block = self._block(epoch, epoch.blocks[place])
-            count = min(total - done, block.before[-1] - within)
-            file = self._files.get(block.shard.tokens, block.shard.token_stamp, block.shard.path)
-            if file not in checked:
-                file.check()
-                checked.add(file)
             try:
+                block = self._block(epoch, epoch.blocks[place])
+                count = min(total - done, block.before[-1] - within)
+                file = self._files.get(block.shard.tokens, block.shard.token_stamp, block.shard.path)
+                if file not in checked:
+                    file.check()
+                    checked.add(file)
                 places = self._copy(block, file, within, out if count == total else out[done : done + count])
             except OSError as error:
-                raise UserError(f"{block.shard.path}: {error.strerror}: restore the shard or its index") from error
+                path = self._shards[self._shard[epoch.blocks[place]]].path
+                raise UserError(f"{path}: {error.strerror}: restore the shard or its index") from error
             beginnings += [done + at for at in places]
             done += count
         return beginnings

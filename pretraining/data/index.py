@@ -119,8 +119,8 @@ def _file_fingerprint(path: str) -> str:
 def _load(file: ShardFile, sidecar: Path) -> ShardIndex | None:
     """Return the index, or None if there is none, it is damaged, or it describes another content."""
     try:
-        index = _read_header(sidecar)
-    except (OSError, ValueError, KeyError, TypeError):
+        index = _read_header(sidecar) if sidecar.is_file() else None  # opening a named pipe would wait for its writer
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if index is None or index.stamp != Stamp.of(file.path) or not location(index.tokens).exists():
         return None

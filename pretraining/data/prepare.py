@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -31,7 +32,7 @@ from pretraining.data.datasets import DESCRIPTION, NO_SEPARATOR
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.hashing import key_of, short_hash
 from pretraining.data.instructions import LONGER, InstructionOptions, Packer, Reader, Row
-from pretraining.data.layouts import FLAGS, PLAN, RECORDS
+from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_json
 from pretraining.data.stores.labels import LABELS, POSITIONS
 from pretraining.data.text import SHARD_BYTES, TextShard, divide, find_files, read_documents, read_records
 from pretraining.data.tokenizer import Tokenizer, open_tokenizer, train
@@ -112,7 +113,7 @@ def prepare(options: Options) -> list[str]:
             endings = ", ".join(sorted({file.suffix or file.name for file in ignored})[:10])
             print(f"ignored: {len(ignored)} files ending in {endings} (--endings=... reads them as text)")
         _prepare_shards(options, files, output)
-    flags = (output / FLAGS).read_text().splitlines()
+    flags = (output / FLAGS).read_text(errors="replace").splitlines()
     words = ["bash scripts/train.sh", *map(shlex.quote, flags)]
     print(f"prepared in {output}; train on it with:\n  " + " \\\n    ".join(words))
     return flags
@@ -180,7 +181,7 @@ def _claim(output: Path, plan: dict[str, Any]) -> None:
     """
     path = output / PLAN
     if path.is_file() and any(output.glob("tokenizer.*")):
-        before = json.loads(path.read_text())
+        before = read_json(path)
         changed = [name for name in plan if before.get(name) != plan[name]]
         if changed:
             raise UserError(
@@ -218,7 +219,7 @@ def _prepare_shards(options: Options, files: list[Path], output: Path) -> None:
         "separator": separator,
         "tokenizer_sha256": file_hash(path),
     }
-    records = [json.loads(job.record.read_text()) for job in jobs]
+    records = [read_json(job.record) for job in jobs]
     flags = [f"--tokenizer_path={path}", f"--vocab_size={tokenizer.vocab_size}"]
     if instructions:  # the separator is in the rows
         description |= {"separator": NO_SEPARATOR, "seq_length": options.seq_length}
@@ -276,6 +277,9 @@ def _run(jobs: list[Job], total: int, processes: int) -> None:
                 tokens += future.result()
                 done += 1
                 _progress(done, total, tokens, time.perf_counter() - began)
+        except BrokenProcessPool as error:
+            remedy = "the same command continues; with less memory, add a smaller --processes"
+            raise UserError(f"a worker process was killed, or could not start: {remedy}") from error
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

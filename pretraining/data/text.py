@@ -167,7 +167,7 @@ def _split_lines(file: IO[bytes]) -> Iterator[bytes]:
 def _record_of(line: bytes, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not a line of JSON ({error}): fix or remove it") from error
     return record if isinstance(record, dict) else {}
 
