@@ -1,0 +1,113 @@
+"""Attacks on programs, generated from seeds: kills, failing calls, damaged files. Each returns what broke."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.faults.damage import damage
+from tests.faults.harness import KILLED, REFUSED, Outcome, Programs
+from tests.faults.programs import copied, left_over
+
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT)
+KINDS_OF_CALLS = ("open", "create", "read", "write", "sync", "truncate", "rename", "remove", "mkdir")
+LATER = ("slow", "short", "back")  # faults that a program does not notice
+
+
+@dataclass
+class Report:
+    """What the attacks did and what broke."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    def count(self, name: str) -> None:
+        """Count one."""
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def add(self, attack: str, outcome: Outcome, problem: str = "") -> None:
+        """Note how an attacked program ended."""
+        self.count({0: "completed", KILLED: "killed"}.get(outcome.code or 0, "refused"))
+        if problem := problem or outcome.broken:
+            self.count(problem)
+            self.broken.append(f"{problem}: {attack}: {outcome}")
+            print(self.broken[-1], flush=True)
+
+
+class Target:
+    """A program whose files are all below one folder, and what it computes undisturbed."""
+
+    def __init__(self, programs: Programs, folder: Path, words: list[str], result: Callable[[Path], Any]) -> None:
+        """folder: has the program's inputs, and perhaps what an earlier start of it has left."""
+        self.programs, self.folder, self.words, self.result = programs, folder, words, result
+        self.sound = copied(folder, folder.with_name(f"sound{len(list(folder.parent.iterdir()))}"))
+        self.calls = programs.calls(folder, *words)
+        self.expected = result(folder)
+
+    def files(self) -> list[Path]:
+        """Return the files that the program reads and that were there before it started."""
+        read = {Path(path).relative_to(self.folder) for kind, path in self.calls if kind == "open"}
+        return sorted(path for path in read if (self.sound / path).is_file())
+
+    def start(self, fault: str = "") -> Outcome:
+        """Run the program."""
+        return self.programs.run(*self.words, fault=fault)
+
+    def differs(self, outcome: Outcome) -> str:
+        """Return "silent difference" if a program that completed has not computed what it does undisturbed."""
+        return "silent difference" if outcome.code == 0 and self.result(self.folder) != self.expected else ""
+
+    def must_complete(self, report: Report, attack: str) -> None:
+        """Start the program without a fault."""
+        outcome = self.start()
+        broken = f"next start {outcome.code}" if outcome.code != 0 else self.differs(outcome)
+        if broken:
+            report.add(f"after {attack}", outcome, broken)
+
+    # ---- The attacks
+
+    def kill(self, report: Report, seed: int, kills: int = 5, part: tuple[float, float] = (0, 1)) -> None:
+        """Kill it again and again, then let it complete. part: of an undisturbed run, in which it is killed."""
+        copied(self.sound, self.folder)
+        chance, attacks = random.Random(seed), []
+        for start in range(kills):  # a run that continues makes fewer calls
+            number = 1 + int(chance.uniform(*((0.1, 0.5) if start else part)) * len(self.calls))
+            kind = self.calls[min(number, len(self.calls)) - 1][0]
+            attacks.append(f"any:{number}:{'torn' if kind == 'write' and number % 2 else 'kill'}:0:{self.folder}")
+            outcome = self.start(attacks[-1])
+            report.add(str(attacks), outcome, self.differs(outcome))
+        self.must_complete(report, str(attacks))
+        if left := left_over(self.folder):
+            report.broken.append(f"left over: {left} after {attacks}")
+
+    def fail(self, report: Report, seed: int) -> None:
+        """Let calls fail."""
+        copied(self.sound, self.folder)
+        chance = random.Random(seed)
+        action = chance.choice(["once", "once", "full", "full", "flip", *LATER])
+        possible = ("read",) if action == "flip" else ("read", "write") if action == "short" else KINDS_OF_CALLS
+        kind = "any" if action in ("slow", "back") else chance.choice(possible)
+        number = chance.randrange(max(1, sum(kind in ("any", name) for name, _ in self.calls))) + 1
+        fault = f"{kind}:{number}:{action}:{chance.choice(ERRORS)}:{self.folder}"
+        outcome = self.start(fault)
+        unnoticed = action in LATER and outcome.code != 0
+        report.add(fault, outcome, "refused what is harmless" if unnoticed else self.differs(outcome))
+        if outcome.code in REFUSED:
+            self.must_complete(report, fault)
+
+    def spoil(self, report: Report, seed: int, is_checked: bool = True) -> None:
+        """Damage a file that it reads. is_checked: the format of the file has checksums."""
+        copied(self.sound, self.folder)
+        chance, files = random.Random(seed), self.files()
+        name = chance.choice(files)
+        others = [self.folder / other for other in files if other.parent == name.parent and other != name]
+        attack = f"{name} {damage(self.folder / name, others, chance)} (seed {seed})"
+        outcome = self.start()
+        report.add(attack, outcome, self.differs(outcome) if is_checked else "")
+        if outcome.code in REFUSED and outcome.broken == "":
+            copied(self.sound, self.folder)
+            self.must_complete(report, attack)

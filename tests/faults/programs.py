@@ -1,0 +1,127 @@
+"""The programs under attack, small: what each reads and writes is below one folder."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pretraining.checkpoint.folder import find_checkpoints
+from tests.data import corpora
+from tests.end_to_end.small import figures
+from tests.faults.harness import Programs
+from tests.importing import files
+
+STEPS = 8
+SMALL = {
+    "model_variant": "custom",
+    "num_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_kv_heads": 1,
+    "vocab_size": 300,
+    "seq_length": 32,
+    "global_batch_size": 4,
+    "batch_size": 4,
+    "num_steps": STEPS,
+    "mixed_precision": False,
+    "report_interval": 1,
+    "checkpoint_interval": 2,
+    "keep_last_n_checkpoints": 2,
+    "val_interval": 4,
+    "val_steps": 1,
+    "test_steps": 1,
+}
+
+
+def write_corpus(folder: Path) -> None:
+    """Write a dataset of every store to folder/train, and one to folder/held."""
+    chance = random.Random(0)
+    for name, write in (
+        ("train/flat", corpora.write_flat),
+        ("train/lists", corpora.write_lists),
+        ("train/parquet", corpora.write_parquet),
+        ("train/megatron", corpora.write_megatron),
+        ("held/flat", corpora.write_flat),
+    ):
+        (folder / name).mkdir(parents=True)
+        documents = [[chance.randrange(2, 300) for _ in range(chance.randrange(60))] for _ in range(40)]
+        write(folder / name / "s", documents)
+
+
+def training(folder: Path, engine: str = "torch", **fields: Any) -> list[str]:
+    """Return the words of a run whose data and results are below `folder`."""
+    data = {"data_path": folder / "train", "valid_data_path": folder / "held", "test_data_path": folder / "held"}
+    flags = {**SMALL, **data, "index_dir": folder / "index", "log_dir": folder / "run", "engine": engine, **fields}
+    flags |= {"device": "cpu"} if engine == "torch" else {}
+    return ["main_training.py", *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def result(folder: Path, after: int = 0) -> dict[str, Any]:
+    """Return what a run has computed: its figures after this step, and the bytes of its newest checkpoint."""
+    lines = {str(key): line for key, line in figures(folder / "run").items() if key[0] > after}
+    newest = find_checkpoints(folder / "run" / "checkpoints").committed[:1]
+    return {"figures": lines, "newest": [(path / "manifest.json").read_text() for path in newest]}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def left_over(folder: Path) -> list[str]:
+    """Return files and folders that only an interrupted program leaves behind."""
+    endings = (".partial", ".deleted", ".tmp", ".cut")
+    return [str(path) for path in folder.rglob("*") if path.suffix in endings]
+
+
+def copied(source: Path, target: Path) -> Path:
+    """Return a copy of a folder; times are kept, because indexes compare them."""
+    shutil.rmtree(target, ignore_errors=True)
+    return Path(shutil.copytree(source, target, symlinks=True))
+
+
+def write_texts(folder: Path) -> None:
+    """Write documents in every form that preparation reads."""
+    chance = random.Random(1)
+    words = ["".join(chance.choices("abcdefghijklmnop", k=6)) for _ in range(400)]
+    documents = [" ".join(chance.choices(words, k=80)) for _ in range(40)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    folder.mkdir()
+    (folder / "a.txt").write_text("\n".join(documents))
+    (folder / "b.jsonl").write_text(lines)
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    pq.write_table(pa.table({"text": documents}), folder / "d.parquet")
+
+
+def scripts(programs: Programs, folder: Path) -> dict[str, list[str]]:
+    """Return commands that read every other kind of file: texts, tokenizers, prepared data, Hugging Face's folders."""
+    write_texts(folder / "text")
+    prepare = ["pretraining.data.prepare", f"--input={folder}/text", "--processes=1", "--valid_every=4"]
+    again = [*prepare, f"--tokenizer={folder}/out/tokenizer.model", f"--output={folder}/again"]
+    prepare += [f"--output={folder}/out", "--vocab_size=400"]
+    train = training(folder, data_path=f"{folder}/out", vocab_size=400, tokenizer_path=f"{folder}/out/tokenizer.model")
+    train = [word for word in train if not word.startswith(("--valid_data", "--test_"))]
+    imported = files.write(folder, files.tree("nemo"), "nemo.yaml")
+    convert = ["pretraining.checkpoint.convert", f"{folder}/run"]
+    for words in (prepare, train, [*convert, f"{folder}/hf"]):
+        ended = programs.run(*words)
+        assert ended.code == 0, ended
+    read_only = [word for word in train[1:] if not word.startswith("--log_dir")]
+    return {
+        "prepare": again,
+        "prepared": prepare,
+        "start from Hugging Face": [*train, f"--ckpt_load_path={folder}/hf", f"--log_dir={folder}/other"],
+        "generate": ["pretraining.generate", f"{folder}/run", "--prompt=a", "--max_new_tokens=2"],
+        "report": ["pretraining.monitor.report", f"{folder}/run"],
+        "inspect": ["pretraining.inspect_data", *read_only, "--verify"],
+        "convert": [*convert, f"{folder}/hf2"],
+        "import": ["main_training.py", f"--import_config={imported}", "--import_only", "--use_dummy_dataset"],
+    }

@@ -1,0 +1,82 @@
+"""Killed, starved, damaged and misplaced: a run computes what it would have, or one sentence says why it does not.
+
+A small sample of the cases of campaign.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import pytest
+
+from tests.faults.attacks import Report
+from tests.faults.campaign import continued_run, new_run, other_scripts
+from tests.faults.harness import REFUSED, Programs
+from tests.faults.programs import training
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not which("cc"), reason="compiles disk.c")]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    with Programs(tmp_path_factory.mktemp("server")) as started:
+        yield started
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_killed_at_any_call_continues_bitwise(programs: Programs, tmp_path: Path, background: bool) -> None:
+    target, report = new_run(programs, tmp_path / "work", async_checkpointing=background), Report()
+    target.kill(report, seed=0)
+    target.kill(report, seed=1, part=(0.85, 1))
+    assert not report.broken and report.counts["killed"] >= 8
+
+
+def test_a_run_on_xla_killed_at_any_call_continues_bitwise(tmp_path: Path) -> None:
+    pytest.importorskip("torch_xla")
+    with Programs(tmp_path, "xla") as programs:
+        target, report = new_run(programs, tmp_path / "work"), Report()
+        target.kill(report, seed=0, kills=2)
+        assert not report.broken and report.counts["killed"] == 2
+
+
+def test_a_disk_that_fails_is_a_sentence_or_makes_no_difference(programs: Programs, tmp_path: Path) -> None:
+    target, report = new_run(programs, tmp_path / "work"), Report()
+    for seed in range(10):
+        target.fail(report, seed)
+    assert not report.broken and report.counts["refused"] >= 2
+
+
+def test_damage_to_any_file_that_a_run_reads_is_a_sentence_or_makes_no_difference(
+    programs: Programs, tmp_path: Path
+) -> None:
+    target, report = continued_run(programs, tmp_path / "work"), Report()
+    for seed in range(12):
+        target.spoil(report, seed)
+    assert not report.broken and report.counts["refused"] >= 2
+
+
+def test_damage_to_any_file_that_other_programs_read_is_a_sentence(programs: Programs, tmp_path: Path) -> None:
+    report = Report()
+    for seed, target in enumerate(other_scripts(programs, tmp_path / "work").values()):
+        target.spoil(report, seed, is_checked=False)
+    assert not report.broken
+
+
+ENVIRONMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a full device": ({"output": "/dev/full"}, "the output: No space left on device"),
+    "no working directory": ({"removed": True}, "the working directory does not exist any more"),
+    "small files": ({"limits": {"RLIMIT_FSIZE": 20_000}}, "File too large"),
+    "little memory": ({"limits": {"RLIMIT_AS": 1 << 30}}, "this process may not have more memory"),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_what_the_system_refuses_is_a_sentence(programs: Programs, tmp_path: Path, name: str) -> None:
+    options, sentence = ENVIRONMENTS[name]
+    (place := tmp_path / "place").mkdir()
+    outcome = programs.run(*training(tmp_path, use_dummy_dataset=True, log_dir="run"), folder=place, **options)
+    assert outcome.code in REFUSED and not outcome.broken, outcome
+    assert sentence in outcome.errors + outcome.output
