@@ -29,7 +29,7 @@ from pretraining.optim.schedule import learning_rate, milestone_steps
 from pretraining.parallel.engine import Engine
 from pretraining.parallel.layout import state_bytes, unsharded_state_bytes
 from pretraining.parallel.mesh import notes
-from pretraining.parallel.recompute import block_mask
+from pretraining.parallel.recompute import model_mask
 
 CONFIG_FILE = "config.json"
 VISIBLE_WITHIN = 10.0  # seconds in which a new file is visible on every host
@@ -143,7 +143,7 @@ def describe_run(config: TrainConfig, engine: Engine) -> str:
         mesh=engine.mesh._asdict(),
         per_device=state_bytes(config, engine.layout),
         device_name=engine.device_name,
-        recompute=block_mask(config, model_shape(config).num_layers),
+        recompute=model_mask(config),
         dtypes=describe_dtypes(config),
         rates={step: learning_rate(config, step) for step in milestone_steps(config)},
     )

@@ -73,6 +73,15 @@ def parse_selective(text: str) -> int | Fraction:
     raise ValueError(f"expected a whole number from 1 or a fraction between 0 and 1, got {text}")
 
 
+def parse_cuts(text: str) -> list[int]:
+    """Return layer numbers in ascending order, each a number or the name of a layer that ends in one."""
+    items = comma_separated(text)
+    layers = [int(item.removeprefix("model.layers.")) for item in items]
+    if layers != sorted(set(layers)) or min(layers, default=0) < 0:
+        raise ValueError(f"expected ascending layer numbers from 0, got {text}")
+    return layers
+
+
 def parse_modules(text: str) -> list[str]:
     """Return the modules of a block that are recomputed."""
     names = comma_separated(text)

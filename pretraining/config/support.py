@@ -60,6 +60,7 @@ LIMITS = (
     Limit("cpu_offload", NO_CUDA, "only the torch engine on CUDA offloads"),
     Limit("memory_profiling", NO_CUDA, "only the torch engine on CUDA records allocations"),
     Limit("context_parallel_size", TORCH, "the torch engine does not split sequences"),
+    Limit("pipeline_parallel_size", TORCH, "the torch engine has no pipeline"),
     Limit("kv_replication", TORCH, "the torch engine does not replicate key/value heads",
           values="above 1", is_set=lambda config: config.kv_replication > 1),
     Limit("tensor_parallel_size", TORCH,

@@ -26,6 +26,7 @@ from pretraining.config.declaration import (
 from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.grammar import (
     RECOMPUTABLE,
+    parse_cuts,
     parse_modules,
     parse_selective,
     parse_split,
@@ -43,6 +44,7 @@ InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavi
 COMMON = Common()
 STORABLE = Storable()
 BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a share of the blocks (1/3, 0.5)")
+CUTS = Grammar(parse_cuts, "ascending layer numbers, comma-separated, such as 7,15,23")
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
 ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
@@ -182,10 +184,16 @@ class TrainConfig:
     possible, tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 with too few heads: every tensor rank
     computes all key/value heads."""
     pipeline_parallel_size: Annotated[int, AtLeast(1)] = 1
-    """Groups of devices each of which has some of the layers. Above 1 is for plan only: no engine trains with pipeline
-    stages."""
-    virtual_pipeline_size: Annotated[int, AtLeast(1)] = 1
-    """Separate ranges of layers that each pipeline group has. Above 1 is for plan only."""
+    """Stages of a pipeline: groups of devices each of which has some of the layers. The micro-batches of a step pass
+    through them one behind the other, so there must be a multiple of this many (gradient_accumulation_steps); for
+    (stages - 1) / (virtual_pipeline_size x micro-batches) of the time that a stage works, it idles. 1: none."""
+    virtual_pipeline_size: Annotated[int, AtLeast(1), Needs("pipeline_parallel_size")] = 1
+    """Pieces of consecutive layers that each stage has: every micro-batch passes through all stages as many times, and
+    the stages idle less."""
+    pipeline_cuts: Annotated[str, CUTS, Needs("pipeline_parallel_size")] = ""
+    """Layers after which the model is cut into pieces, comma-separated from 0 on: one fewer than pipeline_parallel_size
+    x virtual_pipeline_size, such as 7,15,23 or model.layers.7,model.layers.15,model.layers.23. Every piece takes as
+    long as the longest. Empty: pieces as equal as possible."""
     dump_sharding: str = ""
     """File that is written before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype
     and the mesh axes that shard each dimension. Empty: none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pretraining.importing import lightning, megatron, megatron_optim
+from pretraining.importing import lightning, megatron, megatron_optim, shared
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, precision, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig
 from pretraining.importing.mappings import (
@@ -206,7 +206,7 @@ FORMAT = Format(
         "model.model_config": KeyMapping(_model_config, ("model_config_path",), "Hugging Face's config.json"),
         "model.num_layers": _dimension("num_layers"),
         "model.hidden_size": _dimension("hidden_size"),
-        "model.pipeline_cuts": to("pipeline_cuts"),
+        "model.pipeline_cuts": shared.PIPELINE_CUTS,
         "model.use_scaled_init_method": KeyMapping(_scaled_init, ("output_init_method",), "hf: normal"),
         **each("do_layer_norm_weight_decay fusions.do_layer_norm_weight_decay", _NORM_DECAY, "model."),
         "model.fusions.flash_attention": choice(

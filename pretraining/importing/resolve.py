@@ -48,7 +48,6 @@ ALTERNATIVES = (
 # Fields that TrainConfig does not have -> the values that describe this recipe. Any other value is unsupported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "attention_impl": ("auto",),
-    "pipeline_cuts": (),
     "transformer_block_type": ("pre_ln",),
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.optimizers import OPTIMIZERS
+from pretraining.config.training import SETTINGS
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
 from pretraining.importing.mappings import KeyMapping
@@ -20,18 +21,24 @@ def pipeline(value: Any, source: ForeignConfig) -> Conversion:
     if source.flags.get("import_pp") == "fold" and value not in (0, 1):
         return implied(f"{value} stages are folded into data parallelism", pipeline_parallel_size=1)
     count = max(value, 1) if is_integer(value) else value
-    note = "training has no pipelines yet: fold them with --import_pp=fold" if count != 1 else ""
+    note = "the xla engine trains with stages; without it, fold them with --import_pp=fold" if count != 1 else ""
     return Conversion("mapped", {"pipeline_parallel_size": count}, note)
 
 
-def _virtual_pipeline(value: Any, source: ForeignConfig) -> Conversion:
-    """Interleaved pieces of a stage, which are folded with the stages."""
-    if source.flags.get("import_pp") == "fold" and value != 1:
-        return implied("folded with the stages", virtual_pipeline_size=1)
-    return mapped(virtual_pipeline_size=value)
+def _of_stages(name: str) -> KeyMapping:
+    """A setting of the stages, which is folded with them."""
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        default = SETTINGS[name].default
+        if source.flags.get("import_pp") == "fold" and value not in (default, []):
+            return implied("folded with the stages", **{name: default})
+        return mapped(**{name: value})
+
+    return KeyMapping(convert, (name,))
 
 
-VIRTUAL_PIPELINE = KeyMapping(_virtual_pipeline, ("virtual_pipeline_size",))
+VIRTUAL_PIPELINE = _of_stages("virtual_pipeline_size")  # interleaved pieces of a stage
+PIPELINE_CUTS = _of_stages("pipeline_cuts")
 
 
 def sequence_parallel(tensor_key: str) -> KeyMapping:

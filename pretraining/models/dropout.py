@@ -27,7 +27,7 @@ class DropoutNoise(NamedTuple):
     """Hashes that decide what one block drops."""
 
     token_hashes: Tensor  # [B, T] int32, of each token's index in the global batch
-    layer: Tensor  # int32 scalar
+    layer: Tensor  # int32 scalar, or [B, 1] where rows are in different blocks
     tensor_rank: int = 0  # whose shard of heads, feed-forward channels and tokens the block computes
 
     def site_hash(self, site: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pretraining.config.lora import PROJECTIONS, adapted, is_trained, lora_scale
 from pretraining.config.training import TrainConfig
 from pretraining.models.dropout import LORA, DropoutNoise, dropout
-from pretraining.models.ops import linear
+from pretraining.models.ops import linear, per_row
 
 
 class Module(nn.Module):
@@ -37,7 +37,7 @@ class Linear(nn.Linear, Module):
 
     def add_bias(self, y: Tensor) -> Tensor:
         """Add the bias to a product, if there is one."""
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y if self.bias is None else y + per_row(self.bias.to(y.dtype), y)
 
 
 class AdaptedLinear(Linear):

@@ -29,7 +29,15 @@ from pretraining.models.dropout import (
     dropout,
 )
 from pretraining.models.linear import Linear, Module, adapt
-from pretraining.models.ops import Kernel, LossAndGradient, attention, head_loss, linear, loss_and_gradient
+from pretraining.models.ops import (
+    Kernel,
+    LossAndGradient,
+    attention,
+    head_loss,
+    linear,
+    loss_and_gradient,
+    per_row,
+)
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -76,7 +84,7 @@ class RMSNorm(Module):
         x_fp32 = x.float()
         scale = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
         dtype = self.result or x.dtype
-        return (x_fp32 * scale).to(dtype) * self.weight.to(dtype)
+        return (x_fp32 * scale).to(dtype) * per_row(self.weight.to(dtype), x)
 
 
 class LayerNorm(Module):
@@ -89,8 +97,12 @@ class LayerNorm(Module):
         self.eps, self.result = eps, result  # as RMSNorm's
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        y = F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), bias, self.eps)
+        weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
+        if weight.dim() == 1:
+            y = F.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps)
+        else:
+            y = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * per_row(weight, x)
+            y = y if bias is None else y + per_row(bias, x)
         return y.to(self.result or x.dtype)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretraining.models.chunked import AttentionMask, chunked_attention
+from pretraining.models.chunked import AttentionMask, chunked_attention, contract
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -23,9 +23,14 @@ IGNORED = -100  # a label that is not trained on, as in torch and Hugging Face
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [.., I] by the transpose of weight [O, I]: [.., O] in x's dtype.
 
+    A weight [S, O, I] has a matrix for each of S equal groups of the rows of x [B, T, I]: the stages of a pipeline.
+
     Where the weight is wider than the activations (fp32 master, bf16 compute), its gradient is a product with an fp32
     result, so gradients are not rounded to bf16 before they are summed over micro-batches and devices.
     """
+    if weight.dim() == 3:
+        grouped: Tensor = _GroupedLinear.apply(x, weight)
+        return grouped
     if x.dtype == weight.dtype:
         return F.linear(x, weight)
     product: Tensor = _MixedLinear.apply(x, weight)
@@ -46,6 +51,34 @@ class _MixedLinear(torch.autograd.Function):
         # bf16 x bf16 products are exact in fp32; TPUs run such a product in one bf16 pass with an fp32 sum.
         grad_weight = grad.flatten(0, -2).float().t() @ x.flatten(0, -2).float()  # [O, I]
         return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """As _MixedLinear. S groups, B rows of one, T tokens, I inputs, O outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        groups = x.unflatten(0, (len(weight), -1))
+        return contract("sbti,soi->sbto", groups, weight.to(x.dtype)).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        groups = grad.unflatten(0, (len(weight), -1))
+        grad_x = contract("sbto,soi->sbti", groups, weight.to(grad.dtype)).flatten(0, 1)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None
+        inputs = x.unflatten(0, (len(weight), -1))
+        return grad_x, contract("sbto,sbti->soi", groups.float(), inputs.float()).to(weight.dtype)
+
+
+def per_row(vector: Tensor, x: Tensor) -> Tensor:
+    """Return `vector` [D] as it multiplies x [B, .., D]; of a vector [S, D], each group of B / S rows has its own."""
+    if vector.dim() == 1:
+        return vector
+    rows = vector.unsqueeze(1).expand(-1, len(x) // len(vector), -1).flatten(0, 1)  # [B, D]
+    return rows.view(len(x), *(1,) * (x.dim() - 2), -1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | BlockMask, kernel: Kernel = "repeated") -> Tensor:
@@ -141,8 +174,8 @@ def next_token_loss(logits: Tensor, labels: Tensor, vocabulary: int | None = Non
 # enough for a matrix product at full speed. A batch of 32768 tokens would take 17 GB in fp32, three times over.
 LOSS_ROWS = 4096
 
-# Logits [R, V], labels [R] and the vocabulary without padding -> summed loss, fp32 scalar, and its gradient with
-# respect to the logits, [R, V] in their dtype.
+# Logits [.., V], labels [..] and the vocabulary without padding -> summed loss, fp32 scalar, and its gradient with
+# respect to the logits, [.., V] in their dtype.
 LossAndGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -158,11 +191,11 @@ def loss_and_gradient(
     """See LossAndGradient. The gradient is multiplied by `factor` (fp16's loss scale) while it is fp32."""
     logits_fp32, is_label, log_normalizer, losses = cross_entropy(logits, labels, vocabulary, first, combine, z_loss)
     is_trained = labels != IGNORED
-    probability = (logits_fp32 - log_normalizer[:, None]).exp()
+    probability = (logits_fp32 - log_normalizer[..., None]).exp()
     if z_loss:
-        gradient_of_normalizer = 1 + 2 * z_loss * log_normalizer[:, None]
+        gradient_of_normalizer = 1 + 2 * z_loss * log_normalizer[..., None]
         probability = probability * gradient_of_normalizer
-    gradient = torch.where(is_label, probability - 1, probability) * is_trained[:, None]
+    gradient = torch.where(is_label, probability - 1, probability) * is_trained[..., None]
     loss = torch.where(is_trained, losses, 0).sum()
     return loss, (gradient if factor is None else gradient * factor).to(logits.dtype)
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from pretraining.config.errors import Problem
-from pretraining.config.grammar import RECOMPUTABLE, parse_modules, parse_selective
+from pretraining.config.grammar import RECOMPUTABLE, parse_cuts, parse_modules, parse_selective
 from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
 from pretraining.config.variants import model_shape
+from pretraining.parallel.stages import even_cuts, piece_length
 
 
 def check_engine_support(config: TrainConfig) -> Iterator[Problem]:
@@ -58,11 +59,26 @@ def check_sequence_split(config: TrainConfig) -> Iterator[Problem]:
 
 
 def check_pipeline(config: TrainConfig) -> Iterator[Problem]:
-    """Pipeline stages can be planned and imported; no engine trains with them."""
-    for name in ("pipeline_parallel_size", "virtual_pipeline_size"):
-        if config.reads_data and getattr(config, name) > 1:
-            remedy = "is for --plan=True only; use 1, or --import_pp=fold for an imported file"
-            yield problem(config, name, remedy)
+    """Every piece of a pipeline has a layer, and micro-batches come in groups of as many as there are stages."""
+    stages, layers, cuts = config.pipeline_parallel_size, model_shape(config).num_layers, config.pipeline_cuts
+    count = stages * config.virtual_pipeline_size
+    if stages == 1:
+        return
+    factors = f"x virtual_pipeline_size={config.virtual_pipeline_size} = {count} "
+    if count > layers:
+        remedy = f"{factors * (count > stages)}is more than num_layers={layers}; use fewer"
+        yield problem(config, "pipeline_parallel_size", remedy)
+    elif cuts and (len(parse_cuts(cuts)) != count - 1 or parse_cuts(cuts)[-1] >= layers - 1):
+        even = ",".join(map(str, even_cuts(layers, count)))
+        remedy = f"does not cut {layers} layers into {count} pieces; use {count - 1} numbers below {layers - 1}"
+        yield problem(config, "pipeline_cuts", f"{remedy}, such as {even}")
+    micro_batches = config.gradient_accumulation_steps
+    if micro_batches is None and config.global_batch_size is None:
+        remedy = f"needs --gradient_accumulation_steps: a multiple of {stages}, such as {4 * stages}"
+        yield problem(config, "pipeline_parallel_size", remedy)
+    elif micro_batches and micro_batches % stages:
+        remedy = f"is not a multiple of pipeline_parallel_size={stages}; use {multiples_around(micro_batches, stages)}"
+        yield problem(config, "gradient_accumulation_steps", remedy)
 
 
 def check_batch(config: TrainConfig) -> Iterator[Problem]:
@@ -82,9 +98,10 @@ def check_batch(config: TrainConfig) -> Iterator[Problem]:
 def check_recomputed_blocks(config: TrainConfig) -> Iterator[Problem]:
     """Activation checkpointing recomputes at least one block."""
     if config.fsdp_activation_checkpointing:
-        layers, choice = model_shape(config).num_layers, parse_selective(config.selective_checkpointing)
+        layers, choice = piece_length(config), parse_selective(config.selective_checkpointing)
         if choice > layers if isinstance(choice, int) else choice * layers < Fraction(1, 2):
-            remedy = f"recomputes none of num_layers={layers}; choose more, or --fsdp_activation_checkpointing=False"
+            group = f"the {layers} layers of a piece" if config.pipeline_parallel_size > 1 else f"num_layers={layers}"
+            remedy = f"recomputes none of {group}; choose more, or --fsdp_activation_checkpointing=False"
             yield problem(config, "selective_checkpointing", remedy)
 
 

@@ -7,7 +7,7 @@ Touches no device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,6 +32,9 @@ from pretraining.parallel.sharding import (
     shards_along,
     spec_of,
 )
+from pretraining.parallel.stages import stacked_layers
+
+STACK = "model.layers."  # parameters of the XLA engine under it are [layers, ...]
 
 
 class Split(NamedTuple):
@@ -71,6 +74,11 @@ class Layout(NamedTuple):
     def moment(self, name: str) -> Spec:
         """Return the sharding of its optimizer state."""
         return self._spec(name, self.split.moments)
+
+    def stacked(self, name: str, spec_of: Callable[[str], Spec]) -> Spec:
+        """Return the sharding of a parameter of the stacked model, or of its gradient or moment: layers by stage."""
+        spec = spec_of(name)
+        return (*on_mesh(("stage",), self.mesh._asdict()), *spec) if name.startswith(STACK) else spec
 
     def stream(self) -> Spec:
         """Return the sharding of the residual stream between blocks, [rows, tokens, hidden]."""
@@ -170,7 +178,7 @@ class StateTensor(NamedTuple):
     kind: str  # "parameters", "copies", "gradients" or "moments"
     name: str  # of the parameter, with * for the number of the block
     shape: tuple[int, ...]
-    tensors: int  # blocks that have one, or 1
+    tensors: int  # blocks of a stage that have one, or 1
     spec: Spec
     width: int  # bytes per value
 
@@ -182,7 +190,8 @@ class StateTensor(NamedTuple):
 
 def state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterator[StateTensor]:
     """Yield every tensor that lives from step to step, or in the case of gradients from micro-batch to micro-batch."""
-    layers, precision = model_shape(config).num_layers, precision_of(config)
+    mesh, precision = layout.mesh, precision_of(config)
+    layers = model_shape(config).num_layers if mesh.stage == 1 else len(stacked_layers(config)) // mesh.stage
     model = on_meta(replace(config, num_layers=1))  # blocks are alike: 80 of them take a second to build
 
     def tensor(kind: str, name: str, shape: Iterable[int], spec: Spec, width: int) -> StateTensor:
@@ -213,4 +222,4 @@ def state_bytes(config: TrainConfig, layout: Layout | TorchLayout) -> dict[str, 
 
 def unsharded_state_bytes(config: TrainConfig) -> dict[str, int]:
     """Return the bytes of one unsharded copy of "parameters", "gradients" and "moments"."""
-    return state_bytes(config, TorchLayout(Mesh(1, 1), config.sharding_strategy))
+    return state_bytes(config, TorchLayout(Mesh(), config.sharding_strategy))

@@ -1,7 +1,7 @@
 """The arithmetic between devices, batches and the mesh. Touches no device.
 
-Devices form a grid replica x shard x context x tensor: neighbours differ in `tensor`, the axis that communicates most.
-Rows of the batch are sharded over replica x shard.
+Devices form a grid stage x replica x shard x context x tensor: neighbours differ in `tensor`, the axis that
+communicates most, and the stages of a pipeline, which communicate least, are farthest apart.
 """
 
 from __future__ import annotations
@@ -12,56 +12,67 @@ from typing import NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import divisors
+from pretraining.config.validate import divisors, multiples_around
 from pretraining.config.variants import ModelShape
+from pretraining.parallel.stages import describe_pipeline
 
 
 class Mesh(NamedTuple):
     """The devices as a grid whose last axis is the fastest; sharding.py declares what each axis shards."""
 
-    replica: int
-    shard: int
+    stage: int = 1
+    replica: int = 1
+    shard: int = 1
     context: int = 1
     tensor: int = 1
 
     @property
     def size(self) -> int:
         """Number of devices."""
-        return self.replica * self.shard * self.context * self.tensor
+        return math.prod(self)
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that get rows of a global batch of their own; context and tensor ranks share rows."""
+        """Number of ranks that get rows of a micro-batch of their own; context and tensor ranks share rows."""
         return self.replica * self.shard
 
 
 def resolve_mesh(config: TrainConfig, devices: int, devices_per_host: int) -> Mesh:
     """Return the mesh of `config` on `devices` devices. Raises ConfigError if a size does not divide them."""
-    context, tensor = config.context_parallel_size, config.tensor_parallel_size
-    if devices % (context * tensor):
-        raise ConfigError([_inner_problem(context, tensor, devices)])
-    rest = devices // (context * tensor)
+    stages, context, tensor = (getattr(config, name) for name in MODEL_AXES)
+    ranks = stages * context * tensor
+    if devices % ranks:
+        raise ConfigError([_model_axes_problem(config, devices)])
+    rest = devices // ranks
     if config.sharding_strategy == "ddp":
-        return Mesh(rest, 1, context, tensor)
+        return Mesh(stages, rest, 1, context, tensor)
     if config.sharding_strategy != "hsdp":
-        return Mesh(1, rest, context, tensor)
-    group = config.sharding_group_size or max(1, devices_per_host // (context * tensor))
+        return Mesh(stages, 1, rest, context, tensor)
+    group = config.sharding_group_size or max(1, min(devices_per_host // (context * tensor), rest))
     if rest % group:
         valid = ", ".join(map(str, divisors(rest, rest)))
-        of = "" if context * tensor == 1 else f" / (context_parallel_size x tensor_parallel_size = {context * tensor})"
+        of = "" if ranks == 1 else f" / ({' x '.join(_used_axes(config))} = {ranks})"
         remedy = f"does not divide the {devices} devices{of}; use {valid}, or 0 for the devices of one host"
         raise ConfigError([Problem(f"--sharding_group_size={group}", remedy)])
-    return Mesh(rest // group, group, context, tensor)
+    return Mesh(stages, rest // group, group, context, tensor)
 
 
-def _inner_problem(context: int, tensor: int, devices: int) -> Problem:
+MODEL_AXES = ("pipeline_parallel_size", "context_parallel_size", "tensor_parallel_size")
+
+
+def _used_axes(config: TrainConfig) -> list[str]:
+    return [name for name in MODEL_AXES if getattr(config, name) > 1]
+
+
+def _model_axes_problem(config: TrainConfig, devices: int) -> Problem:
     valid = ", ".join(map(str, divisors(devices, devices)))
-    if context == 1:
-        return Problem(f"--tensor_parallel_size={tensor}", f"does not divide the {devices} devices; use {valid}")
-    if tensor == 1:
-        return Problem(f"--context_parallel_size={context}", f"does not divide the {devices} devices; use {valid}")
-    remedy = f"x context_parallel_size={context} = {context * tensor} does not divide the {devices} devices"
-    return Problem(f"--tensor_parallel_size={tensor}", f"{remedy}; their product can be {valid}")
+    *others, last = [(name, getattr(config, name)) for name in _used_axes(config)]
+    if not others:
+        return Problem(f"--{last[0]}={last[1]}", f"does not divide the {devices} devices; use {valid}")
+    product = math.prod(ranks for _, ranks in (*others, last))
+    factors = " x ".join(f"{name}={ranks}" for name, ranks in reversed(others))
+    remedy = f"x {factors} = {product} does not divide the {devices} devices; their product can be {valid}"
+    return Problem(f"--{last[0]}={last[1]}", remedy)
 
 
 def kv_repeats(config: TrainConfig, shape: ModelShape) -> int:
@@ -81,11 +92,20 @@ def resolve_batch(config: TrainConfig, ranks: int) -> TrainConfig:
         total = micro_batch * (steps or 1)
     if total % micro_batch or (steps is not None and total != micro_batch * steps):
         raise ConfigError([Problem(f"--global_batch_size={total}", _batch_remedy(config, ranks, total, steps))])
+    if total // micro_batch % config.pipeline_parallel_size:
+        raise ConfigError([Problem(f"--global_batch_size={total}", _groups_remedy(config, micro_batch, total))])
     return replace(config, global_batch_size=total, gradient_accumulation_steps=total // micro_batch)
 
 
+def _groups_remedy(config: TrainConfig, micro_batch: int, total: int) -> str:
+    stages = config.pipeline_parallel_size
+    arithmetic = f"is {total // micro_batch} micro-batches of {micro_batch} sequences"
+    remedy = f"not a multiple of pipeline_parallel_size={stages}"
+    return f"{arithmetic}, {remedy}; use {multiples_around(total, micro_batch * stages)}, or another batch_size"
+
+
 def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None) -> str:
-    inner = config.context_parallel_size * config.tensor_parallel_size
+    inner = config.pipeline_parallel_size * config.context_parallel_size * config.tensor_parallel_size
     devices = f"{ranks} devices" if inner == 1 else f"{ranks} data-parallel ranks (of {inner} devices each)"
     arithmetic = f"is not batch_size={config.batch_size} x {devices}"
     if steps is not None:
@@ -99,7 +119,7 @@ def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None
 
 def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str) -> list[str]:
     """Return a line for each parallelism setting that has another effect than its name says."""
-    lines = []
+    lines = [f"pipeline: {describe_pipeline(config)}"] if mesh.stage > 1 else []
     if config.sequence_parallel and mesh.tensor == 1:
         lines.append("sequence_parallel: off, because tensor_parallel_size is 1")
     if config.sharding_strategy in ("zero1", "zero2") and mesh.shard * mesh.context == 1:

@@ -12,10 +12,17 @@ from torch import nn
 
 from pretraining.config.grammar import parse_modules, parse_selective
 from pretraining.config.training import TrainConfig
+from pretraining.parallel.stages import piece_length, pieces
+
+
+def model_mask(config: TrainConfig) -> tuple[bool, ...]:
+    """Return, for each block of the model, whether its activations are recomputed: alike in every pipeline piece."""
+    mask = block_mask(config, piece_length(config))
+    return tuple(chosen for piece in pieces(config) for chosen in mask[: len(piece)])
 
 
 def block_mask(config: TrainConfig, layers: int) -> tuple[bool, ...]:
-    """Return, for each block, whether its activations are recomputed."""
+    """Return, for each of so many consecutive blocks, whether its activations are recomputed."""
     if not config.fsdp_activation_checkpointing:
         return (False,) * layers
     choice = parse_selective(config.selective_checkpointing)

@@ -1,8 +1,9 @@
 """The sharding table: how every parameter, by its name, and every activation of a block is sharded.
 
-Both engines read it. Does not depend on devices. The mesh's axes: `replica` and `shard` shard the rows of the batch,
-`context` the tokens of a row, `tensor` heads, feed-forward channels and vocabulary. Parameters are sharded along
-`tensor`, and along `shard` and `context` together as the strategy asks. None marks a dimension that is not sharded.
+Both engines read it. Does not depend on devices. The mesh's axes: `stage` shards the stacked layers; `stage`, `replica`
+and `shard` the rows of the batch, `context` the tokens of a row, `tensor` heads, feed-forward channels and vocabulary.
+Parameters are sharded along `tensor`, and along `shard` and `context` together as the strategy asks. None marks a
+dimension that is not sharded.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ REPEATED_HEADS = (
 # 16 TPUs: eleven all-to-alls of 128 MiB in every step, benchmarks/RESULTS.md).
 WITHOUT_TENSOR_RANKS = (Row("*.o_proj.weight", (None, SHARD)),)
 
-BATCH_AXES = ("replica", "shard")  # the data-parallel ranks
+REPLICAS = ("stage", "replica")
+BATCH_AXES = (*REPLICAS, "shard")  # a stage computes embedding, head and loss of other rows, as data-parallel ranks do
 TOKENS: Spec = (BATCH_AXES, "context")  # [rows, tokens]
 STREAM: Spec = (*TOKENS, None)  # [rows, tokens, hidden], between blocks
 STREAM_OF_SEQUENCE: Spec = (BATCH_AXES, ("context", "tensor"), None)  # the same with sequence_parallel

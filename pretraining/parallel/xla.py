@@ -36,14 +36,16 @@ from pretraining.models.ops import IGNORED, next_token_loss
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
-from pretraining.parallel.layout import layout_of
+from pretraining.parallel.layout import STACK, layout_of
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
-from pretraining.parallel.sharding import HEAD_ACTIVATIONS, TOKENS, Spec
+from pretraining.parallel.sharding import HEAD_ACTIVATIONS, REPLICAS, TOKENS, Spec
+from pretraining.parallel.stages import micro_batches_per_graph, piece_length, stacked_layers
 from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.xla_blocks import ScannedBlocks, place_activations, stack_layers
+from pretraining.parallel.xla_pipeline import PipelinedBlocks
 from pretraining.parallel.xla_state import LogicalTensor, Region, XlaShards, tensor_from_shards
-from pretraining.parallel.xla_step import STACK, XlaStep, layer_name, stacked_spec
+from pretraining.parallel.xla_step import XlaStep, layer_name
 
 
 class EvaluationSums(DeviceScalars):
@@ -72,14 +74,15 @@ class XlaEngine:
         self.layout = layout_of(config, self.mesh)
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
         # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
-        self.data_size = min(self.process_count, self.mesh.data_ranks)
+        self.data_size = min(self.process_count, self.mesh.stage * self.mesh.data_ranks)
         self.data_rank = self.process_index * self.data_size // self.process_count
         self.host_devices = self.local_devices if self.device_name == "CPU" else 0
         self.host_processes = 1
         self.xla_mesh = xs.Mesh(np.arange(devices), tuple(self.mesh), self.mesh._fields)
         self._commits = 0
         self.precision = precision_of(config)
-        self.rows = config.batch_size * self.mesh.data_ranks // self.data_size  # of one micro-batch, in this process
+        rows = config.batch_size * self.mesh.data_ranks * micro_batches_per_graph(config)
+        self.rows = rows // self.data_size  # of one graph, in this process
         if self.process_count > 1:
             torch.distributed.init_process_group("gloo", init_method="xla://")
 
@@ -93,14 +96,14 @@ class XlaEngine:
         def value(name: str, shape: torch.Size) -> Tensor:
             return values[name].detach() if values else initial_weight(self.config, layers, name, shape)
 
-        stack_layers(model)
+        stack_layers(model, len(stacked_layers(self.config)))
         for prefix, module in model.named_modules():
             for short, meta in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{short}"
                 placed = self.place_parameter(name, meta.shape, value)
                 if self.precision.parameters != placed.dtype:
                     placed = placed.to(self.precision.parameters)
-                    xs.mark_sharding(placed, self.xla_mesh, stacked_spec(name, self.layout.parameter))
+                    xs.mark_sharding(placed, self.xla_mesh, self.layout.stacked(name, self.layout.parameter))
                 setattr(module, short, nn.Parameter(placed, requires_grad=meta.requires_grad))
         self.sync(wait=True)
         self.run_blocks = self._scanned_blocks(model)
@@ -114,24 +117,29 @@ class XlaEngine:
             if not name.startswith(STACK):
                 full = value(name, shape)
                 return [full[region].contiguous() for region in regions]
-            buffers = [torch.empty([extent.stop - extent.start for extent in region]) for region in regions]
+            buffers = [torch.zeros([extent.stop - extent.start for extent in region]) for region in regions]
+            layers = stacked_layers(self.config)
+            local = {position for region in regions for position in range(region[0].start, region[0].stop)}
 
-            def fill(layer: int) -> None:
-                full = value(layer_name(name, layer), shape[1:])
-                for buffer, region in zip(buffers, regions, strict=True):
-                    buffer[layer] = full[region[1:]]
+            def fill(position: int) -> None:
+                full = value(layer_name(name, layers[position]), shape[1:])
+                for buffer, (stack, *region) in zip(buffers, regions, strict=True):
+                    if stack.start <= position < stack.stop:
+                        buffer[position - stack.start] = full[tuple(region)]
 
             with ThreadPoolExecutor(os.cpu_count()) as pool:  # torch's generator releases the interpreter lock
-                list(pool.map(fill, range(shape[0])))
+                list(pool.map(fill, (position for position in local if layers[position] is not None)))
             return buffers
 
-        return tensor_from_shards(shape, self.xla_mesh, stacked_spec(name, self.layout.parameter), make, self.device)
+        spec = self.layout.stacked(name, self.layout.parameter)
+        return tensor_from_shards(shape, self.xla_mesh, spec, make, self.device)
 
-    def _scanned_blocks(self, model: Llama) -> ScannedBlocks:
-        groups = scan_plan(block_mask(self.config, model.shape.num_layers), self.config.checkpoint_num_layers)
+    def _scanned_blocks(self, model: Llama) -> ScannedBlocks | PipelinedBlocks:
+        groups = scan_plan(block_mask(self.config, piece_length(self.config)), self.config.checkpoint_num_layers)
         modules = recomputed_modules(self.config, model.model.layers)
         heads, repeats = model.shape.num_kv_heads, kv_repeats(self.config, model.shape)
-        return ScannedBlocks(model.model.layers, groups, modules, self.xla_mesh, self.layout, heads, repeats)
+        blocks = ScannedBlocks(model.model.layers, groups, modules, self.xla_mesh, self.layout, heads, repeats)
+        return PipelinedBlocks(self.config, blocks) if self.mesh.stage > 1 else blocks
 
     def prepare(self, optimizer: Optimizer) -> None:
         """See engine.Engine. State created during the first step would compile a second graph."""
@@ -147,7 +155,7 @@ class XlaEngine:
         """
         report: dict[str, Any] = {"mesh": self.mesh._asdict(), "parameters": {}, "moments": {}}
         for parameter in optimizer.parameters:
-            spec = stacked_spec(parameter.name, self.layout.parameter)
+            spec = self.layout.stacked(parameter.name, self.layout.parameter)
             report["parameters"][parameter.name] = _describe_sharding(parameter.weight, spec)
             for moment in list(parameter.moments.values())[:1]:
                 spec = self.step.moment_spec(parameter, moment)
@@ -157,7 +165,10 @@ class XlaEngine:
     # ---- Running
 
     def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> DeviceScalars:
-        """See engine.Engine. One graph; with accumulation, one per micro-batch (the same each time) and one more."""
+        """See engine.Engine. One graph; with accumulation, one per micro-batch (the same each time) and one more.
+
+        With stages, all micro-batches are one graph, too.
+        """
         for inputs in self._micro_batches(with_token_ids(self.config, batch, self.data_rank)):
             loss, count = self._loss(model, inputs)
             loss.backward()
@@ -173,7 +184,7 @@ class XlaEngine:
         torch_xla.sync(wait=wait)
 
     def _micro_batches(self, batch: Batch) -> Iterator[dict[str, Tensor]]:
-        """Yield this process's rows as micro-batches on the devices, sharded as TOKENS says."""
+        """Yield this process's rows on the devices, those of one graph at a time, sharded as TOKENS says."""
         for start in range(0, len(batch["tokens"]), self.rows):
             rows = {name: torch.from_numpy(array[start : start + self.rows]) for name, array in batch.items()}
             yield {name: self.send(tensor) for name, tensor in rows.items()}
@@ -189,16 +200,20 @@ class XlaEngine:
         return tensor_from_shards(shape, self.xla_mesh, self.layout.activation(TOKENS), make, self.device)
 
     def _loss(self, model: Llama, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the summed loss and the number of trained tokens of one micro-batch."""
+        """Return the summed loss and the number of trained tokens of the rows of one graph."""
         noise = None
         if "global_token_index" in batch:
             noise = dropout_noise(self.config.seed, self.step.optimizer.updates, batch["global_token_index"])
         inputs = BatchInputs(batch.get("positions"), batch.get("segments"), noise, self.precision.activations)
         hidden = model.hidden(self._for_lookup(batch["tokens"]), inputs, self.run_blocks)
-        logits = model.lm_head(hidden)  # [B, T, V], with columns of padding
+        labels, vocabulary = batch["labels"], model.shape.vocab_size
         z_loss = self.config.z_loss if torch.is_grad_enabled() else 0.0
-        loss = next_token_loss(logits, batch["labels"], model.shape.vocab_size, z_loss)
-        return loss, (batch["labels"] != IGNORED).sum().float()
+        if isinstance(self.run_blocks, PipelinedBlocks):
+            loss = self.run_blocks.head_loss(hidden, model.lm_head.weight, labels, vocabulary, z_loss)
+        else:
+            logits = model.lm_head(hidden)  # [B, T, V], with columns of padding
+            loss = next_token_loss(logits, labels, vocabulary, z_loss)
+        return loss, (labels != IGNORED).sum().float()
 
     def _for_lookup(self, tokens: Tensor) -> Tensor:
         """Gather `tokens` along `context`: each shard of an embedding's columns looks up all tokens of its replica.
@@ -209,7 +224,7 @@ class XlaEngine:
         if self.mesh.context == 1:
             return tokens
         gathered = tokens + 0
-        xs.mark_sharding(gathered, self.xla_mesh, self.layout.activation(("replica", None)))
+        xs.mark_sharding(gathered, self.xla_mesh, self.layout.activation((REPLICAS, None)))
         return gathered
 
     @torch.no_grad()
@@ -243,7 +258,8 @@ class XlaEngine:
         """`tensor`, a value or moment of the parameter `name`, layer by layer and without padding."""
         shards = XlaShards(tensor.detach())
         if name.startswith(STACK):
-            return {prefix + layer_name(name, i): LogicalTensor(shards, i) for i in range(tensor.shape[0])}
+            layers = enumerate(stacked_layers(self.config))
+            return {prefix + layer_name(name, n): LogicalTensor(shards, i) for i, n in layers if n is not None}
         padded = name.split(".")[-2] in VOCABULARIES and len(tensor) > model.shape.vocab_size
         return {prefix + name: LogicalTensor(shards, rows=model.shape.vocab_size if padded else None)}
 

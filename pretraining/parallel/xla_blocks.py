@@ -26,7 +26,7 @@ from pretraining.models.llama import BatchInputs, Llama, Rope
 from pretraining.noise import upper_bits
 from pretraining.parallel.layout import Layout
 from pretraining.parallel.recompute import ScanGroup
-from pretraining.parallel.sharding import ACTIVATIONS, Activations, Spec, on_mesh
+from pretraining.parallel.sharding import ACTIVATIONS, REPLICAS, Activations, Spec, on_mesh
 
 # Under SPMD the scan's backward ties gradients to their inputs with shard_as, which needs jax and torchax (and
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.
@@ -39,9 +39,8 @@ Body = Callable[[Carry, dict[str, Tensor]], tuple[Carry, None]]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
-def stack_layers(model: Llama) -> Llama:
+def stack_layers(model: Llama, layers: int) -> Llama:
     """Replace `model.layers` by one block whose parameters are [layers, ...], on the meta device."""
-    layers = len(model.model.layers)
     block = model.model.layers[0].to("meta")
     for module in block.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
@@ -81,12 +80,12 @@ class ScannedBlocks:
 
     def __call__(self, block: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
         weights = dict(block.named_parameters())  # type: ignore[attr-defined]
-        for spec in self._lookup_to_stream():
+        for spec in self.lookup_to_stream():
             x = xs.mark_sharding_with_gradients(x, self.mesh, spec)
-        carry: Carry = (x, *_to_floats(inputs))
+        carry: Carry = (x, *to_floats(inputs))
         bodies = self.bodies[inputs.noise is not None]
         for group, body, partition in zip(self.groups, bodies, self.partitions, strict=True):
-            stacks = {name: _layers_of(weights[name], group) for name in self.names}
+            stacks = {name: layers_of(weights[name], group) for name in self.names}
             carry, _ = xla_scan.scan(body, carry, stacks, partition_fn=partition, is_fn_pure=True)
         return carry[0]
 
@@ -106,7 +105,7 @@ class ScannedBlocks:
 
         return body
 
-    def _lookup_to_stream(self) -> list[Spec]:
+    def lookup_to_stream(self) -> list[Spec]:
         """Specs that move a looked-up activation, step by step, to the sharding of the residual stream.
 
         Where the embedding's columns are sharded, so is the result of a lookup; from there to rows is one all-to-all
@@ -116,7 +115,7 @@ class ScannedBlocks:
         """
         if not self.layout.split.parameters:
             return []
-        steps: list[Spec] = [("replica", None, ("shard", "context")), ("replica", "context", "shard")]
+        steps: list[Spec] = [(REPLICAS, None, ("shard", "context")), (REPLICAS, "context", "shard")]
         mesh = self.layout.mesh._asdict()
         specs = [on_mesh(spec, mesh) for spec in (steps if mesh["context"] > 1 else steps[1:])]
         return [*specs, self.layout.stream()]
@@ -128,14 +127,16 @@ class ScannedBlocks:
         """`weight` as the block uses it: KV heads repeated as often as tensor ranks need them."""
         if not self._is_repeated(name):
             return weight
+        stage: Spec = ("stage",) if self.layout.mesh.stage > 1 else ()  # a pipeline has a weight for each stage
+        dim, inputs = len(stage), (None,) * (weight.dim() - len(stage) - 1)
         # First replicated: in one step the compiler finds no way from columns to repeated heads.
-        weight = xs.mark_sharding_with_gradients(weight, self.mesh, (None,) * weight.dim())
-        heads = weight.unflatten(0, (self.kv_heads, -1)).repeat_interleave(self.repeats, 0).flatten(0, 1)
-        spec = (None if self.layout.whole_heads else "tensor", *(None,) * (weight.dim() - 1))
+        weight = xs.mark_sharding_with_gradients(weight, self.mesh, (*stage, None, *inputs))
+        heads = weight.unflatten(dim, (self.kv_heads, -1)).repeat_interleave(self.repeats, dim).flatten(dim, dim + 1)
+        spec = (*stage, None if self.layout.whole_heads else "tensor", *inputs)
         return xs.mark_sharding_with_gradients(heads, self.mesh, spec)
 
 
-def _to_floats(inputs: BatchInputs) -> Carry:
+def to_floats(inputs: BatchInputs) -> Carry:
     """Per-batch tensors as floats: hashes as halves of 16 bits, which fp32 represents exactly."""
     assert inputs.rope is not None
     carry = [*inputs.rope]
@@ -185,7 +186,7 @@ def mark_boundaries(module: nn.Module) -> None:
     module.register_forward_hook(lambda _, __, output: boundary(output))
 
 
-def _layers_of(stack: Tensor, group: ScanGroup) -> Tensor:
+def layers_of(stack: Tensor, group: ScanGroup) -> Tensor:
     """[layers, ...] -> [repeats, blocks per body, ...] of this group's layers."""
     size = len(group.mask)
     layers = stack[group.start : group.start + group.repeats * size]

@@ -29,7 +29,6 @@ from pretraining.optim.optimizer import Optimizer, build_optimizer
 from pretraining.parallel.engine import Batch
 from pretraining.parallel.sharding import TOKENS, Spec
 from pretraining.parallel.xla import XlaEngine
-from pretraining.parallel.xla_step import stacked_spec
 
 _C = torch_xla._XLAC
 
@@ -59,7 +58,7 @@ class Exporter(XlaEngine):
 
     def place_parameter(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
         """See XlaEngine. Does not call `value`."""
-        return self._placeholder(shape, torch.float32, stacked_spec(name, self.layout.parameter))[1]
+        return self._placeholder(shape, torch.float32, self.layout.stacked(name, self.layout.parameter))[1]
 
     def send(self, rows: Tensor) -> Tensor:
         """See XlaEngine."""

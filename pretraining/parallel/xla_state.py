@@ -91,7 +91,7 @@ class XlaShards:
         self.regions: dict[tuple[int, ...], tuple[int, Region]] = {}  # offsets -> (device index, region)
         self.all_offsets: list[tuple[int, ...]] = []
         self.primary: set[tuple[int, ...]] = set()  # those whose replica 0 is here: this process saves them
-        self.users = 1  # logical tensors that share the host copy: the layers of a stack
+        self.users = 0  # logical tensors that share the host copy: the layers of a stack
         self._released = 0
         self._host: list[Tensor] | None = None
         for index, (replica, cuts) in enumerate(_C._get_local_shard_replica_and_indices([tensor])[0]):
@@ -151,20 +151,24 @@ class LogicalTensor(Tensor):
         shape = shape if rows is None else torch.Size((rows, *shape[1:]))
         description = Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device=HOST)
         description.shards, description.layer, description.rows = shards, layer, rows
-        if layer is not None:
-            shards.users = shards.shape[0]
+        shards.users += any(map(description._is_in, shards.regions))
         return description
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func}: a logical tensor is only a description")
 
+    def _is_in(self, start: tuple[int, ...]) -> bool:
+        """Whether the shard at these offsets has the layer; stacks are sharded along their layers by stage."""
+        extent = self.shards.regions[start][1][0] if self.shards.shape else slice(0)
+        return self.layer is None or extent.start <= self.layer < extent.stop
+
     def _chunks(self, offsets: Iterable[tuple[int, ...]]) -> list[ChunkStorageMetadata]:
         chunks = []
-        for start in offsets:
+        for start in filter(self._is_in, offsets):
             region = self.shards.regions[start][1]
             if self.layer is not None:
-                region = region[1:]  # stacks are never sharded along their layers
+                region = region[1:]
             if self.rows is not None:
                 if start[0] >= self.rows:
                     continue  # nothing but padding
@@ -197,4 +201,5 @@ class LogicalTensor(Tensor):
             return self.shards.host(offsets)[: self.rows - offsets[0]]
         if self.layer is None:
             return self.shards.host(offsets)
-        return self.shards.host((0, *offsets))[self.layer]
+        start = next(start for start in self.shards.regions if start[1:] == offsets and self._is_in(start))
+        return self.shards.host(start)[self.layer - start[0]]

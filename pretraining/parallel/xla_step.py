@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from pretraining.config.training import TrainConfig
 from pretraining.noise import name_hashes, random_bits
 from pretraining.optim.optimizer import Optimizer, ParameterState
-from pretraining.parallel.layout import Layout
+from pretraining.parallel.layout import STACK, Layout
 from pretraining.parallel.sharding import Spec
+from pretraining.parallel.stages import micro_batches_per_graph, stacked_layers
 from pretraining.parallel.step import Gradients, OptimizerStep
-
-STACK = "model.layers."  # parameters under it are [layers, ...]
 
 
 class XlaStep(OptimizerStep):
@@ -30,7 +29,7 @@ class XlaStep(OptimizerStep):
     ) -> None:
         self.mesh, self.layout = mesh, layout
         super().__init__(config, optimizer, device)
-        self.accumulates = (config.gradient_accumulation_steps or 1) > 1
+        self.accumulates = (config.gradient_accumulation_steps or 1) > micro_batches_per_graph(config)
         self._sums: dict[str, Tensor] = {}  # of the gradients of micro-batches
         for parameter in optimizer.parameters if self.accumulates else ():
             shape = parameter.weight.shape
@@ -76,7 +75,7 @@ class XlaStep(OptimizerStep):
         name, seed = parameter.name, self.config.seed
         if not name.startswith(STACK):
             return random_bits(name_hashes(seed, [prefix + name])[0].to(self.device), update, tensor.shape)
-        names = [prefix + layer_name(name, layer) for layer in range(tensor.shape[0])]
+        names = [prefix + layer_name(name, layer) for layer in stacked_layers(self.config)]
         key = name_hashes(seed, names).to(self.device).view(-1, *(1,) * (tensor.dim() - 1))
         return random_bits(key, update, tensor.shape[1:])
 
@@ -89,32 +88,27 @@ class XlaStep(OptimizerStep):
 
     def moment_spec(self, parameter: ParameterState, moment: Tensor) -> Spec:
         """Return the layout's spec, with dimensions of extent 1 replicated."""
-        spec = stacked_spec(parameter.name, self.layout.moment)
+        spec = self.layout.stacked(parameter.name, self.layout.moment)
         return tuple(axis if extent > 1 else None for axis, extent in zip(spec, moment.shape, strict=True))
 
     def _mark(self, tensor: Tensor, parameter: ParameterState, spec_of: Callable[[str], Spec]) -> None:
-        xs.mark_sharding(tensor, self.mesh, stacked_spec(parameter.name, spec_of))
+        xs.mark_sharding(tensor, self.mesh, self.layout.stacked(parameter.name, spec_of))
 
     def persistent_tensors(self) -> Iterator[tuple[Tensor, Spec]]:
         """Yield every tensor that outlives a step, and how it is sharded."""
         for parameter in self.optimizer.parameters:
-            spec = stacked_spec(parameter.name, self.layout.parameter)
+            spec = self.layout.stacked(parameter.name, self.layout.parameter)
             yield parameter.weight, spec
             if parameter.name in self.rounded_copies:
                 yield self.rounded_copies[parameter.name], spec
             if parameter.name in self._sums:
-                yield self._sums[parameter.name], stacked_spec(parameter.name, self.layout.gradient)
+                yield self._sums[parameter.name], self.layout.stacked(parameter.name, self.layout.gradient)
             for moment in parameter.moments.values():
                 yield moment, self.moment_spec(parameter, moment)
         for scalars in (self.optimizer.updates, self.totals, self.counters):
             yield scalars, (None,) * scalars.dim()
 
 
-def layer_name(stacked: str, layer: int) -> str:
+def layer_name(stacked: str, layer: int | None) -> str:
     """model.layers.mlp.up_proj.weight -> model.layers.3.mlp.up_proj.weight"""
     return f"{STACK}{layer}.{stacked.removeprefix(STACK)}"
-
-
-def stacked_spec(name: str, spec_of: Callable[[str], Spec]) -> Spec:
-    """Spec of a parameter of the stacked model, or of its gradient or moment: layers are never sharded."""
-    return (None, *spec_of(name)) if name.startswith(STACK) else spec_of(name)

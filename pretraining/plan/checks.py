@@ -10,7 +10,6 @@ from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.errors import Problem
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
-from pretraining.config.variants import model_shape
 
 
 def check_plan(config: TrainConfig) -> Iterator[Problem]:
@@ -46,27 +45,8 @@ def check_compilation(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("--plan_compile=True", "needs --plan_topology, such as 4x4 of tpu-v6e")
     if config.plan_search:
         yield Problem("--plan_compile=True", "compiles one configuration; remove plan_search")
-    if config.pipeline_parallel_size > 1:
-        yield Problem("--plan_compile=True", "compiles a training step; use --pipeline_parallel_size=1")
     if config.engine == "torch":
         yield Problem("--plan_compile=True", "compiles the step of the xla engine; remove --engine=torch")
-
-
-def check_stages(config: TrainConfig) -> Iterator[Problem]:
-    """Pipeline stages divide devices and layers evenly."""
-    stages, virtual = config.pipeline_parallel_size, config.virtual_pipeline_size
-    if not config.plan:
-        return
-    if config.plan_devices % stages:
-        yield problem(config, "pipeline_parallel_size", f"does not divide plan_devices={config.plan_devices}")
-    elif stages > 1 and config.plan_topology:
-        yield problem(config, "plan_topology", "cannot be divided into pipeline stages; use plan_devices")
-    if virtual > 1 and stages == 1:
-        yield problem(config, "virtual_pipeline_size", "needs pipeline_parallel_size above 1")
-    elif model_shape(config).num_layers % (stages * virtual):
-        product = f"x virtual_pipeline_size={virtual} = {stages * virtual} " if virtual > 1 else ""
-        remedy = f"{product}does not divide num_layers={model_shape(config).num_layers}"
-        yield problem(config, "pipeline_parallel_size", remedy)
 
 
 def topology_devices(config: TrainConfig) -> int:
@@ -74,4 +54,4 @@ def topology_devices(config: TrainConfig) -> int:
     return math.prod(map(int, config.plan_topology.split("x")))
 
 
-CHECKS = (check_plan, check_topology, check_compilation, check_stages)
+CHECKS = (check_plan, check_topology, check_compilation)

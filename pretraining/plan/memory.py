@@ -16,8 +16,8 @@ from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import StateTensor, TorchLayout, state_tensors
 from pretraining.parallel.mesh import Mesh, kv_repeats
 from pretraining.parallel.recompute import block_mask
+from pretraining.parallel.stages import block_runs, piece_length
 from pretraining.plan.engines import engine_of, layout_in
-from pretraining.plan.stages import WHOLE, Stage
 from pretraining.plan.tiles import bytes_in_memory
 
 
@@ -37,10 +37,9 @@ class DeviceMemory(NamedTuple):
         return sum(self)
 
 
-def tensors_of(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> list[StateTensor]:
-    """Return every tensor of the state that a stage holds."""
-    tied = model_shape(config).tie_word_embeddings
-    return [tensor for tensor in state_tensors(config, layout_in(config, mesh)) if stage.holds(tensor.name, tied)]
+def tensors_of(config: TrainConfig, mesh: Mesh) -> list[StateTensor]:
+    """Return every tensor of the state that a device holds."""
+    return list(state_tensors(config, layout_in(config, mesh)))
 
 
 def weights_of(tensors: list[StateTensor]) -> list[StateTensor]:
@@ -55,8 +54,8 @@ def tensor_bytes(config: TrainConfig, mesh: Mesh, tensor: StateTensor) -> int:
     return bytes_in_memory(PLAN_KINDS[config.plan_device_kind], stacked, tensor.width)
 
 
-def device_memory(config: TrainConfig, mesh: Mesh, tensors: list[StateTensor], stage: Stage = WHOLE) -> DeviceMemory:
-    """Return what one device of a stage holds, given the stage's tensors."""
+def device_memory(config: TrainConfig, mesh: Mesh, tensors: list[StateTensor]) -> DeviceMemory:
+    """Return what one device holds, given the tensors of its state."""
     sums = dict.fromkeys(("parameters", "copies", "gradients", "moments"), 0)
     for tensor in tensors:
         sums[tensor.kind] += tensor_bytes(config, mesh, tensor)
@@ -64,30 +63,32 @@ def device_memory(config: TrainConfig, mesh: Mesh, tensors: list[StateTensor], s
         sums["parameters"] + sums["copies"],
         sums["gradients"],
         sums["moments"],
-        activations(config, mesh, stage),
-        logits(config, mesh) if stage.last else 0,
+        activations(config, mesh),
+        logits(config, mesh),
         _gathered(config, mesh, weights_of(tensors)),
     )
 
 
-def activations(config: TrainConfig, mesh: Mesh, stage: Stage = WHOLE) -> int:
+def activations(config: TrainConfig, mesh: Mesh) -> int:
     """Return the bytes of activations when the backward pass begins.
 
-    They are those that one micro-batch keeps, or the micro-batches in flight in a pipeline, and those of the blocks
-    that are being recomputed.
+    They are those that one micro-batch keeps, and those of the blocks that are being recomputed. A pipeline keeps them
+    for each of its ticks, and the micro-batches that wait.
     """
-    mask = block_mask(config, model_shape(config).num_layers)
-    together = min(config.checkpoint_num_layers, sum(mask))
-    in_flight = stage.micro_batches_in_flight(config.gradient_accumulation_steps or 1)
-    return int(in_flight * kept_activations(config, mesh)) + int(together * _block_bytes(config, mesh))
+    together = min(config.checkpoint_num_layers, sum(block_mask(config, piece_length(config))))
+    kept, recomputed = kept_activations(config, mesh), int(together * _block_bytes(config, mesh))
+    if mesh.stage == 1:
+        return kept + recomputed
+    waiting = (config.gradient_accumulation_steps or 1) // mesh.stage
+    return block_runs(config) * kept + recomputed + int(waiting * stream_bytes(config, mesh))
 
 
 def kept_activations(config: TrainConfig, mesh: Mesh) -> int:
-    """Return the bytes that the blocks keep for the backward pass of one micro-batch.
+    """Return the bytes that a device's blocks keep for the backward pass of one micro-batch, or in one tick.
 
     Of a recomputed block, or of several that are recomputed together, that is the input.
     """
-    mask = block_mask(config, model_shape(config).num_layers)
+    mask = block_mask(config, piece_length(config))
     inputs = sum(mask) / config.checkpoint_num_layers * stream_bytes(config, mesh)
     return int((len(mask) - sum(mask)) * _block_bytes(config, mesh) + inputs)
 

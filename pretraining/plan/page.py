@@ -8,12 +8,12 @@ from typing import Any
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import amount, duration, flop, micro_batches, percent, size
-from pretraining.parallel.recompute import block_mask
+from pretraining.parallel.recompute import model_mask
 from pretraining.parallel.sharding import axes_of
+from pretraining.parallel.stages import describe_pipeline, idle_share
 from pretraining.plan.compiled import CompiledStep
 from pretraining.plan.engines import engine_of
 from pretraining.plan.plan import USABLE, Plan, nearest_fit, refusals
-from pretraining.plan.stages import idle_share
 
 # The settings that the plan varies.
 VARIED = (
@@ -22,6 +22,9 @@ VARIED = (
     "tensor_parallel_size",
     "sequence_parallel",
     "context_parallel_size",
+    "pipeline_parallel_size",
+    "virtual_pipeline_size",
+    "pipeline_cuts",
     "batch_size",
     "global_batch_size",
     "gradient_accumulation_steps",
@@ -40,9 +43,8 @@ def page(plan: Plan) -> str:
 
 def _head(plan: Plan) -> list[str]:
     config, shape = plan.config, model_shape(plan.config)
-    ranks = {"stage": plan.stage.of, **plan.mesh._asdict()}
-    axes = " x ".join(f"{axis} {count}" for axis, count in ranks.items() if count > 1) or "1"
-    mask = block_mask(config, shape.num_layers)
+    axes = " x ".join(f"{axis} {count}" for axis, count in plan.mesh._asdict().items() if count > 1) or "1"
+    mask = model_mask(config)
     lines = [
         f"plan           {config.model_variant}, {shape.parameters:,} parameters, {config.sharding_strategy}",
         f"devices        {config.plan_devices:,} x {plan.kind.name} ({size(plan.kind.memory)}): {axes}; "
@@ -52,12 +54,8 @@ def _head(plan: Plan) -> list[str]:
         f"recomputed     {sum(mask)} of {len(mask)} blocks",
     ]
     lines += [f"refused        {problem.subject} {problem.remedy}" for problem in refusals(plan)]
-    if plan.stage.of > 1:
-        number, of, pieces = plan.stage
-        lines.append(
-            f"stage          {number + 1} of {of}, which holds most; its layers are {pieces} groups; idle for "
-            f"{percent(idle_share(config))} of the time it works. No engine trains with pipeline stages yet"
-        )
+    if plan.mesh.stage > 1:
+        lines.append(f"pipeline       {describe_pipeline(config)}")
     return lines
 
 
@@ -99,7 +97,7 @@ def flags_of(config: TrainConfig, asked: TrainConfig, *, alone: bool = True) -> 
 def _traffic(plan: Plan) -> list[str]:
     lines = [f"{'collective':<26} {'operation':<15} {'along':<24} {'bytes/device and step':>22} {'least':>19}"]
     for one in plan.collectives:
-        along = "+".join(axis for axis in one.axes if getattr(plan.mesh, axis, 2) > 1)
+        along = "+".join(axis for axis in one.axes if getattr(plan.mesh, axis) > 1)
         lines.append(f"{one.purpose:<26} {one.operation:<15} {along:<24} {one.bytes:>22,} {one.least:>19,}")
     return lines if plan.collectives else ["no collectives"]
 
@@ -137,7 +135,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "config": {name: getattr(plan.config, name) for name in VARIED},
         "device_kind": plan.kind._asdict(),
-        "mesh": {"stage": plan.stage.of, **plan.mesh._asdict()},
+        "mesh": plan.mesh._asdict(),
+        "idle_share": idle_share(plan.config),
         "parameters": [{**weight._asdict(), "bytes": plan.bytes_of(weight)} for weight in plan.weights],
         "bytes_per_device": {**plan.memory._asdict(), "total": plan.memory.total},
         "fits": plan.fits,

@@ -24,10 +24,10 @@ from pretraining.monitor.flops import flops_per_token
 from pretraining.parallel.checks import CHECKS as PARALLEL_CHECKS
 from pretraining.parallel.layout import StateTensor, uneven_columns
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
-from pretraining.parallel.recompute import block_mask
+from pretraining.parallel.recompute import model_mask
+from pretraining.parallel.stages import idle_share, stacked_layers
 from pretraining.plan.engines import engine_of
 from pretraining.plan.memory import DeviceMemory, device_memory, tensor_bytes, tensors_of, weights_of
-from pretraining.plan.stages import Stage, idle_share, stage_config, stages
 from pretraining.plan.traffic import Collective, collectives
 
 CHECKS = (*MODEL_CHECKS, *PARALLEL_CHECKS)
@@ -39,8 +39,7 @@ class Plan(NamedTuple):
 
     config: TrainConfig  # with its batch resolved
     kind: DeviceKind
-    mesh: Mesh  # of one stage's devices
-    stage: Stage  # the stage of a pipeline that holds most; what follows describes it
+    mesh: Mesh
     weights: list[StateTensor]
     memory: DeviceMemory
     collectives: list[Collective]
@@ -58,8 +57,7 @@ class Plan(NamedTuple):
     @property
     def step_seconds(self) -> float:
         """Seconds of one optimizer step."""
-        busy = max(self.compute_seconds, self.overlapped_seconds)
-        return busy * (1 + idle_share(self.config)) + self.exposed_seconds
+        return max(self.compute_seconds, self.overlapped_seconds) + self.exposed_seconds
 
     @property
     def mfu(self) -> float:
@@ -80,16 +78,12 @@ class Plan(NamedTuple):
 def plan_of(config: TrainConfig) -> Plan:
     """Return the plan for plan_devices of plan_device_kind. Raises ConfigError where sizes do not divide."""
     kind = PLAN_KINDS[config.plan_device_kind]
-    devices = config.plan_devices // config.pipeline_parallel_size
-    mesh = resolve_mesh(config, devices, min(kind.per_host, devices))
+    mesh = resolve_mesh(config, config.plan_devices, min(kind.per_host, config.plan_devices))
     config = resolve_batch(config, mesh.data_ranks)
-    of_stage = stage_config(config)
-    tensors = {stage: tensors_of(of_stage, mesh, stage) for stage in stages(config)}
-    memories = {stage: device_memory(of_stage, mesh, tensors[stage], stage) for stage in tensors}
-    stage = max(memories, key=lambda candidate: memories[candidate].total)
-    weights = weights_of(tensors[stage])
+    tensors = tensors_of(config, mesh)
+    weights = weights_of(tensors)
     executed = executed_flops(config, weights) * config.tokens_per_step / config.plan_devices
-    sent = collectives(of_stage, mesh, weights, stage)
+    sent = collectives(config, mesh, weights)
     seconds = [collective.bytes / _rate(collective, mesh, kind) for collective in sent]
     waits = [collective.axes[0] in ("tensor", "context", "stage") for collective in sent]
     exposed = sum(duration for duration, waited in zip(seconds, waits, strict=True) if waited)
@@ -97,9 +91,8 @@ def plan_of(config: TrainConfig) -> Plan:
         config=config,
         kind=kind,
         mesh=mesh,
-        stage=stage,
         weights=weights,
-        memory=memories[stage],
+        memory=device_memory(config, mesh, tensors),
         collectives=sent,
         flops=flops_per_token(model_shape(config), config.seq_length).full,
         executed=executed,
@@ -110,24 +103,25 @@ def plan_of(config: TrainConfig) -> Plan:
 
 
 def executed_flops(config: TrainConfig, weights: list[StateTensor]) -> float:
-    """Return the operations of matrix products that are run per token, given the parameters of one stage.
+    """Return the operations of matrix products that are run per token, given the parameters of one device.
 
     6 N, attention below the diagonal (6 L d S), its scores once more in every backward pass (L d S), and of a
-    recomputed block the forward pass without its last product, whose result is not needed again.
+    recomputed block the forward pass without its last product, whose result is not needed again. A pipeline runs its
+    blocks in idle ticks, too, and padding like layers.
     """
-    shape = model_shape(config)
+    shape, layers = model_shape(config), len(stacked_layers(config))
     scores = shape.num_layers * shape.num_attention_heads * shape.head_dim * config.seq_length
     blocks = [weight for weight in weights if ".layers." in weight.name and len(weight.shape) > 1]
-    stage = sum(weight.tensors * math.prod(weight.shape) for weight in blocks if "down_proj" not in weight.name)
-    recomputed = sum(block_mask(config, shape.num_layers)) / shape.num_layers
-    again = recomputed * 2 * (stage * config.pipeline_parallel_size + scores)
-    return flops_per_token(shape, config.seq_length).causal + scores + again
+    layer = sum(math.prod(weight.shape) for weight in blocks)
+    repeated = sum(math.prod(weight.shape) for weight in blocks if "down_proj" not in weight.name)
+    again = 2 * sum(model_mask(config)) * (repeated + scores / shape.num_layers)
+    of_blocks = 6 * shape.num_layers * layer + 7 * scores + again
+    of_others = flops_per_token(shape, config.seq_length).causal - 6 * (shape.num_layers * layer + scores)
+    return of_others + of_blocks * (1 + idle_share(config)) * layers / shape.num_layers
 
 
 def _rate(collective: Collective, mesh: Mesh, kind: DeviceKind) -> float:
     """Return the bytes per second along its axes: ranks of the mesh's last axis are neighbours, of the first far."""
-    if collective.axes == ("stage",):
-        return kind.network if mesh.size >= kind.per_host else kind.link
     names = list(mesh._asdict())
     widest = min(names.index(axis) for axis in collective.axes)
     reach = math.prod(list(mesh)[widest:])
@@ -137,7 +131,8 @@ def _rate(collective: Collective, mesh: Mesh, kind: DeviceKind) -> float:
 def nearest_fit(plan: Plan) -> TrainConfig | None:
     """Return the configuration after the smallest of some changes that makes it fit; None if none of them does."""
     config, devices = plan.config, plan.config.plan_devices
-    batch: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": None}
+    accumulated = config.gradient_accumulation_steps if config.pipeline_parallel_size > 1 else None
+    batch: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": accumulated}
     recompute = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1"}
     shard: dict[str, Any] = {"sharding_strategy": "fsdp", "sharding_group_size": 0}
     smallest = {**shard, **recompute, "batch_size": 1}
@@ -188,11 +183,15 @@ def _is_another_name(plan: Plan) -> bool:
 
 
 def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
-    devices = config.plan_devices // config.pipeline_parallel_size
+    devices, layers = config.plan_devices, model_shape(config).num_layers
     tensors = [ranks for ranks in (1, 2, 4, 8, 16) if ranks <= PLAN_KINDS[config.plan_device_kind].per_host]
     strategies: tuple[ShardingStrategy, ...] = ("ddp", "zero1", "fsdp", "hsdp")
-    for strategy, tensor, context, recompute in product(strategies, tensors, (1, 2, 4), (False, True)):
-        if devices % (tensor * context):
+    pipelines = [(1, 1)]
+    if engine_of(config) == "xla":
+        pipelines += [(stages, pieces) for stages in (2, 4, 8, 16) for pieces in (1, 2) if stages * pieces <= layers]
+    choices = product(strategies, pipelines, tensors, (1, 2, 4), (False, True))
+    for strategy, (stages, pieces), tensor, context, recompute in choices:
+        if devices % (stages * tensor * context):
             continue
         yield replace(
             config,
@@ -201,6 +200,9 @@ def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
             tensor_parallel_size=tensor,
             sequence_parallel=tensor > 1,
             context_parallel_size=context,
+            pipeline_parallel_size=stages,
+            virtual_pipeline_size=pieces,
+            pipeline_cuts="",
             fsdp_activation_checkpointing=recompute,
             selective_checkpointing="1",
             checkpoint_granularity="full",
@@ -209,8 +211,10 @@ def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
 
 
 def _with_batch(config: TrainConfig, total: int, rows: int) -> TrainConfig:
-    """Return `config` with a global batch of `total` rows, in micro-batches of `rows` or as many as there are."""
-    inner = config.tensor_parallel_size * config.context_parallel_size * config.pipeline_parallel_size
-    ranks = config.plan_devices // inner
+    """Return `config` with a global batch of `total` rows, in micro-batches of `rows` or as many as there are.
+
+    With stages there are at least as many micro-batches.
+    """
+    ranks = config.plan_devices // (config.tensor_parallel_size * config.context_parallel_size)  # stages x data ranks
     batch_size = max(1, min(total // ranks, rows))
     return replace(config, batch_size=batch_size, global_batch_size=total, gradient_accumulation_steps=None)

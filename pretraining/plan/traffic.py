@@ -15,9 +15,9 @@ from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import Layout, StateTensor, TorchLayout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.recompute import block_mask
+from pretraining.parallel.stages import block_runs, piece_length, ticks
 from pretraining.plan.engines import engine_of, layout_in
 from pretraining.plan.memory import stream_bytes
-from pretraining.plan.stages import WHOLE, Stage
 
 SHARDS = ("shard", "context")
 
@@ -26,8 +26,8 @@ class Collective(NamedTuple):
     """All collectives of one purpose in a step."""
 
     purpose: str
-    operation: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "send"
-    axes: tuple[str, ...]  # of the mesh, or "stage"
+    operation: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute"
+    axes: tuple[str, ...]  # of the mesh
     bytes: int  # that leave one device in a step
     least: int  # that every implementation of this strategy must send
 
@@ -38,18 +38,18 @@ def ring(unsharded: float, ranks: int, *, both: bool = False) -> int:
 
 
 def micro_batches(config: TrainConfig) -> int:
-    """Return the number of micro-batches of a step."""
-    return config.gradient_accumulation_steps or 1
+    """Return the number of micro-batches of a step whose embedding, head and loss a device computes."""
+    return (config.gradient_accumulation_steps or 1) // config.pipeline_parallel_size
 
 
-def collectives(config: TrainConfig, mesh: Mesh, weights: list[StateTensor], stage: Stage = WHOLE) -> list[Collective]:
-    """Return everything that a step of a stage with these parameters communicates, except scalars."""
+def collectives(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> list[Collective]:
+    """Return everything that a step on devices with these parameters communicates, except scalars."""
     layout = layout_in(config, mesh)
     if isinstance(layout, TorchLayout):
         of_parameters = _of_fsdp2(config, layout, weights)
     else:
-        of_parameters = _of_table(config, layout, weights, stage)
-    listed = [*of_parameters, *_of_activations(config, mesh), *_between_stages(config, mesh, stage)]
+        of_parameters = _of_table(config, layout, weights)
+    listed = [*of_parameters, *_of_activations(config, mesh), *_between_stages(config, mesh)]
     return [collective for collective in listed if collective.bytes]
 
 
@@ -61,37 +61,67 @@ def _matrix_bytes(weights: list[StateTensor], mesh: Mesh, width: int) -> int:
     return sum(w.tensors * math.prod(w.shape) * width for w in weights if len(w.shape) > 1) // mesh.tensor
 
 
-def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor], stage: Stage) -> list[Collective]:
+def _run_bytes(config: TrainConfig, weights: list[StateTensor], mesh: Mesh, width: int) -> int:
+    """Return `_matrix_bytes` times the runs of each matrix in a step."""
+    blocks, outer = _divided(weights)
+    of_blocks = block_runs(config) * _matrix_bytes(blocks, mesh, width) // config.virtual_pipeline_size
+    return of_blocks + micro_batches(config) * _matrix_bytes(outer, mesh, width)
+
+
+def _divided(weights: list[StateTensor]) -> tuple[list[StateTensor], list[StateTensor]]:
+    """Return the parameters of the blocks, and the others."""
+    blocks = [weight for weight in weights if ".layers." in weight.name]
+    return blocks, [weight for weight in weights if weight not in blocks]
+
+
+def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor]) -> list[Collective]:
     """Return the XLA engine's collectives of parameters and gradients."""
-    mesh, split, precision, count = layout.mesh, layout.split, precision_of(config), micro_batches(config)
+    mesh, split, precision = layout.mesh, layout.split, precision_of(config)
     ranks = mesh.shard * mesh.context
     if split.parameters:
         weights = [weight for weight in weights if "embed_" not in weight.name]
+    blocks, _ = _divided(weights)
     stored = _matrix_bytes(weights, mesh, precision.parameters.itemsize)
-    scatter, over_replicas = ring(stored, ranks), stored // ranks
+    summed = _run_bytes(config, weights, mesh, precision.parameters.itemsize)
+    scatter = ring(stored, ranks)
     if split.parameters:
         # Gathered once for the forward and once for the backward pass of every micro-batch, and for a recomputed block
         # once more: its products by the weights and by their transposes gather separately.
-        blocks = [weight for weight in weights if ".layers." in weight.name]
-        mask = block_mask(config, model_shape(config).num_layers)
-        gather = ring(_matrix_bytes(weights, mesh, precision.compute.itemsize), ranks)
-        again = ring(_matrix_bytes(blocks, mesh, precision.compute.itemsize), ranks) * sum(mask) // len(mask)
+        mask, width = block_mask(config, piece_length(config)), precision.compute.itemsize
+        gathers = ring(_run_bytes(config, weights, mesh, width), ranks)
+        again = ring(_run_bytes(config, blocks, mesh, width), ranks) * sum(mask) // len(mask)
+        least = ring(_matrix_bytes(weights, mesh, width), ranks)
         return [
-            *([_embedding_lookup(config, mesh)] if stage.number == 0 else []),
-            Collective("parameters, forward", "all-gather", SHARDS, count * gather, gather),
-            Collective("parameters, backward", "all-gather", SHARDS, count * (gather + again), gather),
-            Collective("gradients", "reduce-scatter", SHARDS, count * scatter, scatter),
-            _over_replicas(over_replicas, mesh, count),
+            _embedding_lookup(config, mesh),
+            Collective("parameters, forward", "all-gather", SHARDS, gathers, least),
+            Collective("parameters, backward", "all-gather", SHARDS, gathers + again, least),
+            Collective("gradients", "reduce-scatter", SHARDS, ring(summed, ranks), scatter),
+            _all_reduce(config, weights, mesh, ("replica",), ranks),
         ]
-    if split.moments:
-        scatters = count if split.gradients else 1
+    updated = Collective("updated parameters", "all-gather", SHARDS, scatter, scatter)
+    if split.moments and (split.gradients or mesh.stage == 1):
+        over_replicas = _all_reduce(config, weights, mesh, ("replica",), ranks)
+        scatters = ring(summed, ranks) if split.gradients else scatter
         return [
-            Collective("gradients", "reduce-scatter", SHARDS, scatters * scatter, scatter),
-            Collective("updated parameters", "all-gather", SHARDS, scatter, scatter),
-            _over_replicas(over_replicas, mesh, 1),
+            Collective("gradients", "reduce-scatter", SHARDS, scatters, scatter),
+            updated,
+            over_replicas._replace(bytes=over_replicas.least),
         ]
-    least = ring(stored, mesh.replica * ranks, both=True)
-    return [Collective("gradients", "all-reduce", ("replica", *SHARDS), count * least, least)]
+    reduced = _all_reduce(config, weights, mesh, ("replica", *SHARDS), 1)
+    return [reduced, updated] if split.moments else [reduced]
+
+
+def _all_reduce(
+    config: TrainConfig, weights: list[StateTensor], mesh: Mesh, axes: tuple[str, ...], shards: int
+) -> Collective:
+    """Return the all-reduces of gradients, each of one of so many shards; outside the blocks over stages, too."""
+    ranks, width = math.prod(getattr(mesh, axis) for axis in axes), precision_of(config).parameters.itemsize
+    sent = least = 0
+    for group, copies in zip(_divided(weights), (ranks, mesh.stage * ranks), strict=True):
+        sent += ring(_run_bytes(config, group, mesh, width) // shards, copies, both=True)
+        least += ring(_matrix_bytes(group, mesh, width) // shards, copies, both=True)
+    purpose = "gradients, over replicas" if axes == ("replica",) else "gradients"
+    return Collective(purpose, "all-reduce", axes, sent, least)
 
 
 def _embedding_lookup(config: TrainConfig, mesh: Mesh) -> Collective:
@@ -118,36 +148,34 @@ def _of_fsdp2(config: TrainConfig, layout: TorchLayout, weights: list[StateTenso
     backward = ring(_matrix_bytes(blocks, mesh, precision.compute.itemsize), mesh.shard)
     reduced = _matrix_bytes(weights, mesh, precision.gradient_reduction.itemsize)
     scatter = ring(reduced, mesh.shard)
+    over_replicas = ring(reduced // mesh.shard, mesh.replica, both=True)
     return [
         Collective("parameters, forward", "all-gather", ("shard",), count * forward, forward),
         Collective("parameters, backward", "all-gather", ("shard",), count * backward, backward),
         Collective("gradients", "reduce-scatter", ("shard",), count * scatter, scatter),
-        _over_replicas(reduced // mesh.shard, mesh, 1),
+        Collective("gradients, over replicas", "all-reduce", ("replica",), over_replicas, over_replicas),
     ]
-
-
-def _over_replicas(shard: int, mesh: Mesh, times: int) -> Collective:
-    least = ring(shard, mesh.replica, both=True)
-    return Collective("gradients, over replicas", "all-reduce", ("replica",), times * least, least)
 
 
 # ---- Activations
 
 
-def _between_stages(config: TrainConfig, mesh: Mesh, stage: Stage) -> list[Collective]:
-    """Return the activations that each group of layers sends to the next, and the gradients that it sends back.
+def _between_stages(config: TrainConfig, mesh: Mesh) -> list[Collective]:
+    """Return the activations that a tick sends to the next stage and the gradients that it sends back.
 
-    The first group of the first stage gets none, and the last of the last stage sends none.
+    As much is sent as the queue of waiting micro-batches moves on. At least, the last stage sends what its pieces but
+    the last made, and all gradients.
     """
-    if stage.of == 1:
+    if mesh.stage == 1:
         return []
-    least = int(micro_batches(config) * stream_bytes(config, mesh))
-    sent = int(micro_batches(config) * (2 * stage.pieces - 1) * stream_bytes(config, mesh))
-    return [Collective("between stages", "send", ("stage",), sent, least)]
+    stream, count = stream_bytes(config, mesh), config.gradient_accumulation_steps or 1
+    least = int(count * (2 * config.virtual_pipeline_size - 1) * stream)
+    sent = int(4 * (ticks(config) + 1) * stream)
+    return [Collective("between stages", "collective-permute", ("stage",), sent, least)]
 
 
 def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
-    shape, mask = model_shape(config), block_mask(config, model_shape(config).num_layers)
+    shape, mask = model_shape(config), block_mask(config, piece_length(config))
     count, width = micro_batches(config), precision_of(config).activations.itemsize
     tokens = config.batch_size * config.seq_length // mesh.context
     stream = tokens * shape.hidden_size * width
@@ -157,15 +185,16 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     # the feed-forward layer needs it; the embedding and the head; the gradients of what matrices read, which the XLA
     # engine reduces apart for queries, keys, values, gate and up, and the torch engine once for each norm.
     backward = 2 if engine_of(config) == "torch" else 3 + (2 if shape.gated else 1)
-    sums = sum(2 + backward + recomputed for recomputed in mask) + 2
+    runs = block_runs(config)
+    sums = runs * sum(2 + backward + recomputed for recomputed in mask) + 2 * count
     reduced = ring(stream, mesh.tensor, both=True)
     keys = 2 * tokens * mesh.context * shape.num_kv_heads * shape.head_dim // mesh.tensor * width
-    gathers = sum(2 + recomputed for recomputed in mask)  # forward, recomputed, and the sum of their gradients
+    gathers = runs * sum(2 + recomputed for recomputed in mask)  # forward, recomputed, and the sum of their gradients
     gathered = ring(keys, mesh.context)
     least_sums, least_gathers = 4 * len(mask) + 2, 2 * len(mask)
     return [
-        Collective("stream", "all-reduce", ("tensor",), count * sums * reduced, count * least_sums * reduced),
-        Collective("keys and values", "all-gather", ("context",), count * gathers * gathered, least_gathers * gathered),
+        Collective("stream", "all-reduce", ("tensor",), sums * reduced, count * least_sums * reduced),
+        Collective("keys and values", "all-gather", ("context",), gathers * gathered, least_gathers * gathered),
     ]
 
 

@@ -44,6 +44,8 @@ MESHES: dict[str, dict[str, Any]] = {
     # The vocabulary is padded from 50 to 64 rows, of which a checkpoint knows nothing.
     "tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "make_vocab_size_divisible_by": 32},
     "context": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "context_parallel_size": 2},
+    # Three layers for two stages: one is padded, of which a checkpoint knows nothing.
+    "stages": {"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "gradient_accumulation_steps": 2},
 }
 TRAINED = ("fsdp", "context") if DEVICES > 1 else ("ddp",)
 LORA_MESHES = ("ddp", "fsdp")

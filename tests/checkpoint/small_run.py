@@ -38,7 +38,7 @@ def small_config(folder: Path, **fields: Any) -> TrainConfig:
 class PlainEngine:
     """The part of engine.Engine that checkpoints see, for a model that every process holds whole."""
 
-    name, mesh = "plain", Mesh(1, 1)
+    name, mesh = "plain", Mesh()
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         """See engine.Engine."""

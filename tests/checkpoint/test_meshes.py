@@ -20,7 +20,7 @@ from tests.checkpoint.two_processes import HERE, processes
 
 pytestmark = pytest.mark.slow
 
-MESHES = ("ddp_8", "fsdp_8", "hsdp2x4_8", "hsdp4x2_8", "zero1_8", "tensor_8", "context_8")
+MESHES = ("ddp_8", "fsdp_8", "hsdp2x4_8", "hsdp4x2_8", "zero1_8", "tensor_8", "context_8", "stages_8")
 TENSORS = 3 * (3 + 3 * 9) + 1  # parameters and two moments of embedding, norm, head and 3 blocks of 9; the step
 
 

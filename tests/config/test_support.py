@@ -21,6 +21,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "cpu_offload": {"cpu_offload": True},
     "memory_profiling": {"memory_profiling": True},
     "context_parallel_size": {"context_parallel_size": 2},
+    "pipeline_parallel_size": {"pipeline_parallel_size": 2},
     "kv_replication": {"kv_replication": 2},
     "tensor_parallel_size": {"model_variant": "tiny", "tensor_parallel_size": 2},
     "dump_sharding": {"dump_sharding": "there.json"},

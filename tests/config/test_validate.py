@@ -30,6 +30,9 @@ CUSTOM: dict[str, Any] = {
 }
 
 
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 4, "gradient_accumulation_steps": 8, "num_layers": 8}
+
+
 def found(**settings: Any) -> list[str]:
     """The problems of a dummy run with these settings, one text each."""
     config = TrainConfig(**{"use_dummy_dataset": True, **settings})
@@ -143,7 +146,7 @@ def test_the_batch_sizes_a_message_offers_are_valid(batch: int, total: int, pass
 @pytest.mark.parametrize(
     ("mistake", "consequence"),
     [
-        ({"plan": "maybe"}, {"pipeline_parallel_size": 2}),
+        ({"gradient_accumulation_steps": "maybe"}, {"pipeline_parallel_size": 2}),
         ({"optimizer": "adamx"}, {"lr_schedule": "cosine", "min_lr": 1.0}),
         ({"learning_rate": -1.0}, {"lr_schedule": "cosine", "min_lr": 1.0}),
         ({"optimizer_args": "x"}, {"learning_rate": 1.0}),
@@ -174,7 +177,8 @@ def test_a_configuration_does_not_change() -> None:
 @pytest.mark.parametrize("setting", [s for s in SETTINGS.values() if s.needs], ids=lambda setting: setting.name)
 def test_a_setting_without_the_one_that_it_needs_is_refused(setting: Setting) -> None:
     assert setting.needs
-    value = {bool: True, int: 3, float: 0.25, str: "mlp"}[setting.kind]
+    values: tuple[Any, ...] = {bool: (True,), int: (3,), float: (0.25,), str: ("mlp", "3")}[setting.kind]
+    value = next((each for each in values if not setting.fault(each)), None)
     if isinstance(setting.constraint, OneOf):
         value = next(choice for choice in setting.constraint.choices if choice not in ("", setting.default))
     others = {"sharding_strategy": "fsdp", "use_dummy_dataset": True}
@@ -237,8 +241,19 @@ def test_every_fraction_up_to_one_is_its_own_value(numerator: int, denominator: 
             r"--seq_length=63 .*tensor_parallel_size=2 .*use 62 or 64",
         ),
         ({"sharding_strategy": "fsdp", "sharding_group_size": 4}, r"--sharding_group_size=4 .*sharding_strategy=hsdp"),
-        ({"pipeline_parallel_size": 2}, r"--pipeline_parallel_size=2 "),
-        ({"virtual_pipeline_size": 2}, r"--virtual_pipeline_size=2 "),
+        ({"pipeline_parallel_size": 2}, r"=2 +needs --gradient_accumulation_steps: a multiple of 2, such as 8"),
+        (STAGES | {"gradient_accumulation_steps": 6}, r"=6 +is not a multiple of pipeline_parallel_size=4; use 4 or 8"),
+        (STAGES | {"num_layers": 3}, r"--pipeline_parallel_size=4 +is more than num_layers=3"),
+        (STAGES | {"virtual_pipeline_size": 3}, r"x virtual_pipeline_size=3 = 12 is more than num_layers=8"),
+        ({"virtual_pipeline_size": 2}, r"--virtual_pipeline_size=2 +needs --pipeline_parallel_size"),
+        (STAGES | {"pipeline_cuts": "1,3"}, r"8 layers into 4 pieces; use 3 numbers below 7, such as 1,3,5"),
+        (STAGES | {"pipeline_cuts": "1,3,7"}, r"8 layers into 4 pieces"),
+        (STAGES | {"pipeline_cuts": "3,1,5"}, r"--pipeline_cuts=3,1,5 +must be ascending layer numbers"),
+        (STAGES | {"engine": "torch"}, r"=4 +is not supported by engine=torch: the torch engine has no pipeline"),
+        (
+            STAGES | {"fsdp_activation_checkpointing": True, "selective_checkpointing": "4"},
+            r"=4 +recomputes none of the 2 layers of a piece",
+        ),
     ],
 )
 def test_ranks_that_cannot_share_the_model_are_refused_with_both_names(fields: dict[str, Any], words: str) -> None:

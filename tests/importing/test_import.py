@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,7 @@ def test_no_value_of_any_key_leads_to_anything_but_a_report_or_an_error_for_the_
     chosen = data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3, unique=True))
     node = tree(kind)
     for key in chosen:
-        put(node, key, data.draw(st.sampled_from(JUNK)))
+        put(node, key, deepcopy(data.draw(st.sampled_from(JUNK))))  # the next key may be inside this one
     try:
         result = resolved(node, tmp_path)
     except UserError:
@@ -382,16 +383,14 @@ def test_the_resolved_configuration_reads_back_as_itself(kind: str, suffix: str,
     assert from_flags({"config_file": str(path)}) == before
 
 
-def test_pipelines_are_kept_for_reading_and_folded_for_training(tmp_path: Path) -> None:
+def test_stages_and_their_cuts_are_kept_or_folded(tmp_path: Path) -> None:
     node = put(put(tree("nxdt"), "distributed_strategy.pipeline_model_parallel_size", 2), "data.micro_batch_size", 1)
+    node = put(node, "model.pipeline_cuts", ["model.layers.0"])
     folded = config(node, tmp_path, import_pp="fold")
-    assert folded.pipeline_parallel_size == 1
-    assert "or --import_pp=fold" in refusal(node, tmp_path)
-    kept = resolved(node, tmp_path, import_only="True")
-    assert not [*kept.problems, *kept.config_problems]
-    assert kept.config.pipeline_parallel_size == 2
-    (row,) = (row for row in kept.keys if row.source_key.endswith(".pipeline_model_parallel_size"))
-    assert "no pipelines yet" in row.note
+    assert (folded.pipeline_parallel_size, folded.pipeline_cuts) == (1, "")
+    assert "engine=torch: the torch engine has no pipeline" in refusal(node, tmp_path, engine="torch")
+    kept = config(node, tmp_path)
+    assert (kept.pipeline_parallel_size, kept.pipeline_cuts) == (2, "model.layers.0")
 
 
 def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) -> None:

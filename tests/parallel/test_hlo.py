@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pretraining.plan.program import product_flops
 from tests.parallel.hlo import (
     HIDDEN,
     LAYERS,
@@ -45,6 +46,12 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"num_kv_heads": 4, "batch_size": ROWS // 8, **fields} for name, fields in RECOMPUTED.items()},
     "fp32": {**FSDP, "precision": "fp32"},
     "bf16": {**FSDP, "mixed_precision": True},
+    "stages": {
+        "pipeline_parallel_size": 4,
+        "gradient_accumulation_steps": 4,
+        "num_kv_heads": 4,
+        "batch_size": ROWS // 8,
+    },
 }
 
 
@@ -89,6 +96,16 @@ def test_recomputing_a_module_saves_memory_and_recomputing_blocks_saves_most(fol
     assert sizes["blocks"] < sizes["mlp"] < sizes["nothing"]
     assert sizes["norm"] < sizes["nothing"]
     assert sizes["mlp_activation"] <= sizes["nothing"]  # what the min-cut recomputes anyway
+
+
+def test_a_tick_sends_each_way_twice_and_computes_the_blocks_of_a_stage(folder: Path) -> None:
+    text, plain = (compiled(folder)[case] for case in ("stages", "nothing"))
+    stream = (1, ROWS // 8, LENGTH, HIDDEN)
+    # The residual stream and the queue, forward and backward; and once more where the queue begins and ends
+    assert results(text, "collective-permute") == 8 * [stream]
+    of_head = 6 * (ROWS // 8) * LENGTH * HIDDEN * TOY["vocab_size"]
+    blocks, blocks_of_stage = (product_flops(program) - of_head for program in (plain, text))
+    assert blocks_of_stage / blocks == 1 + 3 / 4  # idle share: (stages - 1) / micro-batches
 
 
 def traced(folder: Path, case: str) -> str:

@@ -36,6 +36,7 @@ DROPOUT: Fields = {**FSDP, "hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn
 RANDOM: dict[str, Fields] = {
     "dropout": DROPOUT,
     "dropout, recomputed": {**DROPOUT, "fsdp_activation_checkpointing": True, "sharding_strategy": "ddp"},
+    "dropout, stages": DROPOUT,
 }
 BY_NORM: dict[str, Fields] = {
     "1-norm": {**FSDP, "grad_clip_norm_type": 1.0, "grad_clip_thresh": 20.0},
@@ -47,7 +48,8 @@ EQUAL_MICRO_BATCHES: dict[str, Fields] = {
     "8 in fp32": {"global_batch_size": 8, "fp32_grad_acc": True},
     "8 in bf16": {"global_batch_size": 8, "fp32_grad_acc": False},
 }
-RESUMED = (*FULL_TENSOR_RULES, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout")
+STAGES: Fields = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}  # the torch engine has none
+RESUMED = (*FULL_TENSOR_RULES, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout", "dropout, stages")
 CASES: dict[str, Fields] = {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM}
 
 
@@ -71,6 +73,7 @@ def on_xla(folder: Path) -> dict[str, Any]:
     # Accumulated where gradients are not summed in their parameters' dtype
     sizes = {"no masters": 1, **dict.fromkeys(EQUAL_MICRO_BATCHES, 1)}
     cases = {**CASES, **stopped(folder), **equal_micro_batches(4)}
+    cases |= {name: {**fields, **STAGES} for name, fields in cases.items() if "stages" in name}
     return run_on_xla(4, {name: {**fields, "batch_size": sizes.get(name, 4)} for name, fields in cases.items()})[0]
 
 

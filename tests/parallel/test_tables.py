@@ -63,7 +63,7 @@ def shares(layout: Layout | TorchLayout, strategy: Any) -> tuple[int, ...]:
 
 
 def test_the_xla_engine_shards_what_the_strategy_s_name_says() -> None:
-    mesh = Mesh(1, 4, context=2, tensor=2)
+    mesh = Mesh(shard=4, context=2, tensor=2)
     names: Iterable[Any] = STRATEGIES
     layouts = {name: layout_of(TrainConfig(**WIDE, sharding_strategy=name), mesh) for name in names}
     assert {name: shares(layout, name) for name, layout in layouts.items()} == {
@@ -76,13 +76,13 @@ def test_the_xla_engine_shards_what_the_strategy_s_name_says() -> None:
 
 
 def test_the_torch_engine_shards_parameters_with_zero1_and_zero2_too() -> None:
-    found = {name: shares(TorchLayout(Mesh(1, 8), name), name) for name in ("zero1", "zero2", "fsdp")}
+    found = {name: shares(TorchLayout(Mesh(shard=8), name), name) for name in ("zero1", "zero2", "fsdp")}
     assert found == {"zero1": (8, 1, 8), "zero2": (8, 8, 8), "fsdp": (8, 8, 8)}
 
 
 def test_bytes_include_the_padding_of_uneven_shards() -> None:
     config = TrainConfig(model_variant="tiny")
-    held = state_bytes(config, TorchLayout(Mesh(1, 7), "fsdp"))["parameters"]
+    held = state_bytes(config, TorchLayout(Mesh(shard=7), "fsdp"))["parameters"]
     assert unsharded_state_bytes(config)["parameters"] / 7 < held < unsharded_state_bytes(config)["parameters"] / 6
 
 
@@ -96,11 +96,12 @@ def test_adamw_s_state_is_16_bytes_a_parameter(variant: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "mesh"),
     [
-        ({"sharding_strategy": "fsdp", "tensor_parallel_size": 2}, Mesh(1, 4, 1, 2)),
-        ({"sharding_strategy": "ddp", "tensor_parallel_size": 4}, Mesh(2, 1, 1, 4)),
-        ({"sharding_strategy": "zero1", "context_parallel_size": 2}, Mesh(1, 4, 2, 1)),
-        ({"sharding_strategy": "hsdp", "tensor_parallel_size": 2}, Mesh(2, 2, 1, 2)),  # a group is a host of 4
-        ({"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "context_parallel_size": 2}, Mesh(1, 2, 2, 2)),
+        ({"sharding_strategy": "fsdp", "tensor_parallel_size": 2}, Mesh(shard=4, tensor=2)),
+        ({"sharding_strategy": "ddp", "tensor_parallel_size": 4}, Mesh(replica=2, tensor=4)),
+        ({"sharding_strategy": "zero1", "context_parallel_size": 2}, Mesh(shard=4, context=2)),
+        ({"sharding_strategy": "hsdp", "tensor_parallel_size": 2}, Mesh(1, 2, 2, 1, 2)),  # a group is a host of 4
+        ({"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "context_parallel_size": 2}, Mesh(1, 1, 2, 2, 2)),
+        ({"sharding_strategy": "hsdp", "pipeline_parallel_size": 4}, Mesh(stage=4, shard=2)),
     ],
 )
 def test_remaining_mesh_axes_are_data_parallel(fields: dict[str, Any], mesh: Mesh) -> None:
@@ -151,7 +152,7 @@ def test_published_padded_sizes_are_met() -> None:  # Pythia: 50277 tokens, mult
 
 @pytest.mark.parametrize(
     ("strategy", "group", "mesh"),
-    [("ddp", 0, Mesh(8, 1)), ("fsdp", 0, Mesh(1, 8)), ("hsdp", 4, Mesh(2, 4)), ("hsdp", 0, Mesh(4, 2))],
+    [("ddp", 0, Mesh(1, 8, 1)), ("fsdp", 0, Mesh(1, 1, 8)), ("hsdp", 4, Mesh(1, 2, 4)), ("hsdp", 0, Mesh(1, 4, 2))],
 )
 def test_the_mesh_of_each_strategy(strategy: Any, group: int, mesh: Mesh) -> None:
     config = TrainConfig(sharding_strategy=strategy, sharding_group_size=group)

@@ -41,6 +41,7 @@ ADAPTERS: Fields = {  # frozen projections have no gradient, and with it no mark
     "lora_init": "gaussian",
 }
 TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
+STAGES: Fields = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4, "batch_size": 1}
 SEQUENCE: Fields = {"tensor_parallel_size": 4, "sequence_parallel": True}
 RECOMPUTED: dict[str, Fields] = {
     "none": {},
@@ -107,6 +108,13 @@ CASES: dict[int, dict[str, Fields]] = {
         "built first": {**STRATEGIES["fsdp"], "low_cpu_fsdp": False},
         "options, ddp": {**STRATEGIES["ddp"], **OPTIONS},
         "options, fsdp x tensor": {**STRATEGIES["fsdp"], **TENSOR, **OPTIONS, **RECOMPUTED["a third"]},
+        "options, uneven stages": {
+            **{"sharding_strategy": "hsdp", "sharding_group_size": 2},
+            **STAGES,
+            "pipeline_cuts": "2",
+            **OPTIONS,
+            **RECOMPUTED["a third"],
+        },
         "adapters, ddp": {**STRATEGIES["ddp"], **ADAPTERS},
         "adapters, tensor 8": {
             "sharding_strategy": "ddp",
@@ -114,6 +122,22 @@ CASES: dict[int, dict[str, Fields]] = {
             "batch_size": 16,
             **ADAPTERS,
             **RECOMPUTED["a third"],
+        },
+        "4 stages, all": {
+            **STRATEGIES["fsdp"],
+            **STAGES,
+            "pipeline_parallel_size": 4,
+            "batch_size": 2,
+            **RECOMPUTED["all"],
+        },
+        "2 stages of 2 pieces x tensor x context": {
+            **STRATEGIES["fsdp"],
+            **TENSOR,
+            "sequence_parallel": True,
+            **STAGES,
+            "virtual_pipeline_size": 2,
+            "context_parallel_size": 2,
+            "batch_size": 4,
         },
         "bf16": {**STRATEGIES["fsdp"], "mixed_precision": True},
         "poisoned": {**STRATEGIES["fsdp"], "poison_step": 2},
@@ -210,7 +234,12 @@ def test_tensor_ranks_shard_every_matrix() -> None:
 
 @pytest.mark.parametrize(
     ("form", "mesh"),
-    [("options", "fsdp x tensor"), ("window and positions", "context x tensor"), ("adapters", "tensor 8")],
+    [
+        ("options", "fsdp x tensor"),
+        ("options", "uneven stages"),
+        ("window and positions", "context x tensor"),
+        ("adapters", "tensor 8"),
+    ],
 )
 def test_every_model_option_has_the_same_losses_on_another_mesh(form: str, mesh: str) -> None:
     plain, split = outcome(8)[0][f"{form}, ddp"], outcome(8)[0][f"{form}, {mesh}"]

@@ -32,6 +32,10 @@ PROGRAMS: dict[str, Fields] = {
     "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 4, "batch_size": 2},
     "tensor": {"sharding_strategy": "ddp", "tensor_parallel_size": 8, "batch_size": 16, "num_kv_heads": 8},
     "fsdp x tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 4},
+    "fsdp x stages": {
+        **{"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
+        **{"gradient_accumulation_steps": 4, "batch_size": 1},
+    },
 }
 HELD: dict[str, Fields] = {
     **PROGRAMS,
