@@ -41,7 +41,6 @@ from pretraining.parallel.layout import TorchLayout, shard_dimension, uneven_col
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes, raise_process_error, read_processes
 from pretraining.parallel.recompute import block_mask, recomputed_modules
-from pretraining.parallel.sharding import BATCH_AXES
 from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.torch_state import LocalShards, to_local
 from pretraining.parallel.torch_step import TorchStep, sum_over_processes
@@ -146,7 +145,7 @@ class TorchEngine:
         )
         offload = fsdp.CPUOffloadPolicy() if self.config.cpu_offload else fsdp.OffloadPolicy()
         options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
-        options["mesh"] = grid["shard"] if self.mesh.replica == 1 else grid[BATCH_AXES]
+        options["mesh"] = grid["shard"] if self.mesh.replica == 1 else grid["replica", "shard"]
         if self.mesh.tensor > 1:
             dims = {weight: shard_dimension(name) for name, weight in model.named_parameters()}
             options["shard_placement_fn"] = lambda weight: Shard(dims[weight])

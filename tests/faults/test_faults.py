@@ -5,6 +5,9 @@ A small sample of the cases of campaign.py.
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
@@ -69,7 +72,6 @@ ENVIRONMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a full device": ({"output": "/dev/full"}, "the output: No space left on device"),
     "no working directory": ({"removed": True}, "the working directory does not exist any more"),
     "small files": ({"limits": {"RLIMIT_FSIZE": 20_000}}, "File too large"),
-    "little memory": ({"limits": {"RLIMIT_AS": 1 << 30}}, "this process may not have more memory"),
 }
 
 
@@ -80,3 +82,15 @@ def test_what_the_system_refuses_is_a_sentence(programs: Programs, tmp_path: Pat
     outcome = programs.run(*training(tmp_path, use_dummy_dataset=True, log_dir="run"), folder=place, **options)
     assert outcome.code in REFUSED and not outcome.broken, outcome
     assert sentence in outcome.errors + outcome.output
+
+
+def test_a_limit_of_memory_is_a_sentence(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *training(tmp_path)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)),  # torch's libraries need more
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "this process may not have more memory" in done.stderr
