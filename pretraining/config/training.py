@@ -156,8 +156,8 @@ class TrainConfig:
     """"xla" (torch-xla, GSPMD), "torch" (FSDP2) or "auto": torch if there is a CUDA GPU, otherwise xla if torch-xla is
     installed, otherwise torch on the CPU. The choice and its reason are printed."""
     device: Literal["auto", "cuda", "cpu", "tpu"] = "auto"
-    """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, requirements-torchtpu.txt; tested on an emulated TPU
-    only) or "auto". The device of the xla engine is named by PJRT_DEVICE."""
+    """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, requirements-torchtpu.txt; not run on TPU hardware
+    yet) or "auto". The device of the xla engine is named by PJRT_DEVICE."""
     sharding_strategy: Annotated[ShardingStrategy, COMMON] = "hsdp"
     """How parameters, gradients and optimizer state are sharded: "ddp" (all replicated), "zero1" (optimizer state
     sharded), "zero2" (gradients too), "fsdp" (all sharded over all devices), "hsdp" (all sharded within groups of

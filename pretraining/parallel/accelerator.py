@@ -55,7 +55,7 @@ ACCELERATORS = {
         mixed_matmul_precision="medium",
         package="torch_tpu",
         launch_variables=("TORCH_TPU_TOPOLOGY", "TORCH_TPU_SLICEBUILDER_ADDRESSES"),
-        caveat="tested on an emulated TPU only",
+        caveat="not run on TPU hardware yet",
     ),
     # From AWS's documentation of torch-neuronx 2.13; not a choice of --device before somebody has run it.
     "neuron": Accelerator("NeuronCore", "neuron", {"backend": "neuron", "dynamic": False}, package="torch_neuronx"),
