@@ -204,7 +204,7 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
     assert chosen(gpus=0, xla=True, device="cpu") == "torch"
     assert chosen(gpus=8, xla=True, engine="xla") == "xla"
     assert chosen(gpus=0, xla=True, engine="torch") == "torch"
-    assert "emulated" in choose_engine(TrainConfig(engine="torch", device="tpu"))[1]
+    assert "not run on TPU hardware" in choose_engine(TrainConfig(engine="torch", device="tpu"))[1]
     with pytest.raises(UserError, match="torch_xla is not installed"):
         chosen(gpus=0, xla=False, engine="xla")
 
