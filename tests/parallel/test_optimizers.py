@@ -42,11 +42,11 @@ BY_NORM: dict[str, Fields] = {
     "1-norm": {**FSDP, "grad_clip_norm_type": 1.0, "grad_clip_thresh": 20.0},
     "largest": {**FSDP, "grad_clip_norm_type": 0.0, "grad_clip_thresh": 0.01},
 }
-# One micro-batch, and 8 equal ones whose gradients are summed in fp32 or bf16
+# One micro-batch, and 32 equal ones whose gradients are summed in fp32 or bf16
 EQUAL_MICRO_BATCHES: dict[str, Fields] = {
     "one": {"global_batch_size": 1},
-    "8 in fp32": {"global_batch_size": 8, "fp32_grad_acc": True},
-    "8 in bf16": {"global_batch_size": 8, "fp32_grad_acc": False},
+    "32 in fp32": {"global_batch_size": 32, "fp32_grad_acc": True},
+    "32 in bf16": {"global_batch_size": 32, "fp32_grad_acc": False},
 }
 STAGES: Fields = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}  # the torch engine has none
 RESUMED = (*FULL_TENSOR_RULES, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout", "dropout, stages")
@@ -181,5 +181,5 @@ def test_the_state_of_an_optimizer_is_as_small_as_its_source_promises() -> None:
 def test_many_equal_micro_batches_add_up_to_one_in_fp32_and_not_in_bf16(engine: str, folder: Path) -> None:
     outcome = on_xla(folder) if engine == "xla" else on_torch(ALONE)
     norms = {name: outcome[name]["grad_norm"][0] for name in EQUAL_MICRO_BATCHES}
-    assert norms["8 in fp32"] == pytest.approx(norms["one"], rel=1e-6)
-    assert abs(norms["8 in bf16"] / norms["one"] - 1) > 1e-3  # 8 sums, each rounded to 8 bits
+    assert norms["32 in fp32"] == pytest.approx(norms["one"], rel=1e-6)
+    assert abs(norms["32 in bf16"] / norms["one"] - 1) > 1e-4  # 32 sums, each rounded to 8 bits
