@@ -243,8 +243,8 @@ def test_tensor_ranks_shard_every_matrix() -> None:
 )
 def test_every_model_option_has_the_same_losses_on_another_mesh(form: str, mesh: str) -> None:
     plain, split = outcome(8)[0][f"{form}, ddp"], outcome(8)[0][f"{form}, {mesh}"]
-    for figure in ("loss", "grad_norm", "evaluation"):
-        assert split[figure] == pytest.approx(plain[figure], abs=1e-5)
+    for figure in ("loss", "grad_norm", "evaluation"):  # norms reach 3, and are summed in another order
+        assert split[figure] == pytest.approx(plain[figure], abs=1e-5, rel=2e-5 if figure == "grad_norm" else None)
     assert plain["loss"][-1] < plain["loss"][0]
 
 
