@@ -151,6 +151,8 @@ class Corpus:
                     file.check()
                     checked.add(file)
                 places = self._copy(block, file, within, out if count == total else out[done : done + count])
+            except UserError:  # object storage's is an OSError, too
+                raise
             except OSError as error:
                 path = self._shards[self._shard[epoch.blocks[place]]].path
                 raise UserError(f"{path}: {error.strerror}: restore the shard or its index") from error
