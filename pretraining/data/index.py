@@ -169,6 +169,8 @@ def _build(file: ShardFile, sidecar: Path) -> ShardIndex:
         for old in set(sidecar.parent.glob(f"{escape(sidecar.stem)}.*.tokens")) - {decoded}:  # of an earlier content
             old.unlink(missing_ok=True)
         return _write(file, contents, groups, sidecar, before)
+    except UserError:  # object storage's is an OSError, too
+        raise
     except OSError as error:
         message = f"{error.filename or sidecar}: {error.strerror}; the indexes of the data are written to"
         raise UserError(f"{message} {sidecar.parent}: choose another folder with --index_dir") from error
