@@ -34,9 +34,9 @@ class DropoutNoise(NamedTuple):
         """Hashes of this block's tokens at `site`, [B, T] int32."""
         return hash_with(hash_with(self.token_hashes, self.layer), torch.full_like(self.layer, site))
 
-    def next_block(self) -> DropoutNoise:
-        """Return the hashes of the next block."""
-        return self._replace(layer=self.layer + 1)
+    def next_block(self, count: int = 1) -> DropoutNoise:
+        """Return the hashes of the block `count` blocks further."""
+        return self._replace(layer=self.layer + count)
 
 
 def dropout_noise(seed: int, update: Tensor, token_index: Tensor) -> DropoutNoise:

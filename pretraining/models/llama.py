@@ -61,9 +61,9 @@ class BatchInputs(NamedTuple):
     rope: Rope | None = None  # Llama.hidden computes it from the positions
     kernel: Kernel = "repeated"  # of causal attention
 
-    def next_block(self) -> BatchInputs:
-        """Return the inputs of the next block, which differ in their dropout noise."""
-        return self if self.noise is None else self._replace(noise=self.noise.next_block())
+    def next_block(self, count: int = 1) -> BatchInputs:
+        """Return the inputs of the block `count` blocks further, which differ in their dropout noise."""
+        return self if self.noise is None else self._replace(noise=self.noise.next_block(count))
 
 
 NO_INPUTS = BatchInputs()
@@ -278,11 +278,18 @@ class Llama(Module):
 
     def hidden(self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS, run_blocks: RunBlocks | None = None) -> Tensor:
         """Return the input of the output head, [B, T, D]."""
-        embedded = self.model.embed(tokens, inputs.positions).to(inputs.dtype)
-        x = dropout(embedded, self.model.dropout, inputs.noise, EMBEDDING)  # [B, T, D]
-        rope = rope_table(self.rope_frequencies, tokens, inputs.positions)
-        x = (run_blocks or _run_in_order)(self.model.layers, x, inputs._replace(rope=rope))
+        x = self.embed(tokens, inputs)
+        x = (run_blocks or _run_in_order)(self.model.layers, x, self.with_rope(tokens, inputs))
         return self.model.norm(x)
+
+    def embed(self, tokens: Tensor, inputs: BatchInputs) -> Tensor:
+        """Return the input of the first block, [B, T, D]."""
+        embedded = self.model.embed(tokens, inputs.positions).to(inputs.dtype)
+        return dropout(embedded, self.model.dropout, inputs.noise, EMBEDDING)
+
+    def with_rope(self, tokens: Tensor, inputs: BatchInputs) -> BatchInputs:
+        """Return `inputs` as the blocks read them; of `tokens`, or of any tensor [B, T], the shape counts."""
+        return inputs._replace(rope=rope_table(self.rope_frequencies, tokens, inputs.positions))
 
     def loss(
         self,
@@ -293,7 +300,10 @@ class Llama(Module):
         chunk_loss: LossAndGradient = loss_and_gradient,
     ) -> Tensor:
         """Return the summed loss of all trained positions, fp32 scalar, without all logits at once (ops.head_loss)."""
-        x = self.hidden(tokens, inputs, run_blocks)
+        return self.loss_of_hidden(self.hidden(tokens, inputs, run_blocks), labels, chunk_loss)
+
+    def loss_of_hidden(self, x: Tensor, labels: Tensor, chunk_loss: LossAndGradient = loss_and_gradient) -> Tensor:
+        """Return `loss`, given the input of the output head."""
         return head_loss(x, self.lm_head.weight, labels, self.shape.vocab_size, chunk_loss)
 
 

@@ -14,9 +14,11 @@ from pretraining.models.chunked import AttentionMask, chunked_attention, contrac
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+# An engine's own causal attention without dropout: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E]
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
 # How causal attention is computed: the device's scaled_dot_product_attention has a flash kernel that reads a key/value
 # head where several query heads share it ("grouped") or takes a copy for each ("repeated"), or has none ("chunked").
-Kernel = Literal["grouped", "repeated", "chunked"]
+Kernel = Literal["grouped", "repeated", "chunked"] | AttentionKernel
 IGNORED = -100  # a label that is not trained on, as in torch and Hugging Face
 
 
@@ -92,6 +94,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | BlockMask, 
         return _flex_attention(q, k, v, mask)
     if mask.window is not None and mask.window >= q.shape[2]:
         mask = mask._replace(window=None)
+    if callable(kernel):
+        return kernel(q, k, v, mask)
     is_causal_only = mask.segments is None and mask.window is None and mask.noise is None
     if kernel == "chunked" or not is_causal_only:
         return chunked_attention(q, k, v, mask)
@@ -212,29 +216,40 @@ def head_loss(
     if not torch.is_grad_enabled():
         chunks = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
         return torch.stack([chunk_loss(linear(x, weight), label, vocabulary)[0] for x, label in chunks]).sum()
-    loss: Tensor = _HeadLoss.apply(rows, weight, targets, vocabulary, chunk_loss)
-    return loss
+    loss, grad_rows, grad_weight = _loss_and_gradients(rows, weight, targets, vocabulary, chunk_loss)
+    # A sum of two, because a pipeline that computes the gradients of weights later cannot split a Function's backward.
+    of_rows: Tensor = _WithGradient.apply(rows, loss, grad_rows)
+    of_weight: Tensor = _WithGradient.apply(weight, torch.zeros_like(loss), grad_weight)
+    return of_rows + of_weight
 
 
-class _HeadLoss(torch.autograd.Function):
+@torch.no_grad()
+def _loss_and_gradients(
+    rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: int, chunk_loss: LossAndGradient
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed loss and its gradients with respect to the rows and the weight."""
+    compute_weight = weight.to(rows.dtype)
+    loss = torch.zeros((), device=rows.device)
+    grad_rows = torch.empty_like(rows)
+    grad_weight = torch.zeros(weight.shape, device=weight.device)  # summed over chunks in fp32
+    chunks = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), grad_rows.split(LOSS_ROWS), strict=True)
+    for x, labels, grad_x in chunks:
+        partial_loss, grad_logits = chunk_loss(x @ compute_weight.t(), labels, vocabulary)  # [R, V]
+        loss += partial_loss
+        torch.mm(grad_logits, compute_weight, out=grad_x)
+        grad_weight += grad_logits.t() @ x
+    return loss, grad_rows, grad_weight.to(weight.dtype)
+
+
+class _WithGradient(torch.autograd.Function):
+    """A scalar whose gradient with respect to a tensor is given."""
+
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, vocabulary: int, chunk_loss: LossAndGradient
-    ) -> Tensor:
-        compute_weight = weight.to(rows.dtype)
-        loss = torch.zeros((), device=rows.device)
-        grad_rows = torch.empty_like(rows)
-        grad_weight = torch.zeros(weight.shape, device=weight.device)  # summed over chunks in fp32
-        chunks = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), grad_rows.split(LOSS_ROWS), strict=True)
-        for x, labels, grad_x in chunks:
-            partial_loss, grad_logits = chunk_loss(x @ compute_weight.t(), labels, vocabulary)  # [R, V]
-            loss += partial_loss
-            torch.mm(grad_logits, compute_weight, out=grad_x)
-            grad_weight += grad_logits.t() @ x
-        ctx.save_for_backward(grad_rows, grad_weight.to(weight.dtype))
-        return loss
+    def forward(ctx: Any, _: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        grad_rows, grad_weight = ctx.saved_tensors
-        return grad_rows * grad.to(grad_rows.dtype), grad_weight * grad.to(grad_weight.dtype), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None

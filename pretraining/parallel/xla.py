@@ -32,7 +32,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import VOCABULARIES, initial_weight
 from pretraining.models.llama import BatchInputs, Llama
-from pretraining.models.ops import IGNORED, next_token_loss
+from pretraining.models.ops import IGNORED, Kernel, next_token_loss
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
@@ -40,10 +40,12 @@ from pretraining.parallel.layout import STACK, layout_of
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
 from pretraining.parallel.sharding import HEAD_ACTIVATIONS, REPLICAS, TOKENS, Spec
+from pretraining.parallel.splash import choose_attention
 from pretraining.parallel.stages import micro_batches_per_graph, piece_length, stacked_layers
 from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.xla_blocks import ScannedBlocks, place_activations, stack_layers
 from pretraining.parallel.xla_pipeline import PipelinedBlocks
+from pretraining.parallel.xla_splash import SplashAttention
 from pretraining.parallel.xla_state import LogicalTensor, Region, XlaShards, tensor_from_shards
 from pretraining.parallel.xla_step import XlaStep, layer_name
 
@@ -62,6 +64,8 @@ class XlaEngine:
     name = "xla"
 
     def __init__(self, config: TrainConfig) -> None:
+        self.attention_choice = choose_attention(config, self.kernel_platform())
+        self.attention = str(self.attention_choice)
         if config.compile_cache_dir:
             xr.initialize_cache(config.compile_cache_dir)
         xr.use_spmd()
@@ -85,6 +89,10 @@ class XlaEngine:
         self.rows = rows // self.data_size  # of one graph, in this process
         if self.process_count > 1:
             torch.distributed.init_process_group("gloo", init_method="xla://")
+
+    def kernel_platform(self) -> str:
+        """Return PJRT's name of the type of device that kernels are made for. Opens no device."""
+        return xr.device_type() or "unknown"
 
     # ---- Placing
 
@@ -138,7 +146,12 @@ class XlaEngine:
         groups = scan_plan(block_mask(self.config, piece_length(self.config)), self.config.checkpoint_num_layers)
         modules = recomputed_modules(self.config, model.model.layers)
         heads, repeats = model.shape.num_kv_heads, kv_repeats(self.config, model.shape)
-        blocks = ScannedBlocks(model.model.layers, groups, modules, self.xla_mesh, self.layout, heads, repeats)
+        choice, mesh = self.attention_choice, self.xla_mesh
+        kernel: Kernel = "chunked"
+        if choice.is_splash:
+            kernel = SplashAttention(self.mesh, mesh, is_interpreted=choice.is_interpreted)
+        saved = self.config.save_attention
+        blocks = ScannedBlocks(model.model.layers, groups, modules, mesh, self.layout, heads, repeats, kernel, saved)
         return PipelinedBlocks(self.config, blocks) if self.mesh.stage > 1 else blocks
 
     def prepare(self, optimizer: Optimizer) -> None:
@@ -251,7 +264,7 @@ class XlaEngine:
         logical: dict[str, LogicalTensor] = {}
         for prefix, name, tensor in self.step.tensors(model):
             logical |= self._logical(model, name, tensor, prefix)
-        logical["optimizer.step"] = LogicalTensor(XlaShards(optimizer.updates))
+        logical |= {name: LogicalTensor(XlaShards(tensor)) for name, tensor in self.step.small_tensors().items()}
         return TrainingState(logical, partial(self._put_back, logical, self._commits))
 
     def _logical(self, model: Llama, name: str, tensor: Tensor, prefix: str) -> dict[str, LogicalTensor]:

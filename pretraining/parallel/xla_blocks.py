@@ -7,6 +7,7 @@ torch.utils.checkpoint is traced away without a warning.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from pretraining.models.chunked import PRODUCTS
 from pretraining.models.dropout import DropoutNoise
 from pretraining.models.llama import BatchInputs, Llama, Rope
+from pretraining.models.ops import Kernel
 from pretraining.noise import upper_bits
 from pretraining.parallel.layout import Layout
 from pretraining.parallel.recompute import ScanGroup
@@ -61,8 +63,10 @@ class ScannedBlocks:
         layout: Layout,
         kv_heads: int,
         repeats: int,
+        kernel: Kernel = "chunked",
+        saves_attention: bool = False,
     ) -> None:
-        self.groups = groups
+        self.groups, self.kernel = groups, kernel
         self.mesh, self.layout = mesh, layout
         self.kv_heads, self.repeats = kv_heads, repeats
         # A meta copy names the weights; the stacked ones are passed in at each call.
@@ -76,7 +80,8 @@ class ScannedBlocks:
         markers += 2 * sum(self._is_repeated(name) for name in self.names)
         for path in modules:
             mark_boundaries(block.get_submodule(path))
-        self.partitions = [_partition(group.mask, markers, is_selective=bool(modules)) for group in self.groups]
+        options = {"is_selective": bool(modules), "saves_attention": saves_attention}
+        self.partitions = [_partition(group.mask, markers, **options) for group in self.groups]
 
     def __call__(self, block: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
         weights = dict(block.named_parameters())  # type: ignore[attr-defined]
@@ -92,7 +97,7 @@ class ScannedBlocks:
     def _body(self, block: nn.Module, count: int, has_dropout: bool) -> Body:
         def body(carry: Carry, weights: dict[str, Tensor]) -> tuple[Carry, None]:
             x, *rest = carry
-            inputs = _from_floats([tensor.detach() for tensor in rest], has_dropout)
+            inputs = _from_floats([tensor.detach() for tensor in rest], has_dropout, self.kernel)
             for i in range(count):
                 # The marker keeps the rows on their devices, and tells _partition where a block begins.
                 x = xs.mark_sharding_with_gradients(x, self.mesh, self.layout.stream())
@@ -148,13 +153,13 @@ def to_floats(inputs: BatchInputs) -> Carry:
     return tuple(carry)
 
 
-def _from_floats(carry: Sequence[Tensor], has_dropout: bool) -> BatchInputs:
+def _from_floats(carry: Sequence[Tensor], has_dropout: bool, kernel: Kernel) -> BatchInputs:
     cos, sin, *rest = carry
     noise = None
     if has_dropout:
         *rest, upper, lower, layer = rest
         noise = DropoutNoise((upper.int() << 16) | lower.int(), layer.int())
-    return BatchInputs(segments=rest[0] if rest else None, noise=noise, rope=Rope(cos, sin), kernel="chunked")
+    return BatchInputs(segments=rest[0] if rest else None, noise=noise, rope=Rope(cos, sin), kernel=kernel)
 
 
 def place_activations(root: nn.Module, table: Activations, mesh: xs.Mesh, layout: Layout) -> int:
@@ -193,7 +198,7 @@ def layers_of(stack: Tensor, group: ScanGroup) -> Tensor:
     return layers.view(group.repeats, size, *stack.shape[1:])
 
 
-def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool) -> Partition:
+def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, saves_attention: bool) -> Partition:
     """Return a partitioner that keeps every activation of the blocks where `mask` is False and recomputes the others.
 
     A block has `markers` sharding markers, the first at its beginning. is_selective: of a selected block only what lies
@@ -204,6 +209,7 @@ def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool) -> P
 
     Attention scores are recomputed in every block: the backward pass computes them as the forward pass did, so the
     joint graph contains them once, and the partition would keep them, [queries, keys] for each head.
+    saves_attention: the results of a fused kernel are kept in recomputed blocks, too, so that it does not run again.
     """
     others = CheckpointPolicy.MUST_SAVE if any(mask) else None
 
@@ -211,7 +217,9 @@ def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool) -> P
         for node, block, is_inside, is_score in _forward_nodes(joint, len(mask), markers):
             is_recomputed = mask[block] and (is_inside or not is_selective)
             policy = None if mask[block] else others
-            if is_recomputed or is_score or getattr(node.target, "is_view", False):
+            if saves_attention and _is_fused_attention(node):
+                policy = CheckpointPolicy.MUST_SAVE
+            elif is_recomputed or is_score or getattr(node.target, "is_view", False):
                 policy = CheckpointPolicy.MUST_RECOMPUTE
             if policy:
                 node.meta["recompute"] = policy
@@ -219,6 +227,13 @@ def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool) -> P
         return min_cut_rematerialization_partition(joint, inputs, **options)
 
     return partition
+
+
+def _is_fused_attention(node: fx.Node) -> bool:
+    """Return whether `node` is the kernel or one of its results."""
+    return "splash_attention" in str(node.target) or any(
+        "splash_attention" in str(source.target) for source in node.all_input_nodes if node.target is operator.getitem
+    )
 
 
 def _forward_nodes(joint: fx.GraphModule, blocks: int, markers: int) -> Iterator[tuple[fx.Node, int, bool, bool]]:

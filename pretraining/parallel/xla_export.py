@@ -51,6 +51,10 @@ class Exporter(XlaEngine):
         self.is_recording = False  # from `prepare` on
         self.arguments: list[Tensor] = []  # of what `persistent_tensors` yields, in that order
 
+    def kernel_platform(self) -> str:
+        """See XlaEngine. The programs are compiled for TPUs, whatever this process traces on."""
+        return "TPU"
+
     def prepare(self, optimizer: Optimizer) -> None:
         """See XlaEngine."""
         self.is_recording = True

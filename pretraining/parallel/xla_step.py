@@ -105,8 +105,9 @@ class XlaStep(OptimizerStep):
                 yield self._sums[parameter.name], self.layout.stacked(parameter.name, self.layout.gradient)
             for moment in parameter.moments.values():
                 yield moment, self.moment_spec(parameter, moment)
-        for scalars in (self.optimizer.updates, self.totals, self.counters):
-            yield scalars, (None,) * scalars.dim()
+        recent = (self.recent.state, self.recent.outliers) if self.recent else ()
+        for small in (self.optimizer.updates, self.totals, self.counters, *recent):
+            yield small, (None,) * small.dim()
 
 
 def layer_name(stacked: str, layer: int | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -55,6 +56,22 @@ MODULES: Fields = {
     "checkpoint_modules": "mlp,norm,core_attention",
 }
 TOGETHER: Fields = {**RECOMPUTED["all"], "checkpoint_num_layers": 3}  # of 4: a remainder
+# The TPU's kernel, interpreted; it needs requirements-tpu-aot.txt
+SPLASH: dict[str, Fields] = {
+    "splash, fsdp x tensor, a third": {
+        **STRATEGIES["fsdp"],
+        **TENSOR,
+        **RECOMPUTED["a third"],
+        "attention_impl": "splash",
+        "save_attention": True,
+    },
+    "splash, stages, all": {
+        **STRATEGIES["fsdp"],
+        **STAGES,
+        **RECOMPUTED["all"],
+        "attention_impl": "splash",
+    },
+}
 # Every strategy with every way of recomputing once, and not every pair of them
 PAIRS = (
     *((strategy, "none") for strategy in STRATEGIES),
@@ -139,6 +156,7 @@ CASES: dict[int, dict[str, Fields]] = {
             "context_parallel_size": 2,
             "batch_size": 4,
         },
+        **(SPLASH if find_spec("jax") else {}),
         "bf16": {**STRATEGIES["fsdp"], "mixed_precision": True},
         "poisoned": {**STRATEGIES["fsdp"], "poison_step": 2},
         "poisoned, skipped": {**STRATEGIES["fsdp"], "poison_step": 2, "max_skipped_steps": 1},

@@ -1,0 +1,64 @@
+"""Run splash attention on 8 virtual devices, interpreted, next to attention that has every score at once.
+
+    python splash_driver.py '{"name": {"mesh": {"shard": 8}, "heads": [4, 2], ...}}'
+
+prints name -> the largest difference of the result and of the gradients of queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch import Tensor
+
+from pretraining.models.chunked import AttentionMask
+from pretraining.models.ops import AttentionKernel
+from pretraining.parallel.mesh import Mesh
+from pretraining.parallel.xla_splash import SplashAttention
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Attention as it is defined."""
+    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    visible = (distance >= 0) & (distance < (mask.window or length))
+    if mask.segments is not None:
+        visible = visible & (mask.segments[:, None, :, None] == mask.segments[:, None, None, :])
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+def differences(
+    mesh: dict[str, int], heads: list[int], length: int, window: int | None = None, *, packed: bool = False
+) -> list[float]:
+    """Return the largest differences of one case: rows and heads are sharded over `mesh`."""
+    torch.manual_seed(length)
+    axes = Mesh(**mesh)
+    rows, width = axes.size // axes.tensor, 16
+    shapes = [(rows, count, length, width) for count in (heads[0], heads[1], heads[1])]
+    inputs, direction = [torch.randn(shape) for shape in shapes], torch.randn(shapes[0])
+    segments = torch.randint(0, 3, (rows, length)).sort(1).values.float() if packed else None
+
+    def results(kernel: AttentionKernel, device: torch.device) -> list[Tensor]:
+        q, k, v = (tensor.to(device).requires_grad_() for tensor in inputs)
+        y = kernel(q, k, v, AttentionMask(None if segments is None else segments.to(device), window))
+        return [tensor.detach().cpu() for tensor in (y, *torch.autograd.grad(y, (q, k, v), direction.to(device)))]
+
+    xla_mesh = xs.Mesh(np.arange(axes.size), tuple(axes), axes._fields)
+    got = results(SplashAttention(axes, xla_mesh, is_interpreted=True), torch_xla.device())
+    expected = results(plain, torch.device("cpu"))
+    return [(one - other).abs().max().item() for one, other in zip(got, expected, strict=True)]
+
+
+if __name__ == "__main__":
+    xr.use_spmd()
+    cases: dict[str, dict[str, Any]] = json.loads(sys.argv[1])
+    print(json.dumps({name: differences(**case) for name, case in cases.items()}))
