@@ -92,10 +92,18 @@ def check_precision(config: TrainConfig) -> Iterator[Problem]:
             yield problem(config, name, remedy)
 
 
+def check_moving_average(config: TrainConfig) -> Iterator[Problem]:
+    """A moving average changes by less than half the spacing of bf16 numbers, so it is kept in fp32 or rounded so."""
+    is_bf16 = config.precision_mode == "manual" and config.master_weights is False
+    if config.ema_decay and is_bf16 and not config.stochastic_rounding and config.optimizer != "adamw_fp32":
+        yield problem(config, "ema_decay", "needs master_weights=True or stochastic_rounding=True")
+
+
 CHECKS = (
     check_schedule_settings,
     check_schedule_lengths,
     check_optimizer_settings,
     check_relative_step,
     check_precision,
+    check_moving_average,
 )

@@ -17,6 +17,8 @@ from pretraining.config.training import TrainConfig
 from pretraining.optim.precision import precision_of
 from pretraining.optim.rules import UPDATE_RULES, Adam, Moments, MomentSpec, Muon, UpdateContext, UpdateRule
 
+EMA = "ema"  # the moment that is the moving average of the weight, as ema_decay configures it
+
 
 @dataclass
 class ParameterState:
@@ -27,18 +29,28 @@ class ParameterState:
     rule: UpdateRule
     decay: float
     ndim: int  # dimensions of one tensor: one less than `weight` has where layers are stacked
+    ema_decay: float = 0.0  # of the moving average of the weight, which is one of its moments; 0: none
     moments: Moments = field(default_factory=dict)
+
+    def moment_specs(self) -> dict[str, MomentSpec]:
+        """Return the rule's moments and the moving average of the weight, by name."""
+        average = {EMA: MomentSpec(initial=None)} if self.ema_decay else {}
+        return {**self.rule.moment_specs(self.ndim), **average}
 
     def initialize_moments(self, make: Callable[[ParameterState, torch.Size, MomentSpec], Tensor]) -> None:
         """Create the moments; `make` gets the shape of each, with extent 1 along the dimensions that it reduces."""
-        for name, spec in self.rule.moment_specs(self.ndim).items():
+        for name, spec in self.moment_specs().items():
             self.moments[name] = make(self, moment_shape(self.weight.shape, spec), spec)
 
     def compute_update(self, grad: Tensor, step: Tensor, rate: Tensor) -> tuple[Tensor, Moments]:
         """Return the new weight and moments in fp32, whatever their stored dtypes."""
         moments = {name: moment.float() for name, moment in self.moments.items()}
+        average = moments.pop(EMA, None)
         context = UpdateContext(step, rate, self.decay, self.ndim)
-        return self.rule.update(self.weight.float(), grad.float(), moments, context)
+        weight, updated = self.rule.update(self.weight.float(), grad.float(), moments, context)
+        if average is not None:
+            updated = {**updated, EMA: average.lerp(weight, 1 - self.ema_decay)}
+        return weight, updated
 
 
 class Optimizer:
@@ -62,7 +74,8 @@ def build_optimizer(config: TrainConfig, named_parameters: Iterable[tuple[str, T
         if weight.requires_grad:
             decay = (chosen.weight_decay or 0.0) if config.norm_weight_decay or decays(name) else 0.0
             ndim = weight.dim() - is_stacked(name)
-            parameters.append(ParameterState(name, weight, _update_rule(config, chosen, name), decay, ndim))
+            rule = _update_rule(config, chosen, name)
+            parameters.append(ParameterState(name, weight, rule, decay, ndim, config.ema_decay))
     return Optimizer(parameters)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,7 +120,9 @@ def set_matmul_precision(device: torch.device, compute: torch.dtype) -> None:
     A TPU otherwise rounds their factors to bf16.
     """
     is_fp32 = compute == torch.float32
-    torch.set_float32_matmul_precision("highest" if is_fp32 else ACCELERATORS[device.type].mixed_matmul_precision)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch 2.9 announces other names for TF32's switches
+        torch.set_float32_matmul_precision("highest" if is_fp32 else ACCELERATORS[device.type].mixed_matmul_precision)
 
 
 def device_name(device: torch.device) -> str:

@@ -15,7 +15,8 @@ from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
 from pretraining.config.variants import model_shape
-from pretraining.parallel.stages import even_cuts, piece_length
+from pretraining.parallel.splash import obstacles
+from pretraining.parallel.stages import SPLIT_BACKWARD, even_cuts, piece_length
 
 
 def check_engine_support(config: TrainConfig) -> Iterator[Problem]:
@@ -34,6 +35,13 @@ def check_tensor_parallel(config: TrainConfig) -> Iterator[Problem]:
         if extent % ranks:
             remedy = f"does not divide {name}={extent}; use {valid}; another would need padding with zeros"
             yield problem(config, "tensor_parallel_size", remedy)
+
+
+def check_attention(config: TrainConfig) -> Iterator[Problem]:
+    """Splash attention can compute what the configuration asks for."""
+    if config.attention_impl == "splash":
+        for obstacle in obstacles(config):
+            yield problem(config, "attention_impl", f"cannot run: {obstacle}; use auto, or chunked")
 
 
 def check_kv_replication(config: TrainConfig) -> Iterator[Problem]:
@@ -81,6 +89,30 @@ def check_pipeline(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "gradient_accumulation_steps", remedy)
 
 
+def check_schedule(config: TrainConfig) -> Iterator[Problem]:
+    """The torch engine's schedule holds the pieces, the model and its blocks."""
+    schedule, virtual = config.pipeline_schedule, config.virtual_pipeline_size
+    if schedule in ("GPipe", "1F1B") and virtual > 1:
+        remedy = f"runs one piece of a stage, and virtual_pipeline_size={virtual}; use Interleaved1F1B"
+        yield problem(config, "pipeline_schedule", remedy)
+    if schedule == "Interleaved1F1B" and virtual == 1:
+        yield problem(config, "pipeline_schedule", "needs --virtual_pipeline_size of at least 2; or use 1F1B")
+    if schedule == "ZBVZeroBubble" and virtual != 2:
+        yield problem(config, "pipeline_schedule", "needs --virtual_pipeline_size=2; or use InterleavedZeroBubble")
+    if schedule == "ZBVZeroBubble" and config.tie_word_embeddings:
+        remedy = "has the first and the last piece on one stage, where tied embeddings would be two parameters"
+        yield problem(config, "pipeline_schedule", f"{remedy}; use InterleavedZeroBubble")
+    if schedule in SPLIT_BACKWARD and config.use_torch_compile:
+        remedy = "cannot split the backward pass of compiled blocks; add --use_torch_compile=False"
+        yield problem(config, "pipeline_schedule", remedy)
+    if schedule in SPLIT_BACKWARD and config.fsdp_activation_checkpointing:
+        remedy = "recomputes a block once for each of its parameters; remove fsdp_activation_checkpointing, or use 1F1B"
+        yield problem(config, "pipeline_schedule", remedy)
+    if schedule in SPLIT_BACKWARD and config.precision_mode == "autocast":
+        remedy = "cannot split the backward pass of precision=autocast; use mixed_bf16"
+        yield problem(config, "pipeline_schedule", remedy)
+
+
 def check_batch(config: TrainConfig) -> Iterator[Problem]:
     """The global batch is a multiple of what one device computes; the number of devices comes later."""
     if config.global_batch_size is None:
@@ -119,9 +151,11 @@ def check_recomputed_modules(config: TrainConfig) -> Iterator[Problem]:
 CHECKS = (
     check_engine_support,
     check_tensor_parallel,
+    check_attention,
     check_kv_replication,
     check_sequence_split,
     check_pipeline,
+    check_schedule,
     check_batch,
     check_recomputed_blocks,
     check_recomputed_modules,

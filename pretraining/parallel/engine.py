@@ -13,7 +13,10 @@ from pretraining.parallel.layout import Layout, TorchLayout
 from pretraining.parallel.mesh import Mesh
 
 Batch = dict[str, np.ndarray]
-LOSS_SCALE = "optimizer.loss_scale"  # name of fp16's loss scale in the logical state
+# Names in the logical state of what only some runs have, and begin anew without: fp16's loss scale, the figures of the
+# last steps.
+LOSS_SCALE, RECENT_FIGURES = "optimizer.loss_scale", "optimizer.recent_figures"
+OPTIONAL = {LOSS_SCALE, RECENT_FIGURES}
 
 
 class LostPeerError(RuntimeError):
@@ -39,10 +42,12 @@ def raise_lost_peer_error(process: int, timeout: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "gloo" not in str(error).lower():
+        causes = (error, error.__cause__)  # torch's pipelines wrap what a stage raises
+        lost = next((cause for cause in causes if "gloo" in str(cause).lower()), None)
+        if lost is None:
             raise
         message = f"process {process} lost another one of the run, which ended or gave no answer in {timeout} s"
-        raise LostPeerError(f"{message} (collective_timeout): {str(error).splitlines()[0]}") from error
+        raise LostPeerError(f"{message} (collective_timeout): {str(lost).splitlines()[0]}") from error
 
 
 class StepResult(Protocol):
@@ -53,7 +58,8 @@ class StepResult(Protocol):
 
         Of a step: "loss" (mean over every trained token of the global batch), "grad_norm" (before clipping),
         "updates", "refused" and "first_refused" (optimizer steps of this process so far, how many were refused
-        because loss or gradient was not finite, and the first of those, from 1; 0: none), with fp16 "loss_scale".
+        because loss or gradient was not finite, and the first of those, from 1; 0: none), with fp16 "loss_scale", with
+        skip_step_deviations "outliers" (updates skipped for that reason).
         Of an evaluation: "loss" and "tokens" (trained positions).
         """
 
@@ -101,6 +107,7 @@ class Engine(Protocol):
     name: str  # "xla" or "torch"
     mesh: Mesh
     device_name: str  # as in the table of peaks: "NVIDIA H200", "TPU v5p", "CPU"
+    attention: str  # how it is computed, and why; empty on the torch engine, which leaves it to the device
     process_index: int
     process_count: int
     data_rank: int

@@ -32,7 +32,14 @@ from pretraining.parallel.sharding import (
     shards_along,
     spec_of,
 )
-from pretraining.parallel.stages import stacked_layers
+from pretraining.parallel.stages import (
+    layers_of_stage,
+    outer_modules,
+    pieces,
+    pieces_of,
+    splits_backward,
+    stacked_layers,
+)
 
 STACK = "model.layers."  # parameters of the XLA engine under it are [layers, ...]
 
@@ -120,6 +127,7 @@ class TorchLayout(NamedTuple):
 
     mesh: Mesh
     strategy: str
+    splits_backward: bool = False  # whether gradients of weights are computed apart from those of activations
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -127,12 +135,12 @@ class TorchLayout(NamedTuple):
 
         A single shard is the whole parameter: freeing its bf16 copy means casting it twice.
         """
-        return self.mesh.shard > 1 and self.strategy not in ("zero1", "zero2")
+        return self.mesh.shard > 1 and self.strategy not in ("zero1", "zero2") and not self.splits_backward
 
     @property
     def gathers_once(self) -> bool:
         """Whether parameters are gathered, and gradients scattered, once per step instead of per micro-batch."""
-        return self.strategy == "zero1"
+        return self.strategy == "zero1" or self.splits_backward
 
     def parameter(self, name: str) -> Spec:
         """Return the sharding of a parameter."""
@@ -149,6 +157,11 @@ class TorchLayout(NamedTuple):
     def moment(self, name: str) -> Spec:
         """Return the sharding of its optimizer state."""
         return self.parameter(name)
+
+
+def torch_layout(config: TrainConfig, mesh: Mesh) -> TorchLayout:
+    """Return the torch engine's layout of `config` on `mesh`."""
+    return TorchLayout(mesh, config.sharding_strategy, splits_backward(config))
 
 
 def uneven_columns(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -188,15 +201,25 @@ class StateTensor(NamedTuple):
         return tuple(-(-extent // shards_along(axis, axes)) for extent, axis in zip(self.shape, self.spec, strict=True))
 
 
-def state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterator[StateTensor]:
-    """Yield every tensor that lives from step to step, or in the case of gradients from micro-batch to micro-batch."""
-    mesh, precision = layout.mesh, precision_of(config)
-    layers = model_shape(config).num_layers if mesh.stage == 1 else len(stacked_layers(config)) // mesh.stage
+def state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterator[list[StateTensor]]:
+    """Yield, stage by stage, the tensors of a device that live from step to step.
+
+    Gradients live from micro-batch to micro-batch. The stages of the XLA engine are alike, and are one here.
+    """
+    everything = list(_state_tensors(config, layout))
+    for stage in range(layout.mesh.stage if isinstance(layout, TorchLayout) else 1):
+        layers, outer = _held_by(config, layout, stage)
+        counts = [layers if ".layers." in one.name else int(one.name.rpartition(".")[0] in outer) for one in everything]
+        yield [tensor._replace(tensors=count) for tensor, count in zip(everything, counts, strict=True) if count]
+
+
+def _state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterator[StateTensor]:
+    """Yield the tensors of a model of one block."""
+    precision = precision_of(config)
     model = on_meta(replace(config, num_layers=1))  # blocks are alike: 80 of them take a second to build
 
     def tensor(kind: str, name: str, shape: Iterable[int], spec: Spec, width: int) -> StateTensor:
-        count = layers if ".layers." in name else 1
-        return StateTensor(kind, name.replace(".layers.0.", ".layers.*."), tuple(shape), count, spec, width)
+        return StateTensor(kind, name.replace(".layers.0.", ".layers.*."), tuple(shape), 1, spec, width)
 
     for name, weight in model.named_parameters():
         yield tensor("parameters", name, weight.shape, layout.parameter(name), precision.parameters.itemsize)
@@ -205,19 +228,34 @@ def state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterator
         if precision.keeps_rounded_copy:
             yield tensor("copies", name, shape, layout.parameter(name), precision.parameters.itemsize)
         yield tensor("gradients", name, shape, layout.gradient(name), precision.gradients.itemsize)
-        for moment in parameter.rule.moment_specs(parameter.ndim).values():
+        for moment in parameter.moment_specs().values():
             reduced = moment_shape(shape, moment)
             spec = tuple(axis if n > 1 else None for axis, n in zip(layout.moment(name), reduced, strict=True))
             yield tensor("moments", name, reduced, spec, precision.optimizer_state.itemsize)
 
 
+def _held_by(config: TrainConfig, layout: Layout | TorchLayout, stage: int) -> tuple[int, list[str]]:
+    """Return the number of blocks that a stage has, and its modules outside them."""
+    everything = outer_modules(config, list(range(len(pieces(config)))))
+    if layout.mesh.stage == 1:
+        return model_shape(config).num_layers, everything
+    if isinstance(layout, Layout):
+        return len(stacked_layers(config)) // layout.mesh.stage, everything
+    return len(layers_of_stage(config, stage)), outer_modules(config, pieces_of(config, stage))
+
+
 def state_bytes(config: TrainConfig, layout: Layout | TorchLayout) -> dict[str, int]:
-    """Return the bytes of "parameters" (copies included), "gradients" and "moments" on one device."""
-    sums: dict[str, int] = {"parameters": 0, "gradients": 0, "moments": 0}
-    for tensor in state_tensors(config, layout):
-        kind = "parameters" if tensor.kind == "copies" else tensor.kind
-        sums[kind] += tensor.tensors * math.prod(tensor.local_shape(layout.mesh)) * tensor.width
-    return sums
+    """Return the bytes of "parameters" (copies included), "gradients" and "moments" on one device, of the stage with
+    most of them."""
+
+    def of_stage(tensors: list[StateTensor]) -> dict[str, int]:
+        sums: dict[str, int] = {"parameters": 0, "gradients": 0, "moments": 0}
+        for tensor in tensors:
+            kind = "parameters" if tensor.kind == "copies" else tensor.kind
+            sums[kind] += tensor.tensors * math.prod(tensor.local_shape(layout.mesh)) * tensor.width
+        return sums
+
+    return max(map(of_stage, state_tensors(config, layout)), key=lambda sums: sum(sums.values()))
 
 
 def unsharded_state_bytes(config: TrainConfig) -> dict[str, int]:

@@ -119,7 +119,7 @@ def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None
 
 def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str) -> list[str]:
     """Return a line for each parallelism setting that has another effect than its name says."""
-    lines = [f"pipeline: {describe_pipeline(config)}"] if mesh.stage > 1 else []
+    lines = [f"pipeline: {describe_pipeline(config, engine)}"] if mesh.stage > 1 else []
     if config.sequence_parallel and mesh.tensor == 1:
         lines.append("sequence_parallel: off, because tensor_parallel_size is 1")
     if config.sharding_strategy in ("zero1", "zero2") and mesh.shard * mesh.context == 1:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from pretraining.config.errors import UserError
+from pretraining.config.script import TRY_AGAIN, is_restarted
 
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 VARIABLES = (*COUNTS, "MASTER_ADDR", "MASTER_PORT")
@@ -69,7 +70,10 @@ def raise_process_error(processes: Processes, timeout: int) -> Iterator[None]:
         start = f"process {processes.rank} of {processes.world_size} did not reach the others through {address}:{port}"
         remedy = f"start all {processes.world_size} with the same MASTER_ADDR and MASTER_PORT"
         reason = str(error).splitlines()[0]
-        raise ProcessError(f"{start} within {timeout} s (collective_timeout): {remedy} ({reason})") from error
+        failure = ProcessError(f"{start} within {timeout} s (collective_timeout): {remedy} ({reason})")
+        if is_restarted():  # they have found each other before: a host is not back yet
+            failure.code = TRY_AGAIN
+        raise failure from error
 
 
 def _problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,9 @@ from pretraining.config.training import TrainConfig
 from pretraining.optim.optimizer import Optimizer, ParameterState
 from pretraining.optim.precision import FP16, precision_of, round_stochastically
 from pretraining.optim.rules import Moments, MomentSpec
+from pretraining.parallel.engine import LOSS_SCALE, RECENT_FIGURES
 
+RECENT = 128  # steps that an outlier is compared with; at least half of them
 COUNTERS = ("updates", "refused", "first_refused")  # see engine.StepResult
 
 
@@ -80,6 +82,31 @@ class LossScale:
         self.state.copy_(torch.where(is_finite, after_clean_step, after_overflow))
 
 
+class RecentFigures:
+    """Loss and gradient norm of the last steps, and whether those of a step are far above them.
+
+    OLMo-core's SkipStepOptimizer, on the device: figures of skipped steps count, too, so a lasting change is accepted.
+    """
+
+    def __init__(self, deviations: float, device: torch.device) -> None:
+        self._deviations = deviations
+        self.state = torch.full((2, RECENT), torch.nan, device=device)  # oldest first; nan: none yet, or not finite
+        self.outliers = torch.zeros((), device=device)  # in this process
+
+    def are_ordinary(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Return whether neither is an outlier, and remember both."""
+        figures = torch.stack((loss.detach(), norm))  # [2]
+        is_known = torch.isfinite(self.state)
+        count = is_known.sum(1)
+        mean = torch.where(is_known, self.state, 0).sum(1) / count.clamp(min=1)
+        squares = torch.where(is_known, self.state - mean[:, None], 0).square().sum(1)
+        limit = mean + self._deviations * (squares / (count - 1).clamp(min=1)).sqrt()
+        is_ordinary = ~((figures > limit) & (count >= RECENT // 2)).any()
+        self.state.copy_(torch.cat((self.state[:, 1:], figures[:, None]), 1))
+        self.outliers += ~is_ordinary
+        return is_ordinary
+
+
 class OptimizerStep(ABC):
     """The optimizer's state on the devices, and the sums of the current global batch."""
 
@@ -90,6 +117,7 @@ class OptimizerStep(ABC):
         self.totals = torch.zeros(2, device=device)  # loss and trained tokens of this global batch so far
         self.counters = torch.zeros(len(COUNTERS), device=device)
         self.loss_scale = LossScale(config, device) if self.precision.compute == FP16 else None
+        self.recent = RecentFigures(config.skip_step_deviations, device) if config.skip_step_deviations else None
         optimizer.updates = torch.zeros((), device=device)
         # The model runs on the rounded copies; the optimizer state keeps the fp32 parameters.
         self.rounded_copies: dict[str, Tensor] = {}
@@ -139,6 +167,8 @@ class OptimizerStep(ABC):
         scalars |= dict(zip(COUNTERS, self.counters.unbind(), strict=True))
         if self.loss_scale:
             scalars["loss_scale"] = self.loss_scale.scale
+        if self.recent:
+            scalars["outliers"] = self.recent.outliers
         return DeviceScalars(tuple(scalars), torch.stack(list(scalars.values())))
 
     def update(self, gradients: Gradients, clip: Tensor | None, learning_rate: float, is_accepted: Tensor) -> None:
@@ -172,11 +202,13 @@ class OptimizerStep(ABC):
     def _accept(self, gradients: Gradients) -> Tensor:
         """Return whether the update may be applied. An overflow that fp16's loss scale caused does not count."""
         is_finite = torch.isfinite(gradients.loss) & torch.isfinite(gradients.norm)
-        if not self.loss_scale:
-            return self._count(is_finite)
-        is_counted = self._count(is_finite | self.loss_scale.can_back_off(gradients.loss))
-        self.loss_scale.update(is_finite)
-        return is_counted & is_finite
+        is_excused = self.loss_scale.can_back_off(gradients.loss) if self.loss_scale else torch.zeros_like(is_finite)
+        is_accepted = self._count(is_finite | is_excused) & is_finite
+        if self.loss_scale:
+            self.loss_scale.update(is_finite)
+        if self.recent:
+            is_accepted = is_accepted & self.recent.are_ordinary(gradients.loss, gradients.norm)
+        return is_accepted
 
     def _count(self, is_healthy: Tensor) -> Tensor:
         """Count this step; return whether it may be applied: after max_skipped_steps refusals none may be."""
@@ -200,6 +232,15 @@ class OptimizerStep(ABC):
         for parameter in self.optimizer.parameters:
             for name, moment in parameter.moments.items():
                 yield f"optimizer.{name}.", parameter.name, moment
+
+    def small_tensors(self) -> dict[str, Tensor]:
+        """Return the rest of the state, alike on all devices, by its name in a checkpoint."""
+        tensors = {"optimizer.step": self.optimizer.updates}
+        if self.loss_scale:
+            tensors[LOSS_SCALE] = self.loss_scale.state
+        if self.recent:
+            tensors[RECENT_FIGURES] = self.recent.state
+        return tensors
 
     def bytes_per_device(self, model: nn.Module, device_bytes: Callable[[Tensor], int]) -> dict[str, int]:
         """See engine.Engine; `device_bytes` measures the local shard of one tensor."""

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from torch.profiler import profile, supported_activities, tensorboard_trace_handler
-from torch.utils.checkpoint import checkpoint
 
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
@@ -31,22 +31,22 @@ from pretraining.config.variants import model_shape
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import initial_weight
 from pretraining.models.llama import BatchInputs, Block, Llama
-from pretraining.models.ops import IGNORED, document_mask, loss_and_gradient
+from pretraining.models.ops import IGNORED, LossAndGradient, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator, torch_tensor
 from pretraining.parallel.accelerator import ACCELERATORS, HOST
-from pretraining.parallel.engine import LOSS_SCALE, Batch, TrainingState, with_token_ids
-from pretraining.parallel.layout import TorchLayout, shard_dimension, uneven_columns
+from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
+from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_columns
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes, raise_process_error, read_processes
-from pretraining.parallel.recompute import block_mask, recomputed_modules
 from pretraining.parallel.step import DeviceScalars
+from pretraining.parallel.torch_blocks import TorchBlocks
+from pretraining.parallel.torch_pipeline import Pipeline, keep_stage, tied_embedding
 from pretraining.parallel.torch_state import LocalShards, to_local
 from pretraining.parallel.torch_step import TorchStep, sum_over_processes
 
-# Arguments of torch.utils.checkpoint. Dropout is a hash, so there is no random state to preserve.
-RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+OF_STAGE = ("replica", "tensor", "shard")  # axes of the device mesh, or of a stage's part of it
 
 
 class TorchEngine:
@@ -60,7 +60,7 @@ class TorchEngine:
         self.process_index, self.process_count = processes.rank, processes.world_size
         self.host_processes = processes.local_world_size
         self.mesh = resolve_mesh(config, self.process_count, self.host_processes)
-        self.layout = TorchLayout(self.mesh, config.sharding_strategy)
+        self.layout = torch_layout(config, self.mesh)
         if problems := list(uneven_columns(config, self.mesh)):
             raise ConfigError(problems)
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
@@ -68,14 +68,17 @@ class TorchEngine:
         self.device_name, self.accelerator = accelerator.device_name(self.device), ACCELERATORS[self.device.type]
         self.home = HOST if config.cpu_offload else self.device  # of shards, gradients and moments
         self.host_devices = self.host_processes if self.home == HOST else 0
-        self.data_rank, self.data_size = self.process_index // self.mesh.tensor, self.mesh.data_ranks
+        self.data_size = self.mesh.data_ranks
+        self.data_rank = self.process_index // self.mesh.tensor % self.data_size  # every stage is fed the same rows
         self.precision = precision_of(config)
         self.compiles = config.use_torch_compile and self.accelerator.compile is not None
         accelerator.set_matmul_precision(self.device, self.precision.compute)
         self.kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)
+        self.attention = ""
         self._joined = False
         self.device_mesh = self._open_mesh(processes)
         self.tensor_ranks = self.device_mesh["tensor"] if self.device_mesh and self.mesh.tensor > 1 else None
+        self.tied = tied_embedding(config, self.device_mesh) if self.device_mesh and self.mesh.stage > 1 else None
 
     def _open_mesh(self, processes: Processes) -> DeviceMesh | None:
         """Return the grid of all processes; None for a single process on the CPU, where FSDP would only copy."""
@@ -85,8 +88,13 @@ class TorchEngine:
             if not dist.is_initialized():
                 self._join(processes)
             # Tensor ranks are consecutive processes; FSDP shards a tensor rank's shard, hence the order of the axes.
-            grid = torch.arange(self.process_count).view(self.mesh.replica, self.mesh.shard, self.mesh.tensor)
-            return DeviceMesh(self.device.type, grid.transpose(1, 2), mesh_dim_names=("replica", "tensor", "shard"))
+            axes = ("stage", *OF_STAGE) if self.mesh.stage > 1 else OF_STAGE
+            sizes = [getattr(self.mesh, axis) for axis in ("stage", "replica", "shard", "tensor")][-len(axes) :]
+            grid = torch.arange(self.process_count).view(sizes).transpose(-2, -1)
+            mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=axes)
+            for group in mesh.get_all_groups():  # which have torch's default, 10 or 30 minutes
+                set_group_timeout(timedelta(seconds=self.config.collective_timeout), group)
+            return mesh
 
     def _join(self, processes: Processes) -> None:
         """Join the process group, which `close` leaves; torchrun's environment names the other processes."""
@@ -108,21 +116,27 @@ class TorchEngine:
         no copy besides the collective, or with tensor ranks the table's.
         """
         values = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
-        layers = model.shape.num_layers
-        self._recomputed = block_mask(self.config, layers)
-        self._recompute_modules(model)
+        layers, grid = model.shape.num_layers, self.device_mesh
+        self._blocks = TorchBlocks(self.config, self.tensor_ranks)
+        self._blocks.recompute_modules(model)
         model.to("meta").to(self.precision.parameters)
-        shards = self.shards = LocalShards(model, self.mesh, self.device_mesh, self.process_index)
+        stage_grid = grid[OF_STAGE] if grid and self.mesh.stage > 1 else grid
+        shards = self.shards = LocalShards(model, self.mesh, stage_grid, self.process_index)
         self._loss_and_gradient: Callable[..., tuple[Tensor, Tensor]] = loss_and_gradient
         if self.compiles:
             self._compile(model)
-        if self.device_mesh is not None:
-            if self.tensor_ranks:
-                torch_tensor.shard_over_tensor_ranks(model, self.tensor_ranks, self.config.sequence_parallel)
-                head = torch_tensor.VocabularyParallelLoss(self.tensor_ranks)
-                model.model.norm.register_forward_hook(lambda _, __, x: head.copy_input(x))
-                self._loss_and_gradient = head
-            self._shard(model, self.device_mesh)
+        if self.tensor_ranks:
+            torch_tensor.shard_over_tensor_ranks(model, self.tensor_ranks, self.config.sequence_parallel)
+            head = torch_tensor.VocabularyParallelLoss(self.tensor_ranks)
+            model.model.norm.register_forward_hook(lambda _, __, x: head.copy_input(x))
+            self._loss_and_gradient = head
+        self._pipeline = self._divide(model, grid) if grid and self.mesh.stage > 1 else None
+        if self._pipeline:
+            for piece in self._pipeline.pieces.values():
+                self._shard(model, piece, piece.layers)
+        elif grid:
+            self._shard(model, model, model.model.layers)
+            fsdp.register_fsdp_forward_method(model, "loss")
         model.to_empty(device=self.home)
         shards.bind(model)
 
@@ -135,8 +149,19 @@ class TorchEngine:
             list(pool.map(fill, shards.weights))
         return model
 
-    def _shard(self, model: Llama, grid: DeviceMesh) -> None:
-        """Apply FSDP2 to each block; embedding, final norm and head are gathered together, for the whole step."""
+    def _divide(self, model: Llama, grid: DeviceMesh) -> Pipeline:
+        """Leave this stage's part of `model`, and return its pieces."""
+        ranks = grid["stage"]
+        keep_stage(self.config, model, ranks.get_local_rank())
+        return Pipeline(self.config, model, ranks, self._blocks, self._read)
+
+    def _shard(self, model: Llama, root: nn.Module, blocks: Iterable[nn.Module]) -> None:
+        """Apply FSDP2 to each block of `root`, the model or a piece of it.
+
+        The rest of it (embedding, final norm and head) is gathered together, for the whole step.
+        """
+        assert self.device_mesh is not None
+        grid = self.device_mesh
         activations = self.precision.activations
         policy = fsdp.MixedPrecisionPolicy(
             param_dtype=None if activations == torch.float32 else activations,
@@ -149,10 +174,9 @@ class TorchEngine:
         if self.mesh.tensor > 1:
             dims = {weight: shard_dimension(name) for name, weight in model.named_parameters()}
             options["shard_placement_fn"] = lambda weight: Shard(dims[weight])
-        for block in model.model.layers:
+        for block in blocks:
             fsdp.fully_shard(block, reshard_after_forward=self.layout.reshards_after_forward, **options)
-        fsdp.fully_shard(model, reshard_after_forward=False, **options)
-        fsdp.register_fsdp_forward_method(model, "loss")
+        fsdp.fully_shard(root, reshard_after_forward=False, **options)
 
     def _compile(self, model: Llama) -> None:
         """Compile one function for all blocks, so that compile time does not grow with depth.
@@ -170,7 +194,9 @@ class TorchEngine:
 
     def prepare(self, optimizer: Optimizer) -> None:
         """See engine.Engine."""
-        self.step = TorchStep(self.config, optimizer, self.home, self.shards, self.tensor_ranks)
+        self.step = TorchStep(self.config, optimizer, self.home, self.shards, self.tensor_ranks, self.tied)
+        if self._pipeline:
+            self._pipeline.open(self.device, self._choose_collectives, self.step.add_gradients)
 
     # ---- Running
 
@@ -181,30 +207,54 @@ class TorchEngine:
         (across hosts) after the last. With zero1 they are reduced after the last only, and parameters are gathered
         once per step.
         """
-        for micro_batch, is_last in self._micro_batches(with_token_ids(self.config, batch, self.data_rank)):
-            if isinstance(model, FSDPModule) and self.layout.gathers_once:
-                model.set_requires_gradient_sync(is_last)
-                model.set_reshard_after_backward(is_last)
-            elif isinstance(model, FSDPModule):
-                model.set_requires_all_reduce(is_last)
+        batch = with_token_ids(self.config, batch, self.data_rank)
+        if self._pipeline:
+            self._run_pipeline(self._pipeline, batch)
+            return self.step.apply(learning_rate)
+        for micro_batch, is_last in self._micro_batches(batch):
+            self._choose_collectives(model, is_last)
             loss, count = self._loss(model, micro_batch)
             loss.backward()
-            self.step.accumulate(loss, count)
+            self.step.add_loss(loss, count)
+            self.step.add_gradients()
         return self.step.apply(learning_rate)
+
+    def _run_pipeline(self, pipeline: Pipeline, batch: Batch) -> None:
+        """Run all micro-batches of a step through the stages; the last stage counts loss and tokens."""
+        on_device = self._to_device(batch)
+        loss = pipeline.run(on_device)
+        if pipeline.has_last:
+            self.step.add_loss(loss, _trained_tokens(on_device))
+
+    def _choose_collectives(self, module: nn.Module, is_last: bool) -> None:
+        """Let FSDP communicate in a backward pass of `module`, its last of the step or not, as the strategy asks."""
+        if isinstance(module, FSDPModule) and self.layout.gathers_once:
+            module.set_requires_gradient_sync(is_last)
+            module.set_reshard_after_backward(is_last)
+        elif isinstance(module, FSDPModule):
+            module.set_requires_all_reduce(is_last)
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """Yield this process's rows as micro-batches on the device, and whether each is the last."""
         count, rows = len(batch["tokens"]), self.config.batch_size
         for start in range(0, count, rows):
-            host = {name: torch.from_numpy(array[start : start + rows]) for name, array in batch.items()}
-            if self.accelerator.pins_memory:
-                host = {name: tensor.pin_memory() for name, tensor in host.items()}
-            local = {name: tensor.to(self.device, non_blocking=True) for name, tensor in host.items()}
-            yield local, start + rows >= count
+            yield self._to_device({name: x[start : start + rows] for name, x in batch.items()}), start + rows >= count
+
+    def _to_device(self, batch: Batch) -> dict[str, Tensor]:
+        host = {name: torch.from_numpy(array) for name, array in batch.items()}
+        if self.accelerator.pins_memory:
+            host = {name: tensor.pin_memory() for name, tensor in host.items()}
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in host.items()}
 
     def _loss(self, model: Llama, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the summed loss and the number of trained tokens of one micro-batch."""
-        labels, noise = batch["labels"].long(), None
+        inputs, chunk_loss = self._read(batch)
+        loss = model.loss(batch["tokens"], batch["labels"].long(), inputs, self._blocks, chunk_loss)
+        return loss, _trained_tokens(batch)
+
+    def _read(self, batch: dict[str, Tensor]) -> tuple[BatchInputs, LossAndGradient]:
+        """Return what the model reads of a micro-batch besides tokens and labels, and how its loss is computed."""
+        noise, segments = None, batch.get("segments")
         chunk_loss = self._loss_and_gradient
         if self.step.loss_scale:
             chunk_loss = partial(chunk_loss, factor=self.step.loss_factor().to(self.device))
@@ -214,56 +264,26 @@ class TorchEngine:
             updates = self.step.optimizer.updates.to(self.device)
             noise = dropout_noise(self.config.seed, updates, batch["global_token_index"])
             noise = noise._replace(tensor_rank=self.process_index % self.mesh.tensor)
-        inputs = BatchInputs(
-            batch.get("positions"), batch.get("segments"), noise, self.precision.activations, kernel=self.kernel
-        )
-        loss = model.loss(batch["tokens"], labels, inputs, self._run_blocks, chunk_loss)
-        return loss, (labels != IGNORED).sum().float()
-
-    def _recompute_modules(self, model: Llama) -> None:
-        """Checkpoint the modules of selected blocks, where modules are recomputed and not whole blocks."""
-        for block, is_selected in zip(model.model.layers, self._recomputed, strict=True):
-            for path in recomputed_modules(self.config, block) if is_selected else []:
-                module = block.get_submodule(path)
-                module.forward = partial(checkpoint, module.forward, **RECOMPUTE)
-        if self.config.checkpoint_granularity == "selective":
-            self._recomputed = (False,) * len(self._recomputed)
-
-    def _run_blocks(self, blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
-        """See llama.RunBlocks. Recomputes checkpoint_num_layers blocks together."""
-        window = self.config.sliding_window
-        is_masked = isinstance(inputs.segments, Tensor) or bool(window)
-        skips_blocks = self.compiles and self.accelerator.skips_masked_blocks
-        if skips_blocks and not self.config.attention_dropout and is_masked:
-            segments = inputs.segments if isinstance(inputs.segments, Tensor) else x.new_zeros(x.shape[:2])
-            inputs = inputs._replace(segments=self._document_mask(segments, window))
-
-        def run(x: Tensor, inputs: BatchInputs, *chosen: nn.Module) -> Tensor:
-            for block in chosen:
-                x = block(x, inputs)
-                inputs = inputs.next_block()
-            return x
-
-        group = self.tensor_ranks.get_group() if self.tensor_ranks and self.config.sequence_parallel else None
-        x = torch_tensor.scatter_to_sequence(x, group) if group else x
-        layers, size = list(blocks), self.config.checkpoint_num_layers
-        for first in range(0, len(layers), size):
-            chosen = layers[first : first + size]
-            is_recomputed = self._recomputed[first]
-            x = checkpoint(run, x, inputs, *chosen, **RECOMPUTE) if is_recomputed else run(x, inputs, *chosen)
-            for _ in chosen:
-                inputs = inputs.next_block()
-        return torch_tensor.gather_from_sequence(x, group) if group else x
+        mask: Any = segments
+        is_masked, window = segments is not None or bool(self.config.sliding_window), self.config.sliding_window
+        if self.compiles and self.accelerator.skips_masked_blocks and not self.config.attention_dropout and is_masked:
+            mask = self._document_mask(torch.zeros_like(batch["labels"]) if segments is None else segments, window)
+        inputs = BatchInputs(batch.get("positions"), mask, noise, self.precision.activations, kernel=self.kernel)
+        return inputs, chunk_loss
 
     @torch.no_grad()
     def evaluate(self, model: Llama, batch: Batch) -> DeviceScalars:
         """See engine.Engine."""
         totals = torch.zeros(2, device=self.device)
         for micro_batch, _ in self._micro_batches(batch):
-            totals += torch.stack(self._loss(model, micro_batch))
+            if self._pipeline is None:
+                totals += torch.stack(self._loss(model, micro_batch))
+            elif (loss := self._pipeline.forward(micro_batch)) is not None:
+                totals += torch.stack((loss, _trained_tokens(micro_batch)))
         sum_over_processes(totals)
-        for module in model.modules():  # without a backward pass, parameters gathered for the step stay gathered
-            if isinstance(module, FSDPModule):
+        roots = self._pipeline.pieces.values() if self._pipeline else [model]
+        for module in (module for root in roots for module in root.modules()):
+            if isinstance(module, FSDPModule):  # without a backward pass, what was gathered for the step stays gathered
                 module.reshard()
         return DeviceScalars(("loss", "tokens"), torch.stack((totals[0] / totals[1], totals[1] / self.mesh.tensor)))
 
@@ -282,10 +302,7 @@ class TorchEngine:
             prefix + name: self.shards.checkpoint_tensor(name, to_local(tensor))
             for prefix, name, tensor in self.step.tensors(model)
         }
-        tensors["optimizer.step"] = optimizer.updates
-        if self.step.loss_scale:
-            tensors[LOSS_SCALE] = self.step.loss_scale.state
-        return TrainingState(tensors, self.step.finish_loading)
+        return TrainingState({**tensors, **self.step.small_tensors()}, self.step.finish_loading)
 
     # ---- Figures
 
@@ -325,3 +342,8 @@ class TorchEngine:
         """See engine.Engine."""
         if self._joined:
             dist.destroy_process_group()
+
+
+def _trained_tokens(batch: dict[str, Tensor]) -> Tensor:
+    """Return the number of positions that the loss counts."""
+    return (batch["labels"] != IGNORED).sum().float()

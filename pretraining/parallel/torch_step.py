@@ -19,10 +19,11 @@ from torch.optim.adamw import adamw
 
 from pretraining.config.training import TrainConfig
 from pretraining.noise import name_hashes, random_bits
-from pretraining.optim.optimizer import Optimizer, ParameterState
+from pretraining.optim.optimizer import EMA, Optimizer, ParameterState
 from pretraining.optim.rules import Adam, Moments
 from pretraining.parallel.layout import tensor_dimension
 from pretraining.parallel.step import Gradients, OptimizerStep
+from pretraining.parallel.torch_pipeline import EMBEDDING, TiedEmbedding
 from pretraining.parallel.torch_state import LocalShards, to_local
 from pretraining.parallel.torch_tensor import all_reduce_partial_gradients
 
@@ -41,8 +42,10 @@ class TorchStep(OptimizerStep):
         device: torch.device,
         shards: LocalShards,
         tensor_ranks: DeviceMesh | None,
+        tied: TiedEmbedding | None = None,
     ) -> None:
-        self.shards, self._tensor_ranks = shards, tensor_ranks
+        """tied: the embedding, where another stage has a copy of it."""
+        self.shards, self._tensor_ranks, self._tied = shards, tensor_ranks, tied
         for parameter in optimizer.parameters:
             parameter.weight = to_local(parameter.weight)
         super().__init__(config, optimizer, device)
@@ -63,9 +66,12 @@ class TorchStep(OptimizerStep):
             alike = list(group)
             self._chunks += [alike[i : i + FUSED_PARAMETERS] for i in range(0, len(alike), FUSED_PARAMETERS)]
 
-    def accumulate(self, loss: Tensor, count: Tensor) -> None:
-        """Add a micro-batch after its backward pass: its summed loss and its number of trained tokens."""
+    def add_loss(self, loss: Tensor, count: Tensor) -> None:
+        """Add the summed loss of a micro-batch, or of several, and the number of its trained tokens."""
         self.totals += torch.stack((loss.detach(), count)).to(self.device)
+
+    def add_gradients(self) -> None:
+        """Add the gradients of a micro-batch to those before it, after its backward pass."""
         if self.precision.gradients == self.precision.parameters:
             return
         for name, weight in self.shards.weights.items():
@@ -84,6 +90,8 @@ class TorchStep(OptimizerStep):
         gradients = self._sums or {name: to_local(w.grad) for name, w in weights.items() if w.grad is not None}
         if self._tensor_ranks:
             all_reduce_partial_gradients(gradients, self._tensor_ranks, self.config.sequence_parallel)
+        if self._tied and EMBEDDING in gradients:
+            dist.all_reduce(gradients[EMBEDDING], group=self._tied.group)
         order = self.config.grad_clip_norm_type or math.inf
         sums = torch.cat((self.totals, self.power_sum(gradients, order)))
         sum_over_processes(sums)
@@ -98,19 +106,22 @@ class TorchStep(OptimizerStep):
     def power_sum(self, shards: dict[str, Tensor], order: float = 2.0) -> Tensor:
         """This process's share of the sum of |x|^order over tensors sharded like the parameters of these names, [1].
 
-        0 for the infinity norm, which is no sum.
+        0 for the infinity norm, which is no sum. Of two copies of a tied embedding, one is counted.
         """
         if math.isinf(order):
             return torch.zeros(1, device=self.device)
+        if self._tied and not self._tied.is_counted:
+            shards = {name: shard for name, shard in shards.items() if name != EMBEDDING}
         sharded = [shard for name, shard in shards.items() if tensor_dimension(name) is not None]
         replicated = [shard for name, shard in shards.items() if tensor_dimension(name) is None]
         sums = [nn.utils.get_total_norm(tensors, order) ** order for tensors in (sharded, replicated)]
         mesh = self.shards.mesh
-        return (sums[0] + sums[1] / mesh.tensor)[None] / mesh.replica
+        # A stage without trained parameters has the norm of no tensor, which is on the CPU.
+        return (sums[0] + sums[1] / mesh.tensor)[None].to(self.device) / mesh.replica
 
     def _largest(self, shards: dict[str, Tensor]) -> Tensor:
         """Infinity norm of the unsharded tensors."""
-        largest = nn.utils.get_total_norm(list(shards.values()), math.inf)
+        largest = nn.utils.get_total_norm(list(shards.values()), math.inf).to(self.device)
         if dist.is_initialized():
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest
@@ -147,6 +158,8 @@ class TorchStep(OptimizerStep):
                 beta2=rule.beta2,
                 eps=rule.eps,
             )
+        for parameter in parameters if self.config.ema_decay else ():
+            parameter.moments[EMA].lerp_(parameter.weight, (1 - self.config.ema_decay) * is_accepted)
 
     def compute_update(
         self, parameter: ParameterState, gradient: Tensor, step: Tensor, rate: Tensor

@@ -6,11 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ALONE = 0  # without torchrun; 1 is a process group of one, which is how a single GPU trains
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip a test where one of these packages is missing, of those that lower and compile for TPUs."""
+    return pytest.mark.skipif(not all(map(find_spec, packages)), reason="needs requirements-tpu-aot.txt")
 
 
 def launched(processes: int, *arguments: str) -> list[str]:
@@ -29,17 +37,18 @@ def environment(**more: str) -> dict[str, str]:
 def run_on_torch(processes: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Train every case on the torch engine in one start of this many processes; see torch_driver.py."""
     script = str(Path(__file__).with_name("torch_driver.py"))
-    return _run(launched(processes, script, json.dumps(cases)))[0]
+    return run(launched(processes, script, json.dumps(cases)))[0]
 
 
 def run_on_xla(devices: int, cases: dict[str, dict[str, Any]], **variables: str) -> tuple[dict[str, Any], str]:
     """Train every case on this many virtual devices in one process; see xla_driver.py. Returns also its stderr."""
     script = str(Path(__file__).with_name("xla_driver.py"))
     devices_variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
-    return _run([sys.executable, script, json.dumps(cases)], **devices_variables, **variables)
+    return run([sys.executable, script, json.dumps(cases)], **devices_variables, **variables)
 
 
-def _run(command: list[str], **variables: str) -> tuple[dict[str, Any], str]:
+def run(command: list[str], **variables: str) -> tuple[dict[str, Any], str]:
+    """Run a command; return the JSON object that it prints, and its stderr."""
     done = subprocess.run(
         command, env=environment(**variables), capture_output=True, text=True, check=False, timeout=1500
     )

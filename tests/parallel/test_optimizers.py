@@ -48,7 +48,7 @@ EQUAL_MICRO_BATCHES: dict[str, Fields] = {
     "32 in fp32": {"global_batch_size": 32, "fp32_grad_acc": True},
     "32 in bf16": {"global_batch_size": 32, "fp32_grad_acc": False},
 }
-STAGES: Fields = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}  # the torch engine has none
+STAGES: Fields = {"pipeline_parallel_size": 2}
 RESUMED = (*FULL_TENSOR_RULES, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout", "dropout, stages")
 CASES: dict[str, Fields] = {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM}
 
@@ -73,7 +73,11 @@ def on_xla(folder: Path) -> dict[str, Any]:
     # Accumulated where gradients are not summed in their parameters' dtype
     sizes = {"no masters": 1, **dict.fromkeys(EQUAL_MICRO_BATCHES, 1)}
     cases = {**CASES, **stopped(folder), **equal_micro_batches(4)}
-    cases |= {name: {**fields, **STAGES} for name, fields in cases.items() if "stages" in name}
+    cases |= {
+        name: {**fields, **STAGES, "gradient_accumulation_steps": 2}
+        for name, fields in cases.items()
+        if "stages" in name
+    }
     return run_on_xla(4, {name: {**fields, "batch_size": sizes.get(name, 4)} for name, fields in cases.items()})[0]
 
 
@@ -82,6 +86,8 @@ def on_torch(processes: int, folder: Path | None = None) -> dict[str, Any]:
     """Without a folder all cases; with one, those that 4 virtual devices have saved there, resumed."""
     cases = stopped(folder) if folder else CASES
     cases = {name: {**fields, "batch_size": 4} for name, fields in cases.items()}
+    if processes > 1:
+        cases |= {name: {**fields, **STAGES} for name, fields in cases.items() if "stages" in name}
     if not folder and processes == ALONE:
         cases |= equal_micro_batches(1)
     return run_on_torch(processes, cases)

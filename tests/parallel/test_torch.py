@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,9 +56,25 @@ FORMS: dict[str, Fields] = {
     },
     "whole tensors": {"optimizer": "novograd", "learning_rate": 3e-3, "attn_bias": True, "qk_norm": True},
 }
+STAGES: Fields = {"pipeline_parallel_size": 2}
+INTERLEAVED: Fields = {**STAGES, "virtual_pipeline_size": 2}
+ZERO_BUBBLE: Fields = {**STAGES, "pipeline_schedule": "InterleavedZeroBubble"}
+IN_A_V: Fields = {**INTERLEAVED, "pipeline_schedule": "ZBVZeroBubble"}
+BY_STAGES: dict[str, Fields] = {
+    "stages x fsdp, a third": {**FSDP, **STAGES, **A_THIRD},
+    "4 stages, uneven": {"sharding_strategy": "ddp", "pipeline_parallel_size": 4, "num_layers": 6},
+    "zero bubble x fsdp, a piece of one block": {**FSDP, **INTERLEAVED, **ZERO_BUBBLE},
+}
+FORMS_ON_STAGES: dict[str, Fields] = {
+    "biases, sequence": {**STAGES, **TENSOR, "sequence_parallel": True, "pipeline_schedule": "GPipe"},
+    "dropout": {**INTERLEAVED, "sharding_strategy": "zero2"},
+    "adapters": {**ZERO_BUBBLE, **HSDP, "sharding_group_size": 1},
+    "padded": {**STAGES, **TENSOR},
+    "whole tensors": IN_A_V,
+}
 UNPADDED: Fields = {**FORMS["padded"], "make_vocab_size_divisible_by": 1}
 CASES: dict[int, dict[str, Fields]] = {
-    ALONE: {**FEW, **FORMS, "padded": UNPADDED, "bf16": {"mixed_precision": True}},
+    ALONE: {**FEW, **FORMS, "padded": UNPADDED, "bf16": {"mixed_precision": True}, "6 layers": {"num_layers": 6}},
     1: FEW,
     2: {**FEW, "uneven": {**FSDP, "vocab_size": 511}},
     4: {
@@ -91,6 +108,9 @@ CASES: dict[int, dict[str, Fields]] = {
         "together": {**FSDP, **ALL_BLOCKS, "checkpoint_num_layers": 3, "batch_size": 4},
         "built first": {**FSDP, "low_cpu_fsdp": False},
         "bf16": {**FSDP, "mixed_precision": True},
+        **BY_STAGES,
+        **{f"{form}, stages": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_STAGES.items()},
+        "bf16, zero bubble": {**FSDP, **ZERO_BUBBLE, "mixed_precision": True},
         "poisoned": {**FSDP, "poison_step": 2},
         "poisoned, skipped": {**FSDP, "poison_step": 2, "max_skipped_steps": 1},
     },
@@ -99,7 +119,7 @@ EXACT = [
     (processes, case)
     for processes, cases in CASES.items()
     for case in cases
-    if not any(word in case for word in ("bf16", "poisoned", "uneven", *FORMS))
+    if not any(word in case for word in ("bf16", "poisoned", "uneven", "6 layers", *FORMS))
 ]
 
 
@@ -110,12 +130,15 @@ def outcome(processes: int) -> dict[str, Any]:
         packed, padded = instruction_cases().values()
         cases = {**cases, "instructions, padded": {**FSDP, **padded, "batch_size": 2}}
         cases["instructions, packed"] = {**FSDP, **TENSOR, **packed, "batch_size": 4}
+        cases["instructions, packed, stages"] = {**FSDP, **INTERLEAVED, **packed}
+        cases["dropout, stages, resumed"] = {**cases["dropout, stages"], "halfway": f"{tempfile.mkdtemp()}/run"}
     return run_on_torch(processes, cases)
 
 
 @slow
-def test_packed_examples_have_the_losses_of_the_same_examples_one_per_row() -> None:
-    padded, packed = (outcome(4)[f"instructions, {case}"] for case in ("padded", "packed"))
+@pytest.mark.parametrize("mesh", ["packed", "packed, stages"])
+def test_packed_examples_have_the_losses_of_the_same_examples_one_per_row(mesh: str) -> None:
+    padded, packed = (outcome(4)[f"instructions, {case}"] for case in ("padded", mesh))
     for figure in ("loss", "grad_norm", "evaluation"):
         assert packed[figure] == pytest.approx(padded[figure], abs=1e-5)
     assert padded["loss"][-1] < padded["loss"][0] - 0.3
@@ -132,9 +155,24 @@ def test_losses_and_gradient_norms_are_those_of_one_process(processes: int, case
 
 
 @slow
+def test_stages_of_other_sizes_have_the_losses_of_one_process() -> None:
+    reference, got = outcome(ALONE)["6 layers"], outcome(4)["4 stages, uneven"]
+    for figure in ("loss", "grad_norm", "evaluation"):
+        assert got[figure] == pytest.approx(reference[figure], abs=1e-5)
+
+
+@slow
+def test_a_run_on_stages_resumes_bitwise() -> None:
+    whole, resumed = outcome(4)["dropout, stages"], outcome(4)["dropout, stages, resumed"]
+    for figure in ("loss", "grad_norm", "evaluation"):
+        assert resumed[figure] == whole[figure]
+
+
+@slow
+@pytest.mark.parametrize("mesh", ["", ", stages"])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_model_option_has_the_same_losses_on_tensor_ranks(form: str) -> None:
-    reference, got = outcome(ALONE)[form], outcome(4)[form]
+def test_every_model_option_has_the_same_losses_on_tensor_ranks_and_stages(form: str, mesh: str) -> None:
+    reference, got = outcome(ALONE)[form], outcome(4)[f"{form}{mesh}"]
     for figure in ("loss", "grad_norm", "evaluation"):
         assert got[figure] == pytest.approx(reference[figure], abs=1e-5)
     assert got["loss"][-1] < got["loss"][0]
@@ -163,9 +201,9 @@ def test_uneven_shards_train() -> None:
 
 
 @slow
-@pytest.mark.parametrize("processes", [ALONE, 4])
-def test_bf16_products_stay_within_two_percent_of_fp32(processes: int) -> None:
-    reference, got = outcome(ALONE)["ddp"]["loss"], outcome(processes)["bf16"]["loss"]
+@pytest.mark.parametrize(("processes", "case"), [(ALONE, "bf16"), (4, "bf16"), (4, "bf16, zero bubble")])
+def test_bf16_products_stay_within_two_percent_of_fp32(processes: int, case: str) -> None:
+    reference, got = outcome(ALONE)["ddp"]["loss"], outcome(processes)[case]["loss"]
     assert got == pytest.approx(reference, rel=0.02)
     assert got != reference
 

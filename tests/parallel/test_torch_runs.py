@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 SAVED = f"step_{HALFWAY}"
 XLA = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
 ON_XLA = {"engine": "xla", "sharding_strategy": "hsdp", "sharding_group_size": 4}  # 2 x 4
+STAGES = {"pipeline_parallel_size": 2}
 ON_TORCH = {"engine": "torch", "device": "cpu", "sharding_strategy": "fsdp"}
 
 
@@ -46,7 +47,7 @@ def call(command: list[str], **more: str) -> None:
 def figures(folder: Path) -> dict[int, dict[str, Any]]:
     """By step."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line for line in lines}
+    return {line["step"]: line for line in lines if "loss" in line}
 
 
 def assert_same_course(got: Path, reference: Path) -> None:
@@ -75,9 +76,10 @@ def resave(source: Path, target: Path, run: Path, fields: dict[str, Any], proces
 
 def test_a_checkpoint_moves_between_the_engines_bitwise_and_continues(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
-    call(train_command(tmp_path / "xla", ALONE, **ON_XLA), **XLA)
+    call(train_command(tmp_path / "xla", ALONE, **ON_XLA, **STAGES), **XLA)
     saved = tmp_path / f"xla/checkpoints/{SAVED}"
-    resave(saved, tmp_path / "by_torch", tmp_path / "to_torch", {**ON_TORCH, "batch_size": 4}, processes=4)
+    on_torch = {**ON_TORCH, **STAGES, "virtual_pipeline_size": 2}
+    resave(saved, tmp_path / "by_torch", tmp_path / "to_torch", on_torch, processes=4)
     assert_same_bits(saved, tmp_path / f"by_torch/{SAVED}")
     assert_same_course(tmp_path / "to_torch", tmp_path / "xla")
 
@@ -86,10 +88,10 @@ def test_a_checkpoint_moves_between_the_engines_bitwise_and_continues(tmp_path: 
     assert_same_course(tmp_path / "to_xla", tmp_path / "xla")
 
 
-def test_a_checkpoint_moves_to_tensor_ranks_and_back_bitwise_and_continues(tmp_path: Path) -> None:
+def test_a_checkpoint_moves_to_stages_of_tensor_ranks_and_back_bitwise_and_continues(tmp_path: Path) -> None:
     # Biases of columns are sharded twice along their only dimension, the vocabulary with rows that are not saved.
     alone = {**ON_TORCH, "attn_bias": True, "mlp_bias": True, "vocab_size": 500}
-    split = {**alone, "make_vocab_size_divisible_by": 24, "tensor_parallel_size": 2, "batch_size": 4}
+    split = {**alone, "make_vocab_size_divisible_by": 24, "tensor_parallel_size": 2, "batch_size": 4, **STAGES}
     call(train_command(tmp_path / "alone", ALONE, **alone))
     saved = tmp_path / f"alone/checkpoints/{SAVED}"
     resave(saved, tmp_path / "split", tmp_path / "on", split, processes=4)
@@ -105,7 +107,7 @@ def test_survivors_of_a_killed_process_report_it_and_fewer_processes_continue(tm
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     more = {**ON_TORCH, "num_steps": 40, "collective_timeout": 30, "checkpoint_interval": 10}
     run = subprocess.Popen(
-        train_command(broken, 4, **more),
+        train_command(broken, 4, **more, **STAGES),
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -123,7 +125,7 @@ def test_survivors_of_a_killed_process_report_it_and_fewer_processes_continue(tm
     assert run.returncode != 0
     assert max(figures(broken)) < 40
 
-    call(train_command(broken, 2, **more))
+    call(train_command(broken, 2, **more, **STAGES))
     call(train_command(whole, ALONE, **more))
     for step, line in figures(whole).items():
         assert figures(broken)[step]["loss"] == pytest.approx(line["loss"], abs=1e-5)
@@ -148,3 +150,40 @@ def test_a_signal_to_one_process_makes_all_save_and_exit(tmp_path: Path) -> None
     said, _ = run.communicate(timeout=60)
     assert sorted(file.read_text() for file in codes.iterdir()) == ["143", "143"], said
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == [f"step_{max(figures(tmp_path))}"]
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*[0-9]"))
+
+
+def test_the_clock_saves_and_ends_a_run_that_continues_bitwise(tmp_path: Path) -> None:
+    """Killed after a save by the clock, then ended by the clock, in two processes that agree."""
+    codes, metrics = tmp_path / "codes", tmp_path / "metrics.jsonl"
+    codes.mkdir()
+    more = {**ON_TORCH, "num_steps": 100_000, "checkpoint_interval": 100_000, "checkpoint_seconds": 1}
+
+    def started(**fields: Any) -> subprocess.Popen[str]:
+        command, variables = train_command(tmp_path, 2, **more, **fields), environment(EXIT_CODES=str(codes))
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, cwd=ROOT, env=variables, text=True, **output)  # type: ignore[call-overload]
+
+    run = started()
+    while not (saved := checkpoint_steps(tmp_path)) or not metrics.exists() or max(figures(tmp_path)) < saved[-1] + 3:
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.05)
+    for process in psutil.Process(run.pid).children():
+        process.kill()
+    run.communicate(timeout=60)
+    newest, before = checkpoint_steps(tmp_path)[-1], figures(tmp_path)
+
+    run = started(max_run_seconds=1)  # over before the first step, which is made all the same
+    said, _ = run.communicate(timeout=120)
+    assert sorted(file.read_text() for file in codes.iterdir()) == ["4", "4"], said
+    assert "the time of --max_run_seconds=1 is up" in said
+    last = max(figures(tmp_path))
+    assert newest < last <= newest + 2 and checkpoint_steps(tmp_path)[-1] == last
+    for step in set(before) & {newest + 1, newest + 2}:
+        line = figures(tmp_path)[step]
+        assert {name: line[name] for name in ("loss", "grad_norm", "data_hash")} == {
+            name: before[step][name] for name in ("loss", "grad_norm", "data_hash")
+        }

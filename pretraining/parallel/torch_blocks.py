@@ -1,0 +1,69 @@
+"""The blocks of the torch engine: run in order, recomputed as activation checkpointing asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from pretraining.config.training import TrainConfig
+from pretraining.models.llama import BatchInputs, Llama
+from pretraining.parallel.recompute import model_mask, recomputed_modules
+from pretraining.parallel.torch_tensor import gather_from_sequence, scatter_to_sequence
+
+# Arguments of torch.utils.checkpoint. Dropout is a hash, so there is no random state to preserve.
+RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+
+
+class TorchBlocks:
+    """Runs blocks on one micro-batch. See llama.RunBlocks."""
+
+    def __init__(self, config: TrainConfig, tensor_ranks: DeviceMesh | None) -> None:
+        self.config = config
+        self._is_recomputed = model_mask(config)
+        self._group = tensor_ranks.get_group() if tensor_ranks and config.sequence_parallel else None
+
+    def recompute_modules(self, model: Llama) -> None:
+        """Checkpoint the modules of selected blocks, where modules are recomputed and not whole blocks."""
+        for block, is_selected in zip(model.model.layers, self._is_recomputed, strict=True):
+            for path in recomputed_modules(self.config, block) if is_selected else []:
+                module = block.get_submodule(path)
+                module.forward = partial(checkpoint, module.forward, **RECOMPUTE)
+        if self.config.checkpoint_granularity == "selective":
+            self._is_recomputed = (False,) * len(self._is_recomputed)
+
+    def __call__(self, blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
+        """Run all blocks of the model, [B, T, D] -> [B, T, D]."""
+        return self.leave(self.run(blocks, self.enter(x), inputs))
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what the first block reads: x [B, T, D], or with sequence_parallel this rank's tokens of it."""
+        return scatter_to_sequence(x, self._group) if self._group else x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Return all tokens of what the last block returned."""
+        return gather_from_sequence(x, self._group) if self._group else x
+
+    def run(self, blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs, first: int = 0) -> Tensor:
+        """Run consecutive blocks, of which block `first` of the model is the first one.
+
+        Recomputes checkpoint_num_layers blocks together.
+        """
+
+        def run(x: Tensor, inputs: BatchInputs, *chosen: nn.Module) -> Tensor:
+            for block in chosen:
+                x = block(x, inputs)
+                inputs = inputs.next_block()
+            return x
+
+        layers, size, inputs = list(blocks), self.config.checkpoint_num_layers, inputs.next_block(first)
+        for start in range(0, len(layers), size):
+            chosen = layers[start : start + size]
+            is_recomputed = self._is_recomputed[first + start]
+            x = checkpoint(run, x, inputs, *chosen, **RECOMPUTE) if is_recomputed else run(x, inputs, *chosen)
+            inputs = inputs.next_block(len(chosen))
+        return x

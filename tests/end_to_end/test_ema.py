@@ -1,0 +1,50 @@
+"""The moving average of the weights is the one that the saved weights give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pretraining.checkpoint.convert import main
+from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.config.training import TrainConfig
+from pretraining.models.init import build_model
+from tests.end_to_end.small import FLAGS, finish
+
+pytestmark = pytest.mark.slow
+DECAY, STEPS = 0.75, 4
+
+
+@pytest.mark.parametrize("engine", ["torch", "xla"])
+def test_the_moving_average_follows_every_update_and_is_exported(
+    tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if engine == "xla":
+        pytest.importorskip("torch_xla")
+    fields: dict[str, Any] = {"engine": engine, "num_steps": STEPS, "checkpoint_interval": 1, "use_dummy_dataset": True}
+    fields |= {"ema_decay": DECAY, "lr_decay_steps": STEPS}
+    for steps in (2, STEPS) if engine == "torch" else (STEPS,):  # the second run continues the first
+        finish(tmp_path / "run", devices=2, **{**fields, "num_steps": steps})
+    checkpoints = tmp_path / "run" / "checkpoints"
+    config = TrainConfig(**{**FLAGS, **fields})
+    average = {name: weight.detach() for name, weight in build_model(config).named_parameters()}
+    for step in range(1, STEPS + 1):
+        weights = read_tensors(open_checkpoint(checkpoints / f"step_{step}"), is_weight)
+        average = {name: DECAY * average[name] + (1 - DECAY) * weight for name, weight in weights.items()}
+    assert main([str(tmp_path / "run"), str(tmp_path / "hf"), "--use_ema"]) == 0
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == average.keys()
+    for name, tensor in exported.items():
+        assert torch.allclose(tensor, average[name], atol=1e-6), name
+        assert not torch.allclose(tensor, weights[name], atol=1e-4), name
+
+
+def test_a_run_without_a_moving_average_has_none_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "checkpoint" / "step_4"
+    assert main([str(golden), str(tmp_path / "hf"), "--use_ema"]) == 2
+    assert "has no moving averages of weights; the run needs --ema_decay" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""A spike of the loss leaves no trace where its update is skipped, on both engines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.small import ROOT, environment
+
+SPIKE, STEPS = 100, 120
+TRAIN = f"""
+import json, sys
+import numpy as np
+from pretraining import train
+from pretraining.data import RowMarks
+
+class Counters:  # of which half of the tokens are one too large
+    def __init__(self, spike):
+        self.spike = spike
+
+    def row(self, sequence, out):
+        noise = np.random.default_rng(sequence)
+        out[:] = (np.arange(len(out)) + sequence % 32 + noise.integers(0, 2, len(out))) % 64
+        if self.spike and sequence // 8 == {SPIKE} - 1:
+            out[:] = noise.integers(0, 64, len(out))
+        return RowMarks([])
+
+for flags, spike in json.loads(sys.argv[1]):
+    train(flags, data={{"train": Counters(spike)}})
+"""
+TINY: dict[str, Any] = {
+    **{"model_variant": "custom", "num_layers": 2, "hidden_size": 32, "intermediate_size": 64},
+    **{"num_attention_heads": 4, "vocab_size": 64, "seq_length": 32, "global_batch_size": 8, "batch_size": 4},
+    **{"learning_rate": 1e-2, "lr_schedule": "constant", "mixed_precision": False, "sharding_strategy": "fsdp"},
+    **{"report_interval": 1, "checkpoint_interval": STEPS, "skip_step_deviations": 6.0},
+}
+
+
+def losses_and_outliers(folder: Path) -> dict[int, tuple[float, float]]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: (record["loss"], record["outliers"]) for record in records if "loss" in record}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "xla"])
+def test_a_spike_leaves_no_trace(engine: str, tmp_path: Path) -> None:
+    if engine == "xla":
+        pytest.importorskip("torch_xla")
+    stops = (SPIKE - 10, STEPS) if engine == "torch" else (STEPS,)  # the second run continues the first
+    runs: list[tuple[dict[str, Any], bool]] = [({"num_steps": steps, "log_dir": "hit"}, True) for steps in stops]
+    runs = [({"num_steps": STEPS, "log_dir": "sound"}, False), *runs]
+    flags = [({**TINY, **run, "log_dir": str(tmp_path / run["log_dir"]), "engine": engine}, hit) for run, hit in runs]
+    one_thread = {**environment(2), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", TRAIN, json.dumps(flags)], cwd=ROOT, env=one_thread, check=True)
+    sound, hit = losses_and_outliers(tmp_path / "sound"), losses_and_outliers(tmp_path / "hit")
+    assert all(hit[step] == sound[step] for step in range(1, SPIKE))
+    assert hit[SPIKE][0] > sound[SPIKE][0] + 1
+    assert (sound[STEPS][1], hit[SPIKE - 1][1], hit[STEPS][1]) == (0, 0, 1)
+    assert hit[STEPS][0] == pytest.approx(sound[STEPS][0], rel=0.01)
