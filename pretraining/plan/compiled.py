@@ -21,7 +21,7 @@ from typing import NamedTuple
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.monitor.progress import heartbeat
-from pretraining.plan.program import bytes_by_purpose, collectives, product_flops
+from pretraining.plan.program import bytes_by_purpose, collectives, estimated_cycles, kernel_flops, product_flops
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +35,7 @@ class CompiledProgram(NamedTuple):
     updated: int = 0  # of the arguments, those that results overwrite: the state that lives from step to step
     results: int = 0
     temporaries: int = 0
+    peak: int = 0  # of all memory at any time, as the compiler counts it
     seconds: float = 0.0  # of compilation
     refused: str = ""  # the compiler's reason where the program does not fit; nothing else is known then
 
@@ -47,6 +48,8 @@ class CompiledStep(NamedTuple):
     programs: list[CompiledProgram]
     sent: dict[str, int]  # operation -> bytes that leave the device in a step
     flops: int  # of the matrix products of a step
+    kernel_flops: int  # of those inside attention kernels
+    cycles: int  # of a step, as the compiler expects; without those of attention kernels, which it does not know
 
     @property
     def refused(self) -> str:
@@ -80,17 +83,28 @@ def compile_step(config: TrainConfig, shard: int) -> CompiledStep:
         with heartbeat(f"compiling the step for {target}"):
             _run("pretraining.plan.compiler", name, target)
         programs = [CompiledProgram(**fields) for fields in json.loads((folder / "compiled.json").read_text())]
-        return _read(folder, target, seconds, programs)
+        return _read(folder, target, seconds, programs, visible_share(config))
 
 
-def _read(folder: Path, target: str, traced_seconds: float, programs: list[CompiledProgram]) -> CompiledStep:
+def visible_share(config: TrainConfig) -> float:
+    """Return the share of all pairs of a query and a key that causality and the sliding window leave."""
+    length = config.seq_length
+    window = min(config.sliding_window or length, length)
+    return (window * length - window * (window - 1) / 2) / length**2
+
+
+def _read(
+    folder: Path, target: str, traced_seconds: float, programs: list[CompiledProgram], visible: float
+) -> CompiledStep:
     sent: Counter[str] = Counter()
-    flops = 0
+    flops = in_kernels = cycles = 0
     for program in programs if not programs[-1].refused else []:
         text = (folder / f"{program.name}.txt").read_text()
         flops += program.times * product_flops(text)
+        in_kernels += program.times * kernel_flops(text, visible)
+        cycles += program.times * estimated_cycles(text)
         sent.update({name: program.times * count for name, count in bytes_by_purpose(collectives(text)).items()})
-    return CompiledStep(target, traced_seconds, programs, dict(sent), flops)
+    return CompiledStep(target, traced_seconds, programs, dict(sent), flops + in_kernels, in_kernels, cycles)
 
 
 def _refuse_without_packages() -> None:

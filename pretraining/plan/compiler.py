@@ -83,6 +83,7 @@ def _compile(folder: Path, program: dict[str, Any], devices: tuple[Any, ...]) ->
         updated=memory.alias_size_in_bytes,
         results=memory.output_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
+        peak=memory.peak_memory_in_bytes,
         seconds=seconds,
     )
 

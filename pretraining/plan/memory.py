@@ -13,10 +13,11 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape, padded_vocabulary
 from pretraining.models.ops import LOSS_ROWS
 from pretraining.optim.precision import precision_of
-from pretraining.parallel.layout import StateTensor, TorchLayout, state_tensors
+from pretraining.parallel.layout import StateTensor, TorchLayout
 from pretraining.parallel.mesh import Mesh, kv_repeats
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.stages import block_runs, piece_length
+from pretraining.parallel.splash import choose_attention
+from pretraining.parallel.stages import block_runs, piece_length, pieces, pieces_in_flight, pieces_of
 from pretraining.plan.engines import engine_of, layout_in
 from pretraining.plan.tiles import bytes_in_memory
 
@@ -37,11 +38,6 @@ class DeviceMemory(NamedTuple):
         return sum(self)
 
 
-def tensors_of(config: TrainConfig, mesh: Mesh) -> list[StateTensor]:
-    """Return every tensor of the state that a device holds."""
-    return list(state_tensors(config, layout_in(config, mesh)))
-
-
 def weights_of(tensors: list[StateTensor]) -> list[StateTensor]:
     """Return the parameters among `tensors`."""
     return [tensor for tensor in tensors if tensor.kind == "parameters"]
@@ -54,8 +50,8 @@ def tensor_bytes(config: TrainConfig, mesh: Mesh, tensor: StateTensor) -> int:
     return bytes_in_memory(PLAN_KINDS[config.plan_device_kind], stacked, tensor.width)
 
 
-def device_memory(config: TrainConfig, mesh: Mesh, tensors: list[StateTensor]) -> DeviceMemory:
-    """Return what one device holds, given the tensors of its state."""
+def device_memory(config: TrainConfig, mesh: Mesh, tensors: list[StateTensor], stage: int = 0) -> DeviceMemory:
+    """Return what one device of this stage holds, given the tensors of its state."""
     sums = dict.fromkeys(("parameters", "copies", "gradients", "moments"), 0)
     for tensor in tensors:
         sums[tensor.kind] += tensor_bytes(config, mesh, tensor)
@@ -63,22 +59,27 @@ def device_memory(config: TrainConfig, mesh: Mesh, tensors: list[StateTensor]) -
         sums["parameters"] + sums["copies"],
         sums["gradients"],
         sums["moments"],
-        activations(config, mesh),
-        logits(config, mesh),
+        activations(config, mesh, stage),
+        logits(config, mesh) if any(tensor.name == "model.norm.weight" for tensor in tensors) else 0,
         _gathered(config, mesh, weights_of(tensors)),
     )
 
 
-def activations(config: TrainConfig, mesh: Mesh) -> int:
+def activations(config: TrainConfig, mesh: Mesh, stage: int = 0) -> int:
     """Return the bytes of activations when the backward pass begins.
 
-    They are those that one micro-batch keeps, and those of the blocks that are being recomputed. A pipeline keeps them
-    for each of its ticks, and the micro-batches that wait.
+    They are those that one micro-batch keeps, and those of the blocks that are being recomputed. A pipeline of the XLA
+    engine keeps them for each of its ticks, and the micro-batches that wait; one of the torch engine as its schedule
+    says, and buffers for all micro-batches that arrive, and for their gradients.
     """
     together = min(config.checkpoint_num_layers, sum(block_mask(config, piece_length(config))))
     kept, recomputed = kept_activations(config, mesh), int(together * _block_bytes(config, mesh))
     if mesh.stage == 1:
         return kept + recomputed
+    if engine_of(config) == "torch":
+        numbers, last = pieces_of(config, stage), len(pieces(config)) - 1
+        buffers = (2 * len(numbers) - (0 in numbers) - (last in numbers)) * (config.gradient_accumulation_steps or 1)
+        return pieces_in_flight(config, stage) * kept + recomputed + int(buffers * stream_bytes(config, mesh))
     waiting = (config.gradient_accumulation_steps or 1) // mesh.stage
     return block_runs(config) * kept + recomputed + int(waiting * stream_bytes(config, mesh))
 
@@ -86,11 +87,25 @@ def activations(config: TrainConfig, mesh: Mesh) -> int:
 def kept_activations(config: TrainConfig, mesh: Mesh) -> int:
     """Return the bytes that a device's blocks keep for the backward pass of one micro-batch, or in one tick.
 
-    Of a recomputed block, or of several that are recomputed together, that is the input.
+    Of a recomputed block, or of several that are recomputed together, that is the input; with save_attention, and where
+    a fused kernel runs, also attention's result.
     """
     mask = block_mask(config, piece_length(config))
     inputs = sum(mask) / config.checkpoint_num_layers * stream_bytes(config, mesh)
-    return int((len(mask) - sum(mask)) * _block_bytes(config, mesh) + inputs)
+    results = sum(mask) * _attention_bytes(config, mesh) if config.save_attention and _has_kernel(config) else 0
+    return int((len(mask) - sum(mask)) * _block_bytes(config, mesh) + inputs + results)
+
+
+def _has_kernel(config: TrainConfig) -> bool:
+    is_tpu = config.plan_device_kind.startswith("tpu-")
+    return is_tpu and engine_of(config) == "xla" and choose_attention(config, "TPU").is_splash
+
+
+def _attention_bytes(config: TrainConfig, mesh: Mesh) -> float:
+    """Return the bytes of the result of a block's attention, as wide as its queries."""
+    shape, tokens = model_shape(config), config.batch_size * config.seq_length / mesh.context
+    queries = shape.num_attention_heads * shape.head_dim / mesh.tensor
+    return tokens * queries * precision_of(config).activations.itemsize
 
 
 def stream_bytes(config: TrainConfig, mesh: Mesh) -> float:
@@ -109,11 +124,11 @@ def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
     """
     shape = model_shape(config)
     tokens, width = config.batch_size * config.seq_length / mesh.context, precision_of(config).activations.itemsize
-    queries = shape.num_attention_heads * shape.head_dim / mesh.tensor
     kv_heads = shape.num_kv_heads * kv_repeats(config, shape)
     keys = shape.head_dim * (kv_heads / mesh.tensor if kv_heads % mesh.tensor == 0 else shape.num_kv_heads)
     wide = (3 if shape.gated else 2) * shape.intermediate_size / mesh.tensor
-    return 4 * stream_bytes(config, mesh) + tokens * width * (2 * queries + 4 * keys + wide)
+    vectors = 4 * stream_bytes(config, mesh) + 2 * _attention_bytes(config, mesh)  # of the stream, of the queries
+    return vectors + tokens * width * (4 * keys + wide)
 
 
 def logits(config: TrainConfig, mesh: Mesh) -> int:
@@ -139,7 +154,7 @@ def _gathered(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> in
     if isinstance(layout, TorchLayout):
         if mesh.shard == 1 and precision.compute == precision.parameters:
             return 0
-        blocks = 2 if layout.reshards_after_forward else model_shape(config).num_layers
+        blocks = 2 if layout.reshards_after_forward else max(weight.tensors for weight in weights)
         return precision.compute.itemsize * (blocks * block + sum(outer)) // mesh.tensor
     ranks = mesh.shard * mesh.context
     if not layout.split.parameters or ranks == 1:

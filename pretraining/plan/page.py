@@ -25,6 +25,7 @@ VARIED = (
     "pipeline_parallel_size",
     "virtual_pipeline_size",
     "pipeline_cuts",
+    "pipeline_schedule",
     "batch_size",
     "global_batch_size",
     "gradient_accumulation_steps",
@@ -55,7 +56,7 @@ def _head(plan: Plan) -> list[str]:
     ]
     lines += [f"refused        {problem.subject} {problem.remedy}" for problem in refusals(plan)]
     if plan.mesh.stage > 1:
-        lines.append(f"pipeline       {describe_pipeline(config)}")
+        lines.append(f"pipeline       {describe_pipeline(config, engine_of(config))}")
     return lines
 
 
@@ -75,6 +76,8 @@ def _memory(plan: Plan) -> list[str]:
     lines = [f"{name:<14} {count:>18,} bytes/device  {size(count):>12}" for name, count in amounts.items()]
     verdict = "fits" if plan.fits else "does not fit"
     lines[-1] += f": {verdict} in {size(USABLE * plan.kind.memory)} ({USABLE:.0%} of {size(plan.kind.memory)})"
+    if len(plan.stage_memory) > 1:
+        lines.append(f"{'by stage':<14} {', '.join(size(memory.total) for memory in plan.stage_memory)}")
     if not plan.fits:
         lines.append(f"{'nearest':<14} {_change(plan.config, nearest_fit(plan))}")
     return lines
@@ -139,6 +142,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "idle_share": idle_share(plan.config),
         "parameters": [{**weight._asdict(), "bytes": plan.bytes_of(weight)} for weight in plan.weights],
         "bytes_per_device": {**plan.memory._asdict(), "total": plan.memory.total},
+        "bytes_by_stage": [memory.total for memory in plan.stage_memory],
         "fits": plan.fits,
         "flops_per_token": plan.flops,
         "executed_flops": plan.executed,

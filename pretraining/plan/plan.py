@@ -22,12 +22,12 @@ from pretraining.config.variants import model_shape
 from pretraining.models.checks import CHECKS as MODEL_CHECKS
 from pretraining.monitor.flops import flops_per_token
 from pretraining.parallel.checks import CHECKS as PARALLEL_CHECKS
-from pretraining.parallel.layout import StateTensor, uneven_columns
+from pretraining.parallel.layout import StateTensor, state_tensors, uneven_columns
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import model_mask
-from pretraining.parallel.stages import idle_share, stacked_layers
-from pretraining.plan.engines import engine_of
-from pretraining.plan.memory import DeviceMemory, device_memory, tensor_bytes, tensors_of, weights_of
+from pretraining.parallel.stages import idle_share, layers_of_stage, pieces, stacked_layers, stage_of
+from pretraining.plan.engines import engine_of, layout_in
+from pretraining.plan.memory import DeviceMemory, device_memory, tensor_bytes, weights_of
 from pretraining.plan.traffic import Collective, collectives
 
 CHECKS = (*MODEL_CHECKS, *PARALLEL_CHECKS)
@@ -40,14 +40,19 @@ class Plan(NamedTuple):
     config: TrainConfig  # with its batch resolved
     kind: DeviceKind
     mesh: Mesh
-    weights: list[StateTensor]
-    memory: DeviceMemory
+    weights: list[StateTensor]  # of the stage that holds most
+    stage_memory: list[DeviceMemory]  # by stage; one where stages are alike
     collectives: list[Collective]
     flops: int  # per token, 6 N + 12 L d S
     executed: float  # operations that a device runs in a step
     compute_seconds: float
     overlapped_seconds: float  # of communication that runs at the same time as the computation
     exposed_seconds: float  # of communication that the computation waits for
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """What a device of the stage holds that holds most."""
+        return max(self.stage_memory, key=lambda memory: memory.total)
 
     @property
     def fits(self) -> bool:
@@ -80,8 +85,10 @@ def plan_of(config: TrainConfig) -> Plan:
     kind = PLAN_KINDS[config.plan_device_kind]
     mesh = resolve_mesh(config, config.plan_devices, min(kind.per_host, config.plan_devices))
     config = resolve_batch(config, mesh.data_ranks)
-    tensors = tensors_of(config, mesh)
-    weights = weights_of(tensors)
+    stages = list(state_tensors(config, layout_in(config, mesh)))
+    stage_memory = [device_memory(config, mesh, tensors, stage) for stage, tensors in enumerate(stages)]
+    fullest = max(range(len(stages)), key=lambda stage: stage_memory[stage].total)
+    weights = weights_of(stages[fullest])
     executed = executed_flops(config, weights) * config.tokens_per_step / config.plan_devices
     sent = collectives(config, mesh, weights)
     seconds = [collective.bytes / _rate(collective, mesh, kind) for collective in sent]
@@ -92,7 +99,7 @@ def plan_of(config: TrainConfig) -> Plan:
         kind=kind,
         mesh=mesh,
         weights=weights,
-        memory=device_memory(config, mesh, tensors),
+        stage_memory=stage_memory,
         collectives=sent,
         flops=flops_per_token(model_shape(config), config.seq_length).full,
         executed=executed,
@@ -106,10 +113,11 @@ def executed_flops(config: TrainConfig, weights: list[StateTensor]) -> float:
     """Return the operations of matrix products that are run per token, given the parameters of one device.
 
     6 N, attention below the diagonal (6 L d S), its scores once more in every backward pass (L d S), and of a
-    recomputed block the forward pass without its last product, whose result is not needed again. A pipeline runs its
-    blocks in idle ticks, too, and padding like layers.
+    recomputed block the forward pass without its last product, whose result is not needed again. A pipeline of the XLA
+    engine runs its blocks in idle ticks, too, and padding like layers. On the torch engine all stages count as the one
+    with most work, of which the head is a part, and idle time counts like work.
     """
-    shape, layers = model_shape(config), len(stacked_layers(config))
+    shape, stages = model_shape(config), range(config.pipeline_parallel_size)
     scores = shape.num_layers * shape.num_attention_heads * shape.head_dim * config.seq_length
     blocks = [weight for weight in weights if ".layers." in weight.name and len(weight.shape) > 1]
     layer = sum(math.prod(weight.shape) for weight in blocks)
@@ -117,7 +125,12 @@ def executed_flops(config: TrainConfig, weights: list[StateTensor]) -> float:
     again = 2 * sum(model_mask(config)) * (repeated + scores / shape.num_layers)
     of_blocks = 6 * shape.num_layers * layer + 7 * scores + again
     of_others = flops_per_token(shape, config.seq_length).causal - 6 * (shape.num_layers * layer + scores)
-    return of_others + of_blocks * (1 + idle_share(config)) * layers / shape.num_layers
+    if engine_of(config) == "xla":
+        return of_others + of_blocks * (1 + idle_share(config)) * len(stacked_layers(config)) / shape.num_layers
+    last = stage_of(config, len(pieces(config)) - 1)
+    shares = [len(layers_of_stage(config, stage)) / shape.num_layers for stage in stages]
+    work = [share * of_blocks + (stage == last) * of_others for stage, share in enumerate(shares)]
+    return len(stages) * max(work) * (1 + idle_share(config))
 
 
 def _rate(collective: Collective, mesh: Mesh, kind: DeviceKind) -> float:
@@ -187,10 +200,9 @@ def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
     tensors = [ranks for ranks in (1, 2, 4, 8, 16) if ranks <= PLAN_KINDS[config.plan_device_kind].per_host]
     strategies: tuple[ShardingStrategy, ...] = ("ddp", "zero1", "fsdp", "hsdp")
     pipelines = [(1, 1)]
-    if engine_of(config) == "xla":
-        pipelines += [(stages, pieces) for stages in (2, 4, 8, 16) for pieces in (1, 2) if stages * pieces <= layers]
+    pipelines += [(stages, count) for stages in (2, 4, 8, 16) for count in (1, 2) if stages * count <= layers]
     choices = product(strategies, pipelines, tensors, (1, 2, 4), (False, True))
-    for strategy, (stages, pieces), tensor, context, recompute in choices:
+    for strategy, (stages, virtual), tensor, context, recompute in choices:
         if devices % (stages * tensor * context):
             continue
         yield replace(
@@ -201,8 +213,9 @@ def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
             sequence_parallel=tensor > 1,
             context_parallel_size=context,
             pipeline_parallel_size=stages,
-            virtual_pipeline_size=pieces,
+            virtual_pipeline_size=virtual,
             pipeline_cuts="",
+            pipeline_schedule="auto",
             fsdp_activation_checkpointing=recompute,
             selective_checkpointing="1",
             checkpoint_granularity="full",

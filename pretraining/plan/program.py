@@ -180,6 +180,12 @@ def bytes_by_purpose(found: list[CompiledCollective]) -> Counter[str]:
     return sums
 
 
+def estimated_cycles(text: str) -> int:
+    """Return the cycles that the compiler expects one execution to take. It does not know those of kernels."""
+    found = ((re.search(r'"estimated_cycles":"(\d+)"', line), times) for _, line, times in executed(computations(text)))
+    return sum(int(match[1]) * times for match, times in found if match)
+
+
 # ---- Matrix products
 
 
@@ -197,6 +203,30 @@ def product_flops(text: str) -> int:
             count = _dot_flops if kind == "dot" else _convolution_flops
             total += times * count(line, shapes[result], shapes[left], shapes[right])
     return total
+
+
+# Arrays in bf16 that a kernel of splash attention reads and writes -> its products, all as large as that of queries and
+# keys. The forward pass reads q, k, v and writes y. The backward pass reads the gradient of y, too, and has a kernel
+# for the gradient of q and one for those of k and v.
+SPLASH_PRODUCTS = {(3, 1): 2, (4, 1): 3, (4, 2): 4}
+
+
+def kernel_flops(text: str, visible: float) -> int:
+    """Return the operations of the products inside attention kernels, whose texts the program does not contain.
+
+    visible: share of all pairs of a query and a key that is computed; of blocks at the edge of a mask, the half.
+    """
+    total = 0.0
+    for _, line, times in executed(computations(text)):
+        if match := re.search(r"= (.*?) custom-call\(.*operand_layout_constraints=\{(.*?\})\}", line):
+            results, operands = (
+                [shape for dims in re.findall(r"bf16\[([\d,]*)\]", part) if len(shape := _extents(dims)) > 2]
+                for part in match.groups()
+            )
+            if "splash_attention" in line and (len(operands), len(results)) in SPLASH_PRODUCTS:
+                products = SPLASH_PRODUCTS[len(operands), len(results)]
+                total += times * products * 2 * math.prod(operands[0]) * operands[1][-2] * visible
+    return int(total)
 
 
 def _dot_flops(line: str, result: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...]) -> int:

@@ -15,8 +15,8 @@ from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import Layout, StateTensor, TorchLayout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.stages import block_runs, piece_length, ticks
-from pretraining.plan.engines import engine_of, layout_in
+from pretraining.parallel.stages import piece_length, pieces, pieces_of, ticks
+from pretraining.plan.engines import ends_of_stage, engine_of, layout_in, outer_runs, piece_runs
 from pretraining.plan.memory import stream_bytes
 
 SHARDS = ("shard", "context")
@@ -26,7 +26,7 @@ class Collective(NamedTuple):
     """All collectives of one purpose in a step."""
 
     purpose: str
-    operation: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute"
+    operation: str  # "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute" or "send"
     axes: tuple[str, ...]  # of the mesh
     bytes: int  # that leave one device in a step
     least: int  # that every implementation of this strategy must send
@@ -37,11 +37,6 @@ def ring(unsharded: float, ranks: int, *, both: bool = False) -> int:
     return int((2 if both else 1) * unsharded * (ranks - 1) / ranks)
 
 
-def micro_batches(config: TrainConfig) -> int:
-    """Return the number of micro-batches of a step whose embedding, head and loss a device computes."""
-    return (config.gradient_accumulation_steps or 1) // config.pipeline_parallel_size
-
-
 def collectives(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> list[Collective]:
     """Return everything that a step on devices with these parameters communicates, except scalars."""
     layout = layout_in(config, mesh)
@@ -50,6 +45,8 @@ def collectives(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> 
     else:
         of_parameters = _of_table(config, layout, weights)
     listed = [*of_parameters, *_of_activations(config, mesh), *_between_stages(config, mesh)]
+    if isinstance(layout, TorchLayout) and mesh.stage > 1 and config.tie_word_embeddings:
+        listed.append(_of_tied_embedding(config, mesh, weights))
     return [collective for collective in listed if collective.bytes]
 
 
@@ -64,8 +61,8 @@ def _matrix_bytes(weights: list[StateTensor], mesh: Mesh, width: int) -> int:
 def _run_bytes(config: TrainConfig, weights: list[StateTensor], mesh: Mesh, width: int) -> int:
     """Return `_matrix_bytes` times the runs of each matrix in a step."""
     blocks, outer = _divided(weights)
-    of_blocks = block_runs(config) * _matrix_bytes(blocks, mesh, width) // config.virtual_pipeline_size
-    return of_blocks + micro_batches(config) * _matrix_bytes(outer, mesh, width)
+    of_blocks = piece_runs(config) * _matrix_bytes(blocks, mesh, width) // config.virtual_pipeline_size
+    return of_blocks + outer_runs(config) * _matrix_bytes(outer, mesh, width)
 
 
 def _divided(weights: list[StateTensor]) -> tuple[list[StateTensor], list[StateTensor]]:
@@ -131,7 +128,7 @@ def _embedding_lookup(config: TrainConfig, mesh: Mesh) -> Collective:
     """
     tokens = config.batch_size * config.seq_length // mesh.context
     looked_up = tokens * model_shape(config).hidden_size * precision_of(config).activations.itemsize
-    least = 2 * micro_batches(config) * ring(looked_up, mesh.shard)
+    least = 2 * outer_runs(config) * ring(looked_up, mesh.shard)
     return Collective("embedded tokens", "all-to-all", ("shard",), least, least)
 
 
@@ -142,7 +139,7 @@ def _of_fsdp2(config: TrainConfig, layout: TorchLayout, weights: list[StateTenso
     and head are gathered once. Replicas are reduced after the last micro-batch. With zero1 all of it is once a step.
     """
     mesh, precision = layout.mesh, precision_of(config)
-    count = 1 if layout.gathers_once else micro_batches(config)
+    count = 1 if layout.gathers_once else outer_runs(config)
     blocks = [weight for weight in weights if ".layers." in weight.name] if layout.reshards_after_forward else []
     forward = ring(_matrix_bytes(weights, mesh, precision.compute.itemsize), mesh.shard)
     backward = ring(_matrix_bytes(blocks, mesh, precision.compute.itemsize), mesh.shard)
@@ -161,32 +158,49 @@ def _of_fsdp2(config: TrainConfig, layout: TorchLayout, weights: list[StateTenso
 
 
 def _between_stages(config: TrainConfig, mesh: Mesh) -> list[Collective]:
-    """Return the activations that a tick sends to the next stage and the gradients that it sends back.
+    """Return the activations that a device sends to the next stage and the gradients that it sends back.
 
-    As much is sent as the queue of waiting micro-batches moves on. At least, the last stage sends what its pieces but
-    the last made, and all gradients.
+    On the XLA engine, as much is sent in every tick as the queue of waiting micro-batches moves on. At least, the last
+    stage sends what its pieces but the last made, and all gradients.
     """
     if mesh.stage == 1:
         return []
     stream, count = stream_bytes(config, mesh), config.gradient_accumulation_steps or 1
     least = int(count * (2 * config.virtual_pipeline_size - 1) * stream)
+    if engine_of(config) == "torch":
+        sent = int(count * max(_sent_by(config, stage) for stage in range(mesh.stage)) * stream)
+        return [Collective("between stages", "send", ("stage",), sent, min(least, sent))]
     sent = int(4 * (ticks(config) + 1) * stream)
     return [Collective("between stages", "collective-permute", ("stage",), sent, least)]
 
 
+def _sent_by(config: TrainConfig, stage: int) -> int:
+    """Return the tensors that a stage of the torch engine sends for every micro-batch."""
+    numbers, count = pieces_of(config, stage), len(pieces(config))
+    neighbours = [other for number in numbers for other in (number - 1, number + 1) if 0 <= other < count]
+    return sum(other not in numbers for other in neighbours)
+
+
+def _of_tied_embedding(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> Collective:
+    """Return the all-reduce of the gradient of an embedding that is the head, too: in the first and the last stage."""
+    shards = [math.prod(weight.local_shape(mesh)) for weight in weights if "embed_tokens" in weight.name]
+    sent = ring(sum(shards) * precision_of(config).gradients.itemsize, 2, both=True)
+    return Collective("tied embedding", "all-reduce", ("stage",), sent, sent)
+
+
 def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     shape, mask = model_shape(config), block_mask(config, piece_length(config))
-    count, width = micro_batches(config), precision_of(config).activations.itemsize
+    count, width = outer_runs(config), precision_of(config).activations.itemsize
     tokens = config.batch_size * config.seq_length // mesh.context
     stream = tokens * shape.hidden_size * width
     if config.sequence_parallel and engine_of(config) == "torch":
-        return _of_sequence_parallel(mask, ring(stream, mesh.tensor), count)
+        return _of_sequence_parallel(mask, ring(stream, mesh.tensor), piece_runs(config), ends_of_stage(config) * count)
     # All-reduced: the outputs of attention and feed-forward, and of a recomputed block attention's once more, because
     # the feed-forward layer needs it; the embedding and the head; the gradients of what matrices read, which the XLA
     # engine reduces apart for queries, keys, values, gate and up, and the torch engine once for each norm.
     backward = 2 if engine_of(config) == "torch" else 3 + (2 if shape.gated else 1)
-    runs = block_runs(config)
-    sums = runs * sum(2 + backward + recomputed for recomputed in mask) + 2 * count
+    runs = piece_runs(config)
+    sums = runs * sum(2 + backward + recomputed for recomputed in mask) + ends_of_stage(config) * count
     reduced = ring(stream, mesh.tensor, both=True)
     keys = 2 * tokens * mesh.context * shape.num_kv_heads * shape.head_dim // mesh.tensor * width
     gathers = runs * sum(2 + recomputed for recomputed in mask)  # forward, recomputed, and the sum of their gradients
@@ -198,17 +212,17 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     ]
 
 
-def _of_sequence_parallel(mask: tuple[bool, ...], sent: int, count: int) -> list[Collective]:
+def _of_sequence_parallel(mask: tuple[bool, ...], sent: int, runs: int, ends: int) -> list[Collective]:
     """Return the torch engine's collectives of tensor ranks that shard the tokens of the residual stream.
 
     Tokens are gathered before attention and feed-forward, and reduce-scattered after them; the other way round
     backward. A recomputed block repeats all of it but the last reduce-scatter. Embedding and head are all-reduced.
     """
-    gathers = sum(4 + 2 * recomputed for recomputed in mask) + 2
-    scatters = sum(4 + recomputed for recomputed in mask)
-    along, least = ("tensor",), count * 4 * len(mask) * sent
+    gathers = runs * sum(4 + 2 * recomputed for recomputed in mask) + ends
+    scatters = runs * sum(4 + recomputed for recomputed in mask)
+    along, least = ("tensor",), runs * 4 * len(mask) * sent
     return [
-        Collective("stream outside blocks", "all-reduce", along, count * 4 * sent, count * 4 * sent),
-        Collective("tokens", "all-gather", along, count * gathers * sent, least),
-        Collective("partial sums", "reduce-scatter", along, count * scatters * sent, least),
+        Collective("stream outside blocks", "all-reduce", along, 2 * ends * sent, 2 * ends * sent),
+        Collective("tokens", "all-gather", along, gathers * sent, least),
+        Collective("partial sums", "reduce-scatter", along, scatters * sent, least),
     ]

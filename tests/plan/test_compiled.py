@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.configure import configure
+from tests.parallel.launch import needs
 
 ROOT = Path(__file__).parents[2]
 BASE: dict[str, Any] = {"plan": True, "plan_device_kind": "tpu-v6e", "plan_topology": "2x2", "plan_compile": True}
@@ -50,9 +50,7 @@ def test_missing_packages_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch)
         compiled.compile_step(TrainConfig(**BASE), 4)
 
 
-needs_compiler = pytest.mark.skipif(
-    not all(find_spec(name) for name in ("torch_xla", "jax", "libtpu")), reason="needs requirements-tpu-aot.txt"
-)
+needs_compiler = needs("torch_xla", "jax", "libtpu")
 
 
 def compiled(folder: Path, **fields: Any) -> tuple[str, dict[str, Any]]:

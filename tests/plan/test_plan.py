@@ -24,7 +24,7 @@ from pretraining.parallel.stages import idle_share
 from pretraining.plan.engines import engine_of
 from pretraining.plan.memory import stream_bytes
 from pretraining.plan.page import VARIED, page, ranking
-from pretraining.plan.plan import USABLE, nearest_fit, plan_of, refusals, search
+from pretraining.plan.plan import USABLE, Plan, nearest_fit, plan_of, refusals, search
 from pretraining.plan.traffic import ring
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +86,7 @@ def test_a_plan_without_devices_or_their_kind_is_refused(fields: dict[str, Any],
         configure(given)
 
 
+ZERO_BUBBLE = "InterleavedZeroBubble"
 PIPED: dict[str, Any] = {
     **{"model_variant": "llama3_70b", "sharding_strategy": "ddp", "tensor_parallel_size": 8, "plan_devices": 256},
     **{"batch_size": 1, "gradient_accumulation_steps": 16, "plan_device_kind": "tpu-v5p"},
@@ -109,6 +110,28 @@ def test_a_pipeline_s_figures_follow_from_its_stages_and_ticks() -> None:
     assert "32 stages of 3 layers, 16 of which in all are padding" in page(padded)
     few = replace(config(**PIPED), model_variant="llama3_8b", plan_devices=8, tensor_parallel_size=1)
     assert {plan.mesh.stage for plan in search(few)} == {1, 2, 4, 8}
+
+
+def test_stages_of_the_torch_engine_hold_and_wait_for_what_their_schedule_says() -> None:
+    common = {**PIPED, "engine": "torch", "plan_device_kind": "h100", "plan_devices": 64, "pipeline_parallel_size": 4}
+
+    def planned(**fields: Any) -> Plan:
+        return plan_of(config(**common, **fields))
+
+    whole, plain = plan_of(config(**{**common, "pipeline_parallel_size": 1})), planned()
+    gpipe, halves = planned(pipeline_schedule="GPipe"), planned(virtual_pipeline_size=2)
+    in_a_v = planned(virtual_pipeline_size=2, pipeline_schedule="ZBVZeroBubble")
+    idle = [idle_share(plan.config) for plan in (gpipe, plain, halves, planned(pipeline_schedule=ZERO_BUBBLE), in_a_v)]
+    assert idle == pytest.approx([3 / 16, 3 / 16, 3 / 32, 1 / 16, 0])
+    held = [memory.activations for memory in plain.stage_memory]
+    assert held[0] > held[1] > held[2] > held[3]  # 1F1B: 4, 3, 2 and 1 micro-batches
+    assert gpipe.memory.activations > 3 * held[0]  # all 16
+    parameters = [memory.parameters for memory in plain.stage_memory]
+    assert sum(parameters) == whole.memory.parameters
+    assert parameters[1] == parameters[2] < parameters[0] < parameters[3]  # embedding; final norm and head
+    assert in_a_v.stage_memory[0].logits and not in_a_v.stage_memory[3].logits
+    assert "4 stages of 20 layers in 2 pieces, ZBVZeroBubble; idle for 0.0% of their work" in page(in_a_v)
+    assert in_a_v.step_seconds < halves.step_seconds < plain.step_seconds
 
 
 def test_sizes_that_do_not_divide_are_refused_as_they_are_in_training() -> None:

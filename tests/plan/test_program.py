@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretraining.plan.program import bytes_by_purpose, collectives, product_flops
+from pretraining.plan.program import bytes_by_purpose, collectives, kernel_flops, product_flops
 
 # A loop of four turns in steps of two that passes a part on, as a TPU's compiler writes a gathered product: the counter
 # is not noted, the collective in the fusion is spread over two instructions of one channel.
@@ -69,6 +69,21 @@ def test_loops_count_their_iterations_and_instructions_of_one_channel_count_once
 
 def test_a_batched_product_written_as_a_convolution_counts_its_products() -> None:
     assert product_flops(WINDOWED) == 4 * 2 * (2 * 4 * 16 * 32)
+
+
+# Kernels of attention as a TPU's compiler writes them: forward, backward of q, backward of k and v.
+SPLASH = """
+ENTRY %main (x: bf16[8,64,16]) -> bf16[8,64,16] {
+  %one = (f32[64,128]{1,0}, bf16[8,64,16]{2,1,0S(1)}, f32[8,64,128]{2,1,0}) custom-call(%x), custom_call_target="tpu_custom_call", operand_layout_constraints={s8[1,1,1]{2,1,0}, bf16[8,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, s32[64,128]{1,0}}, metadata={source_file="splash_attention_kernel.py"}
+  %two = (f32[64,128]{1,0}, bf16[8,64,16]{2,1,0}) custom-call(%x), custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[8,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, f32[8,1,64]{2,1,0}, bf16[8,64,16]{2,1,0}}, metadata={source_file="splash_attention_kernel.py"}
+  %three = (bf16[2,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}) custom-call(%x), custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[8,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, bf16[8,64,16]{2,1,0}}, metadata={source_file="splash_attention_kernel.py"}
+}
+"""  # noqa: E501
+
+
+def test_the_products_of_attention_kernels_are_counted_from_their_operands() -> None:
+    assert kernel_flops(SPLASH, visible=0.5) == (2 + 3 + 4) * 2 * 8 * 64 * 64 * 16 * 0.5
+    assert product_flops(SPLASH) == 0
 
 
 def test_a_loop_without_a_counter_is_an_error() -> None:

@@ -60,6 +60,17 @@ def counted_functional(sent: Counter[str], name: str, operation: str) -> None:
     setattr(funcol, name, call)
 
 
+def counted_sends(sent: Counter[str]) -> None:
+    """Have the tensors counted that stages of a pipeline send each other."""
+    real: Callable[..., Any] = dist.batch_isend_irecv
+
+    def call(operations: list[dist.P2POp]) -> Any:
+        sent["send"] += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
+        return real(operations)
+
+    dist.batch_isend_irecv = call  # type: ignore[assignment]
+
+
 def run_case(fields: dict[str, Any], sent: Counter[str]) -> dict[str, Any]:
     """One step of the toy with these fields."""
     config = TrainConfig(**{**TOY, "device": "cpu", **fields})
@@ -82,6 +93,7 @@ if __name__ == "__main__":
     counted(totals, "all_gather_single" if newer else "all_gather_into_tensor", "all-gather", "output_tensor")
     counted(totals, "reduce_scatter_single" if newer else "reduce_scatter_tensor", "reduce-scatter", "input")
     counted(totals, "all_reduce", "all-reduce", "tensor")
+    counted_sends(totals)
     counted_functional(totals, "all_reduce", "all-reduce")
     counted_functional(totals, "all_gather_tensor", "all-gather")
     counted_functional(totals, "reduce_scatter_tensor", "reduce-scatter")
