@@ -1,16 +1,18 @@
-"""SIGTERM and SIGINT: all processes of a run agree on the step after which they save and exit.
+"""SIGTERM, SIGINT, notices and the clock: all processes agree on the step after which they save, or save and exit.
 
 Depends on torch.distributed only; the loop calls it once per step.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import time
 from datetime import timedelta
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,20 +26,59 @@ RENDEZVOUS = 20.0
 
 
 class NoRendezvousError(RuntimeError):
-    """After a signal another process did not answer; this one exits with `code`, without saving."""
+    """After a signal another process did not answer; this one exits without saving."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: another process did not answer in {RENDEZVOUS:.0f} s")
-        self.code = 128 + number
+
+
+class Agreement(NamedTuple):
+    """What all processes do after the same step."""
+
+    signal: int = 0  # save, and exit for this signal
+    ends: bool = False  # save, and exit because the time is up
+    saves: bool = False  # save because of the clock
+
+
+class Clock:
+    """The time at which a run ends, and the seconds after which it saves."""
+
+    def __init__(self, ends_at: float = math.inf, saves_every: float = math.inf) -> None:
+        """ends_at: on time.monotonic(). saves_every: seconds from one save, of whatever reason, to the next."""
+        self._ends_at, self._saves_every, self._longest_save = ends_at, saves_every, 0.0
+        self._last_read: float | None = None
+        self._saves_at = time.monotonic() + saves_every
+
+    def saved(self, seconds: float) -> None:
+        """Begin another interval between saves, after one that took `seconds`."""
+        self._longest_save = max(self._longest_save, seconds)
+        self._last_read = time.monotonic()
+        self._saves_at = self._last_read + self._saves_every
+
+    def read(self) -> tuple[bool, bool]:
+        """Return whether the run ends, and, once in an interval, whether it saves. Called after each step.
+
+        The end leaves time for two steps, because processes agree one step later, and for the longest save so far.
+        """
+        now = time.monotonic()
+        step_time = now - self._last_read if self._last_read else 0.0
+        self._last_read = now
+        saves = now >= self._saves_at
+        if saves:
+            self._saves_at = math.inf  # until the loop has saved
+        return now + 2 * step_time + self._longest_save >= self._ends_at, saves
 
 
 class Interrupt:
-    """Tells the loop to save and exit after a signal; a second signal exits at once."""
+    """Tells the loop to save and exit after a signal or by the clock; a second signal exits at once."""
 
-    def __init__(self, processes: int) -> None:
+    def __init__(self, processes: int, clock: Clock, timeout: int) -> None:
+        """clock: process 0's decides; that of the others never ends. timeout: seconds that processes wait."""
         self._signal, self._received = 0, 0.0
+        self._notice = 0  # as a signal; the signal that follows a notice is a first one
+        self._clock = clock
         # gloo on every engine: an asynchronous all-reduce of one number, for which no device waits.
-        self._group = dist.new_group(backend="gloo") if processes > 1 else None
+        self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if processes > 1 else None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None  # the all-reduce of the last call
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
@@ -50,27 +91,33 @@ class Interrupt:
         elif time.monotonic() - self._received > ECHO:
             os._exit(128 + number)
 
-    def agreed(self) -> int:
-        """Return the signal to exit for, or 0; the same in every process. Called once per step.
+    def notice(self, reason: str) -> None:
+        """Save and exit as after SIGTERM; from any thread."""
+        self._notice = signal.SIGTERM
+        print(f"{reason}: saving and leaving", file=sys.stderr, flush=True)
 
-        With several processes it is a signal that any of them had received at the previous call, so that no step waits
-        for the all-reduce. Raises NoRendezvousError if the others do not answer after a signal.
+    def agreed(self) -> Agreement:
+        """Return what to do after this step; the same in every process. Called once per step.
+
+        With several processes it is what was known at the previous call, so that no step waits for the all-reduce.
+        Raises NoRendezvousError if the others do not answer after a signal.
         """
+        own = Agreement(self._signal or self._notice, *self._clock.read())
         if self._group is None:
-            return self._signal
+            return own
         previous = self._pending
-        received = torch.tensor(self._signal)
+        received = torch.tensor([int(value) for value in own])
         work = dist.all_reduce(received, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._pending = received, work
-        return self._wait(*previous) if previous else 0
+        return self._wait(*previous) if previous else Agreement()
 
-    def _wait(self, received: torch.Tensor, work: dist.Work) -> int:
-        if not self._signal:
-            work.wait()
-            return int(received)
+    def _wait(self, received: torch.Tensor, work: dist.Work) -> Agreement:
         try:
-            work.wait(timedelta(seconds=RENDEZVOUS))
+            work.wait(*((timedelta(seconds=RENDEZVOUS),) if self._signal else ()))
         except RuntimeError as error:
+            if not self._signal:
+                raise
             raise NoRendezvousError(self._signal) from error
-        return int(received)
+        number, ends, saves = received.tolist()
+        return Agreement(number, bool(ends), bool(saves))

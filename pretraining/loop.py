@@ -6,11 +6,11 @@ Composes the rooms; knows no mesh and no device. Steps are counted after the upd
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import hashlib
+import math
 import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -24,11 +24,13 @@ from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.devices import kind_of
 from pretraining.config.errors import UserError
+from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, TRY_AGAIN
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data import Batch, Stream
 from pretraining.data.prefetch import Prefetcher
-from pretraining.interrupt import Interrupt, NoRendezvousError
+from pretraining.interrupt import Clock, Interrupt, NoRendezvousError
+from pretraining.monitor.account import Account, account_line, totals
 from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import evaluation_line, heartbeat, progress_line, summary
@@ -36,9 +38,9 @@ from pretraining.monitor.spikes import WINDOW, is_spike
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Engine, LostPeerError, StepResult, raise_lost_peer_error
+from pretraining.preemption import NoticeWatch
 from pretraining.storage import RETRIES
-
-FINISHED, STOPPED_ITSELF = 0, 3  # exit codes; a signal's is 128 + its number
+from pretraining.supervision import Progress, Watchdog, launch_time
 
 
 @dataclass(kw_only=True)
@@ -53,17 +55,22 @@ class TrainingRun:
     checkpoints: Checkpoints
     metrics: Metrics | None  # None except in process 0
     resumed: Facts | None  # of the checkpoint that this run continues from
+    account: Account  # of this process's time
     start_step: int = field(init=False)  # updates done before this process started
+    step: int = field(init=False)  # updates done
     meter: Meter = field(init=False)
+    watchdog: Watchdog = field(init=False)
+    progress: Progress = field(default_factory=Progress)
     first_step_seconds: float = 0.0  # of the step that compiles
     step_times: list[float] = field(default_factory=list)  # seconds per step, one for each later report
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    paused_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # since the last report
+    reported_seconds: dict[str, float] = field(default_factory=dict)  # by activity, at the last report
     skipped_updates: int = 0
 
     def __post_init__(self) -> None:
         config, engine = self.config, self.engine
-        self.start_step = self.resumed.step if self.resumed else 0
+        self.step = self.start_step = self.resumed.step if self.resumed else 0
+        self.watchdog = Watchdog(config.step_timeout)
         flops = flops_per_token(model_shape(config), config.seq_length)
         self.meter = Meter(config.tokens_per_step, engine.mesh.size, flops, kind_of(engine.device_name))
 
@@ -88,11 +95,23 @@ class TrainingRun:
         if self.engine.process_index == 0:
             print(text, flush=True)
 
+    def reached(self, step: int) -> None:
+        """Note that `step` updates are done, also where a kill leaves it for the next start."""
+        self.step = step
+        self.progress.reach(step)
+        if self.metrics:
+            self.metrics.beat()
+
     def report(self, record: dict[str, Any], line: str) -> None:
         """Write a record to metrics.jsonl and print its line, in process 0."""
         if self.metrics:
             self.metrics.write(record)
         self.print(line)
+
+    def write_account(self, **more: float) -> None:
+        """Write where the time since the last record went, in process 0."""
+        if self.metrics:
+            self.metrics.write_account(self.step, {**self.account.take(), **more})
 
     def heartbeat(self, label: str) -> contextlib.AbstractContextManager[None]:
         """Return a context in which process 0 prints a sign of life."""
@@ -119,36 +138,34 @@ class Stopwatch:
         """Begin a lap after `step`."""
         self._step, self._began = step, time.perf_counter()
 
-    def total(self) -> float:
-        """Return the seconds since the lap began."""
-        return time.perf_counter() - self._began
-
     def lap(self, step: int) -> float:
         """Return the mean seconds of the steps since the lap began."""
-        return self.total() / (step - self._step)
+        return (time.perf_counter() - self._began) / (step - self._step)
 
     @contextlib.contextmanager
-    def paused(self, run: TrainingRun, name: str) -> Iterator[None]:
-        """Leave the body out of the lap and add its seconds to `run.paused_seconds`."""
+    def paused(self) -> Iterator[None]:
+        """Leave the body out of the lap."""
         began = time.perf_counter()
         yield
-        passed = time.perf_counter() - began
-        self._began += passed
-        run.paused_seconds[name] += passed
+        self._began += time.perf_counter() - began
 
 
 def train(run: TrainingRun) -> int:
     """Train from run.start_step to config.num_steps and return the exit code."""
-    interrupt = Interrupt(run.engine.process_count)
+    clock = _clock(run)
+    interrupt = Interrupt(run.engine.process_count, clock, run.config.collective_timeout)
+    notices = NoticeWatch(interrupt.notice)
     batches = Prefetcher(run.stream, run.config.num_workers)
+    code = STOPPED_ITSELF
     if run.metrics:
         run.recent_losses.extend(run.metrics.losses())
     try:
         with raise_lost_peer_error(run.engine.process_index, run.config.collective_timeout):
-            code = FINISHED if run.start_step >= run.config.num_steps else _train_steps(run, batches, interrupt)
+            code = FINISHED if run.start_step >= run.config.num_steps else _train_steps(run, batches, interrupt, clock)
             if code == FINISHED:
                 _test_once(run)
-            run.checkpoints.close()
+            with run.account.spending("save"):
+                run.checkpoints.close()
     except UserError as error:  # of a disk that this process alone may read
         error.is_printed_by_all = True
         raise
@@ -157,19 +174,32 @@ def train(run: TrainingRun) -> int:
         code = STOPPED_ITSELF
     except LostPeerError as error:  # every survivor prints it, because process 0 may be the one that is lost
         print(f"stopped: {error}", file=sys.stderr, flush=True)
-        code = STOPPED_ITSELF
+        code = TRY_AGAIN
     except NoRendezvousError as error:
         print(f"left without saving: {error}", file=sys.stderr, flush=True)
-        code = error.code
+        code = TRY_AGAIN
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        run.watchdog.close()
+        notices.close()
         batches.close()
-        if run.metrics:
-            run.metrics.close()
+        _close_metrics(run, code)
     if code == FINISHED and run.config.use_dummy_dataset and run.first_step_seconds:
         run.print(summary(run.meter, run.first_step_seconds, run.step_times, run.engine.memory_bytes()))
     _print_where_to_look(run, code)
     return code
+
+
+def _close_metrics(run: TrainingRun, code: int) -> None:
+    """End the account of time with the exit code, and print it if this process has trained."""
+    if run.metrics:
+        has_trained = run.step > run.start_step
+        try:
+            if has_trained:
+                run.write_account(ended=code)
+        finally:
+            run.metrics.close()
+        if has_trained:
+            run.print(account_line(totals(run.metrics.records())))
 
 
 def _print_where_to_look(run: TrainingRun, code: int) -> None:
@@ -187,40 +217,59 @@ def _print_where_to_look(run: TrainingRun, code: int) -> None:
         run.print(f"  checkpoints  {run.checkpoints.folder}")
 
 
-def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt) -> int:
+def _clock(run: TrainingRun) -> Clock:
+    """Return the clock that ends the run and saves; it never rings except in process 0."""
+    config = run.config
+    if run.engine.process_index:
+        return Clock()
+    return Clock(
+        launch_time(run.account.began) + (config.max_run_seconds or math.inf), config.checkpoint_seconds or math.inf
+    )
+
+
+def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt, clock: Clock) -> int:
     config, watch = run.config, Stopwatch(run.start_step)
+    run.account.begin("compile")
     _prepare_first_step(run)
     watch.restart(run.start_step)
-    waited = batches.wait_seconds
     for step in range(run.start_step + 1, config.num_steps + 1):
         is_first = step == run.start_step + 1
-        if config.step_timeout:
-            faulthandler.dump_traceback_later(config.step_timeout)
+        run.watchdog.expect(first=is_first)
         with _profiled(run, step):
-            batch = batches.batch(step - run.start_step - 1)
+            with run.account.spending("data_wait"):
+                batch = batches.batch(step - run.start_step - 1)
             rate = learning_rate(config, step - 1)
             train_step = run.first_train_step if is_first else run.engine.train_step
             result = train_step(run.model, run.optimizer, batch, rate)
-        stop = interrupt.agreed()
+        run.account.begin("train")
+        agreed = interrupt.agreed()
+        run.reached(step)
         reports = step in (1, config.num_steps) or step % config.report_interval == 0
-        saves = run.checkpoints.due(step) or stop
+        saves = run.checkpoints.due(step) or any(agreed)
         if (reports or saves) and not _may_continue(run, result.read(), step, batch):
             return STOPPED_ITSELF
         if reports:
             record = _record(run, step, result.read(), rate, watch, batch)
-            record |= _timing(run, watch.total(), batches.wait_seconds - waited)
+            record |= _timing(run)
             run.report(record, progress_line(record, config.num_steps))
         if reports or is_first:
             watch.restart(step)
-            waited = batches.wait_seconds
         if "valid" in run.streams and (step % config.val_interval == 0 or step == config.num_steps):
-            with watch.paused(run, "validation_seconds"):
+            with watch.paused():
                 _evaluate(run, step, "valid", config.val_steps)
         if saves:
-            with watch.paused(run, "checkpoint_seconds"):
+            if not reports:
+                run.write_account()  # so that every second belongs to steps before or after the checkpoint
+            run.watchdog.rest()
+            began = time.perf_counter()
+            with watch.paused():
                 _save(run, step)
-        if stop:
-            return 128 + stop
+            clock.saved(time.perf_counter() - began)
+        if agreed.signal:
+            return 128 + agreed.signal
+        if agreed.ends and step < config.num_steps:
+            run.print(f"stopped: the time of --max_run_seconds={config.max_run_seconds} is up")
+            return TIME_IS_UP
     return FINISHED
 
 
@@ -273,7 +322,7 @@ def _record(
         "loss_spike": spike,
         **({"grad_norm": figures["grad_norm"]} if config.log_grad_norm else {}),
         **({"param_norm": engine.parameter_norm(run.model)} if config.log_param_norm else {}),
-        **({"loss_scale": figures["loss_scale"]} if "loss_scale" in figures else {}),
+        **{name: figures[name] for name in ("loss_scale", "outliers") if name in figures},
         "learning_rate": rate,
         "tokens_seen": run.tokens_seen(step),
         "samples_seen": run.tokens_seen(step) // config.seq_length,
@@ -284,30 +333,32 @@ def _record(
         "memory_bytes": engine.memory_bytes(),
         "compilations": engine.compilations(),
         **({"storage_retries": RETRIES.count} if RETRIES.count else {}),
-        "data_hash": data_hash(batch, engine.process_count, engine.data_size),
+        "data_hash": data_hash(batch, engine),
     }
 
 
-def _timing(run: TrainingRun, seconds: float, waited: float) -> dict[str, float]:
-    """Return the seconds since the last report by activity: `seconds` of training, `waited` of them for data."""
-    spent = {"data_wait_seconds": waited}
+def _timing(run: TrainingRun) -> dict[str, Any]:
+    """Return the account of the time since the last record, and the seconds since the last report by activity."""
+    seconds, before = run.account.seconds(), run.reported_seconds
+    names = {"data_wait": "data_wait_seconds"}
     if run.config.log_step_timing:
-        spent["train_seconds"] = seconds - waited
-        spent |= {name: run.paused_seconds[name] for name in ("validation_seconds", "checkpoint_seconds")}
-    run.paused_seconds.clear()
-    return spent
+        names |= {"train": "train_seconds", "validation": "validation_seconds", "save": "checkpoint_seconds"}
+    run.reported_seconds = seconds
+    spent = {name: seconds[activity] - before.get(activity, 0.0) for activity, name in names.items()}
+    return {**spent, "account": run.account.take()}
 
 
-def data_hash(batch: Batch, processes: int, ranks: int) -> str:
+def data_hash(batch: Batch, engine: Engine) -> str:
     """Return 16 hex digits of the global batch's tokens, which do not depend on the number of data-parallel ranks.
 
-    Neighbouring processes may share a data-parallel rank, and therefore its rows.
+    Several processes may share a data-parallel rank, and therefore its rows.
     """
     rows = [hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=8).digest() for row in batch["tokens"]]
-    if processes > 1:
-        gathered: list[Any] = [None] * processes
-        dist.all_gather_object(gathered, rows)
-        rows = [row for part in gathered[:: processes // ranks] for row in part]
+    if engine.process_count > 1:
+        gathered: list[Any] = [None] * engine.process_count
+        dist.all_gather_object(gathered, (engine.data_rank, rows))
+        by_rank = dict(gathered)
+        rows = [row for rank in range(engine.data_size) for row in by_rank[rank]]
     return hashlib.blake2b(b"".join(rows), digest_size=8).hexdigest()
 
 
@@ -330,10 +381,12 @@ def _evaluate(run: TrainingRun, step: int, part: str, steps: int) -> None:
     """Report the mean loss over the first `steps` batches (-1: all) of a held-out part; training is not affected."""
     stream, name = run.streams[part], "val" if part == "valid" else part
     began, total, tokens, batches = time.perf_counter(), 0.0, 0.0, batches_of(stream, steps)
-    with run.heartbeat(f"running {batches} batches of {part} data"):
+    with run.account.spending("validation"), run.heartbeat(f"running {batches} batches of {part} data"):
         for number in range(batches):
+            run.watchdog.expect(first=not number)
             figures = run.engine.evaluate(run.model, stream.batch(number)).read()
             total, tokens = total + figures["loss"] * figures["tokens"], tokens + figures["tokens"]
+    run.watchdog.rest()
     record = {"step": step, f"{name}_loss": total / tokens, f"{name}_seconds": time.perf_counter() - began}
     run.report(record, evaluation_line(record, run.config.num_steps))
 
@@ -347,7 +400,7 @@ def batches_of(stream: Stream, steps: int) -> int:
 
 def _save(run: TrainingRun, step: int) -> None:
     if run.config.checkpoint_interval:
-        with run.heartbeat("saving"):
+        with run.account.spending("save"), run.heartbeat("saving"):
             run.checkpoints.save(step, run.engine.state(run.model, run.optimizer), run.facts(step))
 
 

@@ -96,9 +96,8 @@ def check_hosts(config: TrainConfig, engine: Engine) -> None:
     """Raise UserError if this host's memory is too small for the run, or if hosts do not share its folder."""
     if engine.process_count > 1 and config.checkpoint_interval:
         folder = checkpoint_folder(config, config.run_folder)
-        check_shared_folder(
-            folder if isinstance(folder, Path) else config.run_folder, engine.process_index, engine.process_count
-        )
+        if isinstance(folder, Path):  # object storage is shared, and the run's folder is process 0's alone
+            check_shared_folder(folder, engine.process_index, engine.process_count)
     check_memory(
         config,
         unsharded=unsharded_state_bytes(config),
@@ -145,6 +144,7 @@ def describe_run(config: TrainConfig, engine: Engine) -> str:
         device_name=engine.device_name,
         recompute=model_mask(config),
         dtypes=describe_dtypes(config),
+        attention=engine.attention,
         rates={step: learning_rate(config, step) for step in milestone_steps(config)},
     )
     return "\n".join([facts, *notes(config, model_shape(config), engine.mesh, engine.name)])
@@ -155,13 +155,17 @@ def describe_placement(config: TrainConfig, bytes_per_device: Mapping[str, int])
     return placed_line(bytes_per_device, unsharded_state_bytes(config))
 
 
-def open_run_folder(config: TrainConfig, start_step: int) -> Metrics:
-    """Write the effective configuration and open the metrics, cut back to `start_step`. Raises UserError."""
+def open_run_folder(config: TrainConfig, start_step: int, began: float | None = None) -> Metrics:
+    """Write the effective configuration and open the metrics, cut back to `start_step`. Raises UserError.
+
+    began: second of the epoch from which this start has an account of time.
+    """
     folder = config.run_folder
     if start_step and (lost := missing_history(folder / METRICS_FILE, start_step, config.report_interval)):
         print(f"note: {lost}", flush=True)
     try:
-        metrics = open_metrics(config, folder, start_step)
+        trains = start_step < config.num_steps
+        metrics = open_metrics(config, folder, start_step, began if trains else None)
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--log_dir={folder}: cannot be written ({error.strerror}); give another folder") from error

@@ -9,6 +9,7 @@ from pretraining.config.flags import first_rank
 from pretraining.config.training import TrainConfig
 from pretraining.configure import CHECKS, configure
 from pretraining.data.checks import INPUTS
+from pretraining.monitor.account import Account
 from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.processes import read_processes
 
@@ -43,6 +44,8 @@ def train(
     model, whose parameters have the names and shapes of Llama's; None: models.init.build_model. UserError names every
     mistake, before a device is opened.
     """
+    account = Account()
+
     # Configuration: the files that flags name are reported key by key; every mistake at once, before torch is imported
     read_processes()
     checks = [check for check in CHECKS if not (data and check in INPUTS)]
@@ -59,7 +62,7 @@ def train(
 
     # Everything before the first step; importing torch and torch-xla alone takes 6.6 s of CPU time
     with heartbeat("starting", shown=first_rank()):
-        training_run = _start(config, data or {}, build)
+        training_run = _start(config, data or {}, build, account)
 
     # Loop: steps, reports, validations, saves
     from pretraining.loop import train as run_loop
@@ -71,7 +74,9 @@ def train(
     return TrainingResult(training_run.config, code, records)
 
 
-def _start(config: TrainConfig, data: Mapping[str, Rows], build: Callable[[TrainConfig], Llama] | None) -> TrainingRun:
+def _start(
+    config: TrainConfig, data: Mapping[str, Rows], build: Callable[[TrainConfig], Llama] | None, account: Account
+) -> TrainingRun:
     """Return the run of a valid configuration, ready for its first step."""
     from pretraining import preflight
     from pretraining.checkpoint.checkpoints import Checkpoints
@@ -100,13 +105,15 @@ def _start(config: TrainConfig, data: Mapping[str, Rows], build: Callable[[Train
 
     # Checkpoint: the same command continues from the newest one, with the data that follow it
     checkpoints = Checkpoints(config, config.run_folder)
-    resumed = checkpoints.restore(engine, model, optimizer)
+    with account.spending("restore"):
+        resumed = checkpoints.restore(engine, model, optimizer)
     if resumed and checkpoint and resumed.step != checkpoint.step:
         streams["train"] = preflight.reopen_stream(config, engine, resumed, data.get("train"))
 
     # Metrics: those of the steps before the checkpoint are kept
     start_step = resumed.step if resumed else 0
-    metrics = preflight.open_run_folder(config, start_step) if engine.process_index == 0 else None
+    leads = engine.process_index == 0
+    metrics = preflight.open_run_folder(config, start_step, account.began) if leads else None
     return TrainingRun(
         config=config,
         engine=engine,
@@ -116,6 +123,7 @@ def _start(config: TrainConfig, data: Mapping[str, Rows], build: Callable[[Train
         checkpoints=checkpoints,
         metrics=metrics,
         resumed=resumed,
+        account=account,
     )
 
 

@@ -20,7 +20,7 @@ PACKAGE = "pretraining"
 ANY = "every room"
 DEVICE_TYPES = {"cpu", "cuda", "tpu", "neuron", "mps", "xpu"}
 # Besides the table: the choices of --device, the engines' limits, words of reported names, JAX's platforms.
-NAMES_DEVICES = ("config.training", "config.support", "config.devices", "plan.compiler")
+NAMES_DEVICES = ("config.training", "config.support", "config.devices", "plan.compiler", "parallel.splash_lowering")
 
 
 @dataclass

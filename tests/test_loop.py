@@ -11,6 +11,7 @@ import pytest
 
 from pretraining import loop
 from pretraining.config.training import TrainConfig
+from pretraining.monitor.account import Account
 from pretraining.parallel.mesh import Mesh
 
 
@@ -43,6 +44,7 @@ def test_the_first_step_is_traced_compiled_and_run_under_the_heartbeat_and_repor
         checkpoints=absent,
         metrics=None,
         resumed=None,
+        account=Account(),
     )
     run.first_train_step(absent, absent, {}, 1e-3)
     assert events == ["compiling and running the first step, 6 layers", "traced", "read", "end"]

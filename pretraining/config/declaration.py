@@ -74,8 +74,8 @@ class OneOf:
 
     @property
     def requirement(self) -> str:
-        """The values that are accepted; see Constraint."""
-        return f"one of {', '.join(choice or 'nothing' for choice in self.choices)}"
+        """The values that are accepted, without the empty text, which stands for "not set"; see Constraint."""
+        return f"one of {', '.join(filter(None, self.choices))}"
 
     def accepts(self, value: Any) -> bool:
         """Return whether `value` satisfies the condition."""

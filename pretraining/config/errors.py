@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pretraining.config.script import USER_MISTAKE
+
 
 class UserError(ValueError):
-    """A mistake that the user can fix: the message names the field or path, the value and the remedy. Exit code 2."""
+    """A mistake that the user can fix: the message names the field or path, the value and the remedy."""
 
+    code = USER_MISTAKE  # of the process that it ends
     is_printed_by_all = False  # by every process of a run, and not by rank 0 alone
 
 

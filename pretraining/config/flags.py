@@ -15,11 +15,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem, UserError
-from pretraining.config.script import USER_MISTAKE, exit_code
+from pretraining.config.script import exit_code, write_exit_code
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import Check, problems
 
@@ -38,19 +37,9 @@ def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None,
     except UserError as error:
         if error.is_printed_by_all or first_rank():
             print(error, file=sys.stderr, flush=True)
-        code = USER_MISTAKE
-    _write_exit_code(code)
+        code = error.code
+    write_exit_code(code)
     return code
-
-
-def _write_exit_code(code: int) -> None:
-    """torchrun turns every exit code into 1; scripts/train.sh finds each process's own in the folder EXIT_CODES."""
-    if folder := os.environ.get("EXIT_CODES"):
-        rank = os.environ.get("RANK", "0")
-        try:
-            Path(folder, rank if rank.isdigit() else "0").write_text(str(code))
-        except OSError as error:
-            print(f"EXIT_CODES={folder}: cannot write the exit code ({error.strerror})", file=sys.stderr)
 
 
 def _print_help(word: str) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-USER_MISTAKE = 2  # exit code
+# Exit codes; a signal's is 128 + its number. configs.md explains them.
+FINISHED, USER_MISTAKE, STOPPED_ITSELF, TIME_IS_UP, TRY_AGAIN = 0, 2, 3, 4, 5
 # What libraries say where malloc, mmap and clone fail.
 _NO_MEMORY = ("allocate memory", "map segment", "start new thread", "bad_alloc", "error return without exception set")
 
@@ -37,7 +38,8 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
-    """Call `main` and return its code; 2 with a sentence on stderr where the system refuses something.
+    """Call `main` and return its code; 2 with a sentence on stderr where the system refuses something, 5 where another
+    process of the run is lost.
 
     Raises OSError if that is the output.
     """
@@ -47,11 +49,34 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        if sys.flags.dev_mode or not (reason := refusal(error)):
+        if sys.flags.dev_mode or not (reason := lost_peer(error) or refusal(error)):
             raise
         sys.stdout.flush()
         print(f"{reason} (python -X dev prints where)", file=sys.stderr, flush=True)
-        return USER_MISTAKE
+        return TRY_AGAIN if lost_peer(error) else USER_MISTAKE
+
+
+def write_exit_code(code: int) -> None:
+    """torchrun turns every exit code into 1; scripts/train.sh finds each process's own in the folder EXIT_CODES."""
+    if folder := os.environ.get("EXIT_CODES"):
+        rank = os.environ.get("RANK", "0")
+        try:
+            Path(folder, rank if rank.isdigit() else "0").write_text(str(code))
+        except OSError as error:
+            print(f"EXIT_CODES={folder}: cannot write the exit code ({error.strerror})", file=sys.stderr)
+
+
+def is_restarted() -> bool:
+    """Return whether scripts/train.sh has started this run again, so that the same command worked before."""
+    return os.environ.get("RESTARTS", "0") != "0"
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """Return that another process of the run is lost, in words; None if the error is not about that."""
+    text = next(iter(str(error).splitlines()), "")
+    if "gloo" in text.lower() or type(error).__name__ in ("DistNetworkError", "DistStoreError"):
+        return f"another process of the run has ended or does not answer; start all of them again: {text}"
+    return None
 
 
 def refusal(error: BaseException) -> str | None:
@@ -66,8 +91,6 @@ def refusal(error: BaseException) -> str | None:
         return f"{name}: {error.strerror or text}"
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
         return f"this process may not have more memory or threads (ulimit -a): {text or 'an allocation failed'}"
-    if "gloo" in text.lower() or type(error).__name__ in ("DistNetworkError", "DistStoreError"):
-        return f"another process of the run has ended or does not answer; start all of them again: {text}"
     return None
 
 

@@ -39,6 +39,7 @@ from pretraining.config.variants import CUSTOM, VARIANTS
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "silu"]
 ShardingStrategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
+PipelineSchedule = Literal["auto", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform"]
 
 COMMON = Common()
@@ -194,6 +195,14 @@ class TrainConfig:
     """Layers after which the model is cut into pieces, comma-separated from 0 on: one fewer than pipeline_parallel_size
     x virtual_pipeline_size, such as 7,15,23 or model.layers.7,model.layers.15,model.layers.23. Every piece takes as
     long as the longest. Empty: pieces as equal as possible."""
+    pipeline_schedule: Annotated[PipelineSchedule, Needs("pipeline_parallel_size")] = "auto"
+    """Order in which a stage of the torch engine runs its forward and backward passes, by torch's name; the result is
+    the same. "GPipe": all forward passes first. "1F1B": a backward pass as soon as there is one, so that a stage keeps
+    the activations of at most pipeline_parallel_size micro-batches. "Interleaved1F1B": 1F1B of several pieces.
+    "InterleavedZeroBubble" and "ZBVZeroBubble" (2 pieces of a stage, in the form of a V) fill idle time with the
+    gradients of weights; parameters stay gathered, gradients are reduced once per step, and blocks are neither compiled
+    nor recomputed. "auto": 1F1B, or with virtual_pipeline_size Interleaved1F1B. The xla engine has one schedule of its
+    own."""
     dump_sharding: str = ""
     """File that is written before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype
     and the mesh axes that shard each dimension. Empty: none."""
@@ -233,6 +242,10 @@ class TrainConfig:
     """Dynamic loss scale: overflows before the scale is halved; counted from 0 again when it doubles."""
     min_loss_scale: Annotated[float, Above(0), Needs("precision", "fp16")] = 1.0
     """Dynamic loss scale: the smallest scale; overflows at it count for max_skipped_steps."""
+    attention_impl: Literal["auto", "splash", "chunked"] = "auto"
+    """Attention of the xla engine: "splash" (JAX's fused kernel for TPUs, which needs the packages of
+    requirements-tpu-aot.txt), "chunked" (plain operations on chunks of the queries), or "auto": splash on TPUs where it
+    can run. The start of a run prints which one runs, and why."""
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over devices: "fp32", "bf16" or "auto": fp32 on the torch engine, the dtype
     of the parameters on the xla engine."""
@@ -253,6 +266,9 @@ class TrainConfig:
     checkpoint_num_layers: Annotated[int, AtLeast(1), Needs("fsdp_activation_checkpointing")] = 1
     """Blocks that are recomputed together from the input of the first, which alone is stored; for
     checkpoint_granularity=full with every block chosen."""
+    save_attention: Annotated[bool, Needs("fsdp_activation_checkpointing")] = False
+    """Store the results of splash attention in recomputed blocks (the output, and one fp32 number per query and head),
+    so that its kernel does not run twice: faster for long sequences, with the memory of two block inputs per block."""
 
     # ---- Optimizer and schedule
     optimizer: Annotated[str, OneOf(OPTIMIZERS), Resume.STATE, COMMON] = "adamw"
@@ -278,6 +294,13 @@ class TrainConfig:
     """Norm above which gradients are scaled down. 0: never."""
     grad_clip_norm_type: Annotated[float, AtLeast(1, special=0)] = 2.0
     """p of the p-norm over all gradients that is reported and clipped by. 0: the largest absolute value."""
+    ema_decay: Annotated[float, AtLeast(0, below=1), Resume.STATE] = 0.0
+    """Keep a moving average of the weights, ema = ema_decay x ema + (1 - ema_decay) x weight after every update, from
+    the initial weights on. It is saved with the optimizer state and sharded like it; --use_ema of generate and convert
+    takes it in place of the weights. 0: none."""
+    skip_step_deviations: Annotated[float, AtLeast(0), Resume.NOTE] = 0.0
+    """Skip an update whose loss or gradient norm is more than this many standard deviations above the mean of the last
+    128 steps; from the 64th step on. Decided on the device; the batch is not repeated. 0: never. OLMo-core uses 6."""
     z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Factor of the squared logarithm of the softmax's denominator, which is added to the training loss of every token
     and keeps logits from drifting (Chowdhery et al. 2022: 1e-4). Validation and test losses do not have it. 0: none."""
@@ -361,6 +384,10 @@ class TrainConfig:
     """Length of a sequence in tokens. 0: the longest of the model, at most 4096."""
     num_steps: Annotated[int, AtLeast(1), COMMON] = 1_000_000
     """Optimizer steps of the whole run; the learning rate schedule spans them."""
+    max_run_seconds: Annotated[int, AtLeast(0), Resume.FREE] = 0
+    """Seconds after the start of scripts/train.sh, or of the program without it, in which the run saves and ends, with
+    exit code 4; the same command continues it. Training stops early enough for two more steps and a save that lasts as
+    long as the longest so far. 0: no limit."""
     seed: Annotated[int, AtLeast(0, below=2**63), COMMON] = 2023
     """Seed of the initial weights, of dropout and of the order of the data."""
 
@@ -478,6 +505,9 @@ class TrainConfig:
     checkpoint_scale: Annotated[Literal["linear", "log"], Resume.FREE] = "linear"
     """"linear": every checkpoint_interval steps. "log": at step 1 and at every power of checkpoint_interval, which is
     then at least 2."""
+    checkpoint_seconds: Annotated[int, AtLeast(0), Resume.FREE] = 0
+    """Seconds between checkpoints, besides those of checkpoint_interval: the first step that ends later than this after
+    the last save is saved too. 0: never by the clock."""
     extra_checkpoint_steps: Annotated[str, STEPS, Resume.FREE] = ""
     """Further steps that are saved, comma-separated; 0 is the state before the first step."""
     keep_last_n_checkpoints: Annotated[int, AtLeast(0), Resume.FREE] = 0
@@ -536,8 +566,9 @@ class TrainConfig:
     """Report where the time between two reports went, in seconds: data_wait_seconds (always reported), train_seconds,
     validation_seconds and checkpoint_seconds."""
     step_timeout: Annotated[int, AtLeast(0)] = 0
-    """Seconds after which a step that has not ended prints the stack of every thread, to show where it hangs. 0:
-    never."""
+    """Seconds after which a process whose step has not ended prints the stacks of its threads, to show where it hangs,
+    and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, which compiles, has ten
+    times as long; saves do not count. 0: never."""
     use_profiler: Annotated[bool, Resume.FREE] = False
     """Write a trace of profile_num_steps steps to <log_dir>/profile."""
     profiler_rank0_only: Annotated[bool, Resume.FREE] = True
@@ -646,9 +677,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Replace defaults that stand for another value; a frozen dataclass has no other way to."""
-        # fms-fsdp documents FSDP and HSDP; makers write H100
+        # fms-fsdp documents FSDP and HSDP; makers write H100 and v5e
         derived: dict[str, object] = {"sharding_strategy": str(self.sharding_strategy).lower()}
-        derived["plan_device_kind"] = str(self.plan_device_kind).lower()
+        kind = str(self.plan_device_kind).lower()
+        derived["plan_device_kind"] = f"tpu-{kind}" if f"tpu-{kind}" in PLAN_KINDS else kind
         if self.checkpoint_interval == -1:
             derived["checkpoint_interval"] = 0 if self.use_dummy_dataset else 10_000
         if self.seq_length == 0:

@@ -22,13 +22,14 @@ def describe(
     recompute: Sequence[bool],
     rates: Mapping[int, float],
     dtypes: str,
+    attention: str,
 ) -> str:
     """Return the derived facts as lines of text.
 
     mesh: axis -> size. per_device: bytes of "parameters", "gradients" and "moments" on one device, as the engine's
     layout shards them. recompute: True for each block that is recomputed. rates: learning rates of some 0-based
-    updates. dtypes: as optim/precision.py describes them. The batch fields of `config` must be resolved
-    (global_batch_size and gradient_accumulation_steps not None).
+    updates. dtypes: as optim/precision.py describes them. attention: how it is computed, empty for no row. The batch
+    fields of `config` must be resolved (global_batch_size and gradient_accumulation_steps not None).
     """
     rows = [
         ("model", _model(config)),
@@ -36,6 +37,7 @@ def describe(
         ("devices", _devices(mesh, device_name)),
         ("batch", _batch(config, mesh)),
         ("precision", dtypes),
+        *([("attention", attention)] if attention else []),
         ("memory/device", _memory(per_device)),
         ("recomputed", _mask(recompute)),
         ("learning rate", _rates(config, rates)),

@@ -16,7 +16,7 @@ def number(value: float | None, width: int, digits: int) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return "38.2%", or "n/a" where the device's peak is unknown."""
+    """Return "38.2%", or "n/a" where the share is unknown."""
     return "n/a" if share is None else f"{share:.1%}"
 
 

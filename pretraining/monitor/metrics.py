@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from pretraining.config.errors import UserError
+from pretraining.config.script import is_restarted
 from pretraining.config.training import TrainConfig
+from pretraining.monitor.account import carried, is_account
 from pretraining.monitor.sinks import Record, Sink, open_sinks
 
 FILE_NAME = "metrics.jsonl"
+BEAT = 1.0  # s between signs of life
 
 
 class Metrics:
@@ -29,6 +33,15 @@ class Metrics:
         self._path = path
         self._file = path.open("a", encoding="utf-8")
         self._sinks = sinks
+        self._beat_at = 0.0
+
+    def beat(self) -> None:
+        """Set the file's time to now, at most once a second: after a kill it tells how long the process ran."""
+        now = time.time()
+        if abs(now - self._beat_at) >= BEAT:
+            self._beat_at = now
+            with suppress(OSError):  # some file systems set no times; the time since the last record is idle then
+                os.utime(self._file.fileno(), (now, now))
 
     def write(self, record: Record) -> None:
         """Append one line. A number that is not finite becomes null: JSON has no NaN. Raises UserError."""
@@ -39,13 +52,23 @@ class Metrics:
             for sink in self._sinks:
                 sink.write(clean)
 
+    def write_account(self, step: int, account: Record) -> None:
+        """Append a line that has nothing but an account of time; the sinks do not get it."""
+        with self._named():
+            self._file.write(json.dumps({"step": step, "account": account}) + "\n")
+            self._file.flush()
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return all records of the file, oldest first."""
+        return read_metrics(self._path)
+
     def losses(self) -> list[float]:
         """Return the finite training losses in the file, oldest first."""
-        return [line["loss"] for line in read_metrics(self._path) if line.get("loss") is not None]
+        return [line["loss"] for line in self.records() if line.get("loss") is not None]
 
     def has_test(self, step: int) -> bool:
         """Return whether the file has the test result of this step."""
-        return any("test_loss" in line and line["step"] == step for line in read_metrics(self._path))
+        return any("test_loss" in line and line["step"] == step for line in self.records())
 
     def close(self) -> None:
         """Close the file, and the sinks after they have sent their records. Raises UserError."""
@@ -65,10 +88,13 @@ class Metrics:
             raise UserError(f"{name}: cannot be written ({error.strerror}); {remedy}") from error
 
 
-def open_metrics(config: TrainConfig, log_dir: Path, step: int) -> Metrics:
-    """Open the metrics of a run that continues after `step` updates; 0 starts a new file."""
+def open_metrics(config: TrainConfig, log_dir: Path, step: int, began: float | None = None) -> Metrics:
+    """Open the metrics of a run that continues after `step` updates; 0 starts a new file.
+
+    began: second of the epoch from which this start has an account of time; None: it has none.
+    """
     log_dir.mkdir(parents=True, exist_ok=True)
-    cut_back(log_dir / FILE_NAME, step)
+    cut_back(log_dir / FILE_NAME, step, began)
     return Metrics(log_dir / FILE_NAME, open_sinks(config, log_dir, step))
 
 
@@ -104,15 +130,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [_parse(path, number, line) for number, line in enumerate(text.split(b"\n")[:-1], 1)]
 
 
-def cut_back(path: Path, step: int) -> None:
+def cut_back(path: Path, step: int, began: float | None = None) -> None:
     """Drop the lines after `step`, and an incomplete last one, so that a resumed run writes each step once.
 
-    Atomic: after a kill at any instant the file is the old one or the new one. Step 0 drops every line.
+    The account of the dropped lines, and of the time until `began`, becomes a line of its own. Atomic: after a kill at
+    any instant the file is the old one or the new one. Step 0 drops every line; only where scripts/train.sh has started
+    the run again is there an account of them.
     """
     if not path.exists():
         return
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is incomplete
-    kept = [line for number, line in enumerate(lines, 1) if step and _parse(path, number, line)["step"] <= step]
+    records = [_parse(path, number, line) for number, line in enumerate(lines, 1)] if step or is_restarted() else []
+    kept = [line for record, line in zip(records, lines, strict=False) if step and record["step"] <= step]
+    if began is not None and (account := carried(records, step, path.stat().st_mtime, began)):
+        kept.append(json.dumps({"step": step, "account": account}).encode())
     fresh = path.with_name(f".{path.name}.cut")
     with fresh.open("wb") as file:
         file.writelines(line + b"\n" for line in kept)
@@ -135,6 +166,8 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def _fits(field: tuple[str, Any]) -> bool:
     """Return whether a value of a record has the type that is written under its name."""
     name, value = field
+    if name == "account":
+        return is_account(value)
     expected: tuple[type, ...] = {"data_hash": (str,), "consumed": (dict,)}.get(name, (int, float, NoneType))
     return isinstance(value, expected)
 

@@ -30,6 +30,7 @@ def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
             f"MFU {percent(record['mfu'])}",
             f"ETA {duration(remaining)}",
             *(("loss spike",) if record["loss_spike"] else ()),
+            *((f"{record['outliers']:.0f} updates skipped",) if record.get("outliers") else ()),
         )
     )
 

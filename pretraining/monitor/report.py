@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from pretraining.config.errors import UserError
 from pretraining.config.script import exit_with
-from pretraining.monitor.figures import amount, size
+from pretraining.monitor.account import ACTIVITIES, goodput, totals
+from pretraining.monitor.figures import amount, duration, percent, size
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
 
 Points = list[tuple[float, float]]  # (step, value), rising steps
@@ -113,7 +114,7 @@ def page(runs: Sequence[Run]) -> str:
     charts = [drawn(chart.title, _curves(chart, runs), chart.unit, chart.logarithmic) for chart in CHARTS]
     charts += [drawn(f"Data mixture, sequences so far: {run.name}", _mixture(run), amount) for run in runs]
     title = html.escape(", ".join(run.name for run in runs))
-    body = "\n".join([_summary(runs), *filter(None, charts), _differences(runs)])
+    body = "\n".join([_summary(runs), *filter(None, charts), _account(runs), _differences(runs)])
     return f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n{STYLE}\n{body}\n</html>\n'
 
 
@@ -175,6 +176,17 @@ def _summary(runs: Sequence[Run]) -> str:
             )
         )
     return _table(("run", "step", "tokens", "last loss", "last validation loss", "loss spikes"), rows)
+
+
+def _account(runs: Sequence[Run]) -> str:
+    """Return a table of where the time of each run went; empty if none has an account."""
+    accounts = {run.name: totals(run.records) for run in runs}
+    rows = [
+        (name, percent(goodput(seconds)), *(duration(part) for part in (sum(seconds.values()), *seconds.values())))
+        for name, seconds in accounts.items()
+        if any(seconds.values())
+    ]
+    return _table(("run", "goodput", "time", *ACTIVITIES.values()), rows) if rows else ""
 
 
 def _differences(runs: Sequence[Run]) -> str:

@@ -344,7 +344,7 @@ def test_a_reader_that_closes_the_pipe_ends_the_script_without_traceback(script:
 
 
 def test_every_script_that_prints_ends_in_the_shared_way() -> None:
-    inner = {"compiler.py", "xla_export.py"}  # processes that the plan starts
+    inner = {"compiler.py", "xla_export.py", "splash_lowering.py"}  # processes that plan and engine start
     for path in (ROOT / "main_training.py", *(ROOT / "pretraining").rglob("*.py")):
         _, main, end = path.read_text().partition('if __name__ == "__main__":\n')
         assert not main or path.name in inner or end.startswith("    exit_with("), path

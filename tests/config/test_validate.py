@@ -31,6 +31,7 @@ CUSTOM: dict[str, Any] = {
 
 
 STAGES: dict[str, Any] = {"pipeline_parallel_size": 4, "gradient_accumulation_steps": 8, "num_layers": 8}
+ZERO_BUBBLE: dict[str, Any] = STAGES | {"pipeline_schedule": "ZBVZeroBubble", "virtual_pipeline_size": 2}
 
 
 def found(**settings: Any) -> list[str]:
@@ -84,6 +85,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         {"global_batch_size": 6, "gradient_accumulation_steps": 4},
         ["--global_batch_size=6", "batch_size=2 x gradient_accumulation_steps=4 = 8", "use 8"],
     ),
+    (
+        {"precision": "manual", "master_weights": False, "ema_decay": 0.9},
+        ["--ema_decay=0.9", "stochastic_rounding=True"],
+    ),
     ({"precision": "mixed_bf16", "mixed_precision": False}, ["--precision", "mixed_precision=False"]),
     ({"precision": "fp32", "mixed_precision": True}, ["--precision=fp32", "--mixed_precision=False"]),
     ({"engine": "xla", "device": "cuda"}, ["--device=cuda", "--engine=torch", "PJRT_DEVICE"]),
@@ -98,6 +103,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         ["--val_interval=9", "--split"],
     ),
     ({"checkpoint_scale": "log", "checkpoint_interval": 1}, ["--checkpoint_interval=1", "checkpoint_scale=log"]),
+    ({"checkpoint_seconds": 60}, ["--checkpoint_seconds=60", "checkpoint_interval=0"]),
     ({"extra_checkpoint_steps": "1,x"}, ["--extra_checkpoint_steps=1,x", "0,100,1000"]),
     ({"use_profiler": True, "num_steps": 4}, ["--profile_start_step=5", "num_steps=4"]),
     ({"selective_checkpointing": "0"}, ["--selective_checkpointing=0", "every k-th block", "1/3"]),
@@ -249,7 +255,21 @@ def test_every_fraction_up_to_one_is_its_own_value(numerator: int, denominator: 
         (STAGES | {"pipeline_cuts": "1,3"}, r"8 layers into 4 pieces; use 3 numbers below 7, such as 1,3,5"),
         (STAGES | {"pipeline_cuts": "1,3,7"}, r"8 layers into 4 pieces"),
         (STAGES | {"pipeline_cuts": "3,1,5"}, r"--pipeline_cuts=3,1,5 +must be ascending layer numbers"),
-        (STAGES | {"engine": "torch"}, r"=4 +is not supported by engine=torch: the torch engine has no pipeline"),
+        ({"pipeline_schedule": "GPipe"}, r"--pipeline_schedule=GPipe +needs --pipeline_parallel_size"),
+        (STAGES | {"pipeline_schedule": "GPipe", "engine": "xla"}, r"=GPipe +is not supported by engine=xla"),
+        (STAGES | {"pipeline_schedule": "1F1B", "virtual_pipeline_size": 2}, r"virtual_pipeline_size=2; use Interl"),
+        (
+            STAGES | {"pipeline_schedule": "Interleaved1F1B"},
+            r"needs --virtual_pipeline_size of at least 2; or",
+        ),
+        (
+            STAGES | {"pipeline_schedule": "ZBVZeroBubble"},
+            r"=ZBVZeroBubble +needs --virtual_pipeline_size=2",
+        ),
+        (ZERO_BUBBLE | {"tie_word_embeddings": True}, r"first and the last piece on one stage, where tied embeddings"),
+        (ZERO_BUBBLE | {"use_torch_compile": True}, r"=ZBVZeroBubble +cannot .* compiled .* --use_torch_compile=False"),
+        (ZERO_BUBBLE | {"fsdp_activation_checkpointing": True}, r"=ZBVZeroBubble +recomputes a block once for each"),
+        (ZERO_BUBBLE | {"precision": "autocast"}, r"=ZBVZeroBubble +cannot .* precision=autocast; use mixed_bf16"),
         (
             STAGES | {"fsdp_activation_checkpointing": True, "selective_checkpointing": "4"},
             r"=4 +recomputes none of the 2 layers of a piece",

@@ -28,6 +28,7 @@ def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str
         device_name=device_name,
         recompute=[False, True, False, False],
         dtypes=describe_dtypes(config),
+        attention="chunked, --attention_impl",
         rates={step: learning_rate(config, step) for step in milestone_steps(config)},
     )
     return {line[:14].strip(): line[15:] for line in text.splitlines()}
@@ -41,6 +42,7 @@ def test_every_fact_is_one_line_with_its_figures() -> None:
     assert said["devices"].startswith("8 x NVIDIA A100-SXM4-80GB: replica 2 x shard 4")
     assert said["batch"].startswith("262,144 tokens/step = 64 sequences of 4096 (4 micro-batches of 2 per rank)")
     assert "3.93 B tokens in 15,000 steps" in said["batch"]
+    assert said["attention"] == "chunked, --attention_impl"
     assert said["recomputed"] == "1 of 4 blocks: F T F F"
     assert said["MFU against"] == "312.00 TFLOP/s dense bf16, A100"
 

@@ -81,6 +81,7 @@ def test_cutting_a_file_that_does_not_exist_makes_none(tmp_path: Path) -> None:
     [
         *(b"{", b"[1]", b'{"loss": 1.0}', b'{"step": "x"}', b"\xff\xfe", b"", b'{"step": true}'),
         *(b'{"step": 1, "loss": "low"}', b'{"step": 1, "consumed": 3}', b'{"step":' + b"[" * 100_000),
+        *(b'{"step": 1, "account": {"time": 1e999}}', b'{"step": 1, "account": {"train": 1.0}}'),
     ],
     ids=lambda line: line[:30],
 )

@@ -1,0 +1,75 @@
+"""What scripts/train.sh, which starts a run again after it died, and a process of the run know of each other.
+
+The script sets LAUNCHED_AT (when it began, in seconds of the epoch), RESTARTS (how often it has started the run again)
+and PROGRESS_FILE, to which a process writes its newest step. None of them is needed. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import sys
+import threading
+import time
+
+from pretraining.config.script import TRY_AGAIN, write_exit_code
+
+FIRST_STEP = 10  # times step_timeout: it compiles
+BACKUP = 20.0  # s after which C code ends a process whose interpreter lock is held by what hangs
+
+
+def launch_time(began: float) -> float:
+    """Return when the script began, on time.monotonic(); without a script `began`, a second of the epoch."""
+    age = time.time() - float(os.environ.get("LAUNCHED_AT") or began)
+    return time.monotonic() - max(age, 0.0)
+
+
+class Progress:
+    """The newest step of this host's processes, for the script: it starts no run again that makes no steps."""
+
+    def __init__(self) -> None:
+        path = os.environ.get("PROGRESS_FILE")
+        writes = path and os.environ.get("LOCAL_RANK", "0") == "0"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT) if path and writes else None
+
+    def reach(self, step: int) -> None:
+        """Write the step; a few microseconds."""
+        if self._file is not None:
+            os.pwrite(self._file, b"%020d" % step, 0)
+
+
+class Watchdog:
+    """Ends a process whose step lasts too long: stacks of all threads to stderr, exit code 5."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: seconds of a step; 0: it may last for ever."""
+        self._limit, self._deadline, self._ended = limit, math.inf, threading.Event()
+        if limit:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def expect(self, first: bool = False) -> None:
+        """Begin a step, or a batch of an evaluation."""
+        if self._limit:
+            seconds = self._limit * FIRST_STEP if first else self._limit
+            self._deadline = time.monotonic() + seconds
+            faulthandler.dump_traceback_later(seconds + BACKUP, exit=True)
+
+    def rest(self) -> None:
+        """Expect nothing until the next step: saves have limits of their own."""
+        self._deadline = math.inf
+        faulthandler.cancel_dump_traceback_later()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+        self.rest()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(1.0, self._limit / 4)):
+            if time.monotonic() > self._deadline:
+                message = f"stopped: a step has not ended in time (--step_timeout={self._limit}); the stacks:"
+                print(message, file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(all_threads=True)
+                write_exit_code(TRY_AGAIN)
+                os._exit(TRY_AGAIN)
