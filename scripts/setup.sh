@@ -51,11 +51,16 @@ install_requirements() {
         create_environment || return
     fi
     log "installing $1 into $venv with $("$python" --version)"
-    if [[ $venv == */.venv ]] && is_tpu_host; then
-        extra+=("torch-xla[tpu]==$(pinned_version torch-xla requirements.txt)")
+    if runs_xla_on_tpu; then
+        # requirements-tpu-aot.txt: jax, which lowers the attention kernel
+        extra+=("torch-xla[tpu]==$(pinned_version torch-xla requirements.txt)" -r requirements-tpu-aot.txt)
     fi
     choose_torch_build "$1" || return
     "$python" -m pip install --disable-pip-version-check -r "$1" ${extra[@]+"${extra[@]}"}
+}
+
+runs_xla_on_tpu() {
+    [[ $venv == */.venv ]] && is_tpu_host
 }
 
 # Append the CPU build of torch to `extra` if the host has no CUDA GPU, torch is not installed and the package index
@@ -71,7 +76,8 @@ choose_torch_build() {
             "$python" -m pip uninstall --yes torch || return
         fi
     elif ! has_torch "*"; then
-        if "$python" -m pip index versions torch 2> /dev/null | grep -qF " $version+cpu"; then
+        # Not grep -q, which ends at the first match: pip would fail to write the rest, and pipefail would report that.
+        if "$python" -m pip index versions torch 2> /dev/null | grep -F " $version+cpu" > /dev/null; then
             log "no CUDA GPU: the CPU build of torch (about 1.5 GB in all)"
             extra+=("torch==$version+cpu")
         else
@@ -93,7 +99,7 @@ requirement_files() {
 
 # Print the version of a package in the first of the requirement files that pins it.
 pinned_version() {
-    sed -n "s/^$1==\([0-9.]*\).*/\1/p" "${@:2}" | head -n 1
+    sed -n "/^$1==/{s/^$1==\([0-9.]*\).*/\1/p;q;}" "${@:2}"
 }
 
 # Only a line that begins with "GPU " is a GPU: nvidia-smi prints errors to stdout, too, and indents MIG slices.
@@ -115,6 +121,7 @@ installation_state() {
     cat requirements.txt $(requirement_files "$1")
     "$python" --version 2>&1
     is_tpu_host && echo "with TPU"
+    runs_xla_on_tpu && cat requirements-tpu-aot.txt
     has_torch "*+cpu" && [[ $(count_gpus) != 0 ]] && echo "without CUDA"
     true
 }

@@ -4,8 +4,12 @@
 # Passes the settings below and then your flags to main_training.py; of a repeated flag the last value counts. Without
 # data of your own it first prepares a small corpus, the source code of Python's standard library, and at the end prints
 # a sample of the trained model. With --config_file or --import_config, the settings below are not used.
-# Returns the exit code of the training: 0 finished, 2 a mistake in the configuration, 3 training stopped itself, 143
-# after SIGTERM, 130 after SIGINT. The same command again continues the run.
+# Returns the exit code of the training: 0 finished, 2 a mistake in the configuration, 3 training stopped itself, 4 the
+# time of --max_run_seconds is up, 143 after SIGTERM, 130 after SIGINT. The same command again continues the run.
+#
+# After every other exit code, such as 5 (a step hung, or another process was lost), and after a kill, training starts
+# again from its newest checkpoint: at most MAX_RESTARTS times (default 100), and only if it made steps that no start
+# before it had made. Where there are several hosts, two starts in a row may fail to, because a host may come back later.
 #
 # Several processes: NPROC or NPROC_PER_NODE (default: the number of CUDA GPUs of this host). Several hosts: NNODES,
 # NODE_RANK, MASTER_ADDR and MASTER_PORT on each. The xla engine runs one process per host, which uses all its devices.
@@ -36,6 +40,7 @@ settings=(
     --checkpoint_interval=35
 )
 corpus=data/stdlib
+got_signal="" # whether this script was told to end
 
 main() {
     NPROC=${NPROC:-${NPROC_PER_NODE:-}}
@@ -55,10 +60,11 @@ main() {
     elif ! has_data "$@"; then
         prepare_corpus
     fi
-    export SCRIPT_SETTINGS="${flags[*]}" # their source is printed at the start
+    LAUNCHED_AT=$(date +%s)
+    export SCRIPT_SETTINGS="${flags[*]}" LAUNCHED_AT # their source is printed at the start
     flags+=(${ENGINE:+"--engine=$ENGINE"} "$@")
     folder=$(run_folder "${flags[@]}")
-    launch "${flags[@]}" || code=$?
+    keep_running "${flags[@]}" || code=$?
     if [[ $code == 0 && ${NODE_RANK:-0} == 0 ]] && ! has_data "$@" && ! has_config_file "$@"; then
         print_sample "$folder"
     fi
@@ -117,12 +123,42 @@ run_folder() {
     echo "${output##*$'\n'}"
 }
 
+# Launch, and launch again while that helps. RESTARTS counts it, and PROGRESS_FILE has the newest step.
+keep_running() {
+    local code step newest=0 futile=0 patience=0
+    PROGRESS_FILE=$(mktemp)
+    export PROGRESS_FILE RESTARTS=0
+    while true; do
+        code=0
+        launch "$@" || code=$?
+        case $code in 0 | 2 | 3 | 4 | 130 | 141 | 143) break ;; esac
+        [[ -z $got_signal ]] || break
+        step=$(< "$PROGRESS_FILE")
+        step=$((10#${step:-0}))
+        futile=$((step > newest ? 0 : futile + 1)) newest=$((step > newest ? step : newest))
+        if ((futile > patience)); then
+            log "training ended with code $code and made no new step since it was started: giving up"
+            break
+        elif ((RESTARTS >= ${MAX_RESTARTS:-100})); then
+            ((RESTARTS == 0)) || log "training ended with code $code after $RESTARTS restarts: giving up"
+            break
+        fi
+        RESTARTS=$((RESTARTS + 1)) patience=$((${NNODES:-1} > 1 ? 2 : 0))
+        log "training ended with code $code at step $step: restart $RESTARTS of at most ${MAX_RESTARTS:-100}"
+        sleep 1
+        case " $* " in *" --resume=never "* | *" --resume never "*) set -- "$@" --resume=auto ;; esac
+    done
+    rm -f "$PROGRESS_FILE"
+    return "$code"
+}
+
 launch() {
     local processes hosts codes code=0
     if uses_torch_tpu; then
         set_tpu_variables || return
     fi
     processes=${NPROC:-$(count_gpus)} hosts=${NNODES:-1}
+    ((processes > 0)) || processes=1
     if ! uses_torch_tpu && { ((processes * hosts <= 1)) || uses_one_process "$@"; }; then
         run_attended "$python" main_training.py "$@"
         return
@@ -131,6 +167,9 @@ launch() {
     if ((hosts > 1)); then
         rendezvous=(--node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
     fi
+    # NCCL's flight recorder: after collective_timeout, each process writes its last collectives to /tmp/nccl_trace_rank_N
+    export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
+    export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
     codes=$(mktemp -d)
     EXIT_CODES=$codes run_attended "$python" -m torch.distributed.run --nnodes="$hosts" --nproc-per-node="$processes" \
         "${rendezvous[@]}" main_training.py "$@" || code=$?
@@ -156,7 +195,11 @@ print("NPROC", devices // int(os.environ.get("NNODES", 1)), sep="=")') || return
 }
 
 uses_one_process() {
-    [[ -n ${PJRT_DEVICE:-} && ${NPROC:-1} == 1 ]] || [[ " $* " == *" --engine=xla "* || " $* " == *" --engine xla "* ]]
+    case " $* " in
+        *" --engine=xla "* | *" --engine xla "*) return 0 ;;
+        *" --engine=torch "* | *" --engine torch "*) ((${NNODES:-1} == 1)) || return 1 ;;
+    esac
+    [[ -n ${PJRT_DEVICE:-} && ${NPROC:-1} == 1 ]]
 }
 
 # Run a command in the background, pass SIGTERM on to it, and return its exit code. bash starts background commands with
@@ -167,8 +210,8 @@ run_attended() {
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])' "$@" &
     child=$!
-    trap 'signal_received=yes; kill -TERM "$child" 2> /dev/null || true' TERM
-    trap 'signal_received=yes' INT
+    trap 'signal_received=yes got_signal=yes; kill -TERM "$child" 2> /dev/null || true' TERM
+    trap 'signal_received=yes got_signal=yes' INT
     while
         signal_received="" code=0
         wait "$child" || code=$?

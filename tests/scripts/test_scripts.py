@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from pretraining.monitor.account import goodput, totals
+from pretraining.monitor.metrics import read_metrics
+from pretraining.monitor.report import main
+
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted([*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"])
+SCRIPTS = [path for folder in ("scripts", "docs/journeys") for path in sorted((ROOT / folder).iterdir())]
+SCRIPTS = [*(path for path in SCRIPTS if path.suffix != ".yaml"), ROOT / ".ci" / "run"]
 TOY = (
     "--engine=torch --use_dummy_dataset --model_variant=custom --num_layers=2 --hidden_size=32 --intermediate_size=64 "
     "--num_attention_heads=2 --vocab_size=128 --seq_length=16 --global_batch_size=8 --batch_size=1 --log_dir=run"
@@ -204,6 +214,38 @@ def test_torchrun_starts_nproc_processes_and_the_script_returns_their_exit_code(
     assert "--nproc-per-node=2" in ended.stdout, ended.stderr
 
 
+# How each start ends: exit code (-9: killed) and newest step; the code of the script, and how often it starts.
+ENDINGS: dict[str, tuple[str, list[tuple[int, int]], int, int]] = {
+    "it ends well": ("", [(5, 3), (-9, 6), (1, 7), (0, 8)], 0, 4),
+    "no step at all": ("", [(5, 0)], 5, 1),
+    "always at the same step": ("", [(1, 4), (1, 4), (0, 5)], 1, 2),
+    "a mistake": ("", [(5, 3), (2, 4)], 2, 2),
+    "it stopped itself": ("", [(3, 4)], 3, 1),
+    "the time is up": ("", [(4, 4)], 4, 1),
+    "it was told to end": ("", [(143, 4)], 143, 1),
+    "the limit": ("MAX_RESTARTS=1 ", [(5, 1), (5, 2), (0, 3)], 5, 2),
+    "a host that comes back late": ("NNODES=2 ", [(5, 3), (5, 3), (5, 3), (0, 4)], 0, 4),
+}
+
+
+@pytest.mark.slow
+def test_the_script_starts_a_run_again_while_that_helps(installed: Path) -> None:
+    replace_main(
+        installed,
+        """import json, os, signal, sys
+code, step = json.loads(os.environ["ENDINGS"])[int(os.environ["RESTARTS"])]
+open(os.environ["PROGRESS_FILE"], "w").write(f"{step:020}")
+print("--resume=auto" in sys.argv, flush=True)
+sys.exit(code) if code >= 0 else os.kill(os.getpid(), signal.SIGKILL)
+""",
+    )
+    for name, (variables, starts, code, count) in ENDINGS.items():
+        command = f"{variables}bash scripts/train.sh --use_dummy_dataset --engine=xla --resume=never"
+        ended = bash(installed, command, ENDINGS=json.dumps(starts))
+        assert ended.returncode == code, (name, ended.stderr)
+        assert ended.stdout.split() == ["False", *["True"] * (count - 1)], (name, ended.stderr)
+
+
 @pytest.mark.slow
 def test_the_script_trains_with_its_settings_and_passes_sigterm_on(installed: Path) -> None:
     command = ["bash", "scripts/train.sh", *TOY.split(), "--num_steps=1000000"]
@@ -219,7 +261,114 @@ def test_the_script_trains_with_its_settings_and_passes_sigterm_on(installed: Pa
     assert "--num_steps=140 is overridden by the later --num_steps=1000000" in errors
     ended = bash(installed, f"bash scripts/train.sh {TOY} --log_dir=finished --num_steps=2")
     assert ended.returncode == 0, ended.stderr
-    assert len((installed / "finished" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert (installed / "finished" / "metrics.jsonl").read_text().count("grad_norm") == 2
+
+
+class Attended:
+    """A run through the script, in the background. prefix: of the command. name: of this script's output."""
+
+    def __init__(
+        self, checkout: Path, flags: str, prefix: Sequence[str] = (), name: str = "", **variables: str
+    ) -> None:
+        self.metrics = checkout / "run" / "metrics.jsonl"
+        self._errors = checkout / f"errors{name}"
+        command = [*prefix, "bash", "scripts/train.sh", *TOY.split(), "--report_interval=1", *flags.split()]
+        with self._errors.open("w") as errors, (checkout / f"output{name}").open("w") as output:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+            self.script = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=errors, env=environment)
+
+    def lines(self) -> dict[int, dict[str, Any]]:
+        """Return the reports by step."""
+        text = self.metrics.read_text() if self.metrics.exists() else ""
+        lines = map(json.loads, text.split("\n")[:-1])
+        return {line["step"]: line for line in lines if "loss" in line}
+
+    def errors(self) -> str:
+        return self._errors.read_text()
+
+    def has_reached(self, step: int) -> bool:
+        return max(self.lines(), default=0) >= step
+
+    def has_ended(self, code: int, times: int = 1) -> bool:
+        """Return whether training has ended with this code this often."""
+        return self.errors().count(f"training ended with code {code} at step") >= times
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline and self.script.poll() is None, self.errors()
+            time.sleep(0.02)
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the processes that train."""
+        children = psutil.Process(self.script.pid).children(recursive=True)
+        return [child for child in children if "main_training.py" in child.cmdline()[1:3]]
+
+    def __enter__(self) -> Attended:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the script and its processes."""
+        if self.script.poll() is None:
+            for process in [psutil.Process(self.script.pid), *psutil.Process(self.script.pid).children(recursive=True)]:
+                process.kill()
+
+
+@pytest.mark.slow
+def test_the_account_of_a_run_that_was_killed_twice_adds_up_to_its_time(installed: Path) -> None:
+    """Training, what was lost and what was idle, measured by the run and from outside."""
+    with Attended(installed, "--num_steps=50 --checkpoint_interval=10") as run:
+        began, lost, firsts = 0.0, 0.0, {1}
+        for kills, last in enumerate((14, 34)):
+            run.wait_until(partial(run.has_reached, last))
+            (worker,) = run.workers()
+            began = began or worker.create_time()
+            worker.kill()
+            worker.wait()
+            lines = run.lines()
+            checkpoint = max(lines) // 10 * 10
+            firsts.add(checkpoint + 1)
+            lost += sum(line["step_time"] for step, line in lines.items() if step > checkpoint)
+            run.wait_until(partial(run.has_ended, 137, kills + 1))
+        assert run.script.wait(120) == 0, run.errors()
+    assert list(run.lines()) == list(range(1, 51))
+    records = read_metrics(run.metrics)
+    seconds, wall = totals(records), run.metrics.stat().st_mtime - began
+    assert wall - 5 < sum(seconds.values()) < wall + 0.5  # an interpreter starts before the account
+    first = records[0]["account"]
+    span = records[-1]["account"]["time"] - first["time"] + sum(totals(records[:1]).values())
+    assert sum(seconds.values()) == pytest.approx(span, abs=0.05)
+    assert seconds["lost"] > 0.8 * lost > 0
+    assert seconds["idle"] > 2 * 1.0  # the script waits for a second before it starts the run again
+    useful = sum(line["step_time"] for step, line in run.lines().items() if step not in firsts)
+    assert 0.5 * useful < seconds["train"] + seconds["data_wait"] < 2 * useful  # reports count too
+    assert f"goodput {goodput(seconds):.1%} of" in (installed / "output").read_text()
+    assert main([str(run.metrics.parent)]) == 0
+    assert f"<td>{goodput(seconds):.1%}</td>" in (run.metrics.parent / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_writes_its_stacks_and_is_started_again(installed: Path) -> None:
+    """One of two processes is stopped; the other one waits for it in a collective."""
+    flags = "--num_steps=40 --checkpoint_interval=4 --step_timeout=4"
+    with Attended(installed, flags, NPROC="2", PJRT_DEVICE="") as run:
+        run.wait_until(partial(run.has_reached, 6))
+        stopped = next(worker for worker in run.workers() if worker.environ()["RANK"] == "1")
+        stopped.suspend()
+        before = run.lines()
+        run.wait_until(lambda: "Current thread" in run.errors())
+        assert "a step has not ended in time (--step_timeout=4)" in run.errors()
+        stopped.kill()  # torchrun would, after 30 s
+        assert run.script.wait(120) == 0, run.errors()
+        assert "training ended with code 5 at step" in run.errors()
+        assert list(run.lines()) == list(range(1, 41))
+        for step, line in before.items():
+            assert {name: line[name] for name in ("loss", "grad_norm", "data_hash")}.items() <= run.lines()[
+                step
+            ].items()
 
 
 def test_a_newest_torch_that_cannot_be_installed_is_an_error_unless_it_is_skipped_on_purpose(checkout: Path) -> None:

@@ -1,0 +1,119 @@
+"""The launchers for clusters, with programs in the place of the clusters' own tools: what they start, and with what."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+# Programs that write their name and arguments to calls, one line each, and do what the script waits for.
+TOOLS = {
+    "scontrol": '[ "$1" != show ] || { echo first; sleep 0.2; echo second; }',  # not all at once, as a slow one
+    "srun": "exit ${CODE:-0}",
+    "gcloud": 'case "$*" in *describe*) [ -f ready ] && echo ACTIVE || { touch ready; echo PROVISIONING; } ;; esac',
+    "git": "touch archive",
+}
+
+
+def call(folder: Path, *command: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    """Run a script, and return also the calls of the tools, as words."""
+    for name, body in TOOLS.items():
+        tool = folder / name
+        tool.write_text(f'#!/bin/bash\necho "${{0##*/}}$(printf " %q" "$@")" >> {folder}/calls\n{body}\n')
+        tool.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **variables}
+    done = subprocess.run(
+        ["bash", *command], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    calls = folder / "calls"
+    return done, [shlex.split(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+
+
+JOB = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_JOB_ID": "12345"}
+SLURM = str(ROOT / "scripts" / "train.slurm")
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeues"),
+    [(0, "", False), (4, "", True), (4, "100", False), (143, "", False), (2, "", False)],
+)
+def test_a_job_of_slurm_is_requeued_when_its_time_is_up(
+    tmp_path: Path, code: int, restarts: str, requeues: bool
+) -> None:
+    ends = str(int(time.time()) + 3600)
+    variables = {**JOB, "CODE": str(code), "SLURM_JOB_END_TIME": ends, "SLURM_RESTART_COUNT": restarts}
+    done, calls = call(tmp_path, SLURM, "--seed=1", "--run_name=a b", **variables)
+    assert done.returncode == code, done.stderr
+    (srun,) = (words for words in calls if words[0] == "srun")
+    assert srun[-3:-1] == ["--seed=1", "--run_name=a b"] and "bash scripts/train.sh" in srun[4]
+    name, _, seconds = srun[-1].partition("=")
+    assert name == "--max_run_seconds" and 3600 - 180 - 30 < int(seconds) <= 3600 - 180
+    assert (["scontrol", "requeue", "12345"] in calls) == requeues
+
+
+def test_a_slice_of_tpus_is_created_waited_for_filled_used_and_deleted(tmp_path: Path) -> None:
+    script = str(ROOT / "scripts" / "tpu_pod.sh")
+    variables = {"ZONE": "us-east5-b", "TYPE": "v6e-16", "VERSION": "v2", "PROJECT": "mine", "WAIT_SECONDS": "0"}
+    where = ["--zone=us-east5-b", "--project=mine"]
+    for action in ("create", "wait", "copy", "delete"):
+        done, calls = call(tmp_path, script, action, "slice", SPOT="yes", **variables)
+        assert done.returncode == 0, done.stderr
+    resources = ["gcloud", "compute", "tpus", "queued-resources"]
+    create = ["--node-id=slice", "--accelerator-type=v6e-16", "--runtime-version=v2", "--spot"]
+    assert calls[0] == [*resources, "create", "slice", *create, *where]
+    assert [words[4] for words in calls if words[:4] == resources] == ["create", "describe", "describe", "delete"]
+    (copied,) = (words for words in calls if "scp" in words)
+    assert copied[6] == "slice:checkout.tar.gz" and "--worker=all" in copied
+    _, calls = call(tmp_path, script, "train", "slice", "--data_path=gs://b/t", "--run_name=a b", **variables)
+    command = next(word for word in calls[-1] if word.startswith("--command="))
+    *_, started = command.removeprefix("--command=").split(" && ")
+    words = ["PJRT_DEVICE=TPU", "bash", "scripts/train.sh", "--engine=xla", "--data_path=gs://b/t", "--run_name=a b"]
+    assert shlex.split(started) == words
+    without, _ = call(tmp_path, script, "create", "slice", ZONE="")
+    assert without.returncode != 0 and "ZONE: is not set" in without.stderr
+    assert call(tmp_path, script, "start", "slice", ZONE="z")[0].returncode == 2
+
+
+def accepts(arguments: list[str]) -> bool:
+    """Return whether the flags are valid ones of the training."""
+    command = [sys.executable, "-m", "pretraining.configure", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.returncode == 0 and not done.stderr
+
+
+def test_the_pods_of_a_jobset_start_the_script_with_valid_flags_as_hosts_of_one_run() -> None:
+    tree = yaml.safe_load((ROOT / "scripts" / "jobset.yaml").read_text())
+    (jobs,) = tree["spec"]["replicatedJobs"]
+    job: dict[str, Any] = jobs["template"]["spec"]
+    pod: dict[str, Any] = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["bash", "scripts/train.sh"] and accepts(container["args"])
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert variables["NNODES"] == str(job["parallelism"]) == str(job["completions"])
+    name = tree["metadata"]["name"]
+    assert variables["MASTER_ADDR"] == f"{name}-{jobs['name']}-0-0.{name}"
+    assert {"NODE_RANK", "MASTER_PORT"} <= variables.keys()
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert rule["onExitCodes"]["values"] == [2, 3]  # config/script.py
+    assert [volume["name"] for volume in pod["volumes"]] == [mount["name"] for mount in container["volumeMounts"]]
+
+
+def test_a_task_of_skypilot_starts_the_script_with_valid_flags_as_hosts_of_one_run(tmp_path: Path) -> None:
+    tree = yaml.safe_load((ROOT / "scripts" / "skypilot.yaml").read_text())
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.sh").write_text('printf "%s\\n" "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT" "$@"')
+    nodes = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    done, _ = call(tmp_path, "-c", tree["run"], BUCKET="s3://mine", **nodes)
+    hosts, *flags = done.stdout.splitlines()
+    assert hosts == f"{tree['num_nodes']} 1 10.0.0.1 29500"
+    assert "--data_path=s3://mine/tokens" in flags and accepts(flags)
+    assert subprocess.run(["bash", "-nc", tree["setup"]], check=False).returncode == 0
