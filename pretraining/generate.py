@@ -1,6 +1,7 @@
 """Sample text from a run, in plain PyTorch on the CPU, whatever engine and mesh trained it.
 
     python -m pretraining.generate RUN_DIR --prompt=TEXT [--max_new_tokens=N] [--temperature=T] [--top_k=K] [--seed=S]
+        [--use_ema]
 
 There is no cache of keys and values: every token recomputes its context, which is fast enough for models of a size
 that a CPU trains, and keeps the model free of code that training does not need.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, takewhile
 
@@ -21,7 +22,7 @@ from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.folder import newest_checkpoint
 from pretraining.checkpoint.huggingface import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight, read_tensors, with_moving_averages
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone
 from pretraining.config.script import exit_with
@@ -31,12 +32,16 @@ from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.storage import location
 
+INCOMPLETE = "\ufffd"  # what tokenizers decode the first bytes of a character to
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the prompt and its continuation. Returns exit code 2 on a mistake of the user."""
+    """Print the prompt and its continuation as it is drawn. Returns exit code 2 on a mistake of the user."""
     flags = parse(arguments)
     try:
-        print(generate(flags))
+        for piece in generate(flags):
+            print(piece, end="", flush=True)
+        print()
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -52,6 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=not_negative, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top_k", type=whole, default=50, help="choose among the k likeliest tokens; 0: among all")
     parser.add_argument("--seed", type=whole, default=0, help="the same seed gives the same text")
+    parser.add_argument("--use_ema", action="store_true", help="sample the moving averages of the weights (ema_decay)")
     parser.add_argument(
         "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json (default: the run's)"
     )
@@ -79,9 +85,11 @@ def not_negative(text: str) -> float:
     return value
 
 
-def generate(flags: argparse.Namespace) -> str:
-    """Return the prompt and its continuation. Raises UserError if there is no checkpoint or no tokenizer."""
+def generate(flags: argparse.Namespace) -> Iterator[str]:
+    """Yield the prompt and its continuation, in pieces. Raises UserError if there is no checkpoint or no tokenizer."""
     checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir))
+    if flags.use_ema:
+        checkpoint = with_moving_averages(checkpoint)
     config = saved_config(checkpoint.facts.config)
     tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
     model = load_model(config, {**base_weights(config), **read_tensors(checkpoint, is_weight)})
@@ -92,7 +100,20 @@ def generate(flags: argparse.Namespace) -> str:
     context = document_start + prompt
     drawn = sample(model, context, tokenizer.vocab_size, config.seq_length, choose)
     added = takewhile(lambda token: token != tokenizer.separator, islice(drawn, flags.max_new_tokens))
-    return tokenizer.decode([*prompt, *added])
+    yield from decoded(tokenizer, prompt, added)
+
+
+def decoded(tokenizer: Tokenizer, prompt: list[int], added: Iterable[int]) -> Iterator[str]:
+    """Yield the text of `prompt`, then what each token of `added` appends; together the text of all of them."""
+    tokens, shown = list(prompt), tokenizer.decode(prompt)
+    yield shown
+    for token in added:
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        if not text.endswith(INCOMPLETE):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(tokens)[len(shown) :]
 
 
 def load_tokenizer(path: str) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,11 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.checkpoint.manifest import Facts
+from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.generate import draw, main, sample
+from pretraining.data.tokenizer import open_tokenizer
+from pretraining.generate import decoded, draw, main, sample
 from pretraining.models.init import build_model
 from pretraining.models.llama import Block
 from tests.checkpoint.saving import save
+from tests.faults.damage import CONTENTS
 
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from seven hungry wolves in cold winter nights"
@@ -88,6 +92,41 @@ def test_the_model_is_never_shown_more_than_the_window() -> None:
 
 def test_padding_rows_of_the_vocabulary_are_never_drawn() -> None:
     assert max(continuation(Counter(), 6, vocabulary=9)) == 8
+
+
+# ---- Text
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A tokenizer that writes characters which it does not know as bytes."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "bytes"), vocab_size=290, byte_fallback=True, minloglevel=2
+    )
+    return tmp_path / "bytes.model"
+
+
+def test_a_damaged_tokenizer_is_an_error_or_still_one(model: Path) -> None:
+    sound, refused = model.read_bytes(), 0
+    for seed in range(300):
+        chance = random.Random(seed)
+        model.write_bytes(chance.choice(CONTENTS)(sound, chance))
+        try:
+            open_tokenizer(str(model))
+        except UserError as error:
+            assert str(model) in str(error)
+            refused += 1
+    assert refused > 100
+
+
+def test_pieces_add_up_to_the_text_and_split_no_character(model: Path) -> None:
+    tokenizer = open_tokenizer(str(model))
+    ids = tokenizer.encode(["the quick 漢字 fox 😀 jumps"])[0]
+    pieces = list(decoded(tokenizer, ids[:2], ids[2:]))
+    assert "".join(pieces) == tokenizer.decode(ids) == "the quick 漢字 fox 😀 jumps"
+    assert len(pieces) > 5 and "\ufffd" not in "".join(pieces)
 
 
 # ---- A run

@@ -1,13 +1,14 @@
 """Convert between checkpoints of this recipe and folders in Hugging Face's format, a few tensors at a time.
 
     python -m pretraining.checkpoint.convert SOURCE TARGET [--dtype=bf16] [--tokenizer_path=FILE] [--shard_size=5e9]
-        [--average_with=RUN/checkpoints/step_900,RUN/checkpoints/step_800]
+        [--average_with=RUN/checkpoints/step_900,RUN/checkpoints/step_800] [--use_ema]
 
 SOURCE is a run, a checkpoints folder or a step_N folder, and TARGET becomes a Hugging Face folder: config.json,
-safetensors with an index, the tokenizer. With --average_with, the weights are the mean of several checkpoints. Or
-SOURCE is a Hugging Face folder, and TARGET/step_0 becomes a checkpoint without moments; so does a checkpoint of
-GPT-NeoX, NxD Training or NeMo with --import_config=FILE, its trainer's configuration. Training starts from a Hugging
-Face folder with safetensors as it is: give it as --ckpt_load_path.
+safetensors with an index, the tokenizer. With --average_with, the weights are the mean of several checkpoints; with
+--use_ema, they are the moving averages of a run with ema_decay. Or SOURCE is a Hugging Face folder, and TARGET/step_0
+becomes a checkpoint without moments; so does a checkpoint of GPT-NeoX, NxD Training or NeMo with --import_config=FILE,
+its trainer's configuration. Training starts from a Hugging Face folder with safetensors as it is: give it as
+--ckpt_load_path.
 """
 
 from __future__ import annotations
@@ -46,7 +47,14 @@ from pretraining.checkpoint.manifest import DTYPES, Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.pickles import Weights, layout_of, open_pickles
 from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
-from pretraining.checkpoint.store import IO_WORKERS, PendingSave, is_weight, read_tensors, write_items
+from pretraining.checkpoint.store import (
+    IO_WORKERS,
+    PendingSave,
+    is_weight,
+    read_tensors,
+    with_moving_averages,
+    write_items,
+)
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import comma_separated
 from pretraining.config.huggingface import CONFIG, GPT_NEOX, config_json
@@ -67,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         dtype = CHOICES[flags.dtype] if flags.dtype else None
         layout = layout_of(flags.source) if isinstance(flags.source, Path) else None
-        if flags.average_with and (layout or is_huggingface(flags.source)):
-            raise UserError(f"--average_with={flags.average_with}: only checkpoints of this recipe are averaged")
+        if (flags.average_with or flags.use_ema) and (layout or is_huggingface(flags.source)):
+            raise UserError(f"{flags.source}: --average_with and --use_ema take checkpoints of this recipe")
         if flags.import_config and not layout:
             raise UserError(f"--import_config: {flags.source} is no checkpoint of GPT-NeoX, NxD Training or NeMo")
         if layout:
@@ -81,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             if not isinstance(flags.target, Path):
                 raise UserError(f"{flags.target}: a folder in Hugging Face's format must be local: copy it afterwards")
-            others = [open_any_checkpoint(location(name)) for name in comma_separated(flags.average_with)]
+            sources = [source, *(open_any_checkpoint(location(name)) for name in comma_separated(flags.average_with))]
+            source, *others = map(with_moving_averages, sources) if flags.use_ema else sources
             print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
     except UserError as error:
         print(error, file=sys.stderr)
@@ -99,6 +108,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json to add (default: the run's)"
     )
     parser.add_argument("--average_with", default="", help="more checkpoints, comma-separated, for the mean of all")
+    parser.add_argument("--use_ema", action="store_true", help="write the moving averages of the weights (ema_decay)")
     parser.add_argument("--import_config", default="", help="configuration file of the trainer that wrote `source`")
     parser.add_argument("--model_config_path", default="", help="config.json that --import_config refers to")
     parser.add_argument(

@@ -26,17 +26,17 @@ def export_tokenizer(path: str, folder: Path) -> dict[str, Any]:
     if not path:
         print("no tokenizer in the checkpoint's configuration: add one with --tokenizer_path=FILE", file=sys.stderr)
         return {}
-    if not location(path).is_file():
+    file = location(path)
+    if not file.is_file():
         raise UserError(f"--tokenizer_path={path}: no such file; give the tokenizer of the run's data")
-    ids, usage = _tokenizer_json(location(path)) if path.endswith(".json") else _sentencepiece(path, folder)
-    write_file(
-        folder / ("tokenizer.json" if path.endswith(".json") else "tokenizer.model"), location(path).read_bytes()
-    )
+    is_json = path.endswith(".json")
+    ids, usage = _tokenizer_json(file) if is_json else _sentencepiece(file, folder)
+    write_file(folder / ("tokenizer.json" if is_json else "tokenizer.model"), file.read_bytes())
     write_file(folder / "tokenizer_config.json", json.dumps(usage, indent=2).encode() + b"\n")
     return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}
 
 
-def _sentencepiece(path: str, folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
+def _sentencepiece(path: Location, folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the special ids and the tokenizer_config.json of a sentencepiece model; write tokenizer.json if needed.
 
     Raises UserError for a model that no tokenizer of transformers follows.
@@ -44,8 +44,8 @@ def _sentencepiece(path: str, folder: Path) -> tuple[dict[str, int], dict[str, A
     import sentencepiece
 
     try:
-        model = sentencepiece.SentencePieceProcessor(model_proto=location(path).read_bytes())
-    except (RuntimeError, OSError) as error:
+        model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+    except (RuntimeError, OSError, UnicodeDecodeError) as error:
         raise UserError(f"--tokenizer_path={path}: is not a sentencepiece model ({error})") from error
     every = {"bos": model.bos_id(), "eos": model.eos_id(), "unk": model.unk_id(), "pad": model.pad_id()}
     ids = {kind: number for kind, number in every.items() if number >= 0}

@@ -114,7 +114,11 @@ def halves(ranks: Ranks) -> Sequence[Tensor]:
 
 QKV = tuple(rf"self_attn.{letter}_proj.\1" for letter in "qkv")
 GATE_UP = (r"mlp.gate_proj.\1", r"mlp.up_proj.\1")
-NO_PARAMETER = Row(r".*(inv_freq|_extra_state|attention\.(masked_)?bias)", (), replicated)
+MEGATRON_ROWS = (  # GPT-NeoX, NeMo and NxD Training's own models share them
+    Row(r".*(inv_freq|_extra_state|attention\.(masked_)?bias)", (), replicated),  # no parameters
+    Row(r".*word_embeddings\.weight", ("model.embed_tokens.weight",), rows),
+    Row(r".*position_embeddings\.weight", ("model.embed_positions.weight",), replicated),
+)
 NORMS = r"(input|post_attention)_layernorm\.(weight|bias)"
 
 
@@ -144,9 +148,7 @@ def neox(config: TrainConfig) -> tuple[Row, ...]:
     bias = total if config.parallel_residual else replicated
     gated = model_shape(config).gated
     return (
-        NO_PARAMETER,
-        Row(r".*word_embeddings\.weight", ("model.embed_tokens.weight",), rows),
-        Row(r".*position_embeddings\.weight", ("model.embed_positions.weight",), replicated),
+        *MEGATRON_ROWS,
         Row(r"norm\.(weight|bias)", (r"model.norm.\1",), mean),
         Row(r"final_linear\.weight", ("lm_head.weight",), rows),
         Row(NORMS, (r"\1_layernorm.\2",), mean),
@@ -166,9 +168,7 @@ def _megatron(config: TrainConfig, *attention: Row) -> tuple[Row, ...]:
     """Names that NeMo, with and without megatron-core, and NxD Training's own models share."""
     gated = model_shape(config).gated
     return (
-        NO_PARAMETER,
-        Row(r".*word_embeddings\.weight", ("model.embed_tokens.weight",), rows),
-        Row(r".*position_embeddings\.weight", ("model.embed_positions.weight",), replicated),
+        *MEGATRON_ROWS,
         Row(r".*final_layernorm\.(weight|bias)", (r"model.norm.\1",), replicated),
         Row(r".*output_layer\.weight", ("lm_head.weight",), rows),
         Row(NORMS, (r"\1_layernorm.\2",), replicated),

@@ -21,7 +21,7 @@ from pretraining.checkpoint.store import check_fit, is_weight, load
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone, is_adapter
 from pretraining.config.training import TrainConfig
-from pretraining.parallel.engine import LOSS_SCALE, TrainingState
+from pretraining.parallel.engine import OPTIONAL, TrainingState
 from pretraining.storage import Location, location
 
 
@@ -76,11 +76,11 @@ def check_policy(config: TrainConfig, checkpoints: CheckpointList) -> None:
 def common_names(checkpoint: Checkpoint, names: Iterable[str], *, weights_only: bool) -> tuple[list[str], str]:
     """Return which of the state's `names` are in the checkpoint, and what else is in only one of the two, in words.
 
-    The loss scale is left out: a new run starts with its own. So are adapters, which may be new.
+    What only some runs have is left out (engine.OPTIONAL): a run without it begins anew. So are new adapters.
     """
     tensors = checkpoint.manifest.tensors
     here, there = (
-        {name for name in side if is_weight(name) or not weights_only} - {LOSS_SCALE} for side in (names, tensors)
+        {name for name in side if is_weight(name) or not weights_only} - OPTIONAL for side in (names, tensors)
     )
     if HEAD not in here and tensors.get(HEAD) is tensors.get(EMBEDDING):
         there.discard(HEAD)  # tied in both
@@ -131,7 +131,7 @@ class Restoring:
         if adapters_alone(self.config):
             return [name for name in names if name in checkpoint.manifest.tensors]
         # A run that was trained in another precision so far has no loss scale: it starts with the first one.
-        return [name for name in names if name != LOSS_SCALE or name in checkpoint.manifest.tensors]
+        return [name for name in names if name not in OPTIONAL or name in checkpoint.manifest.tensors]
 
     def start(self) -> Facts | None:
         """Load ckpt_load_path's weights and lora_load_path's adapter, if they are set."""
@@ -167,17 +167,22 @@ class Restoring:
     def _load_adapter(self, folder: Path) -> None:
         """Load an adapter in PEFT's format."""
         adapter = self.peers.each(lambda: open_adapter(folder, self.config))
-        self._load(adapter, list(adapter.manifest.tensors))
+        self._load(adapter, [name for name in adapter.manifest.tensors if name in self.state])
         self.peers.say(f"loaded the adapter in {folder}")
 
     def _shared_names(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
-        """Return the tensors that state and checkpoint have in common; with strict_load, neither may have others."""
-        names, differences = common_names(checkpoint, self.state, weights_only=weights_only)
+        """Return the tensors of this process that the checkpoint has, too.
+
+        With strict_load, neither the state of all processes nor the checkpoint may have others.
+        """
+        parts = self.peers.agree(lambda: list(self.state))  # a stage of a pipeline has some of them
+        everywhere = self.peers.lead(lambda: sorted({name for part in parts for name in part}))
+        names, differences = common_names(checkpoint, everywhere, weights_only=weights_only)
         if differences and self.config.strict_load:
             raise UserError(f"{checkpoint.path}: {differences}; --strict_load=False loads what both have")
         if differences:
             self.peers.say(f"{checkpoint.path}: not loaded, {differences}")
-        return names
+        return [name for name in names if name in self.state]
 
     def _opened(self, path: Location) -> Checkpoint:
         """Open a checkpoint in every process, so that all agree whether it can be read."""

@@ -87,7 +87,6 @@ def tokenizer_json(described: Description, pieces: list[tuple[str, float]], unkn
     decoders = [_replace({"String": BLANK}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     if described.adds_prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    types = {number: described.types[number] for number in range(len(pieces))}
     return {
         "version": "1.0",
         "added_tokens": [
@@ -97,7 +96,7 @@ def tokenizer_json(described: Description, pieces: list[tuple[str, float]], unkn
                 "special": kind != USER_DEFINED,
                 **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
             }
-            for number, kind in types.items()
+            for number, kind in enumerate(described.types)
             if kind in (UNKNOWN, CONTROL) or (kind == USER_DEFINED and len(pieces[number][0]) > 1)
         ],
         "normalizer": {"type": "Sequence", "normalizers": [*normalizers, _replace({"String": " "}, BLANK)]},

@@ -4,7 +4,7 @@ Flipped bytes inside a document are valid token ids more often than not, so only
 
 - Of a block, the sum of its bytes as 64-bit numbers and of start x length of its documents. It finds every flipped bit
   (but no exchanged numbers) at the speed of memory: 3 us for the 32 KiB of a batch of 8192 tokens, where crc32 takes
-  10. It adds 3 to 8 % to the CPU time of the first epoch (benchmarks/RESULTS.md). It is recorded in the index folder
+  10. It adds 4 % to the CPU time of the first epoch (benchmarks/RESULTS.md). It is recorded in the index folder
   when a block is read for the first time, and compared when a later run reads it first; a shard that was written again
   in another size has new ones.
 - Of a file, sha256, on request. meta.json of prepare.py lists them; of other shards they are recorded in the index

@@ -21,7 +21,7 @@ from pretraining.data.hashing import key_of, mix_one, permutation
 from pretraining.data.index import GROUP, ShardIndex
 from pretraining.data.remote import RangeCache, Ranges, coalesced
 from pretraining.data.stores.shard import DiskArray, to_int32
-from pretraining.storage import is_remote
+from pretraining.storage import StorageError, is_remote
 
 # Tokens a block should have: with short documents whole blocks are read at once, and 64 KiB take 8 us.
 _BLOCK_TOKENS = 16_384
@@ -151,7 +151,7 @@ class Corpus:
                     file.check()
                     checked.add(file)
                 places = self._copy(block, file, within, out if count == total else out[done : done + count])
-            except UserError:  # object storage's is an OSError, too
+            except StorageError:
                 raise
             except OSError as error:
                 path = self._shards[self._shard[epoch.blocks[place]]].path

@@ -28,7 +28,7 @@ from pretraining.data.stores.shard import (
     chunks,
     in_memory,
 )
-from pretraining.storage import OpenedFile, Stamp, in_order, is_remote, location, opened
+from pretraining.storage import OpenedFile, Stamp, StorageError, in_order, is_remote, location, opened
 
 # Documents whose tokens are summed in the sidecar; blocks of the shuffled order consist of whole groups.
 GROUP = 64
@@ -169,7 +169,7 @@ def _build(file: ShardFile, sidecar: Path) -> ShardIndex:
         for old in set(sidecar.parent.glob(f"{escape(sidecar.stem)}.*.tokens")) - {decoded}:  # of an earlier content
             old.unlink(missing_ok=True)
         return _write(file, contents, groups, sidecar, before)
-    except UserError:  # object storage's is an OSError, too
+    except StorageError:
         raise
     except OSError as error:
         message = f"{error.filename or sidecar}: {error.strerror}; the indexes of the data are written to"

@@ -243,6 +243,7 @@ def _copy_or_train(options: Options, sources: list[TextShard], output: Path) -> 
         open_tokenizer(options.tokenizer)
         write_atomically(target, Path(options.tokenizer).read_bytes())
         return target
+    print(f"training a tokenizer of {options.vocab_size:,} ids on a sample of the text", flush=True)
     began = time.perf_counter()
     characters = _STDLIB_SAMPLE if options.stdlib else _SAMPLE_CHARACTERS
     sample = _sample(sources, options.text_key, characters)

@@ -112,7 +112,7 @@ def open_tokenizer(path: str) -> Tokenizer:
         return HuggingFaceTokenizer(model)
     try:
         return SentencePieceTokenizer(model)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, UnicodeDecodeError) as error:  # the last one: a damaged name in the message of it
         raise UserError(f"--tokenizer={path}: not a sentencepiece model ({error})") from error
 
 

@@ -6,6 +6,7 @@ is one global batch in both.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,17 @@ def _clip(value: Any, _: ForeignConfig) -> Conversion:
     return mapped(grad_clip_thresh=value)
 
 
+def _max_time(value: Any, _: ForeignConfig) -> Conversion:
+    """Lightning's timer counts the whole run, NeMo's each start, as here."""
+    if value is None:
+        return unchanged("no limit")
+    match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", str(value).strip())
+    if not match:
+        return unsupported("expected DD:HH:MM:SS")
+    days, hours, minutes, seconds = map(int, match.groups())
+    return mapped(max_run_seconds=((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
 _ENGINE = "part of Lightning's own engine"
 TRAINER = {
     "trainer.devices": KeyMapping(_devices, ("source_world_size",), "per node; times num_nodes"),
@@ -119,7 +131,7 @@ TRAINER = {
     "trainer.gradient_clip_algorithm": only(("norm",), "gradients are clipped by their norm"),
     "trainer.overfit_batches": only((0.0, 0), "a debugging aid of Lightning's"),
     "trainer.fast_dev_run": must_be_off("a debugging aid of Lightning's"),
-    "trainer.max_time": ignore("a job's time limit: SIGTERM saves, and the same command continues"),
+    "trainer.max_time": KeyMapping(_max_time, ("max_run_seconds",), "DD:HH:MM:SS of each start"),
     "trainer.profiler": only((), "use --use_profiler"),
     **each(
         "accelerator logger enable_checkpointing benchmark use_distributed_sampler replace_sampler_ddp "
@@ -198,6 +210,14 @@ def _tensorboard(value: Any, _: ForeignConfig) -> Conversion:
     return implied(note, tensorboard_dir="")
 
 
+def _ema(_: Any, source: ForeignConfig) -> Conversion:
+    """NeMo 1.14 to 1.23, EMAParams: off unless enable, decay 0.999."""
+    if not source.get("exp_manager.ema.enable", False):
+        return unchanged("off")
+    note = "validation runs on the weights themselves; generate and convert take --use_ema"
+    return implied(note, ema_decay=source.get("exp_manager.ema.decay", 0.999))
+
+
 EXP_MANAGER = {
     "exp_manager.explicit_log_dir": KeyMapping(_log_dir, ("log_dir",), "wins over exp_dir"),
     "exp_manager.exp_log_dir": KeyMapping(_log_dir, ("log_dir",), "another spelling of explicit_log_dir"),
@@ -222,7 +242,9 @@ EXP_MANAGER = {
     "exp_manager.wandb_logger_kwargs.project": to("tracker_project_name"),
     "exp_manager.wandb_logger_kwargs.name": ignore("the run is named by run_name"),
     "exp_manager.create_early_stopping_callback": must_be_off("training does not stop early"),
-    **each("ema ema.enable", must_be_off("no moving average of the weights"), "exp_manager."),
+    "exp_manager.ema": must_be_off("give its keys"),
+    **each("ema.enable ema.decay", KeyMapping(_ema, ("ema_decay",), "a moving average of the weights"), "exp_manager."),
+    "exp_manager.ema.every_n_steps": only([1], "the moving average follows every update"),
     **each("log_local_rank_0_only log_global_rank_0_only", ignore("the first process alone writes"), "exp_manager."),
     **each(
         "create_mlflow_logger create_dllogger_logger create_clearml_logger create_neptune_logger",
@@ -255,11 +277,8 @@ EXP_MANAGER = {
     f"{CALLBACK}.save_weights_only": to_one_of("save_optimizer", {True: False, False: True}),
     f"{CALLBACK}.dirpath": to("ckpt_save_path"),
     **each("prefix postfix", ignore("names of files are step_N"), f"{CALLBACK}."),
-    **each(
-        "every_n_epochs train_time_interval save_on_train_epoch_end",
-        must_be_off("checkpoints are saved by steps"),
-        f"{CALLBACK}.",
-    ),
+    f"{CALLBACK}.train_time_interval": must_be_off("give --checkpoint_seconds"),
+    **each("every_n_epochs save_on_train_epoch_end", must_be_off("checkpoints are saved by steps"), f"{CALLBACK}."),
     **each(
         "always_save_nemo save_nemo_on_train_end save_best_model",
         must_be_off(".nemo archives and best models are not written"),

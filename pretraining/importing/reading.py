@@ -10,9 +10,14 @@ from typing import Any
 
 from pretraining.config.errors import UserError
 
+DEEPEST = 50  # levels of mappings and lists; NeMo's own example files have 4
+TOO_DEEP = f"mappings or lists are nested more than {DEEPEST} deep"
+
 
 def read_file(path: Path) -> dict[str, Any]:
     """Return the mapping in a .json, .toml or (anything else) YAML file. Raises UserError that names file and line."""
+    if path.exists() and not path.is_file():  # a named pipe would be read for ever
+        raise UserError(f"{path}: cannot be read: it is no file")
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
@@ -23,11 +28,24 @@ def read_file(path: Path) -> dict[str, Any]:
             from pretraining.importing.references import parse_yaml  # see there for the time that it takes
 
             tree = parse_yaml(text)
+        _refuse_depth(tree)
+    except RecursionError:
+        raise UserError(f"{path}: cannot be read: {TOO_DEEP}") from None
     except (OSError, ValueError) as error:  # a ValueError from JSON, TOML, Unicode, YAML or a repeated key
         raise UserError(f"{path}: cannot be read: {error}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: has no keys; it must be a mapping of names to values")
     return {str(name): value for name, value in tree.items()}
+
+
+def _refuse_depth(tree: Any) -> None:
+    """Raise ValueError if mappings and lists are nested deeper than functions that walk them can follow."""
+    nodes = [tree]
+    for _ in range(DEEPEST):
+        inner = [node.values() if isinstance(node, dict) else node for node in nodes if isinstance(node, (dict, list))]
+        nodes = [child for children in inner for child in children]
+    if any(isinstance(node, (dict, list)) for node in nodes):
+        raise ValueError(TOO_DEEP)
 
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

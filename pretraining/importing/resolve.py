@@ -47,7 +47,6 @@ ALTERNATIVES = (
 
 # Fields that TrainConfig does not have -> the values that describe this recipe. Any other value is unsupported.
 FIXED: dict[str, tuple[Any, ...]] = {
-    "attention_impl": ("auto",),
     "transformer_block_type": ("pre_ln",),
 }
 

@@ -20,9 +20,7 @@ def pipeline(value: Any, source: ForeignConfig) -> Conversion:
     """Stages; with --import_pp=fold none: their devices take rows of their own, which changes no loss."""
     if source.flags.get("import_pp") == "fold" and value not in (0, 1):
         return implied(f"{value} stages are folded into data parallelism", pipeline_parallel_size=1)
-    count = max(value, 1) if is_integer(value) else value
-    note = "the xla engine trains with stages; without it, fold them with --import_pp=fold" if count != 1 else ""
-    return Conversion("mapped", {"pipeline_parallel_size": count}, note)
+    return mapped(pipeline_parallel_size=max(value, 1) if is_integer(value) else value)
 
 
 def _of_stages(name: str) -> KeyMapping:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,7 @@ from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
 from pretraining.storage import location
 from tests.checkpoint.small_run import small_config, train
-from tests.object_storage import FaultProxy, environment, s3_server
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as port:
-        yield port
-
-
-@pytest.fixture
-def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    proxy = FaultProxy(server)
-    for name, value in environment(proxy.port).items():
-        monkeypatch.setenv(name, value)
-    storage._client.cache_clear()
-    yield proxy
-    storage._client.cache_clear()
-    proxy.close()
+from tests.object_storage import FaultProxy
 
 
 def run(folder: Path, **fields: Any) -> dict[int, float]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,10 @@ from pretraining.config.training import TrainConfig
 from pretraining.data import Prefetcher, open_stream
 from pretraining.storage import RETRIES, ObjectPath, StorageError
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
-from tests.object_storage import KEYS, FaultProxy, environment, s3_server, upload
+from tests.object_storage import KEYS, FaultProxy, upload
 
 LENGTHS = [40, 3, 0, 700, 25, 9, 61, 1, 130, 5] * 30
 WRITERS = {"flat": write_flat, "lists": write_lists, "parquet": write_parquet, "megatron": write_megatron}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as port:
-        yield port
-
-
-@pytest.fixture
-def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """A proxy before the server, which the process's own client uses."""
-    proxy = FaultProxy(server)
-    for name, value in environment(proxy.port).items():
-        monkeypatch.setenv(name, value)
-    storage._client.cache_clear()
-    yield proxy
-    storage._client.cache_clear()
-    proxy.close()
 
 
 def local_and_remote(

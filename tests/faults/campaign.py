@@ -23,6 +23,7 @@ from tests.faults.attacks import Report, Target
 from tests.faults.harness import Programs
 from tests.faults.programs import contents, left_over, result, scripts, training, write_corpus
 
+HOUR = 3600.0  # seconds
 FROM = 4  # step of the checkpoint from which the continued run continues
 
 
@@ -77,7 +78,7 @@ def train_long(programs: Programs, folder: Path) -> None:
     write_corpus(folder)
     words = training(folder, num_steps=2000, checkpoint_interval=20, val_interval=20, async_checkpointing=True)
     with ThreadPoolExecutor() as pool:
-        ending = pool.submit(programs.run, *words)
+        ending = pool.submit(programs.run, *words, within=HOUR)
         while not ending.done():
             time.sleep(2)
             for process in programs.children():
@@ -90,7 +91,7 @@ def train_long(programs: Programs, folder: Path) -> None:
         words = training(
             folder, num_steps=number, checkpoint_interval=1, keep_last_n_checkpoints=0, log_dir=folder / "n"
         )
-        programs.run(*words)
+        programs.run(*words, within=HOUR)
         seconds = [round(programs.run(*words).seconds, 2) for _ in range(5)]
         print(f"start at {number} checkpoints: {seconds} s")
 

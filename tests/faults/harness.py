@@ -98,16 +98,17 @@ class Programs:
         folder: Path = ROOT,
         removed: bool = False,
         limits: dict[str, int] | None = None,
+        within: float = WITHIN,
         **variables: str,
     ) -> Outcome:
         """Run a script, "main_training.py" or the name of a module, with its arguments.
 
         fault: see disk.c. output: a device in the place of stdout. removed: without the working directory `folder`.
-        limits: of the resources, by the names of the module `resource`.
+        limits: of the resources, by the names of the module `resource`. within: seconds that it may take.
         """
         with tempfile.TemporaryDirectory(dir=self._folder) as outputs:
             paths = [output or f"{outputs}/1", f"{outputs}/2"]
-            job: dict[str, Any] = {"words": words, "output": paths[0], "errors": paths[1], "within": WITHIN}
+            job: dict[str, Any] = {"words": words, "output": paths[0], "errors": paths[1], "within": within}
             job |= {"variables": {"FAULT": fault, **variables}, "limits": limits or {}}
             code, seconds = json.loads(self._ask(json.dumps({**job, "folder": str(folder), "removed": removed})))
             texts = [Path(path).read_text(errors="replace") if Path(path).is_file() else "" for path in paths]

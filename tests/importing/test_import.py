@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +239,7 @@ REFUSED = [
     ("nxdt", "trainer.check_val_every_n_epoch", 2, "validation by epochs"),
     ("nxdt", "exp_manager.checkpoint_callback_params.monitor", "val_acc", "by age"),
     ("nxdt", "exp_manager.checkpoint_callback_params.always_save_nemo", True, ".nemo"),
-    ("nxdt", "exp_manager.ema.enable", True, "moving average"),
+    ("nxdt", "exp_manager.ema.every_n_steps", 5, "moving average"),
     ("nxdt", "exp_manager.create_mlflow_logger", True, "wandb alone"),
     ("nxdt", "distributed_strategy.expert_model_parallel_size", 2, "experts"),
     ("nxdt", "data.data_impl", "lazy", "known are mmap"),
@@ -388,9 +388,9 @@ def test_stages_and_their_cuts_are_kept_or_folded(tmp_path: Path) -> None:
     node = put(node, "model.pipeline_cuts", ["model.layers.0"])
     folded = config(node, tmp_path, import_pp="fold")
     assert (folded.pipeline_parallel_size, folded.pipeline_cuts) == (1, "")
-    assert "engine=torch: the torch engine has no pipeline" in refusal(node, tmp_path, engine="torch")
-    kept = config(node, tmp_path)
-    assert (kept.pipeline_parallel_size, kept.pipeline_cuts) == (2, "model.layers.0")
+    for engine in ("xla", "torch"):
+        kept = config(node, tmp_path, engine=engine)
+        assert (kept.pipeline_parallel_size, kept.pipeline_cuts) == (2, "model.layers.0")
 
 
 def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) -> None:
@@ -618,7 +618,7 @@ def test_a_nemo_file_after_1_18_imports(tmp_path: Path) -> None:
     node = tree("nemo")
     for key, value in NEWER.items():
         put(node, key, value)
-    assert config(node, tmp_path) == config(tree("nemo"), tmp_path)
+    assert config(node, tmp_path) == replace(config(tree("nemo"), tmp_path), max_run_seconds=516_600)
 
 
 def test_an_unknown_key_that_is_off_is_ignored(tmp_path: Path) -> None:
@@ -627,6 +627,16 @@ def test_an_unknown_key_that_is_off_is_ignored(tmp_path: Path) -> None:
         assert not [*result.problems, *result.config_problems]
         (row,) = (row for row in result.keys if row.source_key == "model.new_option")
         assert (row.status, row.note.partition(";")[0]) == ("ignored", "off")
+
+
+def test_a_time_limit_is_days_hours_minutes_and_seconds(tmp_path: Path) -> None:
+    assert config(put(tree("nxdt"), "trainer.max_time", "01:02:03:04"), tmp_path).max_run_seconds == 93_784
+    (row,) = (
+        row
+        for row in resolved(put(tree("nemo"), "trainer.max_time", "2 days"), tmp_path).keys
+        if "time" in row.source_key
+    )
+    assert (row.status, row.note) == ("unsupported", "expected DD:HH:MM:SS")
 
 
 # ---- tables

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,22 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path: Path, name: str, text: st
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=name):
+        read_file(tmp_path / name)
+
+
+def test_a_named_pipe_and_a_folder_are_errors(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (tmp_path / "pipe.yaml", tmp_path):
+        with pytest.raises(UserError, match=f"{path}: cannot be read: it is no file"):
+            read_file(path)
+
+
+@pytest.mark.parametrize("levels", [60, 100_000])
+@pytest.mark.parametrize(("name", "opening"), [("a.yaml", "["), ("a.json", '{"a": ['), ("a.yaml", "{a: ")])
+def test_deep_nesting_is_an_error(tmp_path: Path, name: str, opening: str, levels: int) -> None:
+    closing = "".join({"[": "]", "{": "}"}.get(letter, "") for letter in reversed(opening))
+    (tmp_path / name).write_text('{"b": ' + opening * levels + "1" + closing * levels + "}")
+    with pytest.raises(UserError, match=f"{name}: cannot be read: mappings or lists are nested more than 50 deep"):
         read_file(tmp_path / name)
 
 
