@@ -1,9 +1,10 @@
-"""Measure the throughput of the data pipeline: `python -m benchmarks.data [--scale]`.
+"""Measure the throughput of the data pipeline: `python -m benchmarks.data [--scale | --verification]`.
 
 Three datasets of 80 thousand documents each (158 M tokens, lognormal lengths, median 400) in each of the three stores,
 mixed 0.5 / 0.3 / 0.2 over 1024 logical shards, batches of [2, 4096]. For comparison, the same process reads random
 windows of a numpy memmap on the same core: the ratios carry over to other machines, tokens per second do not. Figures
-are medians over processes. --scale: one Megatron dataset of 100 million documents in a sparse file.
+are medians over processes. --scale: one Megatron dataset of 100 million documents in a sparse file. --verification:
+the first epoch with and without checksums of blocks, in turns in one process.
 """
 
 from __future__ import annotations
@@ -176,6 +177,30 @@ def private_mib() -> float:
     return int(rollup.split("Anonymous:")[1].split()[0]) / 1024
 
 
+# ---- Verification
+
+
+def report_verification(name: str, folder: Path, rounds: int = 1000, batches: int = 20) -> None:
+    """Print the rates of about an epoch without and with checksums of blocks, and what those cost.
+
+    All blocks are opened, and therefore compared, in the first fifth of the epoch.
+    """
+    seconds = {"off": 0.0, "first_read": 0.0}
+    with tempfile.TemporaryDirectory() as index:
+        config = settings(folder, Path(index))
+        streams = {"off": open_stream(replace(config, verify_data="off")), "first_read": open_stream(config)}
+        for number in range(rounds):
+            for mode, stream in streams.items():
+                began = time.process_time()
+                for step in range(number * batches, (number + 1) * batches):
+                    stream.batch(step)
+                seconds[mode] += time.process_time() - began
+    tokens = rounds * batches * ROWS * LENGTH / 1e6
+    rates = ", ".join(f"{mode} {tokens / spent:.0f}" for mode, spent in seconds.items())
+    cost = seconds["first_read"] / seconds["off"] - 1
+    print(f"{name:<22} M tokens/s: {rates}; checksums cost {cost:.1%} of the CPU time", flush=True)
+
+
 # ---- Report
 
 
@@ -210,21 +235,27 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.data", description=__doc__)
     parser.add_argument("--measure", nargs=2, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--scale", action="store_true", help="100 million documents with 2 GB of index")
+    parser.add_argument("--verification", action="store_true", help="checksums of blocks on and off")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stores", default="arrow,parquet,megatron,short")
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(*options.measure)))
         return
-    print(f"{'':<22}   M tokens/s                  of memmap           first batch s  resume  private  state")
-    print(f"{'':<22} direct prefetched  memmap   direct prefetched     cold   warm       s      MiB  bytes")
+    if not options.verification:
+        print(f"{'':<22}   M tokens/s                  of memmap           first batch s  resume  private  state")
+        print(f"{'':<22} direct prefetched  memmap   direct prefetched     cold   warm       s      MiB  bytes")
     for store in ["scale"] if options.scale else options.stores.split(","):
         folder = Path(tempfile.mkdtemp())
         if store == "scale":
             write_scale(folder)
         else:
             write_corpus(folder, "arrow" if store == "short" else store, 40 if store == "short" else 400)
-        report({"short": "arrow, mean 66"}.get(store, store), folder, options.repeats)
+        name = {"short": "arrow, mean 66"}.get(store, store)
+        if options.verification:
+            report_verification(name, folder)
+        else:
+            report(name, folder, options.repeats)
         shutil.rmtree(folder)
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from pretraining import storage
+from tests.object_storage import FaultProxy, environment, s3_server
 
 # No deadline: the first example of a property includes imports, and a busy machine delays all of them.
 settings.register_profile("recipe", deadline=None)
@@ -34,3 +38,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if IS_WORKER:
         slow_files = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow_files)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A real S3 server; its port."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy before the server, which the process's own client uses."""
+    proxy = FaultProxy(server)
+    for name, value in environment(proxy.port).items():
+        monkeypatch.setenv(name, value)
+    storage._client.cache_clear()
+    yield proxy
+    storage._client.cache_clear()
+    proxy.close()

@@ -67,8 +67,9 @@ def finish(folder: Path, devices: int = 8, code: int = 0, **fields: Any) -> str:
 
 def figures(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:
     """Return the deterministic figures of every line of metrics.jsonl by step and kind of loss."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = ("loss", "val_loss", "test_loss")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if any(name in line for name in losses)]  # others are accounts of time
     keys = [(line["step"], next(name for name in losses if name in line)) for line in lines]
     assert len(set(keys)) == len(keys), "a step was written twice"
     return {

@@ -47,7 +47,8 @@ def test_instruction_data_continue_bit_for_bit(page: dict[str, Any], tmp_path: P
     whole = train({**flags, "log_dir": tmp_path / "whole"})
     halves = [train({**flags, "num_steps": steps, "log_dir": tmp_path / "halves"}) for steps in (3, 6)]
     assert halves[1].losses == whole.losses
-    assert [record["data_hash"] for record in halves[1].records] == [record["data_hash"] for record in whole.records]
+    hashes = [[record["data_hash"] for record in run.records if "loss" in record] for run in (halves[1], whole)]
+    assert hashes[0] == hashes[1]
 
 
 def test_an_id_outside_the_vocabulary_and_missing_data_are_named(page: dict[str, Any], tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def merged(base: Path) -> Path:
 
 
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 def adapted_model(run: Path) -> tuple[TrainConfig, Llama]:

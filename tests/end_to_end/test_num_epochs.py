@@ -50,7 +50,7 @@ def test_the_steps_of_num_epochs_are_known_before_anything_is_derived(
         assert f"complete: {steps} steps" in printed
         assert json.loads((corpus / "config.json").read_text())["num_steps"] == steps
         lines = [json.loads(line) for line in (corpus / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == list(range(1, steps + 1))
+        assert [line["step"] for line in lines if "loss" in line] == list(range(1, steps + 1))
     assert "continuing from" in printed
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.checkout import run
 from tests.end_to_end.small import ROOT, figures
 
 pytestmark = pytest.mark.slow
 ITSELF = "bash scripts/test.sh"
-LEFT_BEHIND = {"runs", "data", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
 
 
 def commands() -> list[str]:
@@ -35,45 +31,6 @@ def shown_lines() -> list[str]:
 def without_numbers(line: str) -> str:
     """Return the words of a line: numbers, their units and the spaces differ from run to run."""
     return re.sub(r"(\d[\d.,e+-]*|nan)(ms|m|s|h)?(\d+s)?", "#", " ".join(line.split()))
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the tree whose environment is this interpreter with its packages."""
-    folder = tmp_path_factory.mktemp("readme") / "checkout"
-    folder.mkdir()
-    for path in ROOT.iterdir():
-        if path.name in LEFT_BEHIND or path.name.startswith(".venv"):
-            continue
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(path, folder)
-    python = folder / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    stamp = "source scripts/setup.sh; installation_state requirements.txt > .venv/installed-requirements.txt"
-    subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
-    return folder
-
-
-def run(command: str, folder: Path) -> str:
-    """Run a line of shell without the settings of the tests, and return what it printed."""
-    hidden = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "NPROC", "NPROC_PER_NODE")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done.stdout
 
 
 def test_every_command_of_the_readme_succeeds_and_the_quickstart_learns(checkout: Path) -> None:
@@ -98,3 +55,11 @@ def test_every_command_of_the_readme_succeeds_and_the_quickstart_learns(checkout
     (sample,) = (text for command, text in outputs.items() if "generate runs/mine" in command)
     assert "The " in sample
     assert any("Benchmark summary" in text and "tokens/s" in text for text in outputs.values())
+    training = checkout / "pretraining" / "config" / "training.py"  # the second way to use it
+    source = training.read_text()
+    edited = re.sub(r"(    num_steps: .* = )1_000_000\n", r"\g<1>2\n", source)
+    assert edited != source
+    training.write_text(edited)
+    dummy = "--use_dummy_dataset --model_variant=tiny --seq_length=64 --batch_size=1 --engine=torch --device=cpu"
+    assert "complete: 2 steps" in run(f".venv/bin/python main_training.py {dummy} --mixed_precision=False", checkout)
+    training.write_text(source)

@@ -69,7 +69,11 @@ def train(folder: Path, **fields: Any) -> list[dict[str, float]]:
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
-    return [{name: record[name] for name in ("loss", "grad_norm", "learning_rate")} for record in records]
+    return [
+        {name: record[name] for name in ("loss", "grad_norm", "learning_rate")}
+        for record in records
+        if "loss" in record
+    ]
 
 
 def continue_checkpoint(folder: Path, **fields: Any) -> list[dict[str, float]]:

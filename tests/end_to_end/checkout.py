@@ -1,0 +1,50 @@
+"""A copy of the tree in which commands run as a user types them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.end_to_end.small import ROOT
+
+LEFT_BEHIND = {"runs", "data", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+
+
+def copy_checkout(folder: Path) -> Path:
+    """Copy the tree to `folder`; its environment is this interpreter with its packages."""
+    folder.mkdir()
+    for path in ROOT.iterdir():
+        if path.name in LEFT_BEHIND or path.name.startswith(".venv"):
+            continue
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, folder)
+    python = folder / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    stamp = "source scripts/setup.sh; installation_state requirements.txt > .venv/installed-requirements.txt"
+    subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
+    return folder
+
+
+def run(command: str, folder: Path) -> str:
+    """Run a line of shell without the settings of the tests, and return what it printed."""
+    hidden = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "NPROC", "NPROC_PER_NODE")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
