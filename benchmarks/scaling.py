@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
+
+from plotly.graph_objects import Figure, Scatter
 
 from pretraining.config.training import TrainConfig
 from pretraining.monitor.figures import size
-from pretraining.monitor.report import COLOURS, Curve, drawn
 from pretraining.plan.checks import topology_devices
 from pretraining.plan.compiled import compile_step
 from pretraining.plan.plan import plan_of
@@ -58,10 +58,10 @@ def measured(strategy: str, topology: str) -> tuple[int, int, int]:
 def main() -> None:
     """Measure and print; see the module's docstring."""
     options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
-    curves: list[Curve] = []
+    figure = Figure()
     print("| strategy | devices | compiled | plan | minimum | compiled / minimum | compiled / plan |")
     print("|" + "---|" * 7)
-    for colour, strategy in zip(COLOURS, STRATEGIES, strict=False):
+    for strategy in STRATEGIES:
         inner = 4 if "4" in strategy else 1
         sent_bytes = {
             devices: measured(strategy, topology)
@@ -72,14 +72,12 @@ def main() -> None:
             ratios = f"{sent / least:.2f} | {sent / planned:.2f}" if least else "- | -"
             row = f"| {strategy} | {devices} | {size(sent)} | {size(planned)} | {size(least)} | {ratios} |"
             print(row, flush=True)
-        curves.append(Curve(strategy, colour, False, [(n, float(row[0])) for n, row in sent_bytes.items()]))
-        curves.append(
-            Curve(f"{strategy}, minimum", colour, True, [(n, float(row[2])) for n, row in sent_bytes.items()])
-        )
+        for label, column, dash in ((strategy, 0, "solid"), (f"{strategy}, minimum", 2, "dash")):
+            values = [row[column] for row in sent_bytes.values()]
+            figure.add_trace(Scatter(x=list(sent_bytes), y=values, name=label, line={"dash": dash}))
     if "plot" in options:
-        Path(options["plot"]).write_text(
-            drawn("Bytes that a device sends in a step, by number of devices", curves, size)
-        )
+        figure.update_layout(xaxis_title="devices", yaxis_title="bytes that a device sends in a step")
+        figure.write_html(options["plot"])
 
 
 if __name__ == "__main__":

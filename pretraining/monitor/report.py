@@ -2,8 +2,8 @@
 
     python -m pretraining.monitor.report RUN_DIR [RUN_DIR ...] [--output=FILE]
 
-A single file with inline SVG: no server, package or network is needed. Written to report.html in the first run's
-folder unless `--output` names a file.
+A single file of about 5 MB with plotly.js in it: no server and no network is needed. Written to report.html in the
+first run's folder unless `--output` names a file.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from __future__ import annotations
 import argparse
 import html
 import json
-import math
 import sys
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
+
+import numpy as np
+from plotly.graph_objects import Figure, Scatter
+from plotly.offline import get_plotlyjs
 
 from pretraining.config.errors import UserError
 from pretraining.config.script import exit_with
 from pretraining.monitor.account import ACTIVITIES, goodput, totals
-from pretraining.monitor.figures import amount, duration, percent, size
+from pretraining.monitor.figures import amount, duration, percent
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
 
-Points = list[tuple[float, float]]  # (step, value), rising steps
-
-COLOURS = ("#1f5aa6", "#c8501e", "#2e8540", "#8a3ffc", "#b28600", "#0f8b8d", "#a2195b", "#555555")
-WIDTH, HEIGHT, LEFT, BOTTOM = 560, 240, 64, 28  # pixels of a chart and its margins
-POINTS = 600  # of a curve: about one per pixel
+TEMPLATE = Path(__file__).with_name("report.html")
+COLOURS = ("#3b7dd8", "#e0662f", "#3a9d4c", "#9a5cf5", "#b8890b", "#14989a", "#cf3f7c", "#808080")
 
 
 class Run(NamedTuple):
@@ -39,36 +39,26 @@ class Run(NamedTuple):
     config: dict[str, Any]
 
 
-class Curve(NamedTuple):
-    """One line of a chart."""
-
-    label: str
-    colour: str
-    dashed: bool
-    points: Points
-
-
 class Chart(NamedTuple):
-    """One chart. For each curve: the name in the records, a suffix of the label, and whether it is dashed."""
+    """One chart. For each curve: the name in the records, a suffix of the label, and its dash."""
 
     title: str
-    shows: tuple[tuple[str, str, bool], ...]
-    unit: Callable[[float], str]
-    logarithmic: bool = False
-
-
-def _plain(value: float) -> str:
-    return f"{value:.4g}"
+    unit: str  # of the vertical axis
+    shows: tuple[tuple[str, str, str], ...]
+    form: str = ".4~g"  # of a value, as d3-format writes it
+    scale: str = "linear"
+    smooth: bool = True  # where smoothing is chosen
 
 
 CHARTS = (
-    Chart("Loss (nats per token)", (("loss", "", False), ("val_loss", " validation", True)), _plain),
-    Chart("Learning rate", (("learning_rate", "", False),), _plain),
-    Chart("Gradient norm", (("grad_norm", "", False),), _plain, logarithmic=True),
-    Chart("Parameter norm", (("param_norm", "", False),), _plain),
-    Chart("Tokens per second", (("tokens_per_second", "", False),), amount),
-    Chart("Peak memory of a device", (("memory_bytes", "", False),), size),
+    Chart("Loss", "nats per token", (("loss", "", "solid"), ("val_loss", " validation", "dash"))),
+    Chart("Learning rate", "learning rate", (("learning_rate", "", "solid"),), smooth=False),
+    Chart("Gradient norm", "norm before clipping", (("grad_norm", "", "solid"),), scale="log"),
+    Chart("Parameter norm", "norm", (("param_norm", "", "solid"),)),
+    Chart("Throughput", "tokens per second", (("tokens_per_second", "", "solid"),), form=".3~s"),
+    Chart("Peak memory of a device", "bytes", (("memory_bytes", "", "solid"),), form=".3~s", smooth=False),
 )
+MIXTURE = Chart("Data mixture", "sequences so far", (), form=".3~s", smooth=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,50 +101,80 @@ def read_run(folder: Path) -> Run:
 
 def page(runs: Sequence[Run]) -> str:
     """Return the HTML document."""
-    charts = [drawn(chart.title, _curves(chart, runs), chart.unit, chart.logarithmic) for chart in CHARTS]
-    charts += [drawn(f"Data mixture, sequences so far: {run.name}", _mixture(run), amount) for run in runs]
-    title = html.escape(", ".join(run.name for run in runs))
-    body = "\n".join([_summary(runs), *filter(None, charts), _account(runs), _differences(runs)])
-    return f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n{STYLE}\n{body}\n</html>\n'
+    figures = [_figure(chart, _curves(chart, runs)) for chart in CHARTS]
+    figures += [_figure(MIXTURE._replace(title=f"{MIXTURE.title}: {run.name}"), _mixture(run)) for run in runs]
+    curves = f"[{','.join(figure.to_json() for figure in figures if figure.data)}]"
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=html.escape(f"Training: {', '.join(run.name for run in runs)}"),
+        summary=_summary(runs),
+        details=_account(runs) + _differences(runs),
+        curves=curves.replace("<", r"\u003c"),  # a name may not end the element
+        plotly=get_plotlyjs(),
+    )
 
 
-STYLE = """<style>
-body { font: 14px system-ui, sans-serif; margin: 2em auto; max-width: 1180px; color: #222 }
-figure { display: inline-block; margin: 0 1em 1.5em 0; vertical-align: top }
-figcaption { font-weight: 600; margin-bottom: .3em }
-table { border-collapse: collapse; margin: 1em 0 2em } td, th { padding: .2em 1em .2em 0; text-align: right }
-th:first-child, td:first-child { text-align: left } text { font-size: 11px; fill: #555 }
-</style>"""
+# ---- Curves
 
 
-# ---- Content
+def _figure(chart: Chart, curves: Sequence[Scatter]) -> Figure:
+    axis = {
+        "title": {"text": chart.unit},
+        "type": chart.scale,
+        "tickformat": chart.form,
+        "nticks": 6,
+        "automargin": True,
+    }
+    lines = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
+    layout = {
+        "template": "none",
+        "meta": {"smooth": chart.smooth},
+        "title": {"text": chart.title, "x": 0.02},
+        "xaxis": lines,
+        "yaxis": lines | axis,
+        "legend": {"orientation": "h", "y": -0.25},
+        "showlegend": True,
+        "margin": {"t": 40, "r": 10, "l": 60, "b": 40},
+        "hovermode": "x unified",
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#888"},
+        "hoverlabel": {"bgcolor": "#fff", "font": {"color": "#222"}},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+    }
+    for curve in curves:
+        curve.hovertemplate = f"%{{y:{chart.form}}} (reported: %{{customdata:{chart.form}}})"
+    return Figure(curves, layout)
 
 
-def _curves(chart: Chart, runs: Sequence[Run]) -> list[Curve]:
+def _curves(chart: Chart, runs: Sequence[Run]) -> list[Scatter]:
     curves = []
     for number, run in enumerate(runs):
-        colour = COLOURS[number % len(COLOURS)]
-        for name, suffix, dashed in chart.shows:
-            points = [(record["step"], record[name]) for record in run.records if record.get(name) is not None]
-            curves.append(Curve(run.name + suffix, colour, dashed, points))
-    return [curve for curve in curves if curve.points]
+        for name, suffix, dash in chart.shows:
+            points = {record["step"]: record[name] for record in run.records if record.get(name) is not None}
+            if points:
+                curves.append(_curve(run, points, run.name + suffix, number, dash))
+    return curves
 
 
-def _mixture(run: Run) -> list[Curve]:
+def _mixture(run: Run) -> list[Scatter]:
     """Return the sequences read from each dataset, if there are several."""
-    reports = [record for record in run.records if record.get("consumed")]
-    names = list(dict.fromkeys(name for record in reports for name in record["consumed"]))
-    if len(names) < 2:
-        return []
-    return [
-        Curve(
-            name,
-            COLOURS[number % len(COLOURS)],
-            dashed=False,
-            points=[(record["step"], record["consumed"].get(name, 0)) for record in reports],
-        )
-        for number, name in enumerate(names)
-    ]
+    reports = {record["step"]: record["consumed"] for record in run.records if record.get("consumed")}
+    names = dict.fromkeys(name for consumed in reports.values() for name in consumed)
+    points = {name: {step: consumed.get(name, 0) for step, consumed in reports.items()} for name in names}
+    return [_curve(run, points[name], name, number) for number, name in enumerate(names) if len(names) > 1]
+
+
+def _curve(run: Run, points: Mapping[int, float], label: str, number: int, dash: str = "solid") -> Scatter:
+    """Return a line whose points are in `meta`, from where report.html takes those of the axis that is chosen."""
+    tokens, hours, spent = {0: 0}, {0: 0.0}, 0.0
+    for record in run.records:
+        spent += sum(totals([record]).values()) / 3600
+        hours[record["step"]] = spent
+        tokens |= {record["step"]: record["tokens_seen"]} if "tokens_seen" in record else {}
+    meta = {"values": list(points.values()), "step": list(points)}
+    for name, known in (("tokens", tokens), ("hours", hours)):
+        meta[name] = np.interp(list(points), list(known), list(known.values())).tolist()
+    line = {"color": COLOURS[number % len(COLOURS)], "dash": dash, "width": 1.5}
+    return Scatter(name=label, mode="lines", line=line, meta=meta)
 
 
 def _summary(runs: Sequence[Run]) -> str:
@@ -175,7 +195,7 @@ def _summary(runs: Sequence[Run]) -> str:
                 str(spikes),
             )
         )
-    return _table(("run", "step", "tokens", "last loss", "last validation loss", "loss spikes"), rows)
+    return _table("", ("run", "step", "tokens", "last loss", "last validation loss", "loss spikes"), rows)
 
 
 def _account(runs: Sequence[Run]) -> str:
@@ -186,7 +206,7 @@ def _account(runs: Sequence[Run]) -> str:
         for name, seconds in accounts.items()
         if any(seconds.values())
     ]
-    return _table(("run", "goodput", "time", *ACTIVITIES.values()), rows) if rows else ""
+    return _table("Where the time went", ("run", "goodput", "time", *ACTIVITIES.values()), rows) if rows else ""
 
 
 def _differences(runs: Sequence[Run]) -> str:
@@ -194,85 +214,19 @@ def _differences(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(name for run in runs for name in run.config)
     differing = [name for name in names if len({json.dumps(run.config.get(name)) for run in runs}) > 1]
     rows = [(name, *(str(run.config.get(name, "")) for run in runs)) for name in differing]
-    return _table(("setting", *(run.name for run in runs)), rows) if rows else ""
+    return _table("Settings that differ", ("setting", *(run.name for run in runs)), rows) if rows else ""
 
 
 def _number(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.4f}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    return "\n".join(["<table>", row(head, "th"), *(row(cells, "td") for cells in rows), "</table>"])
-
-
-# ---- Drawing
-
-
-def drawn(title: str, curves: Sequence[Curve], unit: Callable[[float], str], logarithmic: bool = False) -> str:
-    """Return a chart as an HTML figure; empty without curves."""
-    if not curves:
-        return ""
-    values = [value for curve in curves for _, value in curve.points]
-    logarithmic = logarithmic and min(values) > 0
-    steps = [step for curve in curves for step, _ in curve.points]
-    low, high = _span([math.log10(value) for value in values] if logarithmic else values)
-    first, last = _span([min(0.0, *steps), *steps])
-
-    def x(step: float) -> float:
-        return LEFT + (step - first) / (last - first) * (WIDTH - LEFT - 8)
-
-    def y(value: float) -> float:
-        return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - BOTTOM - 8)
-
-    parts = []
-    for place in _ticks(low, high):
-        label = html.escape(unit(10**place if logarithmic else place))
-        parts.append(f'<path d="M{LEFT} {y(place):.1f}H{WIDTH - 8}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(place) + 4:.1f}" text-anchor="end">{label}</text>')
-    for place in _ticks(first, last):
-        parts.append(f'<text x="{x(place):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{place:,.0f}</text>')
-    for curve in curves:
-        line = " ".join(f"{x(s):.1f},{y(math.log10(v) if logarithmic else v):.1f}" for s, v in thinned(curve.points))
-        dash = ' stroke-dasharray="5 3"' if curve.dashed else ""
-        style = f'fill="none" stroke="{curve.colour}" stroke-width="1.5"{dash}'
-        parts.append(f'<polyline points="{line}" {style}><title>{html.escape(curve.label)}</title></polyline>')
-    legend = " ".join(f'<span style="color:{curve.colour}">{_key(curve)}</span>' for curve in curves)
-    drawing = f'<svg width="{WIDTH}" height="{HEIGHT}" role="img">{"".join(parts)}</svg>'
-    return f"<figure><figcaption>{html.escape(title)}</figcaption>{drawing}<div>{legend}</div></figure>"
-
-
-def _key(curve: Curve) -> str:
-    return f"{'- -' if curve.dashed else '&mdash;'} {html.escape(curve.label)}"
-
-
-def thinned(points: Points) -> Points:
-    """Return at most POINTS of the points: the first, the last, and the extremes of each interval between them."""
-    if len(points) <= POINTS:
-        return points
-    intervals = POINTS // 2 - 1
-    cuts = [1 + number * (len(points) - 2) // intervals for number in range(intervals + 1)]
-    kept = [points[0]]
-    for start, end in pairwise(cuts):
-        part = points[start:end]
-        kept += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
-    return [*kept, points[-1]]
-
-
-def _span(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest value, some distance apart where they are equal."""
-    low, high = min(values), max(values)
-    return (low, high) if high > low else (low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return about five round numbers between `low` and `high`."""
-    rough = (high - low) / 5
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    lines = [row(head, "th"), *(row(cells, "td") for cells in rows)]
+    return "\n".join(['<div class="table"><table>', f"<caption>{caption}</caption>", *lines, "</table></div>"])
 
 
 if __name__ == "__main__":

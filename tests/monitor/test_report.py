@@ -1,16 +1,15 @@
-"""The page of curves: one file, every run in it, nothing lost by drawing fewer points."""
+"""The page of curves: one file, every run in it, and every value that was reported."""
 
 from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pretraining.monitor.report import POINTS, main, thinned
+from pretraining.monitor.report import main
 
 
 def run(folder: Path, steps: int, rate: float, **last: float) -> Path:
@@ -32,7 +31,7 @@ def run(folder: Path, steps: int, rate: float, **last: float) -> Path:
 
 
 class Page(HTMLParser):
-    """The titles of the charts, the labels of the curves, and whatever would be fetched from elsewhere."""
+    """Its texts by element, its figures as plotly gets them, and whatever would be fetched from elsewhere."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -40,6 +39,7 @@ class Page(HTMLParser):
         self.texts: dict[str, list[str]] = {}
         self.fetched: list[str] = []
         self.feed(text)
+        (self.figures,) = (json.loads(part) for part in self.texts["script"] if part.startswith("["))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.inside.append(tag)
@@ -59,10 +59,12 @@ def test_the_page_compares_runs_and_needs_nothing_but_itself(tmp_path: Path) -> 
     assert main([*map(str, folders), f"--output={tmp_path / 'page.html'}"]) == 0
     page = Page((tmp_path / "page.html").read_text())
     assert page.fetched == []
-    assert "Loss (nats per token)" in page.texts["figcaption"]
-    assert "Data mixture, sequences so far: first" in page.texts["figcaption"]
-    assert "Parameter norm" not in page.texts["figcaption"]  # no run reported it
-    assert {"first", "second & last validation"} <= set(page.texts["title"])
+    assert page.texts["h1"] == ["Training: first, second & last"]
+    titles = [figure["layout"]["title"]["text"] for figure in page.figures]
+    assert "Loss" in titles and "Data mixture: first" in titles
+    assert "Parameter norm" not in titles  # no run reported it
+    labels = {curve["name"] for figure in page.figures for curve in figure["data"]}
+    assert {"first", "second & last validation"} <= labels
     cells = page.texts["td"]
     assert cells[cells.index("learning_rate") :][:3] == ["learning_rate", "0.001", "0.002"]
     assert "seed" not in cells  # the same in both
@@ -93,12 +95,19 @@ def test_a_run_without_reports_yet_is_a_page(tmp_path: Path) -> None:
     assert "n/a" in (tmp_path / "report.html").read_text()
 
 
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=5000))
-def test_drawing_fewer_points_keeps_the_ends_and_every_peak(values: list[float]) -> None:
-    points = [(float(step), value) for step, value in enumerate(values)]
-    kept = thinned(points)
-    assert len(kept) <= POINTS
-    assert set(kept) <= set(points) and kept == sorted(kept)
-    assert (kept[0], kept[-1]) == (points[0], points[-1])
-    assert max(value for _, value in kept) == max(values)
-    assert min(value for _, value in kept) == min(values)
+def test_every_reported_value_is_on_the_page_with_its_step_tokens_and_hours(tmp_path: Path) -> None:
+    folder = tmp_path / "<" / "script><b>"
+    steps = [2, 4, 6, 8]
+    lines: list[dict[str, Any]] = [
+        {"step": step, "loss": 9 / step, "tokens_seen": 64 * step, "account": {"train": 1800.0, "time": 1e9 + step}}
+        for step in steps
+    ]
+    lines[-1]["loss"] = None  # not a finite number
+    lines.insert(2, {"step": 5, "val_loss": 1.25})
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main([str(folder)]) == 0
+    (figure,) = Page((folder / "report.html").read_text()).figures
+    trained, validated = (curve["meta"] for curve in figure["data"])
+    assert trained == {"values": [4.5, 2.25, 1.5], "step": [2, 4, 6], "tokens": [128, 256, 384], "hours": [0.5, 1, 1.5]}
+    assert validated == {"values": [1.25], "step": [5], "tokens": [320], "hours": [1.0]}
