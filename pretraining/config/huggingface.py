@@ -51,6 +51,7 @@ LLAMA = {
     **dict.fromkeys(("norm_bias", "qk_norm", "parallel_residual", "shared_norm"), False),
     **dict.fromkeys(("attn_bias", "qkv_bias", "mlp_bias"), False),
     "sliding_window": None,
+    "logit_softcap": 0.0,
 }
 
 # Tokens that end a document in published tokenizer.json files, the likeliest first.

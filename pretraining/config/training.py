@@ -110,6 +110,8 @@ class TrainConfig:
     (GPT-J, GPT-NeoX)."""
     shared_norm: Annotated[bool, Needs("parallel_residual", True), Resume.FUNCTION] = False
     """Attention and feed-forward layer read one norm (GPT-J, Falcon)."""
+    logit_softcap: Annotated[float, AtLeast(0), Resume.FUNCTION] = 0.0
+    """Keep the logits below this in magnitude: logit_softcap x tanh(logit / logit_softcap) (Gemma 2: 30). 0: no cap."""
     tie_word_embeddings: Annotated[bool, Resume.STATE] = False
     """Use the embedding as output head: one matrix, whose gradient is the sum of both uses."""
     position_embedding_type: Annotated[Literal["rope", "learned_absolute", "none"], Resume.FUNCTION] = "rope"

@@ -32,11 +32,13 @@ from pretraining.models.linear import Linear, Module, adapt
 from pretraining.models.ops import (
     Kernel,
     LossAndGradient,
+    LossOptions,
     attention,
     head_loss,
     linear,
     loss_and_gradient,
     per_row,
+    softcapped,
 )
 
 if TYPE_CHECKING:
@@ -265,6 +267,7 @@ class Llama(Module):
         super().__init__()
         self.shape = model_shape(config)
         self.rope_frequencies = rope_frequencies(config, self.shape)
+        self.logit_softcap = config.logit_softcap
         rows = padded_vocabulary(config)
         self.model = Decoder(config, self.shape, rows)
         tied = config.tie_word_embeddings
@@ -274,7 +277,8 @@ class Llama(Module):
 
     def forward(self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS) -> Tensor:
         """Return the logits [B, T, V] of the next token, in inputs.dtype; tokens are integers [B, T]."""
-        return self.lm_head(self.hidden(tokens, inputs))[..., : self.shape.vocab_size]
+        logits = self.lm_head(self.hidden(tokens, inputs))[..., : self.shape.vocab_size]
+        return softcapped(logits, self.logit_softcap)
 
     def hidden(self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS, run_blocks: RunBlocks | None = None) -> Tensor:
         """Return the input of the output head, [B, T, D]."""
@@ -305,6 +309,11 @@ class Llama(Module):
     def loss_of_hidden(self, x: Tensor, labels: Tensor, chunk_loss: LossAndGradient = loss_and_gradient) -> Tensor:
         """Return `loss`, given the input of the output head."""
         return head_loss(x, self.lm_head.weight, labels, self.shape.vocab_size, chunk_loss)
+
+
+def loss_options(config: TrainConfig) -> LossOptions:
+    """Return the options of the training loss, or without gradients those of an evaluation."""
+    return LossOptions(config.z_loss if torch.is_grad_enabled() else 0.0, config.logit_softcap)
 
 
 def _run_in_order(blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:

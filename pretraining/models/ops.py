@@ -129,10 +129,20 @@ def document_mask(segments: Tensor, window: int | None = None) -> BlockMask:
 CombineShards = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+class LossOptions(NamedTuple):
+    """What the loss depends on besides the logits: settings of TrainConfig."""
+
+    z_loss: float = 0.0
+    logit_softcap: float = 0.0
+
+
+PLAIN_LOSS = LossOptions()
+
+
 class CrossEntropy(NamedTuple):
     """-log p(label) of every position, and what its gradient needs."""
 
-    logits: Tensor  # fp32 [.., V], -inf in columns of padding
+    logits: Tensor  # fp32 [.., V], capped, -inf in columns of padding
     is_label: Tensor  # [.., V], true in the label's column
     log_normalizer: Tensor  # [..]
     loss: Tensor  # [..]
@@ -142,9 +152,9 @@ def cross_entropy(
     logits: Tensor,
     labels: Tensor,
     vocabulary: int | None,
+    options: LossOptions = PLAIN_LOSS,
     first: int = 0,
     combine: CombineShards | None = None,
-    z_loss: float = 0.0,
 ) -> CrossEntropy:
     """Cross-entropy of logits [.., V] and labels [..], in fp32, plus `z_loss` times the square of the log-sum-exp.
 
@@ -153,7 +163,7 @@ def cross_entropy(
     are communicated: by the compiler, or by `combine`.
     """
     columns = first + torch.arange(logits.shape[-1], device=logits.device)
-    logits = logits.float()
+    logits = softcapped(logits.float(), options.logit_softcap)
     if vocabulary is not None and vocabulary < first + logits.shape[-1]:
         logits = logits.masked_fill(columns >= vocabulary, -torch.inf)
     is_label = columns == labels[..., None]
@@ -163,14 +173,21 @@ def cross_entropy(
     else:
         log_normalizer = logits.logsumexp(-1)
     loss = log_normalizer - label_logit
-    if z_loss:
-        loss = loss + z_loss * log_normalizer.square()
+    if options.z_loss:
+        loss = loss + options.z_loss * log_normalizer.square()
     return CrossEntropy(logits, is_label, log_normalizer, loss)
 
 
-def next_token_loss(logits: Tensor, labels: Tensor, vocabulary: int | None = None, z_loss: float = 0.0) -> Tensor:
+def softcapped(logits: Tensor, cap: float) -> Tensor:
+    """Return the logits, smoothly limited to less than `cap` in magnitude; 0: as they are. Gemma 2, section 2."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def next_token_loss(
+    logits: Tensor, labels: Tensor, vocabulary: int | None = None, options: LossOptions = PLAIN_LOSS
+) -> Tensor:
     """Sum of the cross-entropy over trained positions, fp32 scalar: logits [.., V], labels [..]."""
-    losses = cross_entropy(logits, labels, vocabulary, z_loss=z_loss).loss
+    losses = cross_entropy(logits, labels, vocabulary, options).loss
     return torch.where(labels != IGNORED, losses, 0).sum()
 
 
@@ -188,18 +205,21 @@ def loss_and_gradient(
     labels: Tensor,
     vocabulary: int,
     factor: Tensor | None = None,
+    options: LossOptions = PLAIN_LOSS,
     first: int = 0,
     combine: CombineShards | None = None,
-    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """See LossAndGradient. The gradient is multiplied by `factor` (fp16's loss scale) while it is fp32."""
-    logits_fp32, is_label, log_normalizer, losses = cross_entropy(logits, labels, vocabulary, first, combine, z_loss)
+    capped, is_label, log_normalizer, losses = cross_entropy(logits, labels, vocabulary, options, first, combine)
     is_trained = labels != IGNORED
-    probability = (logits_fp32 - log_normalizer[..., None]).exp()
-    if z_loss:
-        gradient_of_normalizer = 1 + 2 * z_loss * log_normalizer[..., None]
+    probability = (capped - log_normalizer[..., None]).exp()
+    if options.z_loss:
+        gradient_of_normalizer = 1 + 2 * options.z_loss * log_normalizer[..., None]
         probability = probability * gradient_of_normalizer
     gradient = torch.where(is_label, probability - 1, probability) * is_trained[..., None]
+    if options.logit_softcap:
+        slope_of_cap = 1 - (capped / options.logit_softcap).square()
+        gradient = gradient * slope_of_cap.clamp(min=0)  # -inf in columns of padding
     loss = torch.where(is_trained, losses, 0).sum()
     return loss, (gradient if factor is None else gradient * factor).to(logits.dtype)
 

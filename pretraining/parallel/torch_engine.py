@@ -30,7 +30,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import initial_weight
-from pretraining.models.llama import BatchInputs, Block, Llama
+from pretraining.models.llama import BatchInputs, Block, Llama, loss_options
 from pretraining.models.ops import IGNORED, LossAndGradient, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
@@ -255,11 +255,9 @@ class TorchEngine:
     def _read(self, batch: dict[str, Tensor]) -> tuple[BatchInputs, LossAndGradient]:
         """Return what the model reads of a micro-batch besides tokens and labels, and how its loss is computed."""
         noise, segments = None, batch.get("segments")
-        chunk_loss = self._loss_and_gradient
+        chunk_loss = partial(self._loss_and_gradient, options=loss_options(self.config))
         if self.step.loss_scale:
             chunk_loss = partial(chunk_loss, factor=self.step.loss_factor().to(self.device))
-        if self.config.z_loss and torch.is_grad_enabled():
-            chunk_loss = partial(chunk_loss, z_loss=self.config.z_loss)
         if "global_token_index" in batch:
             updates = self.step.optimizer.updates.to(self.device)
             noise = dropout_noise(self.config.seed, updates, batch["global_token_index"])

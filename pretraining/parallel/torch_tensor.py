@@ -29,7 +29,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from pretraining.models.dropout import DropoutNoise
 from pretraining.models.linear import Linear
 from pretraining.models.llama import Llama
-from pretraining.models.ops import loss_and_gradient
+from pretraining.models.ops import PLAIN_LOSS, LossOptions, loss_and_gradient
 from pretraining.parallel.layout import shard_dimension, tensor_dimension
 
 COLUMN_PARALLEL_INPUTS, ROW_PARALLEL = ("self_attn", "mlp"), ("self_attn.o_proj", "mlp.down_proj")
@@ -121,10 +121,15 @@ class VocabularyParallelLoss:
         self.rank, self.group = ranks.get_local_rank(), ranks.get_group()
 
     def __call__(
-        self, logits: Tensor, labels: Tensor, vocabulary: int, factor: Tensor | None = None, z_loss: float = 0.0
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocabulary: int,
+        factor: Tensor | None = None,
+        options: LossOptions = PLAIN_LOSS,
     ) -> tuple[Tensor, Tensor]:
         first = self.rank * logits.shape[-1]
-        return loss_and_gradient(logits, labels, vocabulary, factor, first, self._combine, z_loss)
+        return loss_and_gradient(logits, labels, vocabulary, factor, options, first, self._combine)
 
     def _combine(self, logits: Tensor, label_logit: Tensor) -> tuple[Tensor, Tensor]:
         largest = _all_reduce(logits.amax(-1), self.group, "max")

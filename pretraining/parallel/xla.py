@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from pretraining.config.training import TrainConfig
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import VOCABULARIES, initial_weight
-from pretraining.models.llama import BatchInputs, Llama
+from pretraining.models.llama import BatchInputs, Llama, loss_options
 from pretraining.models.ops import IGNORED, Kernel, next_token_loss
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
@@ -220,12 +220,12 @@ class XlaEngine:
         inputs = BatchInputs(batch.get("positions"), batch.get("segments"), noise, self.precision.activations)
         hidden = model.hidden(self._for_lookup(batch["tokens"]), inputs, self.run_blocks)
         labels, vocabulary = batch["labels"], model.shape.vocab_size
-        z_loss = self.config.z_loss if torch.is_grad_enabled() else 0.0
+        options = loss_options(self.config)
         if isinstance(self.run_blocks, PipelinedBlocks):
-            loss = self.run_blocks.head_loss(hidden, model.lm_head.weight, labels, vocabulary, z_loss)
+            loss = self.run_blocks.head_loss(hidden, model.lm_head.weight, labels, vocabulary, options)
         else:
             logits = model.lm_head(hidden)  # [B, T, V], with columns of padding
-            loss = next_token_loss(logits, labels, vocabulary, z_loss)
+            loss = next_token_loss(logits, labels, vocabulary, options)
         return loss, (labels != IGNORED).sum().float()
 
     def _for_lookup(self, tokens: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pretraining.config.training import TrainConfig
 from pretraining.models.chunked import contract
 from pretraining.models.llama import BatchInputs
-from pretraining.models.ops import loss_and_gradient
+from pretraining.models.ops import LossOptions, loss_and_gradient
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import STACK
 from pretraining.parallel.recompute import ScanGroup
@@ -71,9 +71,9 @@ class PipelinedBlocks:
         rows = queue.unflatten(1, (self.stages, self.layout.mesh.data_ranks, -1)).movedim(0, 2).flatten(0, 3)
         return xs.mark_sharding_with_gradients(rows, self.mesh, self.layout.stream())
 
-    def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, vocabulary: int, z_loss: float) -> Tensor:
+    def head_loss(self, x: Tensor, weight: Tensor, labels: Tensor, vocabulary: int, options: LossOptions) -> Tensor:
         """Return the summed loss; the logits of one micro-batch of every stage exist at a time."""
-        loss: Tensor = _HeadLoss.apply(self, self.in_lines(x), weight, self.in_lines(labels), vocabulary, z_loss)
+        loss: Tensor = _HeadLoss.apply(self, self.in_lines(x), weight, self.in_lines(labels), vocabulary, options)
         return loss
 
     def _by_piece(self, stack: Tensor) -> Tensor:
@@ -282,7 +282,13 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pipeline: PipelinedBlocks, x: Tensor, weight: Tensor, labels: Tensor, vocabulary: int, z_loss: float
+        ctx: Any,
+        pipeline: PipelinedBlocks,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocabulary: int,
+        options: LossOptions,
     ) -> Tensor:
         mesh, layout = pipeline.mesh, pipeline.layout
         logits_spec, weight_spec = layout.activation(LOGITS), layout.gradient("lm_head.weight")
@@ -292,7 +298,7 @@ class _HeadLoss(torch.autograd.Function):
             x, labels = rows
             narrow = weight.to(x.dtype)
             logits = xs.mark_sharding_with_gradients(contract("btd,vd->btv", x, narrow), mesh, logits_spec)
-            of_line, grad = loss_and_gradient(logits, labels, vocabulary, z_loss=z_loss)
+            of_line, grad = loss_and_gradient(logits, labels, vocabulary, options=options)
             by_weight = contract("btv,btd->vd", grad.float(), x.float())
             grad_weight = xs.mark_sharding_with_gradients(grad_weight + by_weight, mesh, weight_spec)
             return (loss + of_line, grad_weight, weight), pipeline.mark_rows(contract("btv,vd->btd", grad, narrow))

@@ -15,7 +15,7 @@ from pretraining.config.variants import VARIANTS
 from pretraining.models.chunked import AttentionMask
 from pretraining.models.init import build_model, initial_weight
 from pretraining.models.llama import BatchInputs, Llama
-from pretraining.models.ops import IGNORED, attention, linear, loss_and_gradient, next_token_loss
+from pretraining.models.ops import IGNORED, LossOptions, attention, linear, loss_and_gradient, next_token_loss
 
 TINY: dict[str, Any] = {
     "model_variant": "custom",
@@ -108,15 +108,17 @@ def test_a_token_never_sees_a_later_one(rows: int, length: int, groups: int) -> 
     )
 
 
-def test_z_loss_adds_the_squared_log_sum_exp_of_trained_tokens() -> None:
+def test_the_loss_has_a_cap_of_the_logits_and_the_squared_log_sum_exp_of_trained_tokens() -> None:
     torch.manual_seed(0)
+    options = LossOptions(z_loss=0.5, logit_softcap=2.0)
     logits, labels = torch.randn(6, 16, requires_grad=True), torch.tensor([3, 0, IGNORED, 9, 1, IGNORED])
     trained, vocabulary = labels != IGNORED, 11  # the other columns are padding
-    plain = F.cross_entropy(logits[:, :vocabulary], labels, reduction="sum")
-    want = plain + 0.5 * logits[trained, :vocabulary].logsumexp(-1).square().sum()
+    capped = 2 * torch.tanh(logits[:, :vocabulary] / 2)
+    plain = F.cross_entropy(capped, labels, reduction="sum")
+    want = plain + 0.5 * capped[trained].logsumexp(-1).square().sum()
     (want_gradient,) = torch.autograd.grad(want, logits)
-    with_autograd = next_token_loss(logits, labels, vocabulary, z_loss=0.5)
-    loss, gradient = loss_and_gradient(logits.detach(), labels, vocabulary, z_loss=0.5)
+    with_autograd = next_token_loss(logits, labels, vocabulary, options)
+    loss, gradient = loss_and_gradient(logits.detach(), labels, vocabulary, options=options)
     for got, got_gradient in ((with_autograd, torch.autograd.grad(with_autograd, logits)[0]), (loss, gradient)):
         assert torch.allclose(got, want) and torch.allclose(got_gradient, want_gradient, atol=1e-6)
 

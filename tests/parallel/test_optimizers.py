@@ -78,7 +78,11 @@ def on_xla(folder: Path) -> dict[str, Any]:
         for name, fields in cases.items()
         if "stages" in name
     }
-    return run_on_xla(4, {name: {**fields, "batch_size": sizes.get(name, 4)} for name, fields in cases.items()})[0]
+    cases = {
+        name: {**fields, "batch_size": sizes.get(name, 4), "evaluates": name in RANDOM}
+        for name, fields in cases.items()
+    }
+    return run_on_xla(4, cases)[0]
 
 
 @cache

@@ -53,6 +53,7 @@ FORMS: dict[str, Fields] = {
         "qk_norm": True,
         "tie_word_embeddings": True,
         "z_loss": 1e-2,
+        "logit_softcap": 5.0,
     },
     "whole tensors": {"optimizer": "novograd", "learning_rate": 3e-3, "attn_bias": True, "qk_norm": True},
 }

@@ -2,9 +2,10 @@
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 python xla_driver.py '{"case": {"field": value}, ...}'
 
-Prints JSON: by case, the loss and gradient norm of each step, the compilations after each step and after an
-evaluation and a look at the state, the evaluation's loss, the bytes that one device holds, and how often two steps
-whose figures nobody reads fetch something from a device.
+Prints JSON: by case, the loss and gradient norm of each step, the compilations after each step, and the bytes that one
+device holds. Unless "evaluates" is false, which saves the compilation of a second program, also an evaluation's loss,
+the compilations after it and a look at the state, and how often two steps whose figures nobody reads fetch something
+from a device.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
+    evaluates = fields.pop("evaluates", True)
     config = TrainConfig(**{**TOY, **fields})
     engine = XlaEngine(config)
     model, optimizer = prepare_run(engine, config)
@@ -52,6 +54,15 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
         norms.append(read["grad_norm"])
         refused.append([read["refused"], read["first_refused"]])
         compiled.append(engine.compilations())
+    outcome = {
+        "loss": losses,
+        "grad_norm": norms,
+        "refused": refused,
+        "compilations": [count - compiled[0] for count in compiled],
+        "bytes": engine.bytes_per_device(model, optimizer),
+    }
+    if not evaluates:
+        return outcome
     evaluation = engine.evaluate(model, stream.batch(0)).read()["loss"]
     warmed = engine.compilations()
     engine.evaluate(model, stream.batch(1)).read()
@@ -63,16 +74,8 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
         result = engine.train_step(model, optimizer, stream.batch(0), learning_rate(config, 0))
     unread = fetched() - before
     result.read()
-    return {
-        "loss": losses,
-        "grad_norm": norms,
-        "refused": refused,
-        "compilations": [count - compiled[0] for count in compiled],
-        "late_compilations": engine.compilations() - warmed,
-        "evaluation": evaluation,
-        "unread_fetches": unread,
-        "bytes": engine.bytes_per_device(model, optimizer),
-    }
+    late = engine.compilations() - warmed
+    return {**outcome, "late_compilations": late, "evaluation": evaluation, "unread_fetches": unread}
 
 
 def sort_dump(case: str) -> None:
