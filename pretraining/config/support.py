@@ -59,7 +59,6 @@ LIMITS = (
     Limit("collective_timeout", XLA, "collectives of XLA have no timeout"),
     Limit("cpu_offload", NO_CUDA, "only the torch engine on CUDA offloads"),
     Limit("memory_profiling", NO_CUDA, "only the torch engine on CUDA records allocations"),
-    Limit("context_parallel_size", TORCH, "the torch engine does not split sequences"),
     Limit("pipeline_schedule", XLA, "the xla engine runs its stages in an order of its own, as one program"),
     Limit("kv_replication", TORCH, "the torch engine does not replicate key/value heads",
           values="above 1", is_set=lambda config: config.kv_replication > 1),

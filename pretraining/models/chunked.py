@@ -24,17 +24,20 @@ MAX_CHUNK, MIN_CHUNKS = 512, 2
 
 
 class AttentionMask(NamedTuple):
-    """Which keys, of those up to its own position, a query attends to."""
+    """Which keys, of those up to its own position, a query attends to. Queries are the last T of S positions."""
 
-    segments: Tensor | None = None  # [B, T]: keys of the query's own segment only
+    segments: Tensor | None = None  # [B, S]: keys of the query's own segment only
     window: int | None = None  # this many keys, its own included
-    noise: Tensor | None = None  # [B, T] int32: hashes that decide which keys are dropped, see models/dropout.py
+    noise: Tensor | None = None  # [B, S] int32: hashes that decide which keys are dropped, see models/dropout.py
     dropout: float = 0.0  # probability that a key is dropped
     tensor_rank: int = 0  # whose shard of the heads these are
 
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None) -> Tensor:
-    """Causal softmax(q k^T / sqrt(E)) v, softmax in fp32: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E]."""
+    """Causal softmax(q k^T / sqrt(E)) v, softmax in fp32: q [B, H, T, E], k and v [B, K, S, E] -> [B, H, T, E].
+
+    Where S > T, the queries are those of the last T positions.
+    """
     rows, heads, length, width = q.shape
     grouped = q.view(rows, k.shape[1], heads // k.shape[1], length, width)  # [B, K, G, T, E]
     y: Tensor = _Chunked.apply(grouped, k, v, *(mask or AttentionMask()))
@@ -45,6 +48,12 @@ def chunk_bounds(length: int) -> list[tuple[int, int]]:
     """Return (first, last + 1) query of each chunk: at least MIN_CHUNKS chunks, none above MAX_CHUNK."""
     size = min(MAX_CHUNK, max(1, -(-length // MIN_CHUNKS)))
     return [(first, min(first + size, length)) for first in range(0, length, size)]
+
+
+def _chunks(q: Tensor, k: Tensor) -> list[tuple[slice, int, int]]:
+    """Return of each chunk its queries in `q`, the position of the first one, and the end of their keys."""
+    before = k.shape[2] - q.shape[3]
+    return [(slice(first, last), before + first, before + last) for first, last in chunk_bounds(q.shape[3])]
 
 
 class _Chunked(torch.autograd.Function):
@@ -62,9 +71,9 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         mask = AttentionMask(segments, window, noise, dropout, tensor_rank)
         outputs, normalizers = [], []
-        for first, last in chunk_bounds(q.shape[3]):
+        for queries, first, last in _chunks(q, k):
             low = _lowest_key(first, window)
-            scores = _scores(q[..., first:last, :], k[:, :, low:last], mask, first, low)  # [B, K, G, C, S]
+            scores = _scores(q[..., queries, :], k[:, :, low:last], mask, first, low)  # [B, K, G, C, S]
             normalizer = scores.logsumexp(-1, keepdim=True)
             weights = _dropped((scores - normalizer).exp(), mask, first, low)
             outputs.append(_per_group(WEIGHTED_SUM, weights.to(v.dtype), v[:, :, low:last]))
@@ -81,14 +90,14 @@ class _Chunked(torch.autograd.Function):
         scale = 1 / math.sqrt(q.shape[-1])
         shift = (grad.float() * y.float()).sum(-1, keepdim=True)  # [B, K, G, T, 1]
         grad_q, grad_k, grad_v = [], torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
-        for first, last in chunk_bounds(q.shape[3]):
+        for chunk, first, last in _chunks(q, k):
             low = _lowest_key(first, ctx.window)
-            queries, keys, values = q[..., first:last, :], k[:, :, low:last], v[:, :, low:last]
-            grad_chunk = grad[..., first:last, :]
+            queries, keys, values = q[..., chunk, :], k[:, :, low:last], v[:, :, low:last]
+            grad_chunk = grad[..., chunk, :]
             scores = _scores(queries, keys, mask, first, low)
-            weights = (scores - normalizer[..., first:last, :]).exp()  # [B, K, G, C, S]
+            weights = (scores - normalizer[..., chunk, :]).exp()  # [B, K, G, C, S]
             grad_weights = _dropped(_per_group(PRODUCTS, grad_chunk, values).float(), mask, first, low)
-            grad_scores = (weights * (grad_weights - shift[..., first:last, :]) * scale).to(q.dtype)
+            grad_scores = (weights * (grad_weights - shift[..., chunk, :]) * scale).to(q.dtype)
             grad_q.append(_per_group(WEIGHTED_SUM, grad_scores, keys))
             padding = (0, 0, low, k.shape[2] - last)
             weights = _dropped(weights, mask, first, low)
@@ -103,7 +112,7 @@ def _lowest_key(first: int, window: int | None) -> int:
 
 
 def _scores(q: Tensor, k: Tensor, mask: AttentionMask, first: int, low: int) -> Tensor:
-    """Scaled products of queries from `first` on and keys from `low` on, fp32 [B, K, G, C, S]; -inf where masked."""
+    """Scaled products of queries from position `first` on and keys from `low` on, fp32; -inf where masked."""
     count, last = q.shape[3], low + k.shape[2]
     scores = _per_group(PRODUCTS, q, k).float() / math.sqrt(q.shape[-1])
     keys = torch.arange(low, last, device=q.device)

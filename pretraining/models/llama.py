@@ -44,6 +44,8 @@ from pretraining.models.ops import (
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from pretraining.models.ops import Mask
+
 
 class Rope(NamedTuple):
     """Cosines and sines of the rotary angles, [T, E] each (or [B, T, E] where rows differ in positions), fp32."""
@@ -56,8 +58,8 @@ class BatchInputs(NamedTuple):
     """What the model reads of a micro-batch besides its tokens."""
 
     positions: Tensor | None = None  # [B, T]; None: 0 .. T-1 in every row
-    # [B, T]: tokens attend within equal ids only; or a mask that an engine made of the segments and the window
-    segments: Tensor | BlockMask | None = None
+    # [B, T]: tokens attend within equal ids only; or what an engine made of the segments and the window for its kernel
+    segments: Tensor | BlockMask | tuple[BlockMask, ...] | None = None
     noise: DropoutNoise | None = None  # None: no dropout
     dtype: torch.dtype = torch.float32  # of the residual stream
     rope: Rope | None = None  # Llama.hidden computes it from the positions
@@ -149,7 +151,7 @@ class Attention(Module):
         y = attention(q, k, v, self._mask(inputs), inputs.kernel)  # [B, H, T, E]
         return self.o_proj(y.transpose(1, 2).reshape(rows, length, -1), noise)
 
-    def _mask(self, inputs: BatchInputs) -> AttentionMask | BlockMask:
+    def _mask(self, inputs: BatchInputs) -> Mask:
         if inputs.segments is not None and not isinstance(inputs.segments, Tensor):
             return inputs.segments
         mask, noise = AttentionMask(inputs.segments, self.window), inputs.noise

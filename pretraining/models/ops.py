@@ -14,8 +14,10 @@ from pretraining.models.chunked import AttentionMask, chunked_attention, contrac
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# An engine's own causal attention without dropout: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E]
-AttentionKernel = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
+    Mask = AttentionMask | BlockMask | tuple[BlockMask, ...]  # several: for an engine's own kernel
+
+# An engine's own causal attention: q [B, H, T, E], k and v [B, K, T, E], mask -> [B, H, T, E]
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 # How causal attention is computed: the device's scaled_dot_product_attention has a flash kernel that reads a key/value
 # head where several query heads share it ("grouped") or takes a copy for each ("repeated"), or has none ("chunked").
 Kernel = Literal["grouped", "repeated", "chunked"] | AttentionKernel
@@ -83,45 +85,56 @@ def per_row(vector: Tensor, x: Tensor) -> Tensor:
     return rows.view(len(x), *(1,) * (x.dim() - 2), -1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | BlockMask, kernel: Kernel = "repeated") -> Tensor:
-    """Causal softmax(q k^T / sqrt(E)) v: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E].
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: Kernel = "repeated") -> Tensor:
+    """Causal softmax(q k^T / sqrt(E)) v: q [B, H, T, E], k and v [B, K, S, E] -> [B, H, T, E].
 
-    Empty blocks of a BlockMask are not computed, which pays only where the call is compiled. No path holds the [T, T]
-    scores of a head.
+    Where S > T, the queries are those of the last T positions. Empty blocks of a BlockMask are not computed, which pays
+    only where the call is compiled. No path holds the [T, S] scores of a head.
     """
-    groups = q.shape[1] // k.shape[1]
-    if not isinstance(mask, AttentionMask):
-        return _flex_attention(q, k, v, mask)
-    if mask.window is not None and mask.window >= q.shape[2]:
-        mask = mask._replace(window=None)
+    groups, is_part = q.shape[1] // k.shape[1], q.shape[2] < k.shape[2]
     if callable(kernel):
         return kernel(q, k, v, mask)
+    if not isinstance(mask, AttentionMask):
+        return _flex_attention(q, k, v, mask)
+    if mask.window is not None and mask.window >= k.shape[2]:
+        mask = mask._replace(window=None)
     is_causal_only = mask.segments is None and mask.window is None and mask.noise is None
-    if kernel == "chunked" or not is_causal_only:
+    if kernel == "chunked" or not is_causal_only or (is_part and kernel == "repeated"):
         return chunked_attention(q, k, v, mask)
+    if is_part:
+        from torch.nn.attention.bias import causal_lower_right  # fused on CUDA, where a mask as a tensor is not
+
+        lower_right: Any = causal_lower_right(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, lower_right, enable_gqa=groups > 1)
     if groups > 1 and kernel == "repeated":
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, T, E]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
 
 
-def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     y: Any = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     return y
 
 
-def document_mask(segments: Tensor, window: int | None = None) -> BlockMask:
-    """Return `segments` [B, T] and a sliding window as a mask of 128 x 128 blocks, for `attention`."""
+def document_mask(segments: Tensor, window: int | None = None, queries: int | None = None) -> BlockMask:
+    """Return `segments` [B, S] and a sliding window as a mask of 128 x 128 blocks, for `attention`.
+
+    queries: how many of the last positions have a query. None: all.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     rows, length = segments.shape
+    queries = length if queries is None else queries
+    before = length - queries
 
     def is_visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query + before
         is_near = query - key < (window or length)
         return (query >= key) & is_near & (segments[row, query] == segments[row, key])
 
-    return create_block_mask(is_visible, rows, None, length, length, device=str(segments.device))
+    return create_block_mask(is_visible, rows, None, queries, length, device=str(segments.device))
 
 
 # From a rank's logits [.., V] and its label logits [..], which are 0 where the label is another rank's column: the

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pretraining.config.errors import Problem
 from pretraining.config.training import TrainConfig
+from pretraining.config.validate import multiples_around
 from pretraining.config.variants import model_shape
 from pretraining.models.init import on_meta
 from pretraining.optim.optimizer import build_optimizer, moment_shape
@@ -130,12 +131,17 @@ class TorchLayout(NamedTuple):
     splits_backward: bool = False  # whether gradients of weights are computed apart from those of activations
 
     @property
+    def grid(self) -> Mesh:
+        """The mesh as FSDP2 sees it: context ranks share parameters as shard ranks do, or with ddp have them all."""
+        return self.mesh.fold_context("replica" if self.strategy == "ddp" else "shard")
+
+    @property
     def reshards_after_forward(self) -> bool:
         """Whether a block's gathered parameters are freed between its forward and its backward pass.
 
         A single shard is the whole parameter: freeing its bf16 copy means casting it twice.
         """
-        return self.mesh.shard > 1 and self.strategy not in ("zero1", "zero2") and not self.splits_backward
+        return self.grid.shard > 1 and self.strategy not in ("zero1", "zero2") and not self.splits_backward
 
     @property
     def gathers_once(self) -> bool:
@@ -145,7 +151,8 @@ class TorchLayout(NamedTuple):
     def parameter(self, name: str) -> Spec:
         """Return the sharding of a parameter."""
         along, rank = (shard_dimension(name), tensor_dimension(name)) if self.mesh.tensor > 1 else (0, None)
-        split = [(rank, "tensor"), (along, "shard")]  # FSDP shards what a tensor rank has
+        shards = () if self.strategy == "ddp" else SHARD
+        split = [(rank, "tensor"), *((along, axis) for axis in shards)]  # FSDP shards what a tensor rank has
         axes = [tuple(axis for dim, axis in split if dim == i) for i in range(len(spec_of(name)))]
         return on_mesh(tuple(axes), self.mesh._asdict())
 
@@ -164,12 +171,16 @@ def torch_layout(config: TrainConfig, mesh: Mesh) -> TorchLayout:
     return TorchLayout(mesh, config.sharding_strategy, splits_backward(config))
 
 
-def uneven_columns(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Yield a problem if FSDP2 would have to shard columns unevenly, which it cannot."""
-    hidden = model_shape(config).hidden_size
-    if mesh.tensor > 1 and hidden % mesh.shard:
-        remedy = f"needs hidden_size={hidden} to be a multiple of the {mesh.shard} data-parallel ranks of a group"
+def uneven_shards(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Yield a problem where the torch engine would have to share columns or tokens unevenly, which it cannot."""
+    hidden, shards, chunks = model_shape(config).hidden_size, torch_layout(config, mesh).grid.shard, 2 * mesh.context
+    if mesh.tensor > 1 and hidden % shards:
+        remedy = f"needs hidden_size={hidden} to be a multiple of the {shards} data-parallel ranks of a group"
         yield Problem(f"--tensor_parallel_size={mesh.tensor}", f"{remedy}; use sharding_strategy=hsdp with fewer")
+    if mesh.context > 1 and config.seq_length % chunks:
+        remedy = f"is not a multiple of {chunks}: two chunks for each of {mesh.context} context ranks"
+        valid = multiples_around(config.seq_length, chunks)
+        yield Problem(f"--seq_length={config.seq_length}", f"{remedy}; use {valid}")
 
 
 def tensor_dimension(name: str) -> int | None:

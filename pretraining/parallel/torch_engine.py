@@ -37,11 +37,12 @@ from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator, torch_tensor
 from pretraining.parallel.accelerator import ACCELERATORS, HOST
 from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
-from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_columns
+from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_shards
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes, raise_process_error, read_processes
 from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.torch_blocks import TorchBlocks
+from pretraining.parallel.torch_context import ContextRanks
 from pretraining.parallel.torch_pipeline import Pipeline, keep_stage, tied_embedding
 from pretraining.parallel.torch_state import LocalShards, to_local
 from pretraining.parallel.torch_step import TorchStep, sum_over_processes
@@ -61,7 +62,7 @@ class TorchEngine:
         self.host_processes = processes.local_world_size
         self.mesh = resolve_mesh(config, self.process_count, self.host_processes)
         self.layout = torch_layout(config, self.mesh)
-        if problems := list(uneven_columns(config, self.mesh)):
+        if problems := list(uneven_shards(config, self.mesh)):
             raise ConfigError(problems)
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
         self.device = accelerator.open_device(config.device)
@@ -69,14 +70,17 @@ class TorchEngine:
         self.home = HOST if config.cpu_offload else self.device  # of shards, gradients and moments
         self.host_devices = self.host_processes if self.home == HOST else 0
         self.data_size = self.mesh.data_ranks
-        self.data_rank = self.process_index // self.mesh.tensor % self.data_size  # every stage is fed the same rows
+        # Every stage is fed the same rows, and every context rank, which takes its tokens of them
+        self.data_rank = self.process_index // (self.mesh.context * self.mesh.tensor) % self.data_size
         self.precision = precision_of(config)
         self.compiles = config.use_torch_compile and self.accelerator.compile is not None
         accelerator.set_matmul_precision(self.device, self.precision.compute)
         self.kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)
         self.attention = ""
-        self._joined = False
+        self._joined, self.context = False, None
         self.device_mesh = self._open_mesh(processes)
+        if self.mesh.context > 1:
+            self.kernel = self.context = ContextRanks(self._open_context(), self.kernel)
         self.tensor_ranks = self.device_mesh["tensor"] if self.device_mesh and self.mesh.tensor > 1 else None
         self.tied = tied_embedding(config, self.device_mesh) if self.device_mesh and self.mesh.stage > 1 else None
 
@@ -89,12 +93,19 @@ class TorchEngine:
                 self._join(processes)
             # Tensor ranks are consecutive processes; FSDP shards a tensor rank's shard, hence the order of the axes.
             axes = ("stage", *OF_STAGE) if self.mesh.stage > 1 else OF_STAGE
-            sizes = [getattr(self.mesh, axis) for axis in ("stage", "replica", "shard", "tensor")][-len(axes) :]
-            grid = torch.arange(self.process_count).view(sizes).transpose(-2, -1)
-            mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=axes)
-            for group in mesh.get_all_groups():  # which have torch's default, 10 or 30 minutes
-                set_group_timeout(timedelta(seconds=self.config.collective_timeout), group)
-            return mesh
+            sizes = [getattr(self.layout.grid, axis) for axis in ("stage", "replica", "shard", "tensor")][-len(axes) :]
+            return self._device_mesh(torch.arange(self.process_count).view(sizes).transpose(-2, -1), axes)
+
+    def _open_context(self) -> DeviceMesh:
+        """Return the processes that share this one's rows."""
+        grid = torch.arange(self.process_count).view(-1, self.mesh.context, self.mesh.tensor)
+        return self._device_mesh(grid, ("rows", "context", "heads"))["context"]
+
+    def _device_mesh(self, grid: Tensor, axes: tuple[str, ...]) -> DeviceMesh:
+        mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=axes)
+        for group in mesh.get_all_groups():  # which have torch's default, 10 or 30 minutes
+            set_group_timeout(timedelta(seconds=self.config.collective_timeout), group)
+        return mesh
 
     def _join(self, processes: Processes) -> None:
         """Join the process group, which `close` leaves; torchrun's environment names the other processes."""
@@ -121,7 +132,7 @@ class TorchEngine:
         self._blocks.recompute_modules(model)
         model.to("meta").to(self.precision.parameters)
         stage_grid = grid[OF_STAGE] if grid and self.mesh.stage > 1 else grid
-        shards = self.shards = LocalShards(model, self.mesh, stage_grid, self.process_index)
+        shards = self.shards = LocalShards(model, self.layout.grid, stage_grid, self.process_index)
         self._loss_and_gradient: Callable[..., tuple[Tensor, Tensor]] = loss_and_gradient
         if self.compiles:
             self._compile(model)
@@ -170,7 +181,7 @@ class TorchEngine:
         )
         offload = fsdp.CPUOffloadPolicy() if self.config.cpu_offload else fsdp.OffloadPolicy()
         options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
-        options["mesh"] = grid["shard"] if self.mesh.replica == 1 else grid["replica", "shard"]
+        options["mesh"] = grid["shard"] if self.layout.grid.replica == 1 else grid["replica", "shard"]
         if self.mesh.tensor > 1:
             dims = {weight: shard_dimension(name) for name, weight in model.named_parameters()}
             options["shard_placement_fn"] = lambda weight: Shard(dims[weight])
@@ -244,7 +255,8 @@ class TorchEngine:
         host = {name: torch.from_numpy(array) for name, array in batch.items()}
         if self.accelerator.pins_memory:
             host = {name: tensor.pin_memory() for name, tensor in host.items()}
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in host.items()}
+        on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in host.items()}
+        return self.context.split(on_device) if self.context else on_device
 
     def _loss(self, model: Llama, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the summed loss and the number of trained tokens of one micro-batch."""
@@ -254,7 +266,7 @@ class TorchEngine:
 
     def _read(self, batch: dict[str, Tensor]) -> tuple[BatchInputs, LossAndGradient]:
         """Return what the model reads of a micro-batch besides tokens and labels, and how its loss is computed."""
-        noise, segments = None, batch.get("segments")
+        noise = None
         chunk_loss = partial(self._loss_and_gradient, options=loss_options(self.config))
         if self.step.loss_scale:
             chunk_loss = partial(chunk_loss, factor=self.step.loss_factor().to(self.device))
@@ -262,12 +274,22 @@ class TorchEngine:
             updates = self.step.optimizer.updates.to(self.device)
             noise = dropout_noise(self.config.seed, updates, batch["global_token_index"])
             noise = noise._replace(tensor_rank=self.process_index % self.mesh.tensor)
-        mask: Any = segments
-        is_masked, window = segments is not None or bool(self.config.sliding_window), self.config.sliding_window
-        if self.compiles and self.accelerator.skips_masked_blocks and not self.config.attention_dropout and is_masked:
-            mask = self._document_mask(torch.zeros_like(batch["labels"]) if segments is None else segments, window)
+        mask = self._mask(batch)
         inputs = BatchInputs(batch.get("positions"), mask, noise, self.precision.activations, kernel=self.kernel)
         return inputs, chunk_loss
+
+    def _mask(self, batch: dict[str, Tensor]) -> Any:
+        """Return the segments of a micro-batch; where a compiled kernel skips empty blocks of a mask, those blocks."""
+        segments, window = batch.get("segments"), self.config.sliding_window
+        is_skipping = self.compiles and self.accelerator.skips_masked_blocks and not self.config.attention_dropout
+        if not is_skipping or (segments is None and not window):
+            return segments
+        if segments is None:
+            segments = torch.zeros(len(batch["labels"]), self.config.seq_length, dtype=torch.int32, device=self.device)
+        if self.context is None:
+            return self._document_mask(segments, window)
+        ends, length = self.context.ends(self.config.seq_length), self.config.seq_length // self.context.chunks
+        return tuple(self._document_mask(segments[:, :end], window, length) for end in ends)
 
     @torch.no_grad()
     def evaluate(self, model: Llama, batch: Batch) -> DeviceScalars:

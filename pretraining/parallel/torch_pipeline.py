@@ -162,8 +162,9 @@ class Pipeline:
         numbers = pieces_of(config, self.stage)
         self.pieces = {number: Piece(config, model, number, blocks, read) for number in numbers}
         self.has_first, self.has_last = 0 in numbers, self.count - 1 in numbers
-        tokens = config.seq_length // (config.tensor_parallel_size if config.sequence_parallel else 1)
-        self._stream_shape = (config.batch_size, tokens, model.shape.hidden_size)
+        self._tokens = config.seq_length // config.context_parallel_size
+        streamed = self._tokens // (config.tensor_parallel_size if config.sequence_parallel else 1)
+        self._stream_shape = (config.batch_size, streamed, model.shape.hidden_size)
         self._stream_dtype = precision_of(config).activations
 
     def open(self, device: torch.device, before_backward: BeforeBackward, after_backward: Callable[[], None]) -> None:
@@ -189,7 +190,7 @@ class Pipeline:
 
     def _examples(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Return tensors like the input and the output of a piece, on the meta device."""
-        tokens = torch.empty(self.config.batch_size, self.config.seq_length, dtype=torch.int32, device="meta")
+        tokens = torch.empty(self.config.batch_size, self._tokens, dtype=torch.int32, device="meta")
         stream = torch.empty(self._stream_shape, dtype=self._stream_dtype, device="meta", requires_grad=True)
         loss = torch.empty(1, device="meta", requires_grad=True)
         return tokens if piece.is_first else stream, loss if piece.is_last else stream

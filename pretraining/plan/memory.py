@@ -120,7 +120,8 @@ def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
 
     For each token: six vectors as wide as the stream (input, two normed ones, the feed-forward layer's input, queries,
     attention's result), keys and values before and after the rotation, and gate, up and their product. Scores are never
-    kept. Counted from what the compiled step stacks (tests/plan/test_against_the_compiler.py).
+    kept. Counted from what the compiled step stacks (tests/plan/test_against_the_compiler.py). Context ranks of the
+    torch engine keep the keys and values of all of them, too.
     """
     shape = model_shape(config)
     tokens, width = config.batch_size * config.seq_length / mesh.context, precision_of(config).activations.itemsize
@@ -128,7 +129,8 @@ def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
     keys = shape.head_dim * (kv_heads / mesh.tensor if kv_heads % mesh.tensor == 0 else shape.num_kv_heads)
     wide = (3 if shape.gated else 2) * shape.intermediate_size / mesh.tensor
     vectors = 4 * stream_bytes(config, mesh) + 2 * _attention_bytes(config, mesh)  # of the stream, of the queries
-    return vectors + tokens * width * (4 * keys + wide)
+    gathered = 2 * keys * mesh.context if mesh.context > 1 and engine_of(config) == "torch" else 0
+    return vectors + tokens * width * (4 * keys + gathered + wide)
 
 
 def logits(config: TrainConfig, mesh: Mesh) -> int:
@@ -152,7 +154,7 @@ def _gathered(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> in
     block = sum(math.prod(weight.shape) for weight in weights if ".layers." in weight.name)
     outer = [math.prod(weight.shape) for weight in weights if ".layers." not in weight.name]
     if isinstance(layout, TorchLayout):
-        if mesh.shard == 1 and precision.compute == precision.parameters:
+        if layout.grid.shard == 1 and precision.compute == precision.parameters:
             return 0
         blocks = 2 if layout.reshards_after_forward else max(weight.tensors for weight in weights)
         return precision.compute.itemsize * (blocks * block + sum(outer)) // mesh.tensor

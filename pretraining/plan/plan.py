@@ -22,7 +22,7 @@ from pretraining.config.variants import model_shape
 from pretraining.models.checks import CHECKS as MODEL_CHECKS
 from pretraining.monitor.flops import flops_per_token
 from pretraining.parallel.checks import CHECKS as PARALLEL_CHECKS
-from pretraining.parallel.layout import StateTensor, state_tensors, uneven_columns
+from pretraining.parallel.layout import StateTensor, state_tensors, uneven_shards
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import model_mask
 from pretraining.parallel.stages import idle_share, layers_of_stage, pieces, stacked_layers, stage_of
@@ -168,7 +168,7 @@ def nearest_fit(plan: Plan) -> TrainConfig | None:
 def refusals(plan: Plan) -> list[Problem]:
     """Return the problems for which the planned configuration would not train on its engine."""
     config, engine = plan.config, engine_of(plan.config)
-    uneven = uneven_columns(config, plan.mesh) if engine == "torch" else ()
+    uneven = uneven_shards(config, plan.mesh) if engine == "torch" else ()
     return [*unsupported(config, engine), *uneven]
 
 

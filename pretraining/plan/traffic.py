@@ -138,7 +138,8 @@ def _of_fsdp2(config: TrainConfig, layout: TorchLayout, weights: list[StateTenso
     A block is gathered for its forward pass, and again for its backward pass where it was freed in between; embedding
     and head are gathered once. Replicas are reduced after the last micro-batch. With zero1 all of it is once a step.
     """
-    mesh, precision = layout.mesh, precision_of(config)
+    mesh, precision = layout.grid, precision_of(config)
+    shards, replicas = (("shard",), ("replica", "context")) if layout.strategy == "ddp" else (SHARDS, ("replica",))
     count = 1 if layout.gathers_once else outer_runs(config)
     blocks = [weight for weight in weights if ".layers." in weight.name] if layout.reshards_after_forward else []
     forward = ring(_matrix_bytes(weights, mesh, precision.compute.itemsize), mesh.shard)
@@ -147,10 +148,10 @@ def _of_fsdp2(config: TrainConfig, layout: TorchLayout, weights: list[StateTenso
     scatter = ring(reduced, mesh.shard)
     over_replicas = ring(reduced // mesh.shard, mesh.replica, both=True)
     return [
-        Collective("parameters, forward", "all-gather", ("shard",), count * forward, forward),
-        Collective("parameters, backward", "all-gather", ("shard",), count * backward, backward),
-        Collective("gradients", "reduce-scatter", ("shard",), count * scatter, scatter),
-        Collective("gradients, over replicas", "all-reduce", ("replica",), over_replicas, over_replicas),
+        Collective("parameters, forward", "all-gather", shards, count * forward, forward),
+        Collective("parameters, backward", "all-gather", shards, count * backward, backward),
+        Collective("gradients", "reduce-scatter", shards, count * scatter, scatter),
+        Collective("gradients, over replicas", "all-reduce", replicas, over_replicas, over_replicas),
     ]
 
 
@@ -193,8 +194,11 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     count, width = outer_runs(config), precision_of(config).activations.itemsize
     tokens = config.batch_size * config.seq_length // mesh.context
     stream = tokens * shape.hidden_size * width
+    keys = 2 * tokens * mesh.context * shape.num_kv_heads * shape.head_dim // mesh.tensor * width
+    of_keys = _of_keys(config, mask, ring(keys, mesh.context))
     if config.sequence_parallel and engine_of(config) == "torch":
-        return _of_sequence_parallel(mask, ring(stream, mesh.tensor), piece_runs(config), ends_of_stage(config) * count)
+        ends = ends_of_stage(config) * count
+        return [*of_keys, *_of_sequence_parallel(mask, ring(stream, mesh.tensor), piece_runs(config), ends)]
     # All-reduced: the outputs of attention and feed-forward, and of a recomputed block attention's once more, because
     # the feed-forward layer needs it; the embedding and the head; the gradients of what matrices read, which the XLA
     # engine reduces apart for queries, keys, values, gate and up, and the torch engine once for each norm.
@@ -202,13 +206,21 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     runs = piece_runs(config)
     sums = runs * sum(2 + backward + recomputed for recomputed in mask) + ends_of_stage(config) * count
     reduced = ring(stream, mesh.tensor, both=True)
-    keys = 2 * tokens * mesh.context * shape.num_kv_heads * shape.head_dim // mesh.tensor * width
-    gathers = runs * sum(2 + recomputed for recomputed in mask)  # forward, recomputed, and the sum of their gradients
-    gathered = ring(keys, mesh.context)
-    least_sums, least_gathers = 4 * len(mask) + 2, 2 * len(mask)
+    least = (4 * len(mask) + 2) * reduced
+    return [Collective("stream", "all-reduce", ("tensor",), sums * reduced, count * least), *of_keys]
+
+
+def _of_keys(config: TrainConfig, mask: tuple[bool, ...], gathered: int) -> list[Collective]:
+    """Return the all-gathers of keys and values over context ranks, forward and recomputed, and of their gradients.
+
+    The XLA engine gathers where the torch engine reduce-scatters the gradients: the same bytes.
+    """
+    runs, least = piece_runs(config), len(mask) * gathered
+    gathers = runs * sum(1 + recomputed for recomputed in mask) * gathered
+    summed = "reduce-scatter" if engine_of(config) == "torch" else "all-gather"
     return [
-        Collective("stream", "all-reduce", ("tensor",), sums * reduced, count * least_sums * reduced),
-        Collective("keys and values", "all-gather", ("context",), gathers * gathered, least_gathers * gathered),
+        Collective("keys and values", "all-gather", ("context",), gathers, least),
+        Collective("key/value gradients", summed, ("context",), runs * least, least),
     ]
 
 

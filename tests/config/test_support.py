@@ -20,7 +20,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "collective_timeout": {"collective_timeout": 5},
     "cpu_offload": {"cpu_offload": True},
     "memory_profiling": {"memory_profiling": True},
-    "context_parallel_size": {"context_parallel_size": 2},
     "pipeline_schedule": {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"},
     "kv_replication": {"kv_replication": 2},
     "tensor_parallel_size": {"model_variant": "tiny", "tensor_parallel_size": 2},

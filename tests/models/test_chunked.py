@@ -36,18 +36,21 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Attention
     st.booleans(),
     st.sampled_from([None, 1, 7, 33, 100]),
     st.sampled_from([0.0, 0.5]),
+    st.sampled_from([1.0, 0.5, 0.1]),
     st.integers(0, 10**6),
 )
 def test_values_and_gradients_are_those_of_torchs_attention(
-    length: int, heads: tuple[int, int], packed: bool, window: int | None, rate: float, seed: int
+    length: int, heads: tuple[int, int], packed: bool, window: int | None, rate: float, part: float, seed: int
 ) -> None:
+    """Also of the last queries of the rows, a part of them, alone."""
     torch.manual_seed(seed)
     q = torch.randn(2, heads[0], length, 8, requires_grad=True)
     k, v = (torch.randn(2, heads[1], length, 8, requires_grad=True) for _ in range(2))
     segments = torch.randint(0, 3, (2, length)).sort(1).values if packed else None
     noise = torch.randint(-(2**31), 2**31, (2, length), dtype=torch.int32) if rate else None
     mask = AttentionMask(segments, window, noise, rate)
-    expected, got = reference(q, k, v, mask), chunked_attention(q, k, v, mask)
+    last = slice(min(int(length * (1 - part)), length - 1), None)
+    expected, got = reference(q, k, v, mask)[:, :, last], chunked_attention(q[:, :, last], k, v, mask)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     direction = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, (q, k, v), direction)

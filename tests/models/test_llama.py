@@ -15,7 +15,16 @@ from pretraining.config.variants import VARIANTS
 from pretraining.models.chunked import AttentionMask
 from pretraining.models.init import build_model, initial_weight
 from pretraining.models.llama import BatchInputs, Llama
-from pretraining.models.ops import IGNORED, LossOptions, attention, linear, loss_and_gradient, next_token_loss
+from pretraining.models.ops import (
+    IGNORED,
+    Kernel,
+    LossOptions,
+    attention,
+    document_mask,
+    linear,
+    loss_and_gradient,
+    next_token_loss,
+)
 
 TINY: dict[str, Any] = {
     "model_variant": "custom",
@@ -106,6 +115,18 @@ def test_a_token_never_sees_a_later_one(rows: int, length: int, groups: int) -> 
     torch.testing.assert_close(
         whole[:, :, :cut], attention(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut], AttentionMask())
     )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kernel", ["grouped", "repeated", "chunked"])
+def test_the_last_queries_of_a_row_see_what_they_see_among_all(kernel: Kernel) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
+    segments = torch.randint(0, 3, (2, 16)).sort(1).values
+    blocks = document_mask(segments, 7), document_mask(segments, 7, queries=4)
+    for whole, part in ((AttentionMask(), AttentionMask()), (AttentionMask(segments, 7),) * 2, blocks):
+        want = attention(q, k, v, whole, kernel)[:, :, -4:]
+        torch.testing.assert_close(attention(q[:, :, -4:], k, v, part, kernel), want)
 
 
 def test_the_loss_has_a_cap_of_the_logits_and_the_squared_log_sum_exp_of_trained_tokens() -> None:

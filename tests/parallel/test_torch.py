@@ -56,6 +56,7 @@ FORMS: dict[str, Fields] = {
         "logit_softcap": 5.0,
     },
     "whole tensors": {"optimizer": "novograd", "learning_rate": 3e-3, "attn_bias": True, "qk_norm": True},
+    "window": {"sliding_window": 20, "position_embedding_type": "learned_absolute"},
 }
 STAGES: Fields = {"pipeline_parallel_size": 2}
 INTERLEAVED: Fields = {**STAGES, "virtual_pipeline_size": 2}
@@ -72,6 +73,15 @@ FORMS_ON_STAGES: dict[str, Fields] = {
     "adapters": {**ZERO_BUBBLE, **HSDP, "sharding_group_size": 1},
     "padded": {**STAGES, **TENSOR},
     "whole tensors": IN_A_V,
+}
+CONTEXT: Fields = {"context_parallel_size": 2}
+FORMS_ON_CONTEXT: dict[str, Fields] = {
+    "biases, sequence": {**CONTEXT, **TENSOR, "sequence_parallel": True, **ALL_BLOCKS},
+    "dropout": {**CONTEXT, "sharding_strategy": "ddp"},
+    "adapters": {"context_parallel_size": 4},
+    "padded": {**CONTEXT, **STAGES},
+    "whole tensors": {**CONTEXT, **HSDP, "sharding_group_size": 1},
+    "window": {**CONTEXT, **A_THIRD},
 }
 UNPADDED: Fields = {**FORMS["padded"], "make_vocab_size_divisible_by": 1}
 CASES: dict[int, dict[str, Fields]] = {
@@ -110,7 +120,10 @@ CASES: dict[int, dict[str, Fields]] = {
         "built first": {**FSDP, "low_cpu_fsdp": False},
         "bf16": {**FSDP, "mixed_precision": True},
         **BY_STAGES,
+        "context x fsdp, a third": {**FSDP, **CONTEXT, **A_THIRD},
+        "context 4, zero2": {"sharding_strategy": "zero2", "context_parallel_size": 4},
         **{f"{form}, stages": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_STAGES.items()},
+        **{f"{form}, context": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_CONTEXT.items()},
         "bf16, zero bubble": {**FSDP, **ZERO_BUBBLE, "mixed_precision": True},
         "poisoned": {**FSDP, "poison_step": 2},
         "poisoned, skipped": {**FSDP, "poison_step": 2, "max_skipped_steps": 1},
@@ -132,12 +145,14 @@ def outcome(processes: int) -> dict[str, Any]:
         cases = {**cases, "instructions, padded": {**FSDP, **padded, "batch_size": 2}}
         cases["instructions, packed"] = {**FSDP, **TENSOR, **packed, "batch_size": 4}
         cases["instructions, packed, stages"] = {**FSDP, **INTERLEAVED, **packed}
-        cases["dropout, stages, resumed"] = {**cases["dropout, stages"], "halfway": f"{tempfile.mkdtemp()}/run"}
+        cases["instructions, packed, context"] = {**FSDP, **CONTEXT, **TENSOR, **packed}
+        for case in ("dropout, stages", "dropout, context"):
+            cases[f"{case}, resumed"] = {**cases[case], "halfway": f"{tempfile.mkdtemp()}/run"}
     return run_on_torch(processes, cases)
 
 
 @slow
-@pytest.mark.parametrize("mesh", ["packed", "packed, stages"])
+@pytest.mark.parametrize("mesh", ["packed", "packed, stages", "packed, context"])
 def test_packed_examples_have_the_losses_of_the_same_examples_one_per_row(mesh: str) -> None:
     padded, packed = (outcome(4)[f"instructions, {case}"] for case in ("padded", mesh))
     for figure in ("loss", "grad_norm", "evaluation"):
@@ -163,16 +178,23 @@ def test_stages_of_other_sizes_have_the_losses_of_one_process() -> None:
 
 
 @slow
-def test_a_run_on_stages_resumes_bitwise() -> None:
-    whole, resumed = outcome(4)["dropout, stages"], outcome(4)["dropout, stages, resumed"]
+@pytest.mark.parametrize("mesh", ["stages", "context"])
+def test_a_run_on_stages_or_context_ranks_resumes_bitwise(mesh: str) -> None:
+    whole, resumed = outcome(4)[f"dropout, {mesh}"], outcome(4)[f"dropout, {mesh}, resumed"]
     for figure in ("loss", "grad_norm", "evaluation"):
         assert resumed[figure] == whole[figure]
 
 
 @slow
-@pytest.mark.parametrize("mesh", ["", ", stages"])
-@pytest.mark.parametrize("form", FORMS)
-def test_every_model_option_has_the_same_losses_on_tensor_ranks_and_stages(form: str, mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "mesh"),
+    [
+        *((form, "") for form in FORMS),
+        *((form, ", stages") for form in FORMS_ON_STAGES),
+        *((form, ", context") for form in FORMS_ON_CONTEXT),
+    ],
+)
+def test_every_model_option_has_the_same_losses_on_tensor_context_and_pipeline_ranks(form: str, mesh: str) -> None:
     reference, got = outcome(ALONE)[form], outcome(4)[f"{form}{mesh}"]
     for figure in ("loss", "grad_norm", "evaluation"):
         assert got[figure] == pytest.approx(reference[figure], abs=1e-5)

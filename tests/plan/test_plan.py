@@ -203,10 +203,11 @@ def test_the_flags_of_every_row_give_its_figures_and_train_on_its_engine(fields:
 
 
 def test_a_plan_that_the_engine_refuses_says_so_and_a_search_leaves_it_out() -> None:
-    refused = config(context_parallel_size=2)
-    assert [problem.subject for problem in refusals(plan_of(refused))] == ["--context_parallel_size=2"]
-    assert "refused        --context_parallel_size=2" in page(plan_of(refused))
-    assert {plan.config.context_parallel_size for plan in search(config(plan_devices=8))} == {1}
+    few: dict[str, Any] = {"model_variant": "llama2_1.4b", "num_kv_heads": 2, "plan_devices": 8}
+    refused = config(**few, tensor_parallel_size=4)
+    assert [problem.subject for problem in refusals(plan_of(refused))] == ["--tensor_parallel_size=4"]
+    assert "refused        --tensor_parallel_size=4" in page(plan_of(refused))
+    assert {plan.config.tensor_parallel_size for plan in search(config(**few))} == {1, 2}
 
 
 def test_the_page_shows_speed_duration_and_operations_that_agree() -> None:

@@ -46,6 +46,14 @@ CASES: dict[str, Fields] = {
         **{"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
         **{"tensor_parallel_size": 2, "sequence_parallel": True, "batch_size": 4},
     },
+    "context x tensor": {
+        **{"sharding_strategy": "fsdp", "context_parallel_size": 2, "tensor_parallel_size": 2, "batch_size": 16},
+    },
+    "context, ddp": {"sharding_strategy": "ddp", "context_parallel_size": 2, "batch_size": 8},
+    "context, recomputed": {
+        **{"sharding_strategy": "fsdp", "context_parallel_size": 4, "batch_size": 16},
+        "fsdp_activation_checkpointing": True,
+    },
     "tensor, recomputed": {
         **{"sharding_strategy": "ddp", "tensor_parallel_size": 4, "batch_size": 16},
         "fsdp_activation_checkpointing": True,
