@@ -82,7 +82,13 @@ class TrainingRun:
     def tokens_seen(self, step: int) -> int:
         """Return the tokens of every global batch up to and including this step's."""
         before = self.resumed.tokens_seen if self.resumed else 0
-        return before + (step - self.start_step) * self.config.tokens_per_step
+        first, last = (self.stream.state(number)["sequences"] for number in (0, step - self.start_step))
+        return before + (last - first) * self.config.seq_length
+
+    def changes_size(self, step: int) -> bool:
+        """Return whether the global batch of `step` is the first of its size, which may be a program of its own."""
+        ends = [self.tokens_seen(number) for number in (step - 2, step - 1, step)]
+        return step > self.start_step + 1 and ends[2] - ends[1] != ends[1] - ends[0]
 
     def facts(self, step: int) -> Facts:
         """Return what a checkpoint after `step` updates records besides its tensors."""
@@ -129,18 +135,18 @@ class TrainingRun:
 
 
 class Stopwatch:
-    """Seconds per step since the last lap, without pauses."""
+    """Seconds per step since the last lap, without pauses. step: after which the lap began."""
 
     def __init__(self, step: int) -> None:
         self.restart(step)
 
     def restart(self, step: int) -> None:
         """Begin a lap after `step`."""
-        self._step, self._began = step, time.perf_counter()
+        self.step, self._began = step, time.perf_counter()
 
     def lap(self, step: int) -> float:
         """Return the mean seconds of the steps since the lap began."""
-        return (time.perf_counter() - self._began) / (step - self._step)
+        return (time.perf_counter() - self._began) / (step - self.step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -234,7 +240,7 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt, cl
     watch.restart(run.start_step)
     for step in range(run.start_step + 1, config.num_steps + 1):
         is_first = step == run.start_step + 1
-        run.watchdog.expect(first=is_first)
+        run.watchdog.expect(first=is_first or run.changes_size(step))
         with _profiled(run, step):
             with run.account.spending("data_wait"):
                 batch = batches.batch(step - run.start_step - 1)
@@ -251,7 +257,7 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt, cl
         if reports:
             record = _record(run, step, result.read(), rate, watch, batch)
             record |= _timing(run)
-            run.report(record, progress_line(record, config.num_steps))
+            run.report(record, progress_line(record, config.num_steps, _steps_left(run, record)))
         if reports or is_first:
             watch.restart(step)
         if "valid" in run.streams and (step % config.val_interval == 0 or step == config.num_steps):
@@ -312,7 +318,8 @@ def _record(
     run: TrainingRun, step: int, figures: dict[str, float], rate: float, watch: Stopwatch, batch: Batch
 ) -> dict[str, Any]:
     config, engine, step_time = run.config, run.engine, watch.lap(step)
-    if step > run.start_step + 1:
+    tokens = (run.tokens_seen(step) - run.tokens_seen(watch.step)) / (step - watch.step)  # per step, in the mean
+    if step > run.start_step + 1 and tokens == config.tokens_per_step:
         run.step_times.append(step_time)
     spike = is_spike(figures["loss"], run.recent_losses)
     run.recent_losses.append(figures["loss"])
@@ -328,13 +335,19 @@ def _record(
         "samples_seen": run.tokens_seen(step) // config.seq_length,
         "consumed": run.stream.consumed(step - run.start_step),
         "step_time": step_time,
-        **run.meter.speed(step_time),
-        "samples_per_second": config.tokens_per_step / config.seq_length / step_time,
+        **run.meter.speed(step_time, tokens),
+        "samples_per_second": tokens / config.seq_length / step_time,
         "memory_bytes": engine.memory_bytes(),
         "compilations": engine.compilations(),
         **({"storage_retries": RETRIES.count} if RETRIES.count else {}),
         "data_hash": data_hash(batch, engine),
     }
+
+
+def _steps_left(run: TrainingRun, record: dict[str, Any]) -> float:
+    """Return the tokens that are left as a number of steps like those of `record`."""
+    tokens = run.tokens_seen(run.config.num_steps) - record["tokens_seen"]
+    return tokens / (record["tokens_per_second"] * record["step_time"])
 
 
 def _timing(run: TrainingRun) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import NamedTuple
 
 OBJECT_STORAGE = ("s3://", "gs://")  # how the path of an object begins
 RECOMPUTABLE = ("core_attention", "mlp", "norm", "mlp_activation")
@@ -51,6 +52,22 @@ def parse_steps(text: str) -> list[int]:
     if any(step < 0 for step in steps):
         raise ValueError(f"expected whole numbers from 0, got {text}")
     return steps
+
+
+class BatchRamp(NamedTuple):
+    """How the global batch grows to global_batch_size."""
+
+    start: int  # sequences of the first global batch
+    increment: int
+    sequences: int  # of the run, over which the increments are spread evenly
+
+
+def parse_rampup(text: str) -> BatchRamp | None:
+    """Return the ramp of a text such as "16,16,1000"; None for a blank text."""
+    numbers = [int(item) for item in comma_separated(text)]
+    if numbers and (len(numbers) != 3 or min(numbers) < 1):
+        raise ValueError(f"expected three whole numbers from 1, got {text}")
+    return BatchRamp(*numbers) if numbers else None
 
 
 def parse_split(text: str) -> list[float]:

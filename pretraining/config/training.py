@@ -28,6 +28,7 @@ from pretraining.config.grammar import (
     RECOMPUTABLE,
     parse_cuts,
     parse_modules,
+    parse_rampup,
     parse_selective,
     parse_split,
     parse_steps,
@@ -49,6 +50,7 @@ CUTS = Grammar(parse_cuts, "ascending layer numbers, comma-separated, such as 7,
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
 ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
+RAMPUP = Grammar(parse_rampup, "start,increment,samples: three whole numbers from 1, such as 16,16,100000")
 SPLIT = Grammar(parse_split, "up to three numbers, for train, valid and test, such as 949,50,1")
 STEPS = Grammar(parse_steps, "step numbers from 0, comma-separated, such as 0,100,1000")
 TOKENS = Grammar(parse_steps, "token ids, comma-separated, such as 0,1")
@@ -382,6 +384,10 @@ class TrainConfig:
     micro-batches. None: batch_size x ranks x gradient_accumulation_steps."""
     gradient_accumulation_steps: Annotated[int | None, AtLeast(1)] = None
     """Micro-batches per optimizer step. None: derived from global_batch_size, or 1."""
+    rampup_batch_size: Annotated[str, RAMPUP, Needs("global_batch_size")] = ""
+    """Megatron's start,increment,samples: the global batch has `start` sequences at first and grows by `increment` up
+    to global_batch_size, evenly over the first `samples` sequences of the run. Every size is a multiple of batch_size x
+    ranks. Learning rate and intervals still follow the step. Empty: all global batches have one size."""
     seq_length: Annotated[int, AtLeast(1, special=0), COMMON] = 0
     """Length of a sequence in tokens. 0: the longest of the model, at most 4096."""
     num_steps: Annotated[int, AtLeast(1), COMMON] = 1_000_000
@@ -640,7 +646,10 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one global batch; global_batch_size must be known, as it is once an engine is open."""
+        """Tokens of one global batch, with rampup_batch_size of the largest.
+
+        global_batch_size must be known, as it is once an engine is open.
+        """
         assert self.global_batch_size is not None
         return self.global_batch_size * self.seq_length
 

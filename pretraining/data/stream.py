@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from pretraining.config.batches import GlobalBatches, global_batches
 from pretraining.config.errors import UserError
+from pretraining.config.grammar import BatchRamp, parse_rampup
 from pretraining.config.training import TrainConfig
 from pretraining.data.corpus import BlockCache, Corpus, DocumentOrder
 from pretraining.data.datasets import (
@@ -40,12 +42,18 @@ NO_ROWS: Mapping[str, Rows] = MappingProxyType({})  # split -> data of one's own
 
 
 class RankSlice(NamedTuple):
-    """The rows of a global batch that one rank reads."""
+    """The rows of every global batch that one rank reads."""
 
-    rows: int
-    first: int  # its first row in the global batch
-    global_rows: int  # sequences of the global batch
+    rank: int
+    world_size: int
+    global_rows: int  # sequences of a global batch, of the largest where they grow
     length: int  # tokens of a sequence
+
+    def of(self, sequences: range) -> range:
+        """Return this rank's sequences of a global batch."""
+        rows = len(sequences) // self.world_size
+        first = sequences.start + self.rank * rows
+        return range(first, first + rows)
 
 
 class BatchFields(NamedTuple):
@@ -85,26 +93,30 @@ class Stream:
         *,
         state: dict[str, Any],
         facts: dict[str, Any],
+        ramp: BatchRamp | None = None,
         total: int | None = None,
         counted: int | None = None,
     ) -> None:
-        """state: of step 0. total: sequences that exist, counted from the beginning of the run; None: endless.
+        """state: of step 0. ramp: by which global batches grow to their size, None: they all have it.
+        total: sequences that exist, counted from the beginning of the run; None: endless.
         counted: those of them whose labels are trained, None: all; the others fill up the last batch.
         """
+        self._batches = GlobalBatches(rank_slice.global_rows, ramp, int(state["sequences"]))
         self._source, self._slice, self._fields = source, rank_slice, fields
         self._state, self._facts, self._total, self._counted = state, facts, total, counted
 
     @property
     def batch_bytes(self) -> int:
         """Approximate memory of one batch."""
-        return self._slice.rows * (self._slice.length + 1) * 4 * (1 + sum(self._fields))
+        rows = self._slice.global_rows // self._slice.world_size
+        return rows * (self._slice.length + 1) * 4 * (1 + sum(self._fields))
 
     @property
     def steps(self) -> int | None:
         """Whole batches from step 0 on; None: endless."""
         if self._total is None:
             return None
-        return max(0, self._total - int(self._state["sequences"])) // self._slice.global_rows
+        return self._batches.steps_before(max(self._total, int(self._state["sequences"])))
 
     def batch(self, step: int) -> Batch:
         """Return this rank's rows of global batch `step`, counted from 0 at the state the stream was opened with.
@@ -115,28 +127,27 @@ class Stream:
         """
         if step < 0 or (self._total is not None and step >= (self.steps or 0)):
             raise IndexError(f"step {step} of a stream with {self.steps} steps")
-        rank_slice = self._slice
-        first = self._state["sequences"] + step * rank_slice.global_rows + rank_slice.first
-        rows = np.empty((rank_slice.rows, rank_slice.length + 1), np.int32)
+        sequences = self._slice.of(self._batches.sequences(step))
+        first, rows = sequences.start, np.empty((len(sequences), self._slice.length + 1), np.int32)
         checked: set[OpenFile] = set()
         marks = [self._source.row(first + number, row, checked) for number, row in enumerate(rows)]
         self._source.check(first, rows)
         batch = assemble(rows, marks, self._fields)
-        if self._counted is not None and first + rank_slice.rows > self._counted:
+        if self._counted is not None and sequences.stop > self._counted:
             batch["labels"] = batch["labels"].copy()
             batch["labels"][max(0, self._counted - first) :] = IGNORED
         return batch
 
     def fetch(self, step: int, count: int) -> None:
         """Begin to read what batches [step, step + count) need of object storage."""
-        rank_slice, last = self._slice, step + count if self.steps is None else min(step + count, self.steps)
+        last = step + count if self.steps is None else min(step + count, self.steps)
         for number in range(step, last):
-            first = self._state["sequences"] + number * rank_slice.global_rows + rank_slice.first
-            self._source.fetch(first, rank_slice.rows, rank_slice.length + 1)
+            sequences = self._slice.of(self._batches.sequences(number))
+            self._source.fetch(sequences.start, len(sequences), self._slice.length + 1)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state after `step` steps, which `open_stream` continues from. JSON, the same on every rank."""
-        return {**self._state, "sequences": int(self._state["sequences"]) + step * self._slice.global_rows}
+        return {**self._state, "sequences": self._batches.sequences(step).start}
 
     def consumed(self, step: int) -> dict[str, int]:
         """Return the sequences of each dataset that the run consumed before step `step`; {} for the dummy dataset."""
@@ -358,7 +369,8 @@ def open_stream(
     facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
     facts["notes"] = [*([source.note] if source.note else []), describe_separator(special)]
     facts["notes"] += [line for dataset in datasets if (line := describe_labels(dataset))]
-    return Stream(mixture, rank_slice, fields, state=first_state, facts=facts, total=total, counted=counted)
+    ramp = _ramp(config, split)
+    return Stream(mixture, rank_slice, fields, state=first_state, facts=facts, ramp=ramp, total=total, counted=counted)
 
 
 def splits_of(config: TrainConfig) -> list[str]:
@@ -380,8 +392,16 @@ def _slice(config: TrainConfig, rank: int, world_size: int) -> RankSlice:
         raise UserError(f"rank {rank} of a world of {world_size}: give a rank from 0 to {world_size - 1}")
     if global_rows % world_size:
         raise UserError(f"--global_batch_size={global_rows} is not a multiple of the {world_size} ranks that read data")
-    rows = global_rows // world_size
-    return RankSlice(rows, rank * rows, global_rows, config.seq_length)
+    ramp = parse_rampup(config.rampup_batch_size)
+    if ramp and (ramp.start % world_size or ramp.increment % world_size):
+        subject = f"--rampup_batch_size={config.rampup_batch_size}: a size"
+        raise UserError(f"{subject} is not a multiple of the {world_size} ranks that read data")
+    return RankSlice(rank, world_size, global_rows, config.seq_length)
+
+
+def _ramp(config: TrainConfig, split: str) -> BatchRamp | None:
+    """Return how the global batches of training grow; those of validation and test do not."""
+    return parse_rampup(config.rampup_batch_size) if split == "train" else None
 
 
 def _open_endless(
@@ -403,7 +423,7 @@ def _open_endless(
     facts = {"datasets": [{"name": name, "tokens": None, "share": 1.0, "epochs": None}], "vocabulary": rows}
     seed = config.seed if split == "train" else config.seed + 1 + SPLITS.index(split)
     source = OwnRows(own, rows) if own else Counters(seed, rows)
-    return Stream(source, rank_slice, fields, state=first_state, facts=facts)
+    return Stream(source, rank_slice, fields, state=first_state, facts=facts, ramp=_ramp(config, split))
 
 
 def _order(config: TrainConfig, special: SpecialTokens, name: str, boundaries: bool) -> DocumentOrder:
@@ -475,7 +495,8 @@ def _facts(
 
     "epochs": passes over the dataset in num_steps steps; None outside of training and without a global batch size.
     """
-    planned = config.num_steps * config.global_batch_size * length if config.global_batch_size and length else None
+    known = config.global_batch_size and length
+    planned = global_batches(config).sequences(config.num_steps).start * length if known else None
     return [
         {
             "name": dataset.name,

@@ -17,9 +17,12 @@ from pretraining.monitor.figures import duration, flop, number, percent, size
 from pretraining.monitor.flops import Meter
 
 
-def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
-    """Return step, percent, loss, learning rate, gradient norm, tokens/s, MFU (6N + 12LdS) and remaining time."""
-    remaining = (num_steps - record["step"]) * record["step_time"]
+def progress_line(record: Mapping[str, Any], num_steps: int, steps_left: float | None = None) -> str:
+    """Return step, percent, loss, learning rate, gradient norm, tokens/s, MFU (6N + 12LdS) and remaining time.
+
+    steps_left: the tokens after this step as a number of steps like this one, where later ones have more.
+    """
+    remaining = (num_steps - record["step"] if steps_left is None else steps_left) * record["step_time"]
     return "  ".join(
         (
             _position(record["step"], num_steps),

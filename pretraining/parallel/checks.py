@@ -15,6 +15,7 @@ from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
 from pretraining.config.variants import model_shape
+from pretraining.parallel.mesh import rampup_problems
 from pretraining.parallel.splash import obstacles
 from pretraining.parallel.stages import SPLIT_BACKWARD, even_cuts, piece_length
 
@@ -125,6 +126,8 @@ def check_batch(config: TrainConfig) -> Iterator[Problem]:
             product += f" x gradient_accumulation_steps={micro_batches} = {factor}"
         remedy = f"is not a multiple of {product}; use {multiples_around(total, factor)}, or another batch_size"
         yield problem(config, "global_batch_size", remedy)
+    else:
+        yield from rampup_problems(config, total, config.batch_size)
 
 
 def check_recomputed_blocks(config: TrainConfig) -> Iterator[Problem]:

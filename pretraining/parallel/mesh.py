@@ -7,12 +7,14 @@ communicates most, and the stages of a pipeline, which communicate least, are fa
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem
+from pretraining.config.grammar import parse_rampup
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import divisors, multiples_around
+from pretraining.config.validate import divisors, either, multiples_around, problem
 from pretraining.config.variants import ModelShape
 from pretraining.parallel.stages import describe_pipeline
 
@@ -98,7 +100,31 @@ def resolve_batch(config: TrainConfig, ranks: int) -> TrainConfig:
         raise ConfigError([Problem(f"--global_batch_size={total}", _batch_remedy(config, ranks, total, steps))])
     if total // micro_batch % config.pipeline_parallel_size:
         raise ConfigError([Problem(f"--global_batch_size={total}", _groups_remedy(config, micro_batch, total))])
+    if problems := list(rampup_problems(config, total, micro_batch * config.pipeline_parallel_size)):
+        raise ConfigError(problems)
     return replace(config, global_batch_size=total, gradient_accumulation_steps=total // micro_batch)
+
+
+def rampup_problems(config: TrainConfig, total: int, factor: int) -> Iterator[Problem]:
+    """Yield why a global batch cannot grow to `total` in sizes that are multiples of `factor`, a valid global batch.
+
+    factor: the sequences of one micro-batch of every data-parallel rank, times the pipeline's stages.
+    """
+    ramp = parse_rampup(config.rampup_batch_size)
+    if ramp is None:
+        return
+    multiple = f"a multiple of {factor} sequences (batch_size={config.batch_size} on every rank, stages included)"
+    growth = total - ramp.start
+    if growth <= 0:
+        remedy = f"starts with {ramp.start} sequences, which is not below global_batch_size={total}"
+    elif ramp.start % factor:
+        remedy = f"starts with {ramp.start}, which is not {multiple}; use {multiples_around(ramp.start, factor)}"
+    elif growth % ramp.increment or ramp.increment % factor:
+        valid = either(number * factor for number in divisors(growth // factor))
+        remedy = f"grows by {ramp.increment}, which must be {multiple} and divide {total} - {ramp.start}; use {valid}"
+    else:
+        return
+    yield problem(config, "rampup_batch_size", remedy)
 
 
 def _groups_remedy(config: TrainConfig, micro_batch: int, total: int) -> str:
@@ -124,6 +150,8 @@ def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None
 def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str) -> list[str]:
     """Return a line for each parallelism setting that has another effect than its name says."""
     lines = [f"pipeline: {describe_pipeline(config, engine)}"] if mesh.stage > 1 else []
+    if config.rampup_batch_size and mesh.stage > 1 and engine == "xla":
+        lines.append("rampup_batch_size: with stages every size of the global batch is compiled at its first step")
     if config.sequence_parallel and mesh.tensor == 1:
         lines.append("sequence_parallel: off, because tensor_parallel_size is 1")
     if config.sharding_strategy in ("zero1", "zero2") and mesh.shard * mesh.context == 1:

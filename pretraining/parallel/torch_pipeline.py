@@ -168,7 +168,7 @@ class Pipeline:
         self._stream_dtype = precision_of(config).activations
 
     def open(self, device: torch.device, before_backward: BeforeBackward, after_backward: Callable[[], None]) -> None:
-        """Create the schedule; the pieces have been placed. The functions are those of Stage."""
+        """Create the stages; the pieces have been placed. The functions are those of Stage."""
         stages: dict[int, Stage] = {}
         for number, piece in self.pieces.items():
             # Where the backward pass is split, no hook of FSDP sees its end: torch's stages reduce the gradients.
@@ -180,13 +180,19 @@ class Pipeline:
             stage.before_backward, stage.after_backward = before_backward, after_backward
             stage.local = stages
             stages[number] = stage
-        kind: Any = get_schedule_class(schedule_of(self.config))
-        self._schedule = kind(
-            list(stages.values()) if issubclass(kind, PipelineScheduleMulti) else stages[self.stage],
-            n_microbatches=self.config.gradient_accumulation_steps,
-            loss_fn=lambda output, _: output.sum(),
-            scale_grads=False,
-        )
+        self._stages, self._schedules = stages, dict[int, Any]()
+
+    def _schedule(self, micro_batches: int) -> Any:
+        """Return torch's schedule of a step with so many micro-batches, of which growing global batches have more."""
+        if micro_batches not in self._schedules:
+            kind: Any = get_schedule_class(schedule_of(self.config))
+            self._schedules[micro_batches] = kind(
+                list(self._stages.values()) if issubclass(kind, PipelineScheduleMulti) else self._stages[self.stage],
+                n_microbatches=micro_batches,
+                loss_fn=lambda output, _: output.sum(),
+                scale_grads=False,
+            )
+        return self._schedules[micro_batches]
 
     def _examples(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Return tensors like the input and the output of a piece, on the meta device."""
@@ -203,7 +209,8 @@ class Pipeline:
         losses: list[Tensor] = []
         rest = {name: tensor for name, tensor in batch.items() if name != "tokens"}
         target = {"target": batch["labels"], "losses": losses} if self.has_last else {}
-        self._schedule.step(*([batch["tokens"]] * self.has_first), **rest, **target)
+        schedule = self._schedule(len(batch["labels"]) // self.config.batch_size)
+        schedule.step(*([batch["tokens"]] * self.has_first), **rest, **target)
         return sum((loss.detach() for loss in losses), batch["labels"].new_zeros((), dtype=torch.float32))
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor | None:

@@ -86,7 +86,7 @@ class XlaEngine:
         self._commits = 0
         self.precision = precision_of(config)
         rows = config.batch_size * self.mesh.data_ranks * micro_batches_per_graph(config)
-        self.rows = rows // self.data_size  # of one graph, in this process
+        self.rows = rows // self.data_size  # of one graph, in this process; with stages a smaller batch has fewer
         if self.process_count > 1:
             torch.distributed.init_process_group("gloo", init_method="xla://")
 
@@ -180,7 +180,7 @@ class XlaEngine:
     def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> DeviceScalars:
         """See engine.Engine. One graph; with accumulation, one per micro-batch (the same each time) and one more.
 
-        With stages, all micro-batches are one graph, too.
+        With stages, all micro-batches are one graph, and a global batch of another size is another graph.
         """
         for inputs in self._micro_batches(with_token_ids(self.config, batch, self.data_rank)):
             loss, count = self._loss(model, inputs)
@@ -204,8 +204,8 @@ class XlaEngine:
 
     def send(self, rows: Tensor) -> Tensor:
         """Return the [rows, tokens] array of the whole mesh; `rows` is the part that this process's devices need."""
-        first = self.data_rank * self.rows
-        shape = torch.Size((self.rows * self.data_size, rows.shape[1]))
+        first = self.data_rank * len(rows)
+        shape = torch.Size((len(rows) * self.data_size, rows.shape[1]))
 
         def make(regions: list[Region]) -> list[Tensor]:
             return [rows[row.start - first : row.stop - first, tokens].contiguous() for row, tokens in regions]

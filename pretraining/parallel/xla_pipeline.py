@@ -14,6 +14,7 @@ them and stage, T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,14 +49,15 @@ class PipelinedBlocks:
     def __init__(self, config: TrainConfig, blocks: ScannedBlocks) -> None:
         self.blocks, self.mesh, self.layout = blocks, blocks.mesh, blocks.layout
         self.stages, self.pieces = config.pipeline_parallel_size, config.virtual_pipeline_size
-        self.lines = (config.gradient_accumulation_steps or 1) // self.stages
-        self.ticks = ticks(config)
+        self.config, self.lines, self.ticks = config, 0, 0  # of the step that is traced, whose size may grow
         self.sum_dtype = precision_of(config).gradients
         layers = stacked_layers(config)
         self.is_layer = None if None not in layers else torch.tensor([layer is not None for layer in layers])
         self.first_layers = torch.tensor([piece[0] for piece in pieces(config)]).view(self.pieces, self.stages)
 
     def __call__(self, block: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
+        self.lines = len(x) // (self.stages * self.layout.mesh.data_ranks * self.config.batch_size)
+        self.ticks = ticks(replace(self.config, gradient_accumulation_steps=self.lines * self.stages))
         weights = dict(block.named_parameters())  # type: ignore[attr-defined]
         for spec in self.blocks.lookup_to_stream():
             x = xs.mark_sharding_with_gradients(x, self.mesh, spec)

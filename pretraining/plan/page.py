@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from pretraining.config.batches import describe_growth, tokens_of_run
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import amount, duration, flop, micro_batches, percent, size
@@ -29,6 +30,7 @@ VARIED = (
     "batch_size",
     "global_batch_size",
     "gradient_accumulation_steps",
+    "rampup_batch_size",
     "fsdp_activation_checkpointing",
     "selective_checkpointing",
     "checkpoint_granularity",
@@ -51,7 +53,8 @@ def _head(plan: Plan) -> list[str]:
         f"devices        {config.plan_devices:,} x {plan.kind.name} ({size(plan.kind.memory)}): {axes}; "
         f"{engine_of(config)} engine",
         f"batch          {config.tokens_per_step:,} tokens/step = {config.global_batch_size:,} sequences of "
-        f"{config.seq_length:,}; {micro_batches(config.gradient_accumulation_steps or 1, config.batch_size)}",
+        f"{config.seq_length:,}; {micro_batches(config.gradient_accumulation_steps or 1, config.batch_size)}"
+        f"{describe_growth(config)}",
         f"recomputed     {sum(mask)} of {len(mask)} blocks",
     ]
     lines += [f"refused        {problem.subject} {problem.remedy}" for problem in refusals(plan)]
@@ -107,7 +110,7 @@ def _traffic(plan: Plan) -> list[str]:
 
 def _time(plan: Plan) -> list[str]:
     config, kind, devices = plan.config, plan.kind, plan.config.plan_devices
-    tokens = config.num_steps * config.tokens_per_step
+    tokens = tokens_of_run(config)
     computation, overlapped = f"{plan.compute_seconds:.3f} s of computation", f"{plan.overlapped_seconds:.3f} s"
     return [
         f"FLOP/token     {flop(plan.flops)} (6 N + 12 L d S)",
@@ -115,7 +118,7 @@ def _time(plan: Plan) -> list[str]:
         f"{computation} and {overlapped} of communication that overlaps with it, and {plan.exposed_seconds:.3f} s of "
         "communication that does not",
         f"speed          {plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / devices:,.0f} per device",
-        f"run            {config.num_steps:,} steps: {duration(config.num_steps * plan.step_seconds)}, "
+        f"run            {config.num_steps:,} steps: {duration(tokens / plan.tokens_per_second)}, "
         f"{amount(tokens)} tokens, {flop(plan.flops * tokens)}",
         f"assumed        {kind.efficiency:.0%} of {flop(kind.peak_flops)}/s, recomputation included; "
         f"{kind.link / 1e9:,.0f} GB/s within {kind.per_host} devices, {kind.network / 1e9:,.0f} GB/s beyond",

@@ -146,6 +146,7 @@ def nearest_fit(plan: Plan) -> TrainConfig | None:
     config, devices = plan.config, plan.config.plan_devices
     accumulated = config.gradient_accumulation_steps if config.pipeline_parallel_size > 1 else None
     batch: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": accumulated}
+    batch |= {"rampup_batch_size": ""}
     recompute = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1"}
     shard: dict[str, Any] = {"sharding_strategy": "fsdp", "sharding_group_size": 0}
     smallest = {**shard, **recompute, "batch_size": 1}

@@ -30,6 +30,7 @@ CUSTOM: dict[str, Any] = {
 }
 
 
+RAMPED: dict[str, Any] = {"global_batch_size": 16, "batch_size": 4}
 STAGES: dict[str, Any] = {"pipeline_parallel_size": 4, "gradient_accumulation_steps": 8, "num_layers": 8}
 ZERO_BUBBLE: dict[str, Any] = STAGES | {"pipeline_schedule": "ZBVZeroBubble", "virtual_pipeline_size": 2}
 
@@ -85,6 +86,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         {"global_batch_size": 6, "gradient_accumulation_steps": 4},
         ["--global_batch_size=6", "batch_size=2 x gradient_accumulation_steps=4 = 8", "use 8"],
     ),
+    ({"rampup_batch_size": "2,2,100"}, ["--rampup_batch_size=2,2,100", "needs --global_batch_size"]),
+    (RAMPED | {"rampup_batch_size": "4,4"}, ["--rampup_batch_size=4,4", "start,increment,samples", "16,16,100000"]),
+    (RAMPED | {"rampup_batch_size": "16,4,9"}, ["starts with 16", "global_batch_size=16"]),
+    (RAMPED | {"rampup_batch_size": "6,2,9"}, ["starts with 6", "multiple of 4", "use 4 or 8"]),
+    (RAMPED | {"rampup_batch_size": "4,8,9"}, ["grows by 8", "16 - 4", "use 4 or 12"]),
     (
         {"precision": "manual", "master_weights": False, "ema_decay": 0.9},
         ["--ema_decay=0.9", "stochastic_rounding=True"],
@@ -183,7 +189,7 @@ def test_a_configuration_does_not_change() -> None:
 @pytest.mark.parametrize("setting", [s for s in SETTINGS.values() if s.needs], ids=lambda setting: setting.name)
 def test_a_setting_without_the_one_that_it_needs_is_refused(setting: Setting) -> None:
     assert setting.needs
-    values: tuple[Any, ...] = {bool: (True,), int: (3,), float: (0.25,), str: ("mlp", "3")}[setting.kind]
+    values: tuple[Any, ...] = {bool: (True,), int: (3,), float: (0.25,), str: ("mlp", "3", "4,4,9")}[setting.kind]
     value = next((each for each in values if not setting.fault(each)), None)
     if isinstance(setting.constraint, OneOf):
         value = next(choice for choice in setting.constraint.choices if choice not in ("", setting.default))

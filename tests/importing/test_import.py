@@ -247,7 +247,7 @@ REFUSED = [
     ("nxdt", "model_alignment_strategy.dpo.beta", 0.1, "alignment"),
     ("nxdt", "model.moe.num_experts", 8, "experts"),
     ("nxdt", "model.normalization", "scalenorm", "known are rmsnorm"),
-    ("nemo", "model.rampup_batch_size", [16, 16, 1000], "constant"),
+    ("nemo", "model.rampup_batch_size", [16, 16], "three whole numbers"),
     ("nemo", "model.num_layer", 0, "did you mean model.num_layers"),
     ("nxdt", "model.transformer_block_type", "normformer", "norms come before"),
     ("nxdt", "model.activations_checkpoint_granularity", "some", "known are full"),
@@ -568,6 +568,12 @@ def test_a_launcher_s_file_is_read_raw_and_composed(is_composed: bool, tmp_path:
         assert f"--{field}" in status[key][1]
     assert {status[key][0] for key in ("run.results_dir", "model.activations_checkpoint_num_layers")} == {"ignored"}
     assert set(status) == {key for key, _ in leaves(node)} | {key for key, _ in leaves(outside)}
+
+
+def test_nemo_s_growing_global_batch_is_this_recipe_s(tmp_path: Path) -> None:
+    node = merged(tree("nemo"), {"model": {"rampup_batch_size": [16, 8, 1000]}})
+    assert config(node, tmp_path).rampup_batch_size == "16,8,1000"
+    assert "grows by 5" in refusal(merged(node, {"model": {"rampup_batch_size": [16, 5, 1000]}}), tmp_path)
 
 
 # Keys of NeMo 1.21 to 2.0's megatron_gpt_config.yaml and of its launcher's training files that 1.14 does not have.

@@ -18,7 +18,7 @@ from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine, refuse_downcast_variables
 from pretraining.parallel.torch_engine import TorchEngine
 from tests.parallel.launch import ALONE, run_on_torch
-from tests.parallel.toy import instruction_cases
+from tests.parallel.toy import RAMP, instruction_cases
 
 slow = pytest.mark.slow
 Fields = dict[str, Any]
@@ -85,9 +85,16 @@ FORMS_ON_CONTEXT: dict[str, Fields] = {
 }
 UNPADDED: Fields = {**FORMS["padded"], "make_vocab_size_divisible_by": 1}
 CASES: dict[int, dict[str, Fields]] = {
-    ALONE: {**FEW, **FORMS, "padded": UNPADDED, "bf16": {"mixed_precision": True}, "6 layers": {"num_layers": 6}},
+    ALONE: {
+        **FEW,
+        **FORMS,
+        "ramp": {**RAMP, "batch_size": 4},
+        "padded": UNPADDED,
+        "bf16": {"mixed_precision": True},
+        "6 layers": {"num_layers": 6},
+    },
     1: FEW,
-    2: {**FEW, "uneven": {**FSDP, "vocab_size": 511}},
+    2: {**FEW, "uneven": {**FSDP, "vocab_size": 511}, "ramp": {**RAMP, "batch_size": 2}},
     4: {
         "ddp": {"sharding_strategy": "ddp", "batch_size": 4},
         "ddp, all blocks, accumulated": {"sharding_strategy": "ddp", **ALL_BLOCKS, "batch_size": 1},
@@ -125,6 +132,9 @@ CASES: dict[int, dict[str, Fields]] = {
         **{f"{form}, stages": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_STAGES.items()},
         **{f"{form}, context": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_CONTEXT.items()},
         "bf16, zero bubble": {**FSDP, **ZERO_BUBBLE, "mixed_precision": True},
+        "ramp": RAMP,
+        "ramp, stages": {**RAMP, **STAGES, "batch_size": 2},
+        "ramp, zero bubble": {**RAMP, **ZERO_BUBBLE},
         "poisoned": {**FSDP, "poison_step": 2},
         "poisoned, skipped": {**FSDP, "poison_step": 2, "max_skipped_steps": 1},
     },
@@ -133,7 +143,7 @@ EXACT = [
     (processes, case)
     for processes, cases in CASES.items()
     for case in cases
-    if not any(word in case for word in ("bf16", "poisoned", "uneven", "6 layers", *FORMS))
+    if not any(word in case for word in ("bf16", "poisoned", "uneven", "6 layers", "ramp", *FORMS))
 ]
 
 
@@ -173,6 +183,14 @@ def test_losses_and_gradient_norms_are_those_of_one_process(processes: int, case
 @slow
 def test_stages_of_other_sizes_have_the_losses_of_one_process() -> None:
     reference, got = outcome(ALONE)["6 layers"], outcome(4)["4 stages, uneven"]
+    for figure in ("loss", "grad_norm", "evaluation"):
+        assert got[figure] == pytest.approx(reference[figure], abs=1e-5)
+
+
+@slow
+@pytest.mark.parametrize(("processes", "mesh"), [(2, ""), (4, ""), (4, ", stages"), (4, ", zero bubble")])
+def test_a_growing_global_batch_has_the_losses_of_one_process(processes: int, mesh: str) -> None:
+    reference, got = outcome(ALONE)["ramp"], outcome(processes)[f"ramp{mesh}"]
     for figure in ("loss", "grad_norm", "evaluation"):
         assert got[figure] == pytest.approx(reference[figure], abs=1e-5)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from tests.parallel.launch import ALONE, run_on_torch, run_on_xla
-from tests.parallel.toy import instruction_cases
+from tests.parallel.toy import RAMP, instruction_cases
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
@@ -172,10 +173,19 @@ def instructions(devices: int) -> dict[str, Fields]:
     return {"instructions": {**packed, **sizes[devices]}} if devices in sizes else {}
 
 
+def ramps(devices: int) -> dict[str, Fields]:
+    """A growing global batch; on 8 devices of one micro-batch and then two, with stages of two and then four."""
+    if devices != 8:
+        return {"ramp": {**RAMP, "batch_size": 4}} if devices == 1 else {}
+    resumed = {**RAMP, "halfway": f"{tempfile.mkdtemp()}/run"}
+    return {"ramp": RAMP, "ramp, resumed": resumed, "ramp, stages": {**RAMP, "pipeline_parallel_size": 2}}
+
+
 @functools.cache
 def outcome(devices: int) -> tuple[dict[str, Any], str]:
     """Every case on this many devices, and stderr. Level 0 lets warnings of XLA through, so that silence is absence."""
-    return run_on_xla(devices, {**CASES[devices], **instructions(devices)}, TF_CPP_MIN_LOG_LEVEL="0")
+    cases = {**CASES[devices], **instructions(devices), **ramps(devices)}
+    return run_on_xla(devices, cases, TF_CPP_MIN_LOG_LEVEL="0")
 
 
 def reference() -> dict[str, Any]:
@@ -199,7 +209,8 @@ def test_losses_and_gradient_norms_are_those_of_plain_data_parallelism(devices: 
 def one_process() -> dict[str, Any]:
     """Cases on the torch engine."""
     padded = {**instruction_cases()["padded"], "batch_size": 8}
-    return run_on_torch(ALONE, {"ddp": {**STRATEGIES["ddp"], "batch_size": 4}, "instructions, padded": padded})
+    cases = {"ddp": {**STRATEGIES["ddp"], "batch_size": 4}, "ramp": {**RAMP, "batch_size": 2}}
+    return run_on_torch(ALONE, {**cases, "instructions, padded": padded})
 
 
 def test_both_engines_give_the_same_losses_and_gradient_norms() -> None:
@@ -214,8 +225,10 @@ def test_the_toy_learns() -> None:
 
 @pytest.mark.parametrize("devices", CASES)
 def test_nothing_compiles_after_the_first_step(devices: int) -> None:
+    # A resumed run is a new start. With stages, all micro-batches of a step are one program.
+    expected = {"ramp, resumed": {0, 1}, "ramp, stages": {0, 1}}
     for case, got in outcome(devices)[0].items():
-        assert set(got["compilations"]) == {0}, case
+        assert set(got["compilations"]) == expected.get(case, {0}), case
         assert got["late_compilations"] == 0, case  # a second validation, a look at the state, another step
 
 
@@ -273,6 +286,20 @@ def test_packed_examples_have_the_losses_of_the_same_examples_one_per_row(device
     for figure in ("loss", "grad_norm", "evaluation"):
         assert packed[figure] == pytest.approx(padded[figure], abs=1e-5)
     assert packed["loss"][-1] < packed["loss"][0] - 0.3
+
+
+@pytest.mark.parametrize(("devices", "case"), [(1, "ramp"), (8, "ramp"), (8, "ramp, stages")])
+def test_a_growing_global_batch_has_the_same_losses_on_every_mesh_and_engine(devices: int, case: str) -> None:
+    alone, got = one_process()["ramp"], outcome(devices)[0][case]
+    for figure in ("loss", "grad_norm", "evaluation"):
+        assert got[figure] == pytest.approx(alone[figure], abs=1e-5)
+    assert got["compilations"] == ([0, 0, 0, 0, 1, 1] if "stages" in case else [0] * 6)
+
+
+def test_a_run_resumes_bitwise_while_the_global_batch_grows() -> None:
+    whole, resumed = outcome(8)[0]["ramp"], outcome(8)[0]["ramp, resumed"]
+    for figure in ("loss", "grad_norm", "evaluation"):
+        assert resumed[figure] == whole[figure]
 
 
 def test_bf16_products_stay_within_two_percent_of_fp32() -> None:

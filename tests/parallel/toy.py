@@ -32,6 +32,8 @@ TOY: dict[str, Any] = {
     "mixed_precision": False,
     "low_cpu_fsdp": True,
 }
+# Four global batches of 8 sequences, then 16; saved among the first ones
+RAMP: dict[str, Any] = {"rampup_batch_size": "8,8,32", "batch_size": 1, "num_steps": 6, "sharding_strategy": "fsdp"}
 
 
 @functools.cache
