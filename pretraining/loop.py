@@ -82,8 +82,7 @@ class TrainingRun:
     def tokens_seen(self, step: int) -> int:
         """Return the tokens of every global batch up to and including this step's."""
         before = self.resumed.tokens_seen if self.resumed else 0
-        first, last = (self.stream.state(number)["sequences"] for number in (0, step - self.start_step))
-        return before + (last - first) * self.config.seq_length
+        return before + self.stream.trained(step - self.start_step) * self.config.seq_length
 
     def changes_size(self, step: int) -> bool:
         """Return whether the global batch of `step` is the first of its size, which may be a program of its own."""
@@ -332,7 +331,7 @@ def _record(
         **{name: figures[name] for name in ("loss_scale", "outliers") if name in figures},
         "learning_rate": rate,
         "tokens_seen": run.tokens_seen(step),
-        "samples_seen": run.tokens_seen(step) // config.seq_length,
+        "samples_seen": run.stream.state(step - run.start_step)["sequences"],
         "consumed": run.stream.consumed(step - run.start_step),
         "step_time": step_time,
         **run.meter.speed(step_time, tokens),

@@ -7,28 +7,33 @@ that number alone, and every rank, engine and report computes the same sizes.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from pretraining.config.grammar import BatchRamp, parse_rampup
+from pretraining.config.grammar import BatchRamp, parse_rampup, parse_ranges
 from pretraining.config.training import TrainConfig
 
 
 class EqualBatches(NamedTuple):
-    """Consecutive steps whose global batches have one size."""
+    """Consecutive steps whose global batches have one size and follow each other in the order of the data."""
 
     step: int  # the first of them
     sequence: int  # the first one of that step
     rows: int  # sequences per global batch
+    trained: int  # sequences of the steps before, without those passed over
 
 
 class GlobalBatches:
     """The global batches from a number of consumed sequences on; step 0 is the next one."""
 
-    def __init__(self, rows: int, ramp: BatchRamp | None = None, consumed: int = 0) -> None:
-        """rows: sequences of a global batch, with a ramp of the last and largest one."""
-        self.sizes = tuple(_sizes(rows, ramp, consumed))
+    def __init__(
+        self, rows: int, ramp: BatchRamp | None = None, skipped: Sequence[range] = (), consumed: int = 0
+    ) -> None:
+        """rows: sequences of a global batch, with a ramp of the last and largest one. skipped: sequences passed over,
+        in ascending order.
+        """
+        self.sizes = tuple(_sizes(rows, ramp, skipped, consumed))
 
     def sequences(self, step: int) -> range:
         """Return the sequences of a step, counted from the beginning of the run."""
@@ -36,43 +41,68 @@ class GlobalBatches:
         first = size.sequence + (step - size.step) * size.rows
         return range(first, first + size.rows)
 
+    def trained(self, step: int) -> int:
+        """Return the number of sequences in the steps before `step`."""
+        size = self.sizes[bisect_right(self.sizes, step, key=attrgetter("step")) - 1]
+        return size.trained + (step - size.step) * size.rows
+
     def steps_before(self, sequence: int) -> int:
-        """Return the number of whole global batches before `sequence`, which is not before step 0."""
-        size = self.sizes[bisect_right(self.sizes, sequence, key=attrgetter("sequence")) - 1]
-        return size.step + (sequence - size.sequence) // size.rows
+        """Return the number of whole global batches before `sequence`."""
+        index = bisect_right(self.sizes, sequence, key=attrgetter("sequence"))
+        if not index:
+            return 0
+        size = self.sizes[index - 1]
+        step = size.step + (sequence - size.sequence) // size.rows
+        return min(step, self.sizes[index].step) if index < len(self.sizes) else step
 
 
 def global_batches(config: TrainConfig) -> GlobalBatches:
     """Return the global batches of the whole run; global_batch_size must be known."""
     assert config.global_batch_size
-    return GlobalBatches(config.global_batch_size, parse_rampup(config.rampup_batch_size))
+    ramp, skipped = parse_rampup(config.rampup_batch_size), parse_ranges(config.skip_samples)
+    return GlobalBatches(config.global_batch_size, ramp, skipped)
 
 
 def tokens_of_run(config: TrainConfig) -> int:
     """Return the tokens of all num_steps global batches; global_batch_size must be known."""
-    return global_batches(config).sequences(config.num_steps).start * config.seq_length
+    return global_batches(config).trained(config.num_steps) * config.seq_length
 
 
 def describe_growth(config: TrainConfig) -> str:
     """Return how the global batches grow, as the end of a sentence about the last size; nothing if they do not."""
-    first, *others = global_batches(config).sizes
-    if not others:
+    sizes = global_batches(config).sizes
+    first, last = sizes[0].rows, next(size for size in sizes if size.rows == config.global_batch_size)
+    if first == last.rows:
         return ""
-    return f"; {first.rows} sequences at first, these from step {others[-1].step + 1:,} on ({1 + len(others)} sizes)"
+    count = len({size.rows for size in sizes})
+    return f"; {first} sequences at first, these from step {last.step + 1:,} on ({count} sizes)"
 
 
-def _sizes(rows: int, ramp: BatchRamp | None, consumed: int) -> Iterator[EqualBatches]:
-    """Megatron-LM's `RampupBatchsizeNumMicroBatches`: increments are spread evenly over the ramp's sequences.
+def _sizes(rows: int, ramp: BatchRamp | None, skipped: Sequence[range], consumed: int) -> Iterator[EqualBatches]:
+    """Yield all global batches. One that would have a sequence to pass over begins behind it instead."""
+    step, sequence, trained = 0, consumed, 0
+    while True:
+        size, grows_at = _size_at(sequence, rows, ramp)
+        skip = next((some for some in skipped if some.stop > sequence), None)
+        if skip and sequence + size > skip.start:
+            sequence = skip.stop
+            continue
+        yield EqualBatches(step, sequence, size, trained)
+        ends = [-(-(grows_at - sequence) // size)] if grows_at else []
+        ends += [(skip.start - sequence) // size] if skip else []
+        if not ends:
+            return
+        step, sequence, trained = step + min(ends), sequence + min(ends) * size, trained + min(ends) * size
 
-    In whole numbers: Megatron divides floats, and where a size begins exactly at a step, rounding may delay it by one.
+
+def _size_at(sequence: int, rows: int, ramp: BatchRamp | None) -> tuple[int, int | None]:
+    """Return the size of a global batch that begins at `sequence`, and the sequence from which on they are larger.
+
+    Megatron-LM's `RampupBatchsizeNumMicroBatches`: increments are spread evenly over the ramp's sequences. In whole
+    numbers: Megatron divides floats, and where a size begins exactly at a step, rounding may delay it by one.
     """
-    step, sequence = 0, consumed
-    while ramp and sequence < ramp.sequences:
-        increments = (rows - ramp.start) // ramp.increment
-        done = sequence * increments // ramp.sequences
-        size = EqualBatches(step, sequence, ramp.start + done * ramp.increment)
-        yield size
-        end = -(-(done + 1) * ramp.sequences // increments)  # the sequence from which on batches are larger
-        step += -(-(end - sequence) // size.rows)
-        sequence += (step - size.step) * size.rows
-    yield EqualBatches(step, sequence, rows)
+    if not ramp or sequence >= ramp.sequences:
+        return rows, None
+    increments = (rows - ramp.start) // ramp.increment
+    done = sequence * increments // ramp.sequences
+    return ramp.start + done * ramp.increment, -(-(done + 1) * ramp.sequences // increments)

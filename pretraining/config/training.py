@@ -29,6 +29,7 @@ from pretraining.config.grammar import (
     parse_cuts,
     parse_modules,
     parse_rampup,
+    parse_ranges,
     parse_selective,
     parse_split,
     parse_steps,
@@ -51,6 +52,7 @@ MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-sepa
 ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
 RAMPUP = Grammar(parse_rampup, "start,increment,samples: three whole numbers from 1, such as 16,16,100000")
+RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
 SPLIT = Grammar(parse_split, "up to three numbers, for train, valid and test, such as 949,50,1")
 STEPS = Grammar(parse_steps, "step numbers from 0, comma-separated, such as 0,100,1000")
 TOKENS = Grammar(parse_steps, "token ids, comma-separated, such as 0,1")
@@ -470,6 +472,10 @@ class TrainConfig:
     accept_data_changes: bool = False
     """Continue although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture
     begins at that step, and the change is recorded. False: an error that lists what changed."""
+    skip_samples: Annotated[str, RANGES, Resume.NOTE] = ""
+    """Sequences of the training data that are passed over, FIRST-LAST and comma-separated, as samples_seen of
+    metrics.jsonl counts them; they count there. A global batch that would have one of them begins behind it. See
+    "Loss spikes". Empty: none."""
     num_workers: Annotated[int, AtLeast(1), Resume.FREE] = 1
     """Threads that read batches ahead. The order of the data does not depend on it."""
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from pretraining.config.batches import GlobalBatches, global_batches
 from pretraining.config.errors import UserError
-from pretraining.config.grammar import BatchRamp, parse_rampup
+from pretraining.config.grammar import parse_rampup, parse_ranges
 from pretraining.config.training import TrainConfig
 from pretraining.data.corpus import BlockCache, Corpus, DocumentOrder
 from pretraining.data.datasets import (
@@ -93,16 +93,15 @@ class Stream:
         *,
         state: dict[str, Any],
         facts: dict[str, Any],
-        ramp: BatchRamp | None = None,
+        batches: GlobalBatches,
         total: int | None = None,
         counted: int | None = None,
     ) -> None:
-        """state: of step 0. ramp: by which global batches grow to their size, None: they all have it.
+        """state: of step 0. batches: which sequences each of the steps has.
         total: sequences that exist, counted from the beginning of the run; None: endless.
         counted: those of them whose labels are trained, None: all; the others fill up the last batch.
         """
-        self._batches = GlobalBatches(rank_slice.global_rows, ramp, int(state["sequences"]))
-        self._source, self._slice, self._fields = source, rank_slice, fields
+        self._source, self._slice, self._fields, self._batches = source, rank_slice, fields, batches
         self._state, self._facts, self._total, self._counted = state, facts, total, counted
 
     @property
@@ -116,7 +115,7 @@ class Stream:
         """Whole batches from step 0 on; None: endless."""
         if self._total is None:
             return None
-        return self._batches.steps_before(max(self._total, int(self._state["sequences"])))
+        return self._batches.steps_before(self._total)
 
     def batch(self, step: int) -> Batch:
         """Return this rank's rows of global batch `step`, counted from 0 at the state the stream was opened with.
@@ -149,8 +148,12 @@ class Stream:
         """Return the state after `step` steps, which `open_stream` continues from. JSON, the same on every rank."""
         return {**self._state, "sequences": self._batches.sequences(step).start}
 
+    def trained(self, step: int) -> int:
+        """Return the sequences of the steps before `step`."""
+        return self._batches.trained(step)
+
     def consumed(self, step: int) -> dict[str, int]:
-        """Return the sequences of each dataset that the run consumed before step `step`; {} for the dummy dataset."""
+        """Return the sequences of each dataset before step `step`, those passed over included; {} for the dummy."""
         return consumed_at(self._state, int(self.state(step)["sequences"]))
 
     def facts(self) -> dict[str, Any]:
@@ -369,8 +372,10 @@ def open_stream(
     facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
     facts["notes"] = [*([source.note] if source.note else []), describe_separator(special)]
     facts["notes"] += [line for dataset in datasets if (line := describe_labels(dataset))]
-    ramp = _ramp(config, split)
-    return Stream(mixture, rank_slice, fields, state=first_state, facts=facts, ramp=ramp, total=total, counted=counted)
+    batches = _batches(config, split, rank_slice, first_state)
+    return Stream(
+        mixture, rank_slice, fields, state=first_state, facts=facts, batches=batches, total=total, counted=counted
+    )
 
 
 def splits_of(config: TrainConfig) -> list[str]:
@@ -399,9 +404,12 @@ def _slice(config: TrainConfig, rank: int, world_size: int) -> RankSlice:
     return RankSlice(rank, world_size, global_rows, config.seq_length)
 
 
-def _ramp(config: TrainConfig, split: str) -> BatchRamp | None:
-    """Return how the global batches of training grow; those of validation and test do not."""
-    return parse_rampup(config.rampup_batch_size) if split == "train" else None
+def _batches(config: TrainConfig, split: str, rank_slice: RankSlice, state: dict[str, Any]) -> GlobalBatches:
+    """Return the global batches from a state on; those of validation and test neither grow nor pass anything over."""
+    rows, consumed = rank_slice.global_rows, int(state["sequences"])
+    if split != "train":
+        return GlobalBatches(rows, consumed=consumed)
+    return GlobalBatches(rows, parse_rampup(config.rampup_batch_size), parse_ranges(config.skip_samples), consumed)
 
 
 def _open_endless(
@@ -423,7 +431,8 @@ def _open_endless(
     facts = {"datasets": [{"name": name, "tokens": None, "share": 1.0, "epochs": None}], "vocabulary": rows}
     seed = config.seed if split == "train" else config.seed + 1 + SPLITS.index(split)
     source = OwnRows(own, rows) if own else Counters(seed, rows)
-    return Stream(source, rank_slice, fields, state=first_state, facts=facts, ramp=_ramp(config, split))
+    batches = _batches(config, split, rank_slice, first_state)
+    return Stream(source, rank_slice, fields, state=first_state, facts=facts, batches=batches)
 
 
 def _order(config: TrainConfig, special: SpecialTokens, name: str, boundaries: bool) -> DocumentOrder:
@@ -496,7 +505,7 @@ def _facts(
     "epochs": passes over the dataset in num_steps steps; None outside of training and without a global batch size.
     """
     known = config.global_batch_size and length
-    planned = global_batches(config).sequences(config.num_steps).start * length if known else None
+    planned = global_batches(config).trained(config.num_steps) * length if known else None
     return [
         {
             "name": dataset.name,
