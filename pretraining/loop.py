@@ -22,12 +22,13 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
 from pretraining.checkpoint.manifest import Facts
+from pretraining.config.batches import row_length
 from pretraining.config.devices import kind_of
 from pretraining.config.errors import UserError
 from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, TRY_AGAIN
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.data import Batch, Stream
+from pretraining.data import Batch, Stream, cut_rows
 from pretraining.data.prefetch import Prefetcher
 from pretraining.interrupt import Clock, Interrupt, NoRendezvousError
 from pretraining.monitor.account import Account, account_line, totals
@@ -61,7 +62,7 @@ class TrainingRun:
     meter: Meter = field(init=False)
     watchdog: Watchdog = field(init=False)
     progress: Progress = field(default_factory=Progress)
-    first_step_seconds: float = 0.0  # of the step that compiles
+    first_step_seconds: float = 0.0  # of the steps that compile
     step_times: list[float] = field(default_factory=list)  # seconds per step, one for each later report
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     reported_seconds: dict[str, float] = field(default_factory=dict)  # by activity, at the last report
@@ -122,14 +123,20 @@ class TrainingRun:
         """Return a context in which process 0 prints a sign of life."""
         return heartbeat(label, shown=self.engine.process_index == 0)
 
+    def begins_rows(self, step: int) -> bool:
+        """Return whether `step` is the first of this process with rows of its length, which is a program of its own."""
+        return step == self.start_step + 1 or row_length(self.config, step) != row_length(self.config, step - 1)
+
     def first_train_step(self, *arguments: Any) -> StepResult:
-        """Run the step that is traced and compiled, with a sign of life while that lasts."""
-        began = time.perf_counter()
-        with self.heartbeat(f"compiling and running the first step, {model_shape(self.config).num_layers} layers"):
+        """Run a step that is traced and compiled, with a sign of life while that lasts."""
+        began, length = time.perf_counter(), row_length(self.config, self.step + 1)
+        name = "first step" + (f" with rows of {length} tokens" if self.config.seq_length_stages else "")
+        with self.heartbeat(f"compiling and running the {name}, {model_shape(self.config).num_layers} layers"):
             result = self.engine.train_step(*arguments)
             result.read()
-        self.first_step_seconds = time.perf_counter() - began
-        self.print(f"first step: {self.first_step_seconds:.1f} s, compilation included")
+        seconds = time.perf_counter() - began
+        self.first_step_seconds += seconds
+        self.print(f"{name}: {seconds:.1f} s, compilation included")
         return result
 
 
@@ -238,11 +245,12 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt, cl
     _prepare_first_step(run)
     watch.restart(run.start_step)
     for step in range(run.start_step + 1, config.num_steps + 1):
-        is_first = step == run.start_step + 1
+        is_first = run.begins_rows(step)
         run.watchdog.expect(first=is_first or run.changes_size(step))
+        run.account.begin("compile" if is_first else "train")
         with _profiled(run, step):
             with run.account.spending("data_wait"):
-                batch = batches.batch(step - run.start_step - 1)
+                batch = cut_rows(batches.batch(step - run.start_step - 1), row_length(config, step))
             rate = learning_rate(config, step - 1)
             train_step = run.first_train_step if is_first else run.engine.train_step
             result = train_step(run.model, run.optimizer, batch, rate)
@@ -318,7 +326,8 @@ def _record(
 ) -> dict[str, Any]:
     config, engine, step_time = run.config, run.engine, watch.lap(step)
     tokens = (run.tokens_seen(step) - run.tokens_seen(watch.step)) / (step - watch.step)  # per step, in the mean
-    if step > run.start_step + 1 and tokens == config.tokens_per_step:
+    length = row_length(config, step)
+    if not run.begins_rows(step) and (tokens, length) == (config.tokens_per_step, config.seq_length):
         run.step_times.append(step_time)
     spike = is_spike(figures["loss"], run.recent_losses)
     run.recent_losses.append(figures["loss"])
@@ -334,7 +343,7 @@ def _record(
         "samples_seen": run.stream.state(step - run.start_step)["sequences"],
         "consumed": run.stream.consumed(step - run.start_step),
         "step_time": step_time,
-        **run.meter.speed(step_time, tokens),
+        **run.meter.speed(step_time, tokens, flops_per_token(model_shape(config), length)),
         "samples_per_second": tokens / config.seq_length / step_time,
         "memory_bytes": engine.memory_bytes(),
         "compilations": engine.compilations(),

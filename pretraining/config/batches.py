@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from pretraining.config.grammar import BatchRamp, parse_rampup, parse_ranges
+from pretraining.config.grammar import BatchRamp, parse_rampup, parse_ranges, parse_stages
 from pretraining.config.training import TrainConfig
 
 
@@ -76,6 +76,18 @@ def describe_growth(config: TrainConfig) -> str:
         return ""
     count = len({size.rows for size in sizes})
     return f"; {first} sequences at first, these from step {last.step + 1:,} on ({count} sizes)"
+
+
+def row_length(config: TrainConfig, step: int) -> int:
+    """Return the tokens of a training row in `step`, counted from 1."""
+    stages = parse_stages(config.seq_length_stages)
+    return next((stage.length for stage in stages if step <= stage.last), config.seq_length)
+
+
+def describe_stages(config: TrainConfig) -> str:
+    """Return which rows are shorter, as the end of a sentence about sequences; nothing if none are."""
+    stages = parse_stages(config.seq_length_stages)
+    return "".join(f"; rows of {stage.length} tokens up to step {stage.last:,}" for stage in stages)
 
 
 def _sizes(rows: int, ramp: BatchRamp | None, skipped: Sequence[range], consumed: int) -> Iterator[EqualBatches]:

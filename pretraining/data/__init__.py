@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pretraining.data.prefetch import Prefetcher
     from pretraining.data.stores.labels import IGNORED
-    from pretraining.data.stream import NO_ROWS, Batch, RowMarks, Rows, Stream, check_data, open_stream, splits_of
+    from pretraining.data.stream import (
+        NO_ROWS,
+        Batch,
+        RowMarks,
+        Rows,
+        Stream,
+        check_data,
+        cut_rows,
+        open_stream,
+        splits_of,
+    )
 
 __all__ = [
     "IGNORED",
@@ -22,6 +32,7 @@ __all__ = [
     "Rows",
     "Stream",
     "check_data",
+    "cut_rows",
     "open_stream",
     "splits_of",
 ]

@@ -191,6 +191,14 @@ def assemble(rows: np.ndarray, marks: list[RowMarks], fields: BatchFields) -> Ba
     return batch
 
 
+def cut_rows(batch: Batch, length: int) -> Batch:
+    """Return a batch whose rows are cut into rows of `length` tokens, whose positions begin at 0."""
+    rows = {name: array.reshape(-1, length) for name, array in batch.items()}
+    if "positions" in rows:
+        rows["positions"] = np.minimum(rows["positions"], np.arange(length, dtype=np.int32))
+    return rows
+
+
 class Counters:
     """The dummy dataset, for performance runs: every sequence counts up from a random start, so it can be learned."""
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pretraining.config.batches import describe_growth, tokens_of_run
+from pretraining.config.batches import describe_growth, describe_stages, tokens_of_run
 from pretraining.config.devices import kind_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -70,7 +70,7 @@ def _batch(config: TrainConfig, mesh: Mapping[str, int]) -> str:
     rows = f"{config.global_batch_size} sequences of {config.seq_length}"
     split = micro_batches(config.gradient_accumulation_steps, config.batch_size)
     total = f"{amount(tokens_of_run(config))} tokens in {config.num_steps:,} steps"
-    return f"{tokens:,} tokens/step = {rows} ({split}){describe_growth(config)}; {total}"
+    return f"{tokens:,} tokens/step = {rows} ({split}){describe_growth(config)}{describe_stages(config)}; {total}"
 
 
 def _memory(per_device: Mapping[str, int]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from pretraining.config.errors import Problem
-from pretraining.config.grammar import RECOMPUTABLE, parse_cuts, parse_modules, parse_selective
+from pretraining.config.grammar import RECOMPUTABLE, parse_cuts, parse_modules, parse_selective, parse_stages
 from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
@@ -65,6 +65,20 @@ def check_sequence_split(config: TrainConfig) -> Iterator[Problem]:
         factors += [f"tensor_parallel_size={tensor} (sequence_parallel)"] * (tensor > 1)
         valid = multiples_around(config.seq_length, parts)
         yield problem(config, "seq_length", f"is not a multiple of {' x '.join(factors)}; use {valid}")
+
+
+def check_stages_of_length(config: TrainConfig) -> Iterator[Problem]:
+    """A row divides into the shorter rows of every stage, and context and tensor ranks share those out, too."""
+    parts = config.context_parallel_size * (config.tensor_parallel_size if config.sequence_parallel else 1)
+    for length, _ in parse_stages(config.seq_length_stages):
+        if config.seq_length % length or length % parts:
+            share = f" and be a multiple of {parts}, the ranks that share a row" if parts > 1 else ""
+            remedy = f"has rows of {length} tokens; every length must divide seq_length={config.seq_length}{share}"
+            yield problem(config, "seq_length_stages", remedy)
+    if config.seq_length_stages and config.pipeline_parallel_size > 1:
+        yield problem(
+            config, "seq_length_stages", "needs --pipeline_parallel_size=1: a pipeline has rows of one length"
+        )
 
 
 def check_pipeline(config: TrainConfig) -> Iterator[Problem]:
@@ -157,6 +171,7 @@ CHECKS = (
     check_attention,
     check_kv_replication,
     check_sequence_split,
+    check_stages_of_length,
     check_pipeline,
     check_schedule,
     check_batch,

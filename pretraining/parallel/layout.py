@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pretraining.config.errors import Problem
+from pretraining.config.grammar import parse_stages
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import multiples_around
 from pretraining.config.variants import model_shape
@@ -177,10 +178,11 @@ def uneven_shards(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
     if mesh.tensor > 1 and hidden % shards:
         remedy = f"needs hidden_size={hidden} to be a multiple of the {shards} data-parallel ranks of a group"
         yield Problem(f"--tensor_parallel_size={mesh.tensor}", f"{remedy}; use sharding_strategy=hsdp with fewer")
-    if mesh.context > 1 and config.seq_length % chunks:
-        remedy = f"is not a multiple of {chunks}: two chunks for each of {mesh.context} context ranks"
-        valid = multiples_around(config.seq_length, chunks)
-        yield Problem(f"--seq_length={config.seq_length}", f"{remedy}; use {valid}")
+    lengths = [config.seq_length, *(stage.length for stage in parse_stages(config.seq_length_stages))]
+    for length in lengths if mesh.context > 1 else ():
+        if length % chunks:
+            remedy = f"is not a multiple of {chunks}: two chunks for each of {mesh.context} context ranks"
+            yield Problem(f"a row of {length} tokens", f"{remedy}; use {multiples_around(length, chunks)}")
 
 
 def tensor_dimension(name: str) -> int | None:

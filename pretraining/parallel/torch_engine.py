@@ -247,7 +247,8 @@ class TorchEngine:
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """Yield this process's rows as micro-batches on the device, and whether each is the last."""
-        count, rows = len(batch["tokens"]), self.config.batch_size
+        count, length = batch["tokens"].shape
+        rows = self.config.batch_size * self.config.seq_length // length
         for start in range(0, count, rows):
             yield self._to_device({name: x[start : start + rows] for name, x in batch.items()}), start + rows >= count
 
@@ -285,10 +286,10 @@ class TorchEngine:
         if not is_skipping or (segments is None and not window):
             return segments
         if segments is None:
-            segments = torch.zeros(len(batch["labels"]), self.config.seq_length, dtype=torch.int32, device=self.device)
+            segments = torch.zeros_like(batch["labels"]).repeat(1, self.mesh.context)
         if self.context is None:
             return self._document_mask(segments, window)
-        ends, length = self.context.ends(self.config.seq_length), self.config.seq_length // self.context.chunks
+        ends, length = self.context.ends(segments.shape[1]), segments.shape[1] // self.context.chunks
         return tuple(self._document_mask(segments[:, :end], window, length) for end in ends)
 
     @torch.no_grad()

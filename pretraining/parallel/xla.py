@@ -198,8 +198,10 @@ class XlaEngine:
 
     def _micro_batches(self, batch: Batch) -> Iterator[dict[str, Tensor]]:
         """Yield this process's rows on the devices, those of one graph at a time, sharded as TOKENS says."""
-        for start in range(0, len(batch["tokens"]), self.rows):
-            rows = {name: torch.from_numpy(array[start : start + self.rows]) for name, array in batch.items()}
+        count, length = batch["tokens"].shape
+        rows_of_graph = self.rows * self.config.seq_length // length
+        for start in range(0, count, rows_of_graph):
+            rows = {name: torch.from_numpy(array[start : start + rows_of_graph]) for name, array in batch.items()}
             yield {name: self.send(tensor) for name, tensor in rows.items()}
 
     def send(self, rows: Tensor) -> Tensor:

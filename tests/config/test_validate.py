@@ -86,6 +86,13 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         {"global_batch_size": 6, "gradient_accumulation_steps": 4},
         ["--global_batch_size=6", "batch_size=2 x gradient_accumulation_steps=4 = 8", "use 8"],
     ),
+    ({"seq_length_stages": "64:9,128"}, ["--seq_length_stages=64:9,128", "LENGTH:STEP", "such as 1024:2000"]),
+    ({"seq_length_stages": "100:9", "seq_length": 256}, ["rows of 100 tokens", "divide seq_length=256"]),
+    (
+        {"seq_length_stages": "6:9", "seq_length": 24, "tensor_parallel_size": 4, "sequence_parallel": True},
+        ["rows of 6 tokens", "a multiple of 4"],
+    ),
+    (STAGES | {"seq_length_stages": "64:9", "seq_length": 256}, ["seq_length_stages", "--pipeline_parallel_size=1"]),
     ({"rampup_batch_size": "2,2,100"}, ["--rampup_batch_size=2,2,100", "needs --global_batch_size"]),
     (RAMPED | {"rampup_batch_size": "4,4"}, ["--rampup_batch_size=4,4", "start,increment,samples", "16,16,100000"]),
     (RAMPED | {"rampup_batch_size": "16,4,9"}, ["starts with 16", "global_batch_size=16"]),

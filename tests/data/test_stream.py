@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.data import Prefetcher, open_stream
+from pretraining.data import Prefetcher, cut_rows, open_stream
 from pretraining.data.files import OpenFiles
 from pretraining.storage import read_exactly
 from tests.data.corpora import SEPARATOR, corpus, epoch_tokens, numbered, rows, settings
@@ -254,3 +254,17 @@ def test_a_file_that_another_thread_evicts_stays_open_until_it_is_read(
 
     monkeypatch.setattr("pretraining.data.files.read_exactly", evict_and_read)
     assert np.array_equal(rows(open_stream(settings(tmp_path / "data")), 200), expected)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_a_row_is_cut_into_rows_in_which_positions_begin_again(documents: list[int], length: int) -> None:
+    positions = np.concatenate([np.arange(count) for count in documents])[:12]
+    positions = np.pad(positions, (0, 12 - len(positions)))  # documents of one token
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12)
+    cut = cut_rows({"tokens": tokens, "positions": np.stack([positions, np.arange(12)]).astype(np.int32)}, length)
+    assert cut["tokens"].shape == cut["positions"].shape == (24 // length, length)
+    assert np.array_equal(cut["tokens"].ravel(), tokens.ravel())
+    for row, first in zip(cut["positions"], range(0, 12, length), strict=False):
+        begun = [place for place in range(first, first + length) if positions[place] == 0 or place == first]
+        assert row.tolist() == [place - max(b for b in begun if b <= place) for place in range(first, first + length)]
+    assert np.array_equal(cut["positions"][12 // length :], np.tile(np.arange(length), (12 // length, 1)))
