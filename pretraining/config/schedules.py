@@ -32,6 +32,7 @@ SCHEDULES = {
     "noam_hold": Schedule((*_FLOOR, "lr_hold_steps", "lr_decay_rate")),
     "warmup_annealing": Schedule(_FLOOR),
     "inverse_sqrt": Schedule(_FLOOR),
+    "hybrid_cosine_inv_sqrt": Schedule((*_FLOOR, "lr_cooldown_steps")),
     "poly": Schedule((*_FLOOR, "lr_power", "lr_cycle")),
     "poly_hold": Schedule((*_FLOOR, "lr_power", "lr_cycle", "lr_hold_steps")),
     "step": Schedule(requires=("lr_step_size", "lr_gamma")),

@@ -318,7 +318,8 @@ class TrainConfig:
     """Learning rate by step. fms-fsdp's: "fms_cosine" (quadratic warm-up over min(2000, num_steps // 20) steps, then a
     cosine to 10 % of the peak), "fms_annealing" (linear from the peak to 0). NeMo's: those without a prefix.
     GPT-NeoX's: "neox_*", and as they were in 2022, "neox2022_*". "wsd": warm-up, lr_hold_steps at the peak, then linear
-    to min_lr."""
+    to min_lr. "hybrid_cosine_inv_sqrt": that of Stable LM 2, a cosine for a quarter of lr_decay_steps, then an inverse
+    square root without end and lr_cooldown_steps."""
     lr_warmup_steps: Annotated[int | None, AtLeast(0), Resume.RATE, COMMON] = None
     """Optimizer steps of the warm-up, fewer than the schedule has. None: lr_warmup_ratio, or no warm-up. fms_cosine has
     its own rule."""
@@ -326,6 +327,8 @@ class TrainConfig:
     """Warm-up as a fraction of the steps of the schedule; instead of lr_warmup_steps."""
     lr_decay_steps: Annotated[int | None, AtLeast(1), Resume.RATE] = None
     """Optimizer steps of the schedule; later steps keep its last rate. None: num_steps."""
+    lr_cooldown_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
+    """Last optimizer steps of num_steps, in which the rate falls in a straight line to 0."""
     lr_hold_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
     """Optimizer steps at the peak after the warm-up: warmup_hold, noam_hold, poly_hold, wsd."""
     lr_constant_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0

@@ -142,7 +142,6 @@ _OFF = {
     "muP": "use_mup save_base_shapes load_base_shapes coord_check",
     "the loss is in fp32": "fp16_lm_cross_entropy",
     "positions count from 0": "opt_pos_emb_offset",
-    "the schedule is lr_decay_style's": "cooldown",
     "mixtures of corpora by their size": "weight_by_num_documents",
     "trackers: wandb alone": "use_comet",
     "optimizers in 8 bits": "use_bnb_optimizer",

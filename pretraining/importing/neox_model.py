@@ -22,6 +22,7 @@ from pretraining.importing.mappings import (
 from pretraining.importing.shared import betas, optimizer_arguments, vocabulary_multiple
 
 GATED = ("swiglu", "geglu", "reglu")
+HYBRID = "hybrid_cosine_inv_sqrt_2"  # lr_decay_style of Stable LM 2
 SILU_GATED = ("llama", "gated")  # mlp_type of NeoX, and of StableLM
 
 
@@ -221,11 +222,23 @@ def _argument(_: Any, source: ForeignConfig) -> Conversion:
     return optimizer_arguments({name: source.get(PARAMS + name) for name in names})
 
 
+def _cooldown(value: Any, source: ForeignConfig) -> Conversion:
+    if str(source.get("lr_decay_style")).lower() != HYBRID or not value:
+        return ignored("off") if not value else unsupported(f"read with lr_decay_style={HYBRID} alone")
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        return unsupported("a share of train_iters, from 0 to 1")
+    steps = source.integer("train_iters", 0)
+    return implied(f"a share of train_iters={steps}, like warmup", lr_cooldown_steps=int(value * steps))
+
+
 def _style(value: Any, source: ForeignConfig) -> Conversion:
     era = "neox2022" if source.era == "2022" else "neox"
     name = str(value).lower()
+    if name == HYBRID:
+        note = "as the report on Stable LM 2 has it; its code is not public, nor is where its cool-down began"
+        return implied(note, lr_schedule="hybrid_cosine_inv_sqrt")
     if name not in ("constant", "linear", "cosine", "exponential"):
-        reason = "known are constant, linear, cosine and exponential; StableLM's hybrids are in no public code"
+        reason = f"known are constant, linear, cosine and exponential, and Stable LM's {HYBRID}"
         return Conversion("unsupported", {"lr_schedule": name}, f"{reason}; give --lr_schedule")
     return mapped(lr_schedule=f"{era}_{name}")
 
@@ -267,6 +280,7 @@ OPTIM = {
     "lr_decay_style": KeyMapping(_style, ("lr_schedule",), "neox_ or neox2022_ and the style"),
     "lr_decay_iters": to("lr_decay_steps"),
     "lr_decay_fraction": KeyMapping(_decay_share, ("lr_decay_steps",), "times train_iters"),
+    "cooldown": KeyMapping(_cooldown, ("lr_cooldown_steps",), f"share of train_iters, of {HYBRID}"),
     "warmup": KeyMapping(_warmup, ("lr_warmup_ratio",), "share of the schedule"),
     "warmup_iters": to("lr_warmup_steps", "no key of NeoX's own"),
     "decay_lr_to": KeyMapping(_decay_to, ("min_lr",), "times the peak"),

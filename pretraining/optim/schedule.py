@@ -2,7 +2,7 @@
 
 Does not depend on optimizers or devices. Steps are 0-based optimizer updates; the returned value is the one that
 update uses. Formulas: NeMo 1.14 `core/optim/lr_scheduler.py` unless a docstring names another source. After its total
-every schedule keeps its last value (GPT-NeoX's cosine rises again).
+every schedule keeps its last value (GPT-NeoX's cosine rises again), except the inverse square root of the hybrid one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class Schedule(NamedTuple):
     floor: float = 0.0
     warmup: float = 0.0  # steps; GPT-NeoX does not round a share of the total
     total: int = 1
+    last: int = 1  # steps of the run
+    cooldown: int = 0  # steps to 0 at its end
     hold: int = 0  # steps at the peak after the warm-up
     constant: int = 0  # steps at the floor before the end
     power: float = 1.0
@@ -57,6 +59,8 @@ def schedule_of(config: TrainConfig) -> Schedule:
         floor=config.min_lr,
         warmup=warmup_steps(config),
         total=total,
+        last=config.num_steps,
+        cooldown=config.lr_cooldown_steps,
         hold=config.lr_hold_steps,
         constant=config.lr_constant_steps,
         power=config.lr_power,
@@ -69,14 +73,17 @@ def schedule_of(config: TrainConfig) -> Schedule:
 
 
 def warmup_steps(config: TrainConfig) -> float:
-    """Number of warm-up steps; a fraction only for GPT-NeoX's schedules, which do not round lr_warmup_ratio x total."""
+    """Number of warm-up steps; a fraction only for GPT-NeoX's schedules, which do not round lr_warmup_ratio x total.
+
+    Stable LM was trained with GPT-NeoX.
+    """
     total = config.lr_decay_steps or config.num_steps
     if config.lr_schedule == "fms_cosine":
         return min(2000, total // 20)
     if config.lr_warmup_ratio is None:
         return config.lr_warmup_steps or 0
     share = config.lr_warmup_ratio * total
-    return share if config.lr_schedule.startswith("neox") else int(share)
+    return share if config.lr_schedule.startswith(("neox", "hybrid")) else int(share)
 
 
 def milestone_steps(config: TrainConfig) -> list[int]:
@@ -214,6 +221,28 @@ def wsd(step: int, s: Schedule) -> float:
     return s.floor + (s.peak - s.floor) * min(1.0, max(s.total - step, 0) / (s.total - stable))
 
 
+# ---- Stable LM 2 (Bellagente et al. 2024, section 2.4)
+
+
+def hybrid_cosine_inv_sqrt(step: int, s: Schedule) -> float:
+    """A cosine of period `total` to its quarter, then a / sqrt(step + b) with the same value and slope there.
+
+    Before it a linear warm-up, which the cosine's argument includes; in the last `cooldown` steps of the run a straight
+    line to 0 at its end.
+    """
+    begin = s.last - s.cooldown
+    if s.cooldown and step > begin:
+        return hybrid_cosine_inv_sqrt(begin, s) * max(s.last - step, 0) / s.cooldown
+    if step < s.warmup:
+        return s.peak * step / s.warmup
+    half = (s.peak - s.floor) / 2
+    if not half or step <= s.total / 4:
+        return s.floor + half * (1 + math.cos(2 * math.pi * step / s.total))
+    middle = s.floor + half  # the rate at the quarter
+    shifted = middle * s.total / (4 * math.pi * half)  # quarter + b, by the slope -2 pi half / total
+    return middle * math.sqrt(shifted / (step - s.total / 4 + shifted))
+
+
 # ---- GPT-NeoX (`megatron/learning_rates.py`), as it is today and as it was in 2022
 
 
@@ -280,6 +309,7 @@ SCHEDULES: dict[str, Callable[[int, Schedule], float]] = {
     "linear_warmup_decay": linear_warmup_decay,
     "cosine": cosine,
     "noam": noam,
+    "hybrid_cosine_inv_sqrt": hybrid_cosine_inv_sqrt,
     "step": step_decay,
     "exponential_lr": exponential_lr,
     "neox_linear": neox(_line),

@@ -93,6 +93,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         ["rows of 6 tokens", "a multiple of 4"],
     ),
     (STAGES | {"seq_length_stages": "64:9", "seq_length": 256}, ["seq_length_stages", "--pipeline_parallel_size=1"]),
+    (
+        {"lr_schedule": "hybrid_cosine_inv_sqrt", "lr_cooldown_steps": 95, "lr_warmup_steps": 9, "num_steps": 100},
+        ["--lr_cooldown_steps=95", "num_steps=100", "9 steps"],
+    ),
     ({"rampup_batch_size": "2,2,100"}, ["--rampup_batch_size=2,2,100", "needs --global_batch_size"]),
     (RAMPED | {"rampup_batch_size": "4,4"}, ["--rampup_batch_size=4,4", "start,increment,samples", "16,16,100000"]),
     (RAMPED | {"rampup_batch_size": "16,4,9"}, ["starts with 16", "global_batch_size=16"]),

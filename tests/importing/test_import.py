@@ -284,7 +284,7 @@ REFUSED = [
     ("neox", "weight_by_num_documents", True, "by their size"),
     ("neox", "scheduler.type", "WarmupLR", "DeepSpeed"),
     ("neox", "fp16_lm_cross_entropy", True, "fp32"),
-    ("neox", "lr_decay_style", "hybrid_cosine_inv_sqrt_2", "StableLM"),
+    ("neox", "cooldown", 0.1, "hybrid_cosine_inv_sqrt_2 alone"),
     ("neox", "init_method", "orthogonal", "known are"),
 ]
 

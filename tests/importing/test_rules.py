@@ -216,11 +216,17 @@ def test_stablelm_s_keys_are_read(tmp_path: Path) -> None:
     shape = model_shape(imported.config)
     assert (shape.intermediate_size, shape.num_kv_heads, imported.config.activation) == (13_824, 8, "swiglu")
     assert imported.config.shared_norm and imported.config.qk_norm and not imported.config.norm_bias
-    node["lr_decay_style"] = "hybrid_cosine_inv_sqrt_2"
-    path = write(tmp_path, node)
-    (problem,) = import_foreign({"import_config": path, **ENOUGH, "vocab_size": "100352"}).problems
-    assert "give --lr_schedule" in problem.remedy
-    assert not import_foreign({"import_config": path, **ENOUGH, "vocab_size": "8", "lr_schedule": "cosine"}).problems
+
+
+def test_stable_lm_2_s_schedule_is_that_of_its_report(tmp_path: Path) -> None:
+    """Of its 1.6 B file: 9720 steps of warm-up, a cosine to a quarter of 540,000, then an inverse square root."""
+    schedule = {"lr_decay_style": "hybrid_cosine_inv_sqrt_2", "train_iters": 540_000, "lr_decay_iters": 540_000}
+    schedule |= {"warmup": 0.018, "cooldown": 0.0, "min_lr": 1e-4, "optimizer.params.lr": 1e-3}
+    imported = config("neox", tmp_path, schedule)
+    rates = {step: learning_rate(imported, step) for step in (0, 4860, 9720, 135_000, 400_000)}
+    assert rates == pytest.approx({0: 0, 4860: 5e-4, 9720: 9.9713e-4, 135_000: 5.5e-4, 400_000: 2.23688e-4}, rel=1e-4)
+    cooled = config("neox", tmp_path, {**schedule, "cooldown": 0.1})
+    assert learning_rate(cooled, 513_000) == pytest.approx(learning_rate(imported, 486_000) / 2)
 
 
 @pytest.mark.parametrize("name", ["CPU_Adam", "CPU_torch_adam"])

@@ -85,6 +85,10 @@ HELD = {"lr_schedule": "cosine", "learning_rate": 2e-4, "lr_warmup_steps": 500, 
 NEOX = {"lr_schedule": "neox_cosine", "learning_rate": 6e-4, "lr_warmup_ratio": 0.01, "num_steps": 143_000}
 NEOX_2022 = {"lr_schedule": "neox2022_cosine", "learning_rate": 6e-4, "lr_warmup_ratio": 0.01, "num_steps": 320_000}
 SHORT = {"learning_rate": 1.0, "lr_warmup_steps": 10, "num_steps": 110}
+# Of 100 steps; at the quarter the rate is 0.6 and falls by 0.8 pi / 100 a step
+HYBRID: dict[str, Any] = {"learning_rate": 1.0, "min_lr": 0.2, "lr_warmup_steps": 10, "num_steps": 80}
+HYBRID |= {"lr_schedule": "hybrid_cosine_inv_sqrt", "lr_decay_steps": 100}
+ROOT = math.sqrt((60 - 25 + 0.6 * 100 / (1.6 * math.pi)) / (0.6 * 100 / (1.6 * math.pi)))
 VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
     (LINEAR, {0: 0.0, 1: 1.5e-6, 100: 1.5e-4, 101: 1.5e-4 * 9899 / 9900, 5050: 7.5e-5, 9999: 1.5e-4 / 9900}),
     (
@@ -126,6 +130,11 @@ VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
     ({**SHORT, "lr_schedule": "square_root"}, {10: 1.0, 11: math.sqrt(99 / 110), 55: math.sqrt(0.5), 110: 0.0}),
     ({**SHORT, "lr_schedule": "warmup_annealing", "min_lr": 0.2}, {10: 1.0, 60: 0.6, 110: 0.2, 200: 0.2}),
     ({**SHORT, "lr_schedule": "inverse_sqrt"}, {10: 1.0, 43: 0.5, 98: 1 / 3}),
+    (
+        {**HYBRID, "lr_cooldown_steps": 20},
+        {0: 0.0, 5: 0.5, 10: 0.2 + 0.4 * (1 + math.cos(0.2 * math.pi)), 25: 0.6, 60: 0.6 / ROOT, 70: 0.3 / ROOT},
+    ),
+    ({**HYBRID, "num_steps": 900, "lr_warmup_steps": 0}, {0: 1.0, 25: 0.6, 60: 0.6 / ROOT}),
     ({**SHORT, "lr_schedule": "noam", "lr_d_model": 64}, {0: 10**-1.5 / 8, 10: 10**-0.5 / 8, 40: 40**-0.5 / 8}),
     ({**SHORT, "lr_schedule": "noam_hold", "lr_hold_steps": 20}, {10: 1.0, 29: 1.0, 60: 0.5, 110: (10 / 90) ** 0.5}),
     ({**SHORT, "lr_schedule": "poly", "lr_power": 3.0, "min_lr": 0.2}, {10: 1.0, 60: 0.3, 110: 0.2, 300: 0.2}),
@@ -155,6 +164,13 @@ def test_a_schedule_has_the_values_of_its_formula(flags: dict[str, Any], rates: 
     checked = configure({**flags, "use_dummy_dataset": True})
     for step, rate in rates.items():
         assert learning_rate(checked, step) == pytest.approx(rate, rel=1e-12, abs=1e-15), step
+
+
+def test_stable_lm_s_cosine_goes_over_into_its_inverse_square_root_without_a_jump_or_a_bend() -> None:
+    checked = configure({**HYBRID, "lr_decay_steps": 10**6, "num_steps": 10**6, "use_dummy_dataset": True})
+    before, there, after = (learning_rate(checked, 250_000 + step) for step in (-10, 0, 10))
+    assert there == pytest.approx(0.6)
+    assert after - there == pytest.approx(there - before, rel=1e-4) == pytest.approx(-0.8 * math.pi * 1e-5, rel=1e-4)
 
 
 def test_every_schedule_can_be_chosen_and_has_a_vector() -> None:
