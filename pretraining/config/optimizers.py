@@ -44,6 +44,8 @@ OPTIMIZERS = {
     "sm3": Hyperparameters(0.1, None, {"momentum": 0.0, "beta": 0.0, "eps": 1e-30}),  # GPT-NeoX
     "madgrad_wd": Hyperparameters(1e-2, 0.0, {"momentum": 0.9, "eps": 1e-6}),  # GPT-NeoX
     "lion": Hyperparameters(1e-4, 0.0, {"beta1": 0.9, "beta2": 0.99}),
+    # DeepSpeed
+    "onebit_adam": Hyperparameters(1e-3, 0.0, {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "freeze_step": 100_000}),
     "muon": Hyperparameters(3e-4, 0.1, {**_ADAM, "momentum": 0.95, "nesterov": True, "ns_steps": 5}),
 }
 FLAGS = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "optimizer_eps"}  # argument -> its own field

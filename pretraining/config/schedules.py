@@ -33,6 +33,7 @@ SCHEDULES = {
     "warmup_annealing": Schedule(_FLOOR),
     "inverse_sqrt": Schedule(_FLOOR),
     "hybrid_cosine_inv_sqrt": Schedule((*_FLOOR, "lr_cooldown_steps")),
+    "deepspeed_warmup_decay": Schedule(_SPAN),
     "poly": Schedule((*_FLOOR, "lr_power", "lr_cycle")),
     "poly_hold": Schedule((*_FLOOR, "lr_power", "lr_cycle", "lr_hold_steps")),
     "step": Schedule(requires=("lr_step_size", "lr_gamma")),

@@ -281,7 +281,8 @@ class TrainConfig:
     # ---- Optimizer and schedule
     optimizer: Annotated[str, OneOf(OPTIMIZERS), Resume.STATE, COMMON] = "adamw"
     """"adamw_fp32" is NxD Core's (state in fp32), "adam" adds the decay to the gradient, "muon" updates the matrices of
-    the blocks and leaves the others to AdamW."""
+    the blocks and leaves the others to AdamW. "onebit_adam" makes DeepSpeed's compressed updates after freeze_step, but
+    devices still exchange whole gradients."""
     optimizer_args: Annotated[str, ARGUMENTS, Resume.STATE] = ""
     """Further settings of the optimizer, comma-separated: momentum=0.9,nesterov=True. Names and defaults are in the
     table of optimizers in configs.md."""
@@ -319,7 +320,7 @@ class TrainConfig:
     cosine to 10 % of the peak), "fms_annealing" (linear from the peak to 0). NeMo's: those without a prefix.
     GPT-NeoX's: "neox_*", and as they were in 2022, "neox2022_*". "wsd": warm-up, lr_hold_steps at the peak, then linear
     to min_lr. "hybrid_cosine_inv_sqrt": that of Stable LM 2, a cosine for a quarter of lr_decay_steps, then an inverse
-    square root without end and lr_cooldown_steps."""
+    square root without end and lr_cooldown_steps. "deepspeed_warmup_decay": WarmupDecayLR."""
     lr_warmup_steps: Annotated[int | None, AtLeast(0), Resume.RATE, COMMON] = None
     """Optimizer steps of the warm-up, fewer than the schedule has. None: lr_warmup_ratio, or no warm-up. fms_cosine has
     its own rule."""

@@ -12,7 +12,7 @@ from pretraining.config.errors import Problem
 from pretraining.importing.conversions import Conversion, implied, mapped, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
 from pretraining.importing.mappings import Format, KeyMapping, choice, each, ignore, must_be_off, only, read_with, to
-from pretraining.importing.neox_model import ARCHITECTURE, GATED, OPTIM, PARAMS, optimizer_of
+from pretraining.importing.neox_model import ARCHITECTURE, GATED, ONE_BIT, OPTIM, PARAMS, optimizer_of
 from pretraining.importing.neox_run import RUN, batch_agrees
 from pretraining.importing.shared import pipeline
 
@@ -56,7 +56,8 @@ def era_is_known(source: ForeignConfig) -> Iterator[Problem]:
         return
     style = str(source.get("lr_decay_style")).lower()
     outcomes = []
-    if style in ("linear", "cosine", "exponential") and not source.has_flag("lr_schedule"):
+    is_read = optimizer_of(source) != ONE_BIT and not source.has_flag("lr_schedule")
+    if style in ("linear", "cosine", "exponential") and is_read:
         outcomes.append(f"lr_schedule=neox2022_{style} before August 2023 (2022), neox_{style} since (2023, head)")
     for key, field, old, new in CHANGED_DEFAULTS:
         if source.default(key) is not None and source.values.get(key) is None and not source.has_flag(field):

@@ -14,7 +14,6 @@ from pretraining.importing.mappings import (
     each,
     ignore,
     must_be_off,
-    refuse,
     same_names,
     to,
     to_one_of,
@@ -171,6 +170,7 @@ ARCHITECTURE = {
 # ---- optimizer and schedule
 
 PARAMS = "optimizer.params."
+ONE_BIT = "onebit_adam"  # which DeepSpeed builds from optimizer.params alone, and schedules itself
 ADAM_LIKE = ("adam", "cpu_adam", "cpu_torch_adam", "onebitadam", "lion")
 OPTIMIZERS = {
     "adam": implied("NeoX's Adam decays weights as AdamW does", optimizer="adamw"),
@@ -179,7 +179,7 @@ OPTIMIZERS = {
     "sm3": mapped(optimizer="sm3"),
     "madgrad_wd": mapped(optimizer="madgrad_wd"),
     "lion": mapped(optimizer="lion"),
-    "onebitadam": unsupported("compressed communication; the nearest is AdamW: give type Adam without freeze_step"),
+    "onebitadam": implied("its updates; gradients are summed in full", optimizer=ONE_BIT),
     "sgd": unsupported("NeoX's sgd is muP's"),
 }
 
@@ -194,6 +194,24 @@ def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
     if DEFAULTS[optimizer_of(source)].weight_decay is None:
         return ignored("GPT-NeoX hands it to SM3, which has none")
     return mapped(weight_decay=value)
+
+
+def _top_decay(value: Any, source: ForeignConfig) -> Conversion:
+    if optimizer_of(source) == ONE_BIT:
+        return ignored("DeepSpeed reads that of optimizer.params alone for OneBitAdam")
+    return _weight_decay(value, source)
+
+
+def _freeze_step(value: Any, source: ForeignConfig) -> Conversion:
+    if optimizer_of(source) != ONE_BIT:
+        return unsupported("of OneBitAdam")
+    return optimizer_arguments({"freeze_step": value})
+
+
+def _floor(value: Any, source: ForeignConfig) -> Conversion:
+    if optimizer_of(source) == ONE_BIT:
+        return ignored("WarmupDecayLR of OneBitAdam ends at 0")
+    return mapped(min_lr=value)
 
 
 def _decay(value: Any, source: ForeignConfig) -> Conversion:
@@ -234,6 +252,9 @@ def _cooldown(value: Any, source: ForeignConfig) -> Conversion:
 def _style(value: Any, source: ForeignConfig) -> Conversion:
     era = "neox2022" if source.era == "2022" else "neox"
     name = str(value).lower()
+    if optimizer_of(source) == ONE_BIT:
+        note = "not read: OneBitAdam has DeepSpeed's WarmupDecayLR"
+        return implied(note, lr_schedule="deepspeed_warmup_decay")
     if name == HYBRID:
         note = "as the report on Stable LM 2 has it; its code is not public, nor is where its cool-down began"
         return implied(note, lr_schedule="hybrid_cosine_inv_sqrt")
@@ -248,6 +269,8 @@ def _warmup(value: Any, source: ForeignConfig) -> Conversion:
         return unsupported("a share of the schedule, from 0 to 1; this looks like a number of steps")
     if source.get("warmup_iters") is not None:
         return implied("warmup_iters counts")
+    if optimizer_of(source) == ONE_BIT:
+        return implied("share of train_iters", lr_warmup_steps=int(source.integer("train_iters", 0) * value))
     return mapped(lr_warmup_ratio=float(value)) if value else implied("0: none")
 
 
@@ -273,10 +296,11 @@ OPTIM = {
     f"{PARAMS}weight_decay": KeyMapping(_decay, ("weight_decay",), "the same as at the top"),
     f"{PARAMS}max_grad_norm": KeyMapping(_max_norm, ("grad_clip_thresh",), "where gradient_clipping is absent"),
     **each("momentum beta", KeyMapping(_argument, ("optimizer_args",), "one of optimizer_args"), PARAMS),
-    **each("freeze_step cuda_aware comm_backend_name", refuse("of OneBitAdam"), PARAMS),
+    f"{PARAMS}freeze_step": KeyMapping(_freeze_step, ("optimizer_args",), "of OneBitAdam"),
+    **each("cuda_aware comm_backend_name", ignore("how OneBitAdam communicates"), PARAMS),
     "gradient_clipping": to("grad_clip_thresh"),
     "clip_grad": KeyMapping(_clip_grad, ("grad_clip_thresh",), "where gradient_clipping is absent"),
-    "weight_decay": KeyMapping(_weight_decay, ("weight_decay",), "not read by SM3"),
+    "weight_decay": KeyMapping(_top_decay, ("weight_decay",), "not read by SM3 and OneBitAdam"),
     "lr_decay_style": KeyMapping(_style, ("lr_schedule",), "neox_ or neox2022_ and the style"),
     "lr_decay_iters": to("lr_decay_steps"),
     "lr_decay_fraction": KeyMapping(_decay_share, ("lr_decay_steps",), "times train_iters"),
@@ -284,7 +308,7 @@ OPTIM = {
     "warmup": KeyMapping(_warmup, ("lr_warmup_ratio",), "share of the schedule"),
     "warmup_iters": to("lr_warmup_steps", "no key of NeoX's own"),
     "decay_lr_to": KeyMapping(_decay_to, ("min_lr",), "times the peak"),
-    "min_lr": to("min_lr"),
+    "min_lr": KeyMapping(_floor, ("min_lr",), "not read with OneBitAdam"),
     "override_lr_scheduler": to("override_lr_on_resume"),
     "use_checkpoint_lr_scheduler": ignore("the checkpoint's rate counts unless override_lr_on_resume"),
 }

@@ -261,6 +261,41 @@ class SGD(UpdateRule):
         return weight - context.rate * direction, {"momentum_buffer": buffer}
 
 
+@dataclass(frozen=True)
+class OneBitAdam(UpdateRule):
+    """Tang et al. 2021 as in DeepSpeed: Adam without bias correction, and compressed after `freeze_step` updates.
+
+    Then the second moment stays, and of the first one remain the signs and one scale per tensor, its root mean square;
+    what the compression removes is added to the next first moment. DeepSpeed compresses what each of several workers
+    adds to the first moment; here it is compressed once, as by a single worker, so that no mesh changes the result.
+    Elements that never had a gradient, such as rows of tokens that do not occur, have no sign (DeepSpeed's mask).
+    """
+
+    needs_full_tensor: ClassVar[bool] = True
+    moment_names = ("exp_avg", "exp_avg_sq", "error")
+    beta1: float
+    beta2: float
+    eps: float
+    freeze_step: int
+
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        is_frozen = context.step > self.freeze_step
+        first = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * grad
+        second = self.beta2 * moments["exp_avg_sq"] + (1 - self.beta2) * grad.square()
+        second = torch.where(is_frozen, moments["exp_avg_sq"], second)
+        compressed, error = self._compress(first + moments["error"], (second > 0).float(), _tensor_dims(context.ndim))
+        first = torch.where(is_frozen, compressed, first)
+        weight = weight - context.rate * (first / (second.sqrt() + self.eps) + context.decay * weight)
+        return weight, {"exp_avg": first, "exp_avg_sq": second, "error": torch.where(is_frozen, error, 0.0)}
+
+    def _compress(self, value: Tensor, moves: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return one bit of each element times the root mean square, and the difference. moves: 1, or 0 for no bit."""
+        squares = (value * moves).square().sum(dims, keepdim=True)
+        scale = (squares / moves.sum(dims, keepdim=True).clamp(min=1)).sqrt()
+        compressed = torch.where(value < 0, -scale, scale) * moves
+        return compressed, (value - compressed) * moves
+
+
 # ---- Factored and full-matrix statistics
 
 
@@ -412,5 +447,6 @@ UPDATE_RULES: dict[str, Callable[..., UpdateRule]] = {
     "sm3": SM3,
     "madgrad_wd": Madgrad,
     "lion": Lion,
+    "onebit_adam": OneBitAdam,
     "muon": Muon,
 }

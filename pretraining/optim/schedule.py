@@ -243,6 +243,17 @@ def hybrid_cosine_inv_sqrt(step: int, s: Schedule) -> float:
     return middle * math.sqrt(shifted / (step - s.total / 4 + shifted))
 
 
+# ---- DeepSpeed (`runtime/lr_schedules.py`)
+
+
+def deepspeed_warmup_decay(step: int, s: Schedule) -> float:
+    """`WarmupDecayLR`: log(n) / log(warmup) of the peak, then a straight line to 0; n counts the updates before."""
+    before, warmup = step - 1, max(2, s.warmup)
+    if before < warmup:
+        return s.peak * math.log(max(before, 0) + 1) / math.log(warmup)
+    return s.peak * max(0.0, (s.total - before) / max(1, s.total - warmup))
+
+
 # ---- GPT-NeoX (`megatron/learning_rates.py`), as it is today and as it was in 2022
 
 
@@ -310,6 +321,7 @@ SCHEDULES: dict[str, Callable[[int, Schedule], float]] = {
     "cosine": cosine,
     "noam": noam,
     "hybrid_cosine_inv_sqrt": hybrid_cosine_inv_sqrt,
+    "deepspeed_warmup_decay": deepspeed_warmup_decay,
     "step": step_decay,
     "exponential_lr": exponential_lr,
     "neox_linear": neox(_line),

@@ -270,7 +270,6 @@ REFUSED = [
     ("neox", "pos_emb", "alibi", "known are rotary"),
     ("neox", "activation", "mish", "known are gelu"),
     ("neox", "zero_optimization.stage", [0, 1], "expected one stage"),
-    ("neox", "optimizer.type", "OneBitAdam", "compressed"),
     ("neox", "optimizer.params.weight_decay", 0.2, "is at the top too"),
     ("neox", "optimizer.params.freeze_step", 100, "OneBitAdam"),
     ("neox", "lr_decay_style", "triangle", "known are constant"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretraining.config.optimizers import hyperparameters
 from pretraining.config.schedules import SCHEDULES as OURS
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -234,6 +236,20 @@ def test_an_optimizer_on_the_host_is_adamw_with_its_state_there(name: str, tmp_p
     changes = {"optimizer.type": name, "zero_optimization.cpu_offload": False}
     imported = config("neox", tmp_path, changes)
     assert (imported.optimizer, imported.cpu_offload) == ("adamw", True)
+
+
+def test_onebitadam_is_deepspeed_s_with_its_schedule(tmp_path: Path) -> None:
+    """It is built of optimizer.params, and NeoX gives it WarmupDecayLR whatever lr_decay_style and min_lr are."""
+    params = {"lr": 1e-3, "freeze_step": 60, "cuda_aware": True, "comm_backend_name": "nccl"}
+    changes = {"optimizer": {"type": "OneBitAdam", "params": params}, "train_iters": 100, "warmup": 0.1}
+    imported = config("neox", tmp_path, {**changes, "lr_decay_iters": 110})
+    optimizer, arguments = imported.optimizer, hyperparameters(imported)
+    assert (optimizer, arguments.weight_decay, arguments.arguments["freeze_step"]) == ("onebit_adam", 0.0, 60)
+    assert [arguments.arguments[name] for name in ("beta1", "beta2", "eps")] == [0.9, 0.999, 1e-8]
+    rates = {step: learning_rate(imported, step) for step in (0, 1, 4, 11, 61)}
+    assert rates == pytest.approx({0: 0, 1: 0, 4: 1e-3 * math.log(4) / math.log(10), 11: 1e-3, 61: 5e-4})
+    decayed = config("neox", tmp_path, {**changes, "optimizer.params.weight_decay": 0.05, "weight_decay": 0.05})
+    assert decayed.weight_decay == 0.05
 
 
 def test_gpt_neox_at_its_defaults_is_pythia_160m(tmp_path: Path) -> None:

@@ -137,6 +137,10 @@ VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
     ({**HYBRID, "num_steps": 900, "lr_warmup_steps": 0}, {0: 1.0, 25: 0.6, 60: 0.6 / ROOT}),
     ({**SHORT, "lr_schedule": "noam", "lr_d_model": 64}, {0: 10**-1.5 / 8, 10: 10**-0.5 / 8, 40: 40**-0.5 / 8}),
     ({**SHORT, "lr_schedule": "noam_hold", "lr_hold_steps": 20}, {10: 1.0, 29: 1.0, 60: 0.5, 110: (10 / 90) ** 0.5}),
+    (
+        {**SHORT, "lr_schedule": "deepspeed_warmup_decay"},
+        {0: 0.0, 1: 0.0, 4: math.log10(4), 10: 1.0, 11: 1.0, 61: 0.5, 110: 0.01, 111: 0.0},
+    ),
     ({**SHORT, "lr_schedule": "poly", "lr_power": 3.0, "min_lr": 0.2}, {10: 1.0, 60: 0.3, 110: 0.2, 300: 0.2}),
     ({**SHORT, "lr_schedule": "poly_hold", "lr_hold_steps": 20}, {10: 1.0, 30: 1.0, 70: 0.5, 110: 0.0}),
     ({**SHORT, "lr_schedule": "wsd", "lr_hold_steps": 60, "min_lr": 0.1}, {10: 1.0, 70: 1.0, 90: 0.55, 110: 0.1}),

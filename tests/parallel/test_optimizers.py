@@ -19,11 +19,13 @@ pytestmark = pytest.mark.slow
 
 Fields = dict[str, Any]
 FSDP: Fields = {"sharding_strategy": "fsdp", "num_layers": 2}
-# At its default of 0.01 rmsprop overshoots for some steps, which makes 1e-7 into 1e-4.
-RATES = {"rmsprop": 1e-3}
-FULL_TENSOR_RULES = ("novograd", "adafactor", "sm3", "muon")
+# At its default of 0.01 rmsprop overshoots for some steps, which makes 1e-7 into 1e-4; so does onebit_adam at 1e-3.
+RATES = {"rmsprop": 1e-3, "onebit_adam": 3e-4}
+ARGUMENTS = {"onebit_adam": "freeze_step=2"}  # compressed before and after HALFWAY
+FULL_TENSOR_RULES = ("novograd", "adafactor", "sm3", "muon", "onebit_adam")
 BY_OPTIMIZER: dict[str, Fields] = {
-    name: {**FSDP, "optimizer": name, "learning_rate": RATES.get(name)} for name in OPTIMIZERS
+    name: {**FSDP, "optimizer": name, "learning_rate": RATES.get(name), "optimizer_args": ARGUMENTS.get(name, "")}
+    for name in OPTIMIZERS
 }
 BF16: Fields = {**FSDP, "mixed_precision": True}
 BY_PRECISION: dict[str, Fields] = {
