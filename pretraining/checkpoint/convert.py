@@ -59,6 +59,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.grammar import comma_separated
 from pretraining.config.huggingface import CONFIG, GPT_NEOX, config_json
 from pretraining.config.lora import adapters_alone, is_adapter, is_trained
+from pretraining.config.mup import folded_scale
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.storage import Location, location
@@ -221,8 +222,10 @@ def _plan_shards(state: dict[str, Tensor], limit: int) -> list[FilePlan]:
 
 
 def _exported_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Read an unsharded tensor, with its adapter merged if lora_save_mode says so."""
+    """Read an unsharded tensor, with its adapter merged if lora_save_mode says so, and with its factor of muP."""
     config, weight = saved_config(checkpoint.facts.config), read_tensor(checkpoint, name)
+    if (scale := folded_scale(config, name)) != 1:
+        return weight * scale
     if not config.lora_rank or config.lora_save_mode != "merged":
         return weight
     return merge_adapter(config, name, weight, partial(read_tensor, checkpoint))

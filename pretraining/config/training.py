@@ -159,6 +159,15 @@ class TrainConfig:
     output_init_method: InitMethod = "scaled_normal"
     """init_method of the output projections of attention and feed-forward layer, whose results are summed over all
     blocks."""
+    mup_base_width: Annotated[int, AtLeast(0), Resume.FUNCTION] = 0
+    """Maximal update parametrization (Yang et al. 2022, table 8): hidden_size of the base model, whose learning rate is
+    then the best one for every width, too. With m = hidden_size / mup_base_width, the matrices of the blocks start with
+    1 / sqrt(m) of the base model's standard deviation and have 1 / m of the learning rate (muon: 1 / sqrt(m)), and the
+    logits are divided by m. Weight decay per step is the base model's. intermediate_size and the number of heads, or
+    head_dim, must grow like hidden_size. 0: the usual parametrization, the same as m = 1."""
+    mup_base_head_dim: Annotated[int, AtLeast(0), Needs("mup_base_width"), Resume.FUNCTION] = 0
+    """head_dim of the base model: attention scores are q k sqrt(mup_base_head_dim) / head_dim. 0: the head_dim of this
+    model, because wider models have more heads of the same width; scores are q k / sqrt(head_dim) as usual."""
 
     # ---- Engine and sharding
     engine: Annotated[Literal["auto", "xla", "torch"], COMMON] = "auto"

@@ -68,9 +68,12 @@ def check_rope_bands(config: TrainConfig) -> Iterator[Problem]:
 
 
 def check_adapters(config: TrainConfig) -> Iterator[Problem]:
-    """The modules that LoRA names exist."""
+    """The modules that LoRA names exist, and the model has the usual parametrization."""
     if not config.lora_rank:
         return
+    if config.mup_base_width:
+        remedy = "is for models trained from the start; export the model and train adapters on the export without it"
+        yield problem(config, "mup_base_width", remedy)
     try:
         targets = adapted(config)
     except re.error as error:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pretraining.config.mup import initial_scale, is_hidden_matrix, width_ratio
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.llama import Llama
@@ -35,7 +36,7 @@ def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Siz
     method = config.output_init_method if module in RESIDUAL_OUTPUTS else config.init_method
     used = min(shape[0], model_shape(config).vocab_size) if module in VOCABULARIES else shape[0]
     used_shape = torch.Size((used, *shape[1:]))
-    std = 1 / config.lora_rank if module == "lora_A" else deviation(method, config, layers, used_shape)
+    std = 1 / config.lora_rank if module == "lora_A" else deviation(method, config, layers, name, used_shape)
     generator = generator_of(config, name)
     if method == "xavier_uniform":
         weight = torch.rand(used_shape, generator=generator).mul_(2).sub_(1).mul_(math.sqrt(3) * std)
@@ -50,16 +51,21 @@ def generator_of(config: TrainConfig, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def deviation(method: str, config: TrainConfig, layers: int, shape: torch.Size) -> float:
-    """Return the standard deviation of a weight [outputs, inputs]; sources in TrainConfig.init_method."""
-    hidden = model_shape(config).hidden_size
-    return {
+def deviation(method: str, config: TrainConfig, layers: int, name: str, shape: torch.Size) -> float:
+    """Return the standard deviation of a weight [outputs, inputs]; sources in TrainConfig.init_method.
+
+    With mup_base_width, that of the base model, in which widths are narrower by width_ratio, times initial_scale.
+    """
+    ratio = width_ratio(config)
+    hidden, outputs = model_shape(config).hidden_size / ratio, shape[0] / (ratio if is_hidden_matrix(name) else 1)
+    of_base = {
         "normal": config.init_std,
         "scaled_normal": config.init_std / math.sqrt(2 * layers),
         "small_init": math.sqrt(2 / (5 * hidden)),
         "wang_init": 2 / (layers * math.sqrt(hidden)),
-        **dict.fromkeys(("xavier_normal", "xavier_uniform"), math.sqrt(2 / sum(shape))),
-    }[method]
+        **dict.fromkeys(("xavier_normal", "xavier_uniform"), math.sqrt(2 / (outputs + shape[1] / ratio))),
+    }
+    return of_base[method] * initial_scale(config, name)
 
 
 def on_meta(config: TrainConfig) -> Llama:

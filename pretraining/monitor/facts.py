@@ -8,6 +8,7 @@ from typing import Any
 
 from pretraining.config.batches import describe_growth, describe_stages, tokens_of_run
 from pretraining.config.devices import kind_of
+from pretraining.config.mup import HIDDEN_MATRICES, output_scale, query_scale, rate_scale, width_ratio
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import amount, flop, micro_batches, size
@@ -42,6 +43,7 @@ def describe(
         ("memory/device", _memory(per_device)),
         ("recomputed", _mask(recompute)),
         ("learning rate", _rates(config, rates)),
+        *([("muP", _mup(config))] if config.mup_base_width else []),
         ("MFU against", _peak(device_name)),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in rows)
@@ -86,6 +88,12 @@ def _mask(recompute: Sequence[bool]) -> str:
 def _rates(config: TrainConfig, rates: Mapping[int, float]) -> str:
     listed = ", ".join(f"{rate:.3g} at step {update + 1:,}" for update, rate in rates.items())
     return f"{config.lr_schedule}: {listed}"
+
+
+def _mup(config: TrainConfig) -> str:
+    matrices = f"matrices of the blocks x {rate_scale(config, HIDDEN_MATRICES):.4g} of the learning rate"
+    ratio = f"{width_ratio(config):.4g} x the width of the base model"
+    return f"{ratio}: {matrices}, logits x {output_scale(config):.4g}, queries x {query_scale(config):.4g}"
 
 
 def _peak(device_name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pretraining.config.errors import Problem
+from pretraining.config.mup import MUP_OPTIMIZERS
 from pretraining.config.optimizers import FLAGS, OPTIMIZERS, is_like, parse_arguments
 from pretraining.config.schedules import SCHEDULES
 from pretraining.config.training import SETTINGS, TrainConfig
@@ -73,6 +74,13 @@ def check_optimizer_settings(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "weight_decay", remedy)
 
 
+def check_mup(config: TrainConfig) -> Iterator[Problem]:
+    """The rules of the maximal update parametrization are known for the optimizer."""
+    if config.mup_base_width and config.optimizer not in MUP_OPTIMIZERS:
+        remedy = f"has no rule for optimizer={config.optimizer}; remove it, or use {' or '.join(MUP_OPTIMIZERS)}"
+        yield problem(config, "mup_base_width", remedy)
+
+
 def check_relative_step(config: TrainConfig) -> Iterator[Problem]:
     """Adafactor's relative step is a learning rate of its own."""
     arguments = {**OPTIMIZERS[config.optimizer].arguments, **parse_arguments(config.optimizer_args)}
@@ -106,6 +114,7 @@ CHECKS = (
     check_schedule_settings,
     check_schedule_lengths,
     check_optimizer_settings,
+    check_mup,
     check_relative_step,
     check_precision,
     check_moving_average,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pretraining.config.mup import is_hidden_matrix, rate_scale
 from pretraining.config.optimizers import Hyperparameters, hyperparameters
 from pretraining.config.training import TrainConfig
 from pretraining.optim.precision import precision_of
@@ -29,6 +30,7 @@ class ParameterState:
     rule: UpdateRule
     decay: float
     ndim: int  # dimensions of one tensor: one less than `weight` has where layers are stacked
+    rate_scale: float = 1.0  # factor of the learning rate, which does not change the weight decay
     ema_decay: float = 0.0  # of the moving average of the weight, which is one of its moments; 0: none
     moments: Moments = field(default_factory=dict)
 
@@ -46,7 +48,8 @@ class ParameterState:
         """Return the new weight and moments in fp32, whatever their stored dtypes."""
         moments = {name: moment.float() for name, moment in self.moments.items()}
         average = moments.pop(EMA, None)
-        context = UpdateContext(step, rate, self.decay, self.ndim)
+        rate = rate if self.rate_scale == 1 else rate * self.rate_scale
+        context = UpdateContext(step, rate, self.decay / self.rate_scale, self.ndim)
         weight, updated = self.rule.update(self.weight.float(), grad.float(), moments, context)
         if average is not None:
             updated = {**updated, EMA: average.lerp(weight, 1 - self.ema_decay)}
@@ -75,7 +78,8 @@ def build_optimizer(config: TrainConfig, named_parameters: Iterable[tuple[str, T
             decay = (chosen.weight_decay or 0.0) if config.norm_weight_decay or decays(name) else 0.0
             ndim = weight.dim() - is_stacked(name)
             rule = _update_rule(config, chosen, name)
-            parameters.append(ParameterState(name, weight, rule, decay, ndim, config.ema_decay))
+            scale = rate_scale(config, name)
+            parameters.append(ParameterState(name, weight, rule, decay, ndim, scale, config.ema_decay))
     return Optimizer(parameters)
 
 
@@ -88,7 +92,7 @@ def _update_rule(config: TrainConfig, chosen: Hyperparameters, name: str) -> Upd
     adam = {key: arguments[key] for key in ("beta1", "beta2", "eps")}
     # Embedding, head, norms and biases do not map hidden states to hidden states: AdamW, as in Moonlight and Keller
     # Jordan's Muon.
-    if ".layers." not in name or not name.endswith("_proj.weight"):
+    if not is_hidden_matrix(name):
         return Adam(**adam, decoupled=True)
     muon = {key: value for key, value in arguments.items() if key not in adam}
     return Muon(**muon, dtype=precision_of(config).compute)

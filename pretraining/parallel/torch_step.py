@@ -27,8 +27,8 @@ from pretraining.parallel.torch_pipeline import EMBEDDING, TiedEmbedding
 from pretraining.parallel.torch_state import LocalShards, to_local
 from pretraining.parallel.torch_tensor import all_reduce_partial_gradients
 
-# Parameters of one shape and weight decay that a call of the fused kernel updates. A TPU compiles a program for each
-# list of shapes: its size must not grow with depth.
+# Parameters of one shape, weight decay and learning rate that a call of the fused kernel updates. A TPU compiles a
+# program for each list of shapes: its size must not grow with depth.
 FUSED_PARAMETERS = 16
 
 
@@ -57,8 +57,9 @@ class TorchStep(OptimizerStep):
             type(parameter.rule) is Adam and parameter.rule.decoupled for parameter in optimizer.parameters
         )
 
-        def kind(index: int) -> tuple[float, torch.Size]:
-            return optimizer.parameters[index].decay, optimizer.parameters[index].weight.shape
+        def kind(index: int) -> tuple[float, float, torch.Size]:
+            parameter = optimizer.parameters[index]
+            return parameter.decay, parameter.rate_scale, parameter.weight.shape
 
         # Indices of the parameters that one call of the fused kernel updates.
         self._chunks: list[list[int]] = []
@@ -139,7 +140,8 @@ class TorchStep(OptimizerStep):
         divisor = gradients.divisor if clip is None else gradients.divisor / clip
         parameters = self.optimizer.parameters
         for chosen in self._chunks:
-            rule: Any = parameters[chosen[0]].rule
+            first = parameters[chosen[0]]
+            rule: Any = first.rule
             adamw(
                 [parameters[i].weight for i in chosen],
                 [gradients.by_name[parameters[i].name] for i in chosen],
@@ -152,8 +154,8 @@ class TorchStep(OptimizerStep):
                 found_inf=(~is_accepted).float(),
                 amsgrad=False,
                 maximize=False,
-                lr=learning_rate,
-                weight_decay=parameters[chosen[0]].decay,
+                lr=learning_rate * first.rate_scale,
+                weight_decay=first.decay / first.rate_scale,
                 beta1=rule.beta1,
                 beta2=rule.beta2,
                 eps=rule.eps,

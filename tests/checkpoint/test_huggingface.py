@@ -113,6 +113,21 @@ def test_llama_s_relatives_travel_under_their_own_names(tmp_path: Path, fields: 
     assert {name: settings[name] for name in described} == described
 
 
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, {"qk_norm": True}, GPT_NEOX])
+def test_an_export_has_the_factors_of_mup_in_its_weights(tmp_path: Path, fields: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    mup = {"mup_base_width": 6, "mup_base_head_dim": 2, **fields}
+    path = saved(tmp_path / "run", **mup)
+    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
+    ours = logits(small_config(tmp_path, **mup), read_tensors(path, is_weight), tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-4)
+    plain = logits(small_config(tmp_path, **fields), read_tensors(path, is_weight), tokens)
+    assert (plain - ours).abs().max() > 0.01
+
+
 @pytest.mark.parametrize(("tied", "ours_tied"), [(False, False), (True, False), (True, True)])
 def test_a_transformers_model_trains_here_and_starts_as_the_same_function(
     tmp_path: Path, tied: bool, ours_tied: bool

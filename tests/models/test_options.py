@@ -126,7 +126,7 @@ def test_a_share_of_the_channels_is_rotated() -> None:
 )
 def test_initial_weights_have_the_spread_of_their_method(method: Any, expected: float) -> None:
     config, shape = TrainConfig(**TINY, init_method=method, output_init_method="normal"), torch.Size((400, 400))
-    assert deviation(method, config, 6, shape) == pytest.approx(expected)
+    assert deviation(method, config, 6, "model.layers.0.mlp.up_proj.weight", shape) == pytest.approx(expected)
     made = initial_weight(config, 6, "model.layers.0.mlp.up_proj.weight", shape)
     assert made.std().item() == pytest.approx(expected, rel=0.02)
     output = initial_weight(config, 6, "model.layers.0.mlp.down_proj.weight", shape)

@@ -44,6 +44,9 @@ BY_NORM: dict[str, Fields] = {
     "1-norm": {**FSDP, "grad_clip_norm_type": 1.0, "grad_clip_thresh": 20.0},
     "largest": {**FSDP, "grad_clip_norm_type": 0.0, "grad_clip_thresh": 0.01},
 }
+# Twice as wide as the base model, and heads twice as wide
+MUP: Fields = {**FSDP, "mup_base_width": 32, "mup_base_head_dim": 4}
+BY_MUP: dict[str, Fields] = {"muP": MUP, "muP, muon": {**MUP, "optimizer": "muon"}, "muP, stages": MUP}
 # One micro-batch, and 32 equal ones whose gradients are summed in fp32 or bf16
 EQUAL_MICRO_BATCHES: dict[str, Fields] = {
     "one": {"global_batch_size": 1},
@@ -52,7 +55,7 @@ EQUAL_MICRO_BATCHES: dict[str, Fields] = {
 }
 STAGES: Fields = {"pipeline_parallel_size": 2}
 RESUMED = (*FULL_TENSOR_RULES, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout", "dropout, stages")
-CASES: dict[str, Fields] = {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM}
+CASES: dict[str, Fields] = {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM, **BY_MUP}
 
 
 def equal_micro_batches(ranks: int) -> dict[str, Fields]:
@@ -170,6 +173,16 @@ def test_gradients_are_clipped_by_the_norm_asked_for_on_every_mesh_and_engine(ca
     assert alone["loss"][2:] != plain["loss"][2:]
     first, usual = alone["grad_norm"][0], plain["grad_norm"][0]  # of the same gradients
     assert first > usual if case == "1-norm" else first < usual
+
+
+@pytest.mark.parametrize("case", BY_MUP)
+def test_mup_gives_the_same_losses_on_every_mesh_and_engine(case: str, folder: Path) -> None:
+    alone = on_torch(ALONE)[case]
+    for got in (on_torch(2)[case], on_xla(folder)[case]):
+        assert got["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert got["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+        assert got["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
+    assert alone["loss"][-1] != on_torch(ALONE)["muon" if "muon" in case else "adamw"]["loss"][-1]
 
 
 def test_parameters_and_moments_have_the_bytes_of_their_precision() -> None:
