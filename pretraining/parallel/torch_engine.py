@@ -149,6 +149,10 @@ class TorchEngine:
             self._shard(model, model, model.model.layers)
             fsdp.register_fsdp_forward_method(model, "loss")
         model.to_empty(device=self.home)
+        roots = self._pipeline.pieces.values() if self._pipeline else [model]
+        for root in (root for root in roots if isinstance(root, FSDPModule)):
+            # torch 2.9 replaces uneven shards here, which would otherwise happen after the optimizer has taken them.
+            root._get_fsdp_state()._lazy_init()
         shards.bind(model)
 
         def fill(name: str) -> None:
