@@ -108,6 +108,9 @@ class ObjectPath:
     def __str__(self) -> str:
         return self.uri
 
+    def __reduce__(self) -> tuple[type[ObjectPath], tuple[str]]:
+        return ObjectPath, (self.uri,)  # processes send each other paths, and pyarrow's FileInfo cannot be pickled
+
     @property
     def _parts(self) -> tuple[str, PurePosixPath]:
         scheme, _, rest = self.uri.partition("://")

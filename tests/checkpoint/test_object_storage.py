@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def test_a_run_saves_to_object_storage_keeps_the_newest_and_continues(tmp_path: 
     folder = location("s3://bucket/run")
     assert [path.name for path in find_checkpoints(folder).committed] == ["step_8", "step_6"]
     assert sorted(path.name for path in folder.iterdir()) == ["lock", "step_6", "step_8"]
+    found = find_checkpoints(folder)
+    assert pickle.loads(pickle.dumps(found)) == found  # process 0 sends it to the others
     saved, there = (read_tensors(newest_checkpoint(path)) for path in (tmp_path / "local", folder))
     assert saved.keys() == there.keys() and all(torch.equal(saved[name], there[name]) for name in saved)
     assert convert(["s3://bucket/run", str(tmp_path / "exported")]) == 0
