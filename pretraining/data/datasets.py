@@ -126,7 +126,8 @@ def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: 
     strip = tuple(parse_steps(config.strip_tokens))
     sources = [ShardFile(path, format, config.col_name, strip) for path, format in files]
     shards = open_indexes(sources, index_folder(config.index_dir))
-    parts = [str(PurePath(shard.path).relative_to(str(folder))) if folder.is_dir() else "" for shard in shards]
+    has_folder = folder.is_dir()
+    parts = [str(PurePath(shard.path).relative_to(str(folder))) if has_folder else "" for shard in shards]
     parts += [f"{shard.fingerprint} {shard.documents} {shard.token_count}" for shard in shards]
     total = sum(shard.documents for shard in shards)
     description = _read_description(folder)

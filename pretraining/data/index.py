@@ -122,9 +122,11 @@ def _load(file: ShardFile, sidecar: Path) -> ShardIndex | None:
         index = _read_header(sidecar) if sidecar.is_file() else None  # opening a named pipe would wait for its writer
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if index is None or index.stamp != Stamp.of(file.path) or not location(index.tokens).exists():
+    if index is None or index.stamp != Stamp.of(file.path):
         return None
-    if index.token_stamp != Stamp.of(index.tokens):
+    if index.tokens != file.path and (
+        not location(index.tokens).exists() or index.token_stamp != Stamp.of(index.tokens)
+    ):
         return None
     # the version of an object is that of its content; the time of a file is not
     fresh = is_remote(file.path) or index.fingerprint == _fingerprint(file.path, index.tokens)

@@ -93,6 +93,17 @@ def test_indexing_reads_the_headers_of_large_batches_only(tmp_path: Path, proxy:
     assert np.array_equal(rows(theirs, 3), rows(open_stream(config), 3))
 
 
+def test_another_start_makes_one_request_for_each_shard(tmp_path: Path, proxy: FaultProxy) -> None:
+    counts = []
+    for shards in (2, 6):
+        _, remote = local_and_remote(tmp_path / str(shards), proxy, "flat", f"starts-{shards}", shards, sep_token=1)
+        open_stream(remote)
+        before = len(proxy.requests)
+        open_stream(remote)
+        counts.append(len(proxy.requests) - before)
+    assert counts[1] - counts[0] == 4
+
+
 @pytest.mark.parametrize("fault", ["cut", "500", "503", "truncate", "slow"])
 def test_a_passing_network_error_is_repeated_and_counted(tmp_path: Path, proxy: FaultProxy, fault: str) -> None:
     local, remote = local_and_remote(tmp_path, proxy, "flat", f"passing-{fault}", shards=1)
