@@ -42,7 +42,7 @@ class Checkpoints:
 
     def __init__(self, config: TrainConfig, log_dir: Path) -> None:
         """Lock the folder if this run saves. Raises UserError if another run has it or it cannot be written."""
-        self._config, self._peers = config, Peers()
+        self._config, self._peers = config, Peers(timeout=config.collective_timeout)
         self.folder, self._local = checkpoint_folder(config, log_dir), log_dir / CHECKPOINTS
         self._extra = set(parse_steps(config.extra_checkpoint_steps))
         self._lock: FolderLock | None = None

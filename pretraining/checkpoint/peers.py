@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from pretraining.config.errors import UserError
 from pretraining.storage import StorageError
 
 T = TypeVar("T")
+SLOWEST = timedelta(minutes=30)  # that one process may read or write longer than another
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,16 @@ class Failure:
 class Peers:
     """This process among those that save and load together."""
 
-    def __init__(self, together: bool | None = None) -> None:
-        """Collective over the default group, if there is one. together=False: this process alone."""
+    def __init__(self, together: bool | None = None, timeout: int = 600) -> None:
+        """Collective over the default group, if there is one. together=False: this process alone.
+
+        timeout: seconds in which every process must join.
+        """
         if together is None:
             together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo") if together else None
+        self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if together else None
+        if self._group is not None:
+            self._group.set_timeout(SLOWEST)
         self.rank = dist.get_rank() if together else 0
         self.size = dist.get_world_size() if together else 1
 

@@ -122,6 +122,8 @@ from pretraining.checkpoint import store
 
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
+if os.environ.get("ABSENT") == os.environ["RANK"]:
+    os.kill(os.getpid(), signal.SIGKILL)
 if os.environ.get("DYING") == os.environ["RANK"]:
     whole = store.write_files
     def dying(folder, *rest):
@@ -129,7 +131,8 @@ if os.environ.get("DYING") == os.environ["RANK"]:
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(folder, *rest)
     store.write_files = dying
-train(small_config(Path(sys.argv[1])), lambda step, loss: print(step, loss.hex(), flush=True))
+config = small_config(Path(sys.argv[1]), collective_timeout=4)
+train(config, lambda step, loss: print(step, loss.hex(), flush=True))
 dist.destroy_process_group()
 """
 
@@ -137,6 +140,8 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_two_processes_share_the_writing_and_a_death_in_mid_save_commits_nothing(tmp_path: Path) -> None:
     whole = [f"{step} {loss.hex()}" for step, loss in enumerate(run(tmp_path / "one"), start=1)]
+    (code, _), (killed, _) = processes("-c", PEERS, tmp_path / "none", ABSENT="1")
+    assert code != 0 and killed == -9 and not steps(tmp_path / "none")  # it is not waited for longer than the timeout
     (code, _), (killed, _) = processes("-c", PEERS, tmp_path / "two", DYING="1")
     assert code != 0 and killed == -9
     assert steps(tmp_path / "two") == [2]
