@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -84,6 +85,15 @@ def read_body(handler: BaseHTTPRequestHandler) -> bytes:
     return body
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Print nothing of a client that was killed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            traceback.print_exc()
+
+
 class FaultProxy:
     """Forwards every request to the server, except those that `plan` gives a fault.
 
@@ -110,10 +120,15 @@ class FaultProxy:
             def log_message(self, *arguments: object) -> None:
                 """Print nothing."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.port = int(self._server.server_address[1])
         Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def __enter__(self) -> FaultProxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop listening."""

@@ -1,13 +1,15 @@
 """The attacks in large numbers: `python -m tests.faults.campaign ATTACK [--engine=E] [--first=N] [--number=N]`.
 
 ATTACK: kill, kill_late and kill_async (five kills to each number), fail, spoil, scripts (damaged files that other
-programs read) or long (2,000 steps). Prints the counts and everything that broke.
+programs read) or long (2,000 steps). With --storage=s3, kill and kill_async have data and checkpoints on an S3 server,
+in --processes=N processes of the torch engine or on two devices of xla. Prints the counts and everything that broke.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -22,6 +24,8 @@ import psutil
 from tests.faults.attacks import Report, Target
 from tests.faults.harness import Programs
 from tests.faults.programs import contents, left_over, result, scripts, training, write_corpus
+from tests.faults.stored import StoredRun
+from tests.object_storage import FaultProxy, environment, s3_server
 
 HOUR = 3600.0  # seconds
 FROM = 4  # step of the checkpoint from which the continued run continues
@@ -73,6 +77,17 @@ def attack(name: str, programs: Programs, root: Path, seeds: range, report: Repo
                 target.kill(report, seed, part=(0.85, 1) if name == "kill_late" else (0, 1))
 
 
+def attack_stored(programs: Programs, root: Path, options: argparse.Namespace, report: Report) -> None:
+    """Kill a run whose data and checkpoints are in object storage."""
+    with s3_server(root) as port, FaultProxy(port) as proxy:
+        os.environ |= environment(port)
+        run = StoredRun(
+            programs, root / "work", proxy, options.processes, async_checkpointing=options.attack == "kill_async"
+        )
+        for seed in range(options.first, options.first + options.number):
+            run.kill(report, seed)
+
+
 def train_long(programs: Programs, folder: Path) -> None:
     """Print memory, threads, open files and temporary files in a run of 2,000 steps, and a start at 200 checkpoints."""
     write_corpus(folder)
@@ -101,6 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("attack")
     parser.add_argument("--engine", default="torch")
+    parser.add_argument("--storage", choices=["", "s3"], default="")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--number", type=int, default=20)
     options = parser.parse_args()
@@ -113,7 +130,10 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         report = Report()
         try:
-            attack(options.attack, programs, Path(folder), seeds, report)
+            if options.storage:
+                attack_stored(programs, Path(folder), options, report)
+            else:
+                attack(options.attack, programs, Path(folder), seeds, report)
         finally:
             print(json.dumps(report.counts), f"{time.monotonic() - began:.0f} s", flush=True)
 

@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import psutil
 
 from tests.faults.server import WITHIN
+from tests.object_storage import free_port
 from tests.parallel.launch import ROOT
 
 HERE = Path(__file__).parent
 REFUSED = (2, 3)  # exit codes
+TRY_AGAIN = 5  # where another process of the run was lost
 KILLED = -9
 CHEAP_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 XLA = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "XLA_FLAGS": CHEAP_TO_COMPILE}
@@ -46,6 +48,21 @@ class Outcome(NamedTuple):
         if self.code not in (0, KILLED, *REFUSED):
             return "exit code"
         return "no sentence" if self.code in REFUSED and not re.search(r"\w+ \w+", self.errors + self.output) else ""
+
+
+def group(processes: int) -> list[dict[str, str]]:
+    """Return torchrun's variables for each of these processes; none for one."""
+    if processes == 1:
+        return [{}]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+    common["LOCAL_WORLD_SIZE"] = str(processes)
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def worst(codes: list[int | None]) -> int | None:
+    """Return the exit code of processes that ran together; those that lost a killed one end with TRY_AGAIN."""
+    allowed = [0, TRY_AGAIN, KILLED] if KILLED in codes else [0]
+    return max(codes, key=lambda code: (code not in allowed, code is None, code == KILLED))
 
 
 class Programs:
@@ -99,25 +116,28 @@ class Programs:
         removed: bool = False,
         limits: dict[str, int] | None = None,
         within: float = WITHIN,
-        **variables: str,
+        processes: int = 1,
+        variables: dict[str, str] | None = None,
     ) -> Outcome:
         """Run a script, "main_training.py" or the name of a module, with its arguments.
 
         fault: see disk.c. output: a device in the place of stdout. removed: without the working directory `folder`.
-        limits: of the resources, by the names of the module `resource`. within: seconds that it may take.
+        limits: of the resources, by the names of the module `resource`. within: seconds that it may take. processes:
+        that train together; the code is then that of the one that ended worst. variables: of the environment.
         """
         with tempfile.TemporaryDirectory(dir=self._folder) as outputs:
             paths = [output or f"{outputs}/1", f"{outputs}/2"]
             job: dict[str, Any] = {"words": words, "output": paths[0], "errors": paths[1], "within": within}
-            job |= {"variables": {"FAULT": fault, **variables}, "limits": limits or {}}
-            code, seconds = json.loads(self._ask(json.dumps({**job, "folder": str(folder), "removed": removed})))
+            job |= {"variables": {"FAULT": fault, **(variables or {})}, "limits": limits or {}}
+            job |= {"folder": str(folder), "removed": removed, "processes": group(processes)}
+            codes, seconds = json.loads(self._ask(json.dumps(job)))
             texts = [Path(path).read_text(errors="replace") if Path(path).is_file() else "" for path in paths]
-            return Outcome(code, texts[0], texts[1], seconds)
+            return Outcome(worst(codes), texts[0], texts[1], seconds)
 
     def calls(self, folder: Path, *words: str) -> list[tuple[str, str]]:
         """Return (kind, path) of every call of a script on the files below `folder`."""
         trace = self._folder / "calls"
         trace.unlink(missing_ok=True)
-        ended = self.run(*words, fault=f"any:1:list:0:{folder}", FAULT_LIST=str(trace))
+        ended = self.run(*words, fault=f"any:1:list:0:{folder}", variables={"FAULT_LIST": str(trace)})
         assert ended.code == 0, ended
         return [(kind, path) for kind, _, path in (line.partition(" ") for line in trace.read_text().splitlines())]

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pretraining.checkpoint.folder import find_checkpoints
+from pretraining.storage import location
 from tests.data import corpora
 from tests.end_to_end.small import figures
 from tests.faults.harness import Programs
@@ -41,16 +43,18 @@ SMALL = {
 }
 
 
-def write_corpus(folder: Path) -> None:
-    """Write a dataset of every store to folder/train, and one to folder/held."""
+STORES = {
+    "flat": corpora.write_flat,
+    "lists": corpora.write_lists,
+    "parquet": corpora.write_parquet,
+    "megatron": corpora.write_megatron,
+}
+
+
+def write_corpus(folder: Path, stores: Sequence[str] = tuple(STORES)) -> None:
+    """Write a dataset of every one of these stores to folder/train, and one to folder/held."""
     chance = random.Random(0)
-    for name, write in (
-        ("train/flat", corpora.write_flat),
-        ("train/lists", corpora.write_lists),
-        ("train/parquet", corpora.write_parquet),
-        ("train/megatron", corpora.write_megatron),
-        ("held/flat", corpora.write_flat),
-    ):
+    for name, write in [*((f"train/{store}", STORES[store]) for store in stores), ("held/flat", corpora.write_flat)]:
         (folder / name).mkdir(parents=True)
         documents = [[chance.randrange(2, 300) for _ in range(chance.randrange(60))] for _ in range(40)]
         write(folder / name / "s", documents)
@@ -64,10 +68,13 @@ def training(folder: Path, engine: str = "torch", **fields: Any) -> list[str]:
     return ["main_training.py", *(f"--{name}={value}" for name, value in flags.items())]
 
 
-def result(folder: Path, after: int = 0) -> dict[str, Any]:
-    """Return what a run has computed: its figures after this step, and the bytes of its newest checkpoint."""
+def result(folder: Path, after: int = 0, checkpoints: str = "") -> dict[str, Any]:
+    """Return what a run has computed: its figures after this step, and the bytes of its newest checkpoint.
+
+    checkpoints: their folder, if it is not that of the run.
+    """
     lines = {str(key): line for key, line in figures(folder / "run").items() if key[0] > after}
-    newest = find_checkpoints(folder / "run" / "checkpoints").committed[:1]
+    newest = find_checkpoints(location(checkpoints or folder / "run" / "checkpoints")).committed[:1]
     return {"figures": lines, "newest": [(path / "manifest.json").read_text() for path in newest]}
 
 

@@ -1,7 +1,7 @@
 """Runs scripts in forks of a process that has imported what they need: a start takes a quarter of a second, not ten.
 
-Reads a job per line of JSON from stdin and answers with its exit code and seconds. A fork becomes the script: it runs
-it as __main__ and ends as an interpreter does. Started by harness.Programs with disk.c preloaded.
+Reads a job per line of JSON from stdin and answers with the exit codes of its processes and the seconds. A fork becomes
+the script: it runs it as __main__ and ends as an interpreter does. Started by harness.Programs with disk.c preloaded.
 """
 
 from __future__ import annotations
@@ -35,19 +35,26 @@ def import_everything(engine: str) -> None:
 
 
 def serve() -> dict[str, Any] | None:
-    """Answer the jobs on stdin; returns a job in its fork, and None where there are no more."""
+    """Answer the jobs on stdin; returns a job in its forks, one per process, and None where there are no more."""
     for line in sys.stdin:
-        job = json.loads(line)
+        job, children = json.loads(line), []
         began = time.monotonic()
-        child = os.fork()
-        if not child:
-            return job
-        has_ended = select.select([os.pidfd_open(child)], [], [], job["within"])[0]
-        if not has_ended:
-            os.killpg(child, signal.SIGABRT)  # faulthandler prints where it hangs
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(json.dumps([code if has_ended else None, time.monotonic() - began]), flush=True)
+        for variables in job["processes"]:
+            children.append(os.fork())
+            if not children[-1]:
+                return {**job, "variables": job["variables"] | variables}
+        codes = [ended(child, began + job["within"]) for child in children]
+        print(json.dumps([codes, time.monotonic() - began]), flush=True)
     return None
+
+
+def ended(child: int, deadline: float) -> int | None:
+    """Wait for a process and return its exit code; None if it had not ended in time."""
+    has_ended = select.select([os.pidfd_open(child)], [], [], max(deadline - time.monotonic(), 0))[0]
+    if not has_ended:
+        os.killpg(child, signal.SIGABRT)  # faulthandler prints where it hangs
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return code if has_ended else None
 
 
 def become(job: dict[str, Any]) -> None:

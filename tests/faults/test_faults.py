@@ -19,6 +19,8 @@ from tests.faults.attacks import Report
 from tests.faults.campaign import continued_run, new_run, other_scripts
 from tests.faults.harness import REFUSED, Programs
 from tests.faults.programs import training
+from tests.faults.stored import StoredRun
+from tests.object_storage import FaultProxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not which("cc"), reason="compiles disk.c")]
 
@@ -43,6 +45,15 @@ def test_a_run_on_xla_killed_at_any_call_continues_bitwise(tmp_path: Path) -> No
         target, report = new_run(programs, tmp_path / "work"), Report()
         target.kill(report, seed=0, kills=2)
         assert not report.broken and report.counts["killed"] == 2
+
+
+def test_a_run_on_object_storage_killed_at_any_request_continues_bitwise(
+    programs: Programs, tmp_path: Path, proxy: FaultProxy
+) -> None:
+    run = StoredRun(programs, tmp_path / "work", proxy, processes=2, async_checkpointing=True)
+    report = Report()
+    run.kill(report, seed=0, kills=2)
+    assert not report.broken and report.counts["killed"] >= 1
 
 
 def test_a_disk_that_fails_is_a_sentence_or_makes_no_difference(programs: Programs, tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Kills of a run whose data and checkpoints are in object storage, at random requests and between them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from contextlib import suppress
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import psutil
+
+from pretraining.checkpoint.folder import find_checkpoints
+from pretraining.storage import location
+from tests.faults.attacks import Report
+from tests.faults.harness import Outcome, Programs
+from tests.faults.programs import copied, result, training, write_corpus
+from tests.object_storage import BUCKET, FaultProxy, environment, upload
+
+LONGEST = 0.5  # s from a request to a kill between requests
+DEVICES = 2  # of the xla engine
+
+
+class StoredRun:
+    """A run on one or several processes, and what it computes undisturbed, with local data and checkpoints."""
+
+    def __init__(self, programs: Programs, folder: Path, proxy: FaultProxy, processes: int, **fields: Any) -> None:
+        """proxy: before the server, which gets the data. The process's own client uses it, too."""
+        self.programs, self.folder, self.proxy, self.processes = programs, folder, proxy, processes
+        self.fields = {"batch_size": 2, "collective_timeout": 20, **fields}
+        write_corpus(folder, ["flat"])
+        self.sound = copied(folder, folder.with_name("sound"))
+        for name in ("train", "held"):
+            upload(folder / name, name, proxy.server)
+        undisturbed = self.start()
+        assert undisturbed.code == 0, undisturbed
+        self.expected = result(folder)
+        copied(self.sound, folder)
+        self.requests = len(proxy.requests)
+        assert self.start("undisturbed").code == 0
+        self.requests = len(proxy.requests) - self.requests
+
+    def start(self, name: str = "") -> Outcome:
+        """Train. name: of the checkpoints in the bucket; if empty, everything is local."""
+        held = f"s3://{BUCKET}/held"
+        stored = {"data_path": f"s3://{BUCKET}/train", "valid_data_path": held, "test_data_path": held}
+        fields = {**stored, "ckpt_save_path": f"s3://{BUCKET}/{name}"} if name else {}
+        words = training(self.folder, self.programs.engine, **self.fields, **fields)
+        variables = environment(self.proxy.port) | {"CPU_NUM_DEVICES": str(DEVICES)}
+        return self.programs.run(*words, processes=self.processes, variables=variables)
+
+    def kill(self, report: Report, seed: int, kills: int = 5) -> None:
+        """Kill it again and again, then let it complete. Of several processes, one is killed or all are."""
+        copied(self.sound, self.folder)
+        chance, attacks, name = random.Random(seed), [], f"run-{seed}"
+        for start in range(kills):  # a run that continues makes fewer requests
+            number = 1 + int(chance.uniform(*((0.1, 0.5) if start else (0, 1))) * self.requests)
+            attacks.append((number, chance.choice(["before", "after", "later"]), chance.random() < 0.5))
+            self._arm(*attacks[-1], chance.uniform(0, LONGEST))
+            outcome = self.start(name)
+            report.add(f"{attacks} (seed {seed})", outcome, self._differs(name) if outcome.code == 0 else "")
+        self.proxy.plan = lambda number, method, path: ""
+        outcome = self.start(name)
+        broken = f"next start {outcome.code}" if outcome.code else self._differs(name)
+        if broken:
+            report.add(f"after {attacks} (seed {seed})", outcome, broken)
+
+    def _differs(self, name: str) -> str:
+        """Return what is wrong with a run that completed."""
+        there = f"s3://{BUCKET}/{name}"
+        if result(self.folder, checkpoints=there) != self.expected:
+            return "silent difference"
+        found = find_checkpoints(location(there))
+        return "left over" if found.uncommitted or len(found.committed) > 2 else ""
+
+    def _arm(self, number: int, moment: str, spares: bool, seconds: float) -> None:
+        """Kill at request `number` from now on, before it is answered, after it was, or `seconds` later.
+
+        spares: all but one process.
+        """
+        last = len(self.proxy.requests) + number - 1
+
+        def plan(request: int, method: str, path: str) -> str:
+            if request == last:
+                Timer(seconds, self._kill, [spares]).start() if moment == "later" else self._kill(spares)
+            return "cut" if request == last and moment == "before" else ""
+
+        self.proxy.plan = plan
+
+    def _kill(self, spares: bool) -> None:
+        running = self.programs.children()
+        for child in running[-1:] if spares else running:
+            with suppress(psutil.Error):
+                os.kill(child.pid, signal.SIGKILL)
