@@ -1,10 +1,13 @@
 """Measure the step of the xla engine by the TPU's own compiler, next to MaxText's step.
 
-    python -m benchmarks.tpu_compiler [--length=4096] [--attention_impl=chunked] [--save_attention=True]
+    python -m benchmarks.tpu_compiler [--length=4096] [--attention_impl=chunked] [--reduce_dtype=bf16]
 
 Nothing runs: the compiler (requirements-tpu-aot.txt) compiles the step of llama3_8b with fsdp for a v6e:4x4, one
 sequence per chip, every block recomputed. Any other flag is a setting. Prints a row of a table, and MaxText's rows as
 benchmarks/maxtext.json has them, with their source. Figures are those of one chip and step.
+
+The last columns are a roofline: the times that the device's published rates (pretraining/config/devices.py) need for
+the products, for the bytes to and from HBM and for the bytes sent, and the MFU if the longest of them were the step.
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pretraining.configure import configure
 from pretraining.plan.checks import topology_devices
 from pretraining.plan.compiled import CompiledStep, compile_step
-from pretraining.plan.plan import plan_of
+from pretraining.plan.plan import Plan, plan_of
 
 CASE: dict[str, Any] = {
     "model_variant": "llama3_8b",
@@ -30,27 +33,66 @@ CASE: dict[str, Any] = {
     "plan_device_kind": "tpu-v6e",
     "plan_topology": "4x4",
 }
-COLUMNS = ("step", "tokens", "temporaries, GB", "peak, GB", "TFLOP", "of them in kernels", "sent, GB", "million cycles")
+COLUMNS = (
+    *("step", "tokens", "temporaries, GB", "peak, GB", "TFLOP", "in kernels", "HBM, GB", "sent, GB", "overlapped"),
+    *("million cycles", "FLOP, ms", "HBM, ms", "links, ms", "MFU at most"),
+)
 MAXTEXT = Path(__file__).with_name("maxtext.json")
 
 
-def row(name: str, length: int, step: CompiledStep) -> str:
-    """Return a row of the table."""
+class Figures(NamedTuple):
+    """One row of the table: bytes and operations of one device and step."""
+
+    name: str
+    tokens: int  # of a sequence, one per device
+    temporaries: float
+    peak: float
+    flops: float
+    kernel_flops: float
+    hbm: float
+    sent: float
+    overlapped: float | None  # share of `sent`; None: not known
+    cycles: float
+
+    def row(self, plan: Plan) -> str:
+        """Return the row, with the roofline on the plan's kind of device."""
+        kind = plan.kind
+        times = (self.flops / kind.peak_flops, self.hbm / kind.memory_rate, self.sent / kind.link)
+        mfu = plan.flops * self.tokens / kind.peak_flops / max(times)
+        overlapped = "n/a" if self.overlapped is None else f"{self.overlapped:.0%}"
+        cells = [self.name, str(self.tokens), f"{self.temporaries / 1e9:.2f}", f"{self.peak / 1e9:.2f}"]
+        cells += [f"{self.flops / 1e12:.1f}", f"{self.kernel_flops / 1e12:.1f}", f"{self.hbm / 1e9:.0f}"]
+        cells += [f"{self.sent / 1e9:.1f}", overlapped, f"{self.cycles / 1e6:,.0f}"]
+        cells += [f"{1e3 * time:.0f}" for time in times] + [f"{mfu:.0%}"]
+        return f"| {' | '.join(cells)} |"
+
+
+def figures_of(name: str, tokens: int, step: CompiledStep) -> Figures:
+    """Return the figures of a compiled step."""
     temporaries, peak = (max(getattr(program, key) for program in step.programs) for key in ("temporaries", "peak"))
-    sizes = f"{temporaries / 1e9:.2f} | {peak / 1e9:.2f} | {step.flops / 1e12:.1f} | {step.kernel_flops / 1e12:.1f}"
-    return f"| {name} | {length} | {sizes} | {sum(step.sent.values()) / 1e9:.1f} | {step.cycles / 1e6:,.0f} |"
+    sent = sum(step.sent.values())
+    share = step.overlapped / sent if sent else None
+    return Figures(name, tokens, temporaries, peak, step.flops, step.kernel_flops, step.hbm, sent, share, step.cycles)
 
 
-def maxtext_rows(length: int) -> list[str]:
-    """Return MaxText's rows; what its source does not have is n/a."""
-    recorded = json.loads(MAXTEXT.read_text())
-    rows = []
-    for figures in recorded["steps"]:
-        if figures["tokens"] == length:
-            memory, flop = f"{figures['temporaries_gb']} | {figures['peak_gb']:.2f}", figures["tflop_without_kernels"]
-            rest = f"{flop} and kernels | n/a | {figures['sent_gb']} | {figures['million_cycles']:,}"
-            rows.append(f"| MaxText | {length} | {memory} | {rest} |")
-    return [*rows, f"MaxText: {recorded['source']}"]
+def maxtext_figures(tokens: int, *, recomputed: bool, kernel_flops: float) -> list[Figures]:
+    """Return MaxText's figures of this case; its attention kernel is ours, so it counts as many operations."""
+    return [
+        Figures(
+            name="MaxText",
+            tokens=tokens,
+            temporaries=1e9 * step["temporaries_gb"],
+            peak=1e9 * step["peak_gb"],
+            flops=1e12 * step["tflop_without_kernels"] + kernel_flops,
+            kernel_flops=kernel_flops,
+            hbm=1e9 * step["hbm_gb"],
+            sent=1e9 * step["sent_gb"],
+            overlapped=None,
+            cycles=1e6 * step["million_cycles"],
+        )
+        for step in json.loads(MAXTEXT.read_text())["steps"]
+        if step["tokens"] == tokens and step["recomputed"] == recomputed
+    ]
 
 
 def main() -> None:
@@ -59,10 +101,17 @@ def main() -> None:
     length = int(options.pop("length", "4096"))
     config = configure({**CASE, "seq_length": length, **options})
     plan = plan_of(replace(config, plan_devices=topology_devices(config)))
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     name = ", ".join(f"{key}={value}" for key, value in options.items()) or "ours"
-    print(row(name, length, compile_step(plan.config, plan.mesh.shard)), flush=True)
-    print("\n".join(maxtext_rows(length)))
+    step = compile_step(plan.config, plan.mesh.shard)
+    ours = figures_of(name, length, step)
+    recomputed = config.fsdp_activation_checkpointing
+    theirs = maxtext_figures(length, recomputed=recomputed, kernel_flops=step.kernel_flops)
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    print("\n".join(figures.row(plan) for figures in (ours, *theirs)))
+    print("\nSent by operation and dtype, GB:")
+    for kind, count in sorted(step.sent_by_dtype.items(), key=lambda item: -item[1]):
+        print(f"  {count / 1e9:8.2f}  {kind}")
+    print(f"MaxText: {json.loads(MAXTEXT.read_text())['source']}")
 
 
 if __name__ == "__main__":

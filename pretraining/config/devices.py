@@ -36,21 +36,25 @@ class DeviceKind(NamedTuple):
     efficiency: float = 0  # share of peak_flops that a step's operations reach while nothing waits
     engine: Literal["torch", "xla"] = "torch"  # that --engine=auto chooses
     topology_axes: int = 0  # of a TPU slice; 0: not a TPU
+    memory_rate: float = 0  # bytes per second between the device and its memory; 0: nothing reads it
 
 
 # The first kind that matches a reported name is the device's, so the special ones come first.
 # fmt: off
 DEVICE_KINDS = (
-    # name, title, aliases, peak_flops, memory, link, network, per_host, efficiency, engine, topology_axes
+    # name, title, aliases, peak_flops, memory, link, network, per_host, efficiency, engine, topology_axes, memory_rate
     #
-    # cloud.google.com/tpu/docs: v6e, v5p, v5e, v4; bandwidth of a chip's interconnect, both directions together.
+    # cloud.google.com/tpu/docs: v6e, v5p, v5e, v4; bandwidth of a chip's interconnect, both directions together, and of
+    # its HBM.
     # TPU_ACCELERATOR_TYPE says "v5litepod", PJRT "v5 lite" and "v6 lite".
-    DeviceKind("tpu-v4", "TPU v4", (("tpu", "v4"),), 275e12, 32 * GIB, 150e9, 150e9, 4, 0.55, "xla", 3),
+    DeviceKind("tpu-v4", "TPU v4", (("tpu", "v4"),), 275e12, 32 * GIB, 150e9, 150e9, 4, 0.55, "xla", 3,
+               1228e9),
     DeviceKind("tpu-v5e", "TPU v5e", (("tpu", "v5e"), ("tpu", "v5lite"), ("tpu", "v5 lite")),
-               197e12, 16 * GIB, 100e9, 100e9, 8, 0.65, "xla", 2),
-    DeviceKind("tpu-v5p", "TPU v5p", (("tpu", "v5p"),), 459e12, 95 * GIB, 300e9, 300e9, 4, 0.70, "xla", 3),
+               197e12, 16 * GIB, 100e9, 100e9, 8, 0.65, "xla", 2, 819e9),
+    DeviceKind("tpu-v5p", "TPU v5p", (("tpu", "v5p"),), 459e12, 95 * GIB, 300e9, 300e9, 4, 0.70, "xla", 3,
+               2765e9),
     DeviceKind("tpu-v6e", "TPU v6e", (("tpu", "v6e"), ("tpu", "v6 lite")),
-               918e12, 32 * GIB, 224e9, 224e9, 8, 0.50, "xla", 2),
+               918e12, 32 * GIB, 224e9, 224e9, 8, 0.50, "xla", 2, 1640e9),
     # awsdocs-neuron: Trainium (190 TFLOP/s and 32 GiB on two NeuronCores, NeuronLink-v2 768 GB/s a chip; trn1.32xlarge
     # has 800 Gbit/s for 32 cores), Trainium2 (667 TFLOP/s and 96 GiB on eight NeuronCores, two to a device (LNC=2),
     # 1.28 TB/s; trn2.48xlarge 3.2 Tbit/s). AWS's PyTorch does not support GSPMD.

@@ -21,7 +21,8 @@ from typing import NamedTuple
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.monitor.progress import heartbeat
-from pretraining.plan.program import bytes_by_purpose, collectives, estimated_cycles, kernel_flops, product_flops
+from pretraining.plan.hbm import hbm_bytes
+from pretraining.plan.program import collectives, estimated_cycles, kernel_flops, product_flops
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +48,9 @@ class CompiledStep(NamedTuple):
     traced_seconds: float
     programs: list[CompiledProgram]
     sent: dict[str, int]  # operation -> bytes that leave the device in a step
+    sent_by_dtype: dict[str, int]  # the same by operation and dtype
+    overlapped: int  # of those bytes, the ones of collectives that run while products do
+    hbm: int  # bytes that are read from and written to HBM in a step
     flops: int  # of the matrix products of a step
     kernel_flops: int  # of those inside attention kernels
     cycles: int  # of a step, as the compiler expects; without those of attention kernels, which it does not know
@@ -97,14 +101,23 @@ def _read(
     folder: Path, target: str, traced_seconds: float, programs: list[CompiledProgram], visible: float
 ) -> CompiledStep:
     sent: Counter[str] = Counter()
-    flops = in_kernels = cycles = 0
+    by_dtype: Counter[str] = Counter()
+    flops = in_kernels = cycles = overlapped = hbm = 0
     for program in programs if not programs[-1].refused else []:
         text = (folder / f"{program.name}.txt").read_text()
         flops += program.times * product_flops(text)
         in_kernels += program.times * kernel_flops(text, visible)
         cycles += program.times * estimated_cycles(text)
-        sent.update({name: program.times * count for name, count in bytes_by_purpose(collectives(text)).items()})
-    return CompiledStep(target, traced_seconds, programs, dict(sent), flops + in_kernels, in_kernels, cycles)
+        hbm += program.times * hbm_bytes(text)
+        for collective in collectives(text):
+            count = program.times * collective.bytes
+            sent[collective.purpose] += count
+            by_dtype[f"{collective.purpose} {collective.dtype}"] += count
+            overlapped += count * collective.overlaps
+    flops += in_kernels
+    return CompiledStep(
+        target, traced_seconds, programs, dict(sent), dict(by_dtype), overlapped, hbm, flops, in_kernels, cycles
+    )
 
 
 def _refuse_without_packages() -> None:

@@ -31,6 +31,8 @@ class CompiledCollective(NamedTuple):
     size: int  # bytes of those; of a reduce-scatter those of its operand
     ranks: int  # of a group
     times: int  # that it runs in one execution
+    dtype: str  # of its results, as XLA names it
+    overlaps: bool  # whether matrix products run between its beginning and its end
 
     @property
     def bytes(self) -> int:
@@ -53,8 +55,9 @@ def computations(text: str) -> Computations:
     return found
 
 
-def executed(parts: Computations) -> Iterator[tuple[str, str, int]]:
+def executed(parts: Computations, *, enters_fusions: bool = True) -> Iterator[tuple[str, str, int]]:
     """Yield every instruction with the computation that contains it, and how often it runs."""
+    calls = r" (?:call|fusion|async-start)\(" if enters_fusions else r" call\("
     todo = [("ENTRY", 1)]
     while todo:
         name, times = todo.pop()
@@ -62,7 +65,7 @@ def executed(parts: Computations) -> Iterator[tuple[str, str, int]]:
             yield name, line, times
             if loop := re.search(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)", line):
                 todo.append((loop[2], times * _iterations(line, parts[loop[1]], parts[loop[2]])))
-            elif called := re.search(r" (?:call|fusion|async-start)\(.*(?:calls|to_apply)=%([\w.-]+)", line):
+            elif called := re.search(rf"{calls}.*(?:calls|to_apply)=%([\w.-]+)", line):
                 todo.append((called[1], times))
             elif branches := re.search(r" conditional\(.*branch_computations=\{([^}]*)\}", line):
                 todo += [(branch.strip(" %"), times) for branch in branches[1].split(",")]
@@ -115,8 +118,9 @@ def collectives(text: str) -> list[CompiledCollective]:
         if collective := _collective(name, line, times, parts):
             channel = re.search(r"channel_id=(\d+)", line)
             key = channel[1] if channel else line
-            if key not in found or times < found[key].times:
-                found[key] = collective
+            known = found.get(key, collective)
+            rarest = collective if times < known.times else known
+            found[key] = rarest._replace(overlaps=known.overlaps or collective.overlaps)
     return list(found.values())
 
 
@@ -140,7 +144,36 @@ def _collective(computation: str, line: str, times: int, parts: Computations) ->
         operation = "all-gather"
     windowed = re.search(r"windowed_dot_general_body_(ag|rs)", computation)
     purpose = {"ag": "all-gather", "rs": "reduce-scatter"}[windowed[1]] if windowed else operation
-    return CompiledCollective(operation, purpose, [shape for _, shape in types], size, ranks, times)
+    dtypes = "+".join(sorted({kind for kind, _ in types}))
+    overlaps = _overlaps(name, computation, parts)
+    return CompiledCollective(operation, purpose, [shape for _, shape in types], size, ranks, times, dtypes, overlaps)
+
+
+def _overlaps(name: str, computation: str, parts: Computations) -> bool:
+    """Return whether a product runs while the collective `name` does.
+
+    The compiler writes both into one fusion, or the collective as two instructions with the product between them.
+    """
+    if computation.startswith("async_collective_fusion"):
+        return _has_product(parts[computation], parts)
+    lines = parts[computation]
+    begin = next(number for number, line in enumerate(lines) if f"%{name} = " in line)
+    between: list[str] = []
+    for line in lines[begin + 1 :]:
+        if re.search(rf"-done\(%{re.escape(name)}[,)]", line):
+            return _has_product(between, parts)
+        between.append(line)
+    return False
+
+
+def _has_product(lines: list[str], parts: Computations) -> bool:
+    for line in lines:
+        if " convolution(" in line or " dot(" in line or "tpu_custom_call" in line:
+            return True
+        called = re.search(r" (?:fusion|call|while)\(.*(?:calls|to_apply|body)=%([\w.-]+)", line)
+        if called and _has_product(parts[called[1]], parts):
+            return True
+    return False
 
 
 def _extents(dims: str) -> tuple[int, ...]:

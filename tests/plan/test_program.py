@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pretraining.plan.hbm import hbm_bytes
 from pretraining.plan.program import bytes_by_purpose, collectives, kernel_flops, product_flops
 
 # A loop of four turns in steps of two that passes a part on, as a TPU's compiler writes a gathered product: the counter
@@ -65,6 +66,50 @@ def test_loops_count_their_iterations_and_instructions_of_one_channel_count_once
         "reduce-scatter": 2 * 64 * 4 * 3 // 4,  # the one that is cut at once, and the one that says so
         "all-to-all": part // 2,
     }
+
+
+def test_a_collective_overlaps_if_a_product_runs_between_its_start_and_its_end() -> None:
+    assert [one.operation for one in collectives(WINDOWED) if one.overlaps] == []
+    lines = WINDOWED.splitlines()
+    done = next(number for number, line in enumerate(lines) if "%done =" in line)
+    lines[done], lines[done + 1] = lines[done + 1], lines[done]  # the product, and then the end
+    assert [one.times for one in collectives("\n".join(lines)) if one.overlaps] == [4]
+    fused = [one.dtype for one in collectives(WINDOWED.replace("fused.1", "async_collective_fusion.1")) if one.overlaps]
+    assert fused == ["bf16"]
+
+
+# A fusion that reads a slice of an operand and writes a part of it in place, ten times; one array is in on-chip memory.
+MEMORY = """
+%body (carried: (f32[100,8], u32[])) -> (f32[100,8], u32[]) {
+  %carried = (f32[100,8]{1,0}, u32[]) parameter(0)
+  %stack = f32[100,8]{1,0} get-tuple-element(%carried), index=0
+  %near = f32[100,8]{1,0:T(8,128)S(1)} copy(%stack)
+  ROOT %next = f32[100,8]{1,0} fusion(%stack, %near), kind=kLoop, calls=%update
+}
+
+%update (a: f32[100,8], b: f32[100,8]) -> f32[100,8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  %b = f32[100,8]{1,0} parameter(1)
+  %row = f32[1,8]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,8}
+  ROOT %out = f32[100,8]{1,0} dynamic-update-slice(%a, %row, %i, %i)
+}
+
+%condition (carried: (f32[100,8], u32[])) -> pred[] {
+  ROOT %yes = pred[] constant(1)
+}
+
+ENTRY %main (x: f32[100,8]) -> f32[100,8] {
+  %x = f32[100,8]{1,0} parameter(0)
+  ROOT %loop = (f32[100,8]{1,0}, u32[]) while(%x), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"10"}}
+}
+"""  # noqa: E501
+
+
+def test_slices_updates_in_place_and_on_chip_memory_count_what_moves() -> None:
+    stack, row = 100 * 8 * 4, 8 * 4
+    assert hbm_bytes(MEMORY) == 10 * (
+        stack + 2 * row
+    )  # a copy to the chip; a row that is read, and one that is written
 
 
 def test_a_batched_product_written_as_a_convolution_counts_its_products() -> None:
