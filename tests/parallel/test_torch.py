@@ -323,7 +323,7 @@ def test_variables_that_downcast_all_tensors_are_refused(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("xla", "fields"),
     [
-        (False, {"kv_replication": 2, "context_parallel_size": 2, "dump_sharding": "there.json"}),
+        (False, {"kv_replication": 2, "attention_impl": "chunked", "dump_sharding": "there.json"}),
         (False, {"tensor_parallel_size": 2, "cpu_offload": True, "memory_profiling": True, "compile_cache_dir": "x"}),
         (True, {"precision": "fp16", "reduce_dtype": "bf16", "cpu_offload": True, "collective_timeout": 5}),
     ],
