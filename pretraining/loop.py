@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -33,6 +33,7 @@ from pretraining.data.prefetch import Prefetcher
 from pretraining.interrupt import Clock, Interrupt, NoRendezvousError
 from pretraining.monitor.account import Account, account_line, totals
 from pretraining.monitor.flops import Meter, flops_per_token
+from pretraining.monitor.held_out import HeldOut, held_out_figures
 from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import evaluation_line, heartbeat, progress_line, summary
 from pretraining.monitor.spikes import WINDOW, is_spike
@@ -375,12 +376,18 @@ def data_hash(batch: Batch, engine: Engine) -> str:
     Several processes may share a data-parallel rank, and therefore its rows.
     """
     rows = [hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=8).digest() for row in batch["tokens"]]
-    if engine.process_count > 1:
-        gathered: list[Any] = [None] * engine.process_count
-        dist.all_gather_object(gathered, (engine.data_rank, rows))
-        by_rank = dict(gathered)
-        rows = [row for rank in range(engine.data_size) for row in by_rank[rank]]
-    return hashlib.blake2b(b"".join(rows), digest_size=8).hexdigest()
+    every_row = [row for rows in gather_from_data_ranks(engine, rows) for row in rows]
+    return hashlib.blake2b(b"".join(every_row), digest_size=8).hexdigest()
+
+
+def gather_from_data_ranks(engine: Engine, value: Any) -> list[Any]:
+    """Return the values of all data-parallel ranks, in their order."""
+    if engine.process_count == 1:
+        return [value]
+    gathered: list[Any] = [None] * engine.process_count
+    dist.all_gather_object(gathered, (engine.data_rank, value))
+    by_rank = dict(gathered)
+    return [by_rank[rank] for rank in range(engine.data_size)]
 
 
 def _prepare_first_step(run: TrainingRun) -> None:
@@ -399,17 +406,32 @@ def _prepare_first_step(run: TrainingRun) -> None:
 
 
 def _evaluate(run: TrainingRun, step: int, part: str, steps: int) -> None:
-    """Report the mean loss over the first `steps` batches (-1: all) of a held-out part; training is not affected."""
+    """Report losses over the first `steps` batches (-1: all) of a held-out part; training is not affected."""
     stream, name = run.streams[part], "val" if part == "valid" else part
-    began, total, tokens, batches = time.perf_counter(), 0.0, 0.0, batches_of(stream, steps)
+    began, batches = time.perf_counter(), batches_of(stream, steps)
     with run.account.spending("validation"), run.heartbeat(f"running {batches} batches of {part} data"):
-        for number in range(batches):
-            run.watchdog.expect(first=not number)
-            figures = run.engine.evaluate(run.model, stream.batch(number)).read()
-            total, tokens = total + figures["loss"] * figures["tokens"], tokens + figures["tokens"]
+        groups = stream.batches_by_dataset(batches)
+        sums = {dataset: _held_out(run, stream, chosen) for dataset, chosen in groups.items()}
     run.watchdog.rest()
-    record = {"step": step, f"{name}_loss": total / tokens, f"{name}_seconds": time.perf_counter() - began}
+    figures = held_out_figures(name, sums)
+    record = {"step": step, **figures, f"{name}_seconds": time.perf_counter() - began}
     run.report(record, evaluation_line(record, run.config.num_steps))
+
+
+def _held_out(run: TrainingRun, stream: Stream, groups: list[Sequence[int]]) -> HeldOut:
+    """Return the sums over the sequences of one dataset, a global batch at a time."""
+    loss = tokens = 0.0
+    counts: list[int | None] = []  # bytes of the rows of this process
+    for number, sequences in enumerate(groups):
+        run.watchdog.expect(first=not number)
+        batch = stream.batch_of(sequences)
+        figures = run.engine.evaluate(run.model, batch).read()
+        if figures["tokens"]:
+            loss, tokens = loss + figures["loss"] * figures["tokens"], tokens + figures["tokens"]
+        counts.append(stream.text_bytes(batch))
+    own = [count for count in counts if count is not None]
+    by_rank = gather_from_data_ranks(run.engine, sum(own)) if own else []
+    return HeldOut(loss, tokens, sum(by_rank) if by_rank else None)
 
 
 def batches_of(stream: Stream, steps: int) -> int:

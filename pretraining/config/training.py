@@ -437,8 +437,9 @@ class TrainConfig:
     """Lanes of neighbouring sequences that an epoch of a dataset is divided into; one sequence is taken from each lane
     in turn, so consecutive sequences come from different places of the data. It need not divide anything."""
     tokenizer_path: Annotated[str, STORABLE] = ""
-    """The tokenizer that made the tokens: a sentencepiece model or a tokenizer.json. Training does not read it;
-    pretraining.generate does, to turn a prompt into tokens and back. Empty: none."""
+    """The tokenizer that made the tokens: a sentencepiece model or a tokenizer.json. Validation and test read it to
+    report bits per byte (special tokens count 0 bytes); pretraining.generate turns a prompt into tokens and back with
+    it. Empty: none."""
     sep_token: Annotated[int | None, AtLeast(-1)] = None
     """Token id put after every document; -1: none, for rows that are packed already. None: the one that preparation
     recorded in meta.json next to the shards, otherwise 1, as in fms-fsdp; an error where the documents end with
@@ -508,7 +509,9 @@ class TrainConfig:
     valid_weights: Annotated[str, WEIGHTS] = ""
     """Fraction of each of valid_datasets, like weights. Empty: by size."""
     val_interval: Annotated[int, AtLeast(0), COMMON] = 0
-    """Optimizer steps between validations; another one follows the final step. 0: none."""
+    """Optimizer steps between validations; another one follows the final step. val_loss is the mean over all trained
+    tokens. Of several datasets, each has its val_loss/NAME and its weight in the mean, val_tokens/NAME; with
+    tokenizer_path, there is val_bits_per_byte too. 0: none."""
     val_steps: Annotated[int, AtLeast(0, special=-1), COMMON] = 0
     """Global batches per validation, required by val_interval; at most one pass over the validation data. -1: all of
     them."""

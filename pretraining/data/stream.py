@@ -7,7 +7,7 @@ asked for; the state is the number of sequences consumed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +36,7 @@ from pretraining.data.lanes import PERIOD, LaneOrder, MixtureSchedule, mixture_s
 from pretraining.data.remote import RangeCache
 from pretraining.data.state import consumed_at, open_state
 from pretraining.data.stores.labels import IGNORED, unmark
+from pretraining.data.text_bytes import ByteCounter
 
 Batch = dict[str, np.ndarray]
 NO_ROWS: Mapping[str, Rows] = MappingProxyType({})  # split -> data of one's own
@@ -96,13 +97,16 @@ class Stream:
         batches: GlobalBatches,
         total: int | None = None,
         counted: int | None = None,
+        text_bytes: ByteCounter | None = None,
     ) -> None:
         """state: of step 0. batches: which sequences each of the steps has.
         total: sequences that exist, counted from the beginning of the run; None: endless.
         counted: those of them whose labels are trained, None: all; the others fill up the last batch.
+        text_bytes: counts the bytes of a batch; None: they are not known.
         """
         self._source, self._slice, self._fields, self._batches = source, rank_slice, fields, batches
         self._state, self._facts, self._total, self._counted = state, facts, total, counted
+        self._bytes = text_bytes
 
     @property
     def batch_bytes(self) -> int:
@@ -126,16 +130,47 @@ class Stream:
         """
         if step < 0 or (self._total is not None and step >= (self.steps or 0)):
             raise IndexError(f"step {step} of a stream with {self.steps} steps")
-        sequences = self._slice.of(self._batches.sequences(step))
-        first, rows = sequences.start, np.empty((len(sequences), self._slice.length + 1), np.int32)
+        sequences = self._batches.sequences(step)
+        counted = sequences if self._counted is None else sequences[: max(0, self._counted - sequences.start)]
+        return self.batch_of(counted, len(sequences))
+
+    def batch_of(self, sequences: Sequence[int], global_rows: int | None = None) -> Batch:
+        """Return this rank's rows of a global batch of these sequences of the run, as `batch` does.
+
+        Where they are fewer than the batch has rows (None: as many as the largest), the last one fills it up, and its
+        labels do not count.
+        """
+        places = self._slice.of(range(global_rows or self._slice.global_rows))
+        own = [sequences[min(place, len(sequences) - 1)] for place in places]
+        rows = np.empty((len(own), self._slice.length + 1), np.int32)
         checked: set[OpenFile] = set()
-        marks = [self._source.row(first + number, row, checked) for number, row in enumerate(rows)]
-        self._source.check(first, rows)
+        marks = [self._source.row(number, row, checked) for number, row in zip(own, rows, strict=True)]
+        self._source.check(own, rows)
         batch = assemble(rows, marks, self._fields)
-        if self._counted is not None and sequences.stop > self._counted:
+        if places.stop > len(sequences):
             batch["labels"] = batch["labels"].copy()
-            batch["labels"][max(0, self._counted - first) :] = IGNORED
+            batch["labels"][max(0, len(sequences) - places.start) :] = IGNORED
         return batch
+
+    def batches_by_dataset(self, steps: int) -> dict[str, list[Sequence[int]]]:
+        """Return the sequences of the first `steps` batches in groups of at most a global batch, by dataset.
+
+        A group has sequences of one dataset, so that its loss is the dataset's; all groups together have the sequences
+        of the batches.
+        """
+        first, rows = int(self._state["sequences"]), self._slice.global_rows
+        last = first + steps * rows
+        numbers = np.arange(first, last if self._counted is None else min(last, self._counted))
+        parts = self._source.by_dataset(numbers)
+        return {
+            name: [part[start : start + rows].tolist() for start in range(0, len(part), rows)]
+            for name, part in parts.items()
+            if len(part)
+        }
+
+    def text_bytes(self, batch: Batch) -> int | None:
+        """Return the bytes of text that the trained labels of a batch stand for; None without a tokenizer."""
+        return self._bytes.count(batch["tokens"], batch["labels"]) if self._bytes else None
 
     def fetch(self, step: int, count: int) -> None:
         """Begin to read what batches [step, step + count) need of object storage."""
@@ -214,8 +249,12 @@ class Counters:
     def fetch(self, sequence: int, rows: int, length: int) -> None:
         """Do nothing: no file is read."""
 
-    def check(self, sequence: int, rows: np.ndarray) -> None:
+    def check(self, sequences: Sequence[int], rows: np.ndarray) -> None:
         """Do nothing: counters are below the vocabulary."""
+
+    def by_dataset(self, sequences: np.ndarray) -> dict[str, np.ndarray]:
+        """See Mixture.by_dataset."""
+        return {"dummy": sequences}
 
     def close(self) -> None:
         """Do nothing: no file is open."""
@@ -234,7 +273,11 @@ class OwnRows:
     def fetch(self, sequence: int, rows: int, length: int) -> None:
         """Do nothing: no file is read."""
 
-    def check(self, sequence: int, rows: np.ndarray) -> None:
+    def by_dataset(self, sequences: np.ndarray) -> dict[str, np.ndarray]:
+        """See Mixture.by_dataset."""
+        return {type(self._own).__qualname__: sequences}
+
+    def check(self, sequences: Sequence[int], rows: np.ndarray) -> None:
         """Raise UserError with an id outside the vocabulary."""
         wrong = rows[(rows < 0) | (rows >= self._vocabulary)]
         if len(wrong):
@@ -261,7 +304,8 @@ class Mixture:
     ) -> None:
         """state: of step 0; its mixture is in the order of `corpora`."""
         self._files, self._ranges, self._corpora, self._special = files, ranges, corpora, special
-        self._start, self._consumed = state["start"], [state["consumed"][name] for name in state["mixture"]]
+        self._names = list(state["mixture"])
+        self._start, self._consumed = state["start"], [state["consumed"][name] for name in self._names]
         lanes = config.logical_shards if config.shuffle == "shards" else 1
         blocks = [corpus.remote_blocks for corpus in corpora]
         for corpus in corpora:  # a block is read once per lane that is in it
@@ -297,14 +341,19 @@ class Mixture:
             corpus, start = self._locate(number)
             corpus.fetch(start, length)
 
-    def check(self, sequence: int, rows: np.ndarray) -> None:
+    def by_dataset(self, sequences: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the sequences of each dataset, in their order."""
+        dataset = np.asarray(self._dataset)[(sequences - self._start) % PERIOD]
+        return {name: sequences[dataset == number] for number, name in enumerate(self._names)}
+
+    def check(self, sequences: Sequence[int], rows: np.ndarray) -> None:
         """Raise UserError that names the shard of an id outside the model's vocabulary."""
         unsigned = rows.view(np.uint32)  # a negative id becomes a large one
         if self._vocabulary is None or int(unsigned.max()) < self._vocabulary:
             return
         row = int(unsigned.max(axis=1).argmax())
         wrong = int(unsigned[row].max())
-        corpus, start = self._locate(sequence + row)
+        corpus, start = self._locate(sequences[row])
         where = "a special token" if wrong in self._special else " or ".join(corpus.paths(start, rows.shape[1]))
         raise UserError(
             f"{where}: token id {wrong}, but the model's vocabulary is {self._vocabulary:,}: the data was made with "
@@ -380,9 +429,19 @@ def open_stream(
     facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
     facts["notes"] = [*([source.note] if source.note else []), describe_separator(special)]
     facts["notes"] += [line for dataset in datasets if (line := describe_labels(dataset))]
-    batches = _batches(config, split, rank_slice, first_state)
+    text_bytes = None
+    if config.tokenizer_path and split != "train":
+        text_bytes = ByteCounter(config.tokenizer_path, [id for id in special[:-1] if isinstance(id, int)])
     return Stream(
-        mixture, rank_slice, fields, state=first_state, facts=facts, batches=batches, total=total, counted=counted
+        mixture,
+        rank_slice,
+        fields,
+        state=first_state,
+        facts=facts,
+        batches=_batches(config, split, rank_slice, first_state),
+        total=total,
+        counted=counted,
+        text_bytes=text_bytes,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from pretraining.storage import location
 # Sentencepiece skips longer sentences silently, so none is longer: bytes a character times characters a sentence.
 _SENTENCE = 2_000
 _LONGEST = 4 * _SENTENCE
+
+
+SPACE, BYTE_LEVEL_SPACE = "\u2581", "\u0120"  # as the names of tokens have it: sentencepiece's, GPT-2's
 
 
 class TracedTokens(NamedTuple):
@@ -70,6 +74,21 @@ class SentencePieceTokenizer:
         text: str = self._model.decode(ids)
         return text
 
+    def byte_lengths(self) -> list[int]:
+        """Return the bytes of text, in UTF-8, that each id stands for; 0 for special tokens and the unknown token."""
+        model = self._model
+
+        def length(number: int) -> int:
+            if model.is_control(number) or model.is_unknown(number) or model.is_unused(number):
+                return 0
+            return _piece_bytes(model.id_to_piece(number))
+
+        return list(map(length, range(self.vocab_size)))
+
+    def adds_space(self) -> bool:
+        """Return whether the first token of a text has a space that the text does not have."""
+        return self._model.id_to_piece(self._model.encode("a")[0]).startswith(SPACE)
+
 
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer.json, read by the tokenizers package. See SentencePieceTokenizer."""
@@ -99,8 +118,33 @@ class HuggingFaceTokenizer:
         text: str = self._model.decode(ids)
         return text
 
+    def byte_lengths(self) -> list[int]:
+        """See SentencePieceTokenizer.byte_lengths. Raises UserError for a decoder whose bytes are not known."""
+        decoder = json.dumps(json.loads(self._model.to_str())["decoder"], ensure_ascii=False)
+        if '"ByteLevel"' in decoder:
+            length: Callable[[str], int] = len  # a character stands for a byte
+        elif SPACE in decoder:
+            length = _piece_bytes
+        else:
+            raise UserError("bytes are counted only for tokenizers with a ByteLevel decoder or sentencepiece's")
+        lengths = [length(self._model.id_to_token(number) or "") for number in range(self.vocab_size)]
+        for number, token in self._model.get_added_tokens_decoder().items():
+            lengths[number] = 0 if token.special else len(token.content.encode())
+        return lengths
+
+    def adds_space(self) -> bool:
+        """See SentencePieceTokenizer.adds_space."""
+        return self._model.encode("a", add_special_tokens=False).tokens[0].startswith((SPACE, BYTE_LEVEL_SPACE))
+
 
 Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
+
+
+def _piece_bytes(piece: str) -> int:
+    """Return the bytes that a piece of sentencepiece's stands for."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return 1
+    return len(piece.replace(SPACE, " ").encode())
 
 
 def open_tokenizer(path: str) -> Tokenizer:

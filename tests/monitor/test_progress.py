@@ -53,6 +53,12 @@ def test_validation_and_test_have_lines_of_their_own() -> None:
     assert evaluation_line({"step": 160, "test_loss": 3.4}, 160) == "step 160/160 100.0%  test loss  3.4000"
 
 
+def test_a_validation_line_has_bits_per_byte_and_each_dataset() -> None:
+    figures = {"val_loss": 3.41, "val_bits_per_byte": 1.2, "val_loss/web": 3.5, "val_loss/code": 3.3, "val_tokens": 9}
+    line = evaluation_line({"step": 80, **figures}, 160)
+    assert line.endswith("validation loss  3.4100  1.2000 bits/byte  web  3.5000  code  3.3000")
+
+
 def test_a_spike_is_told_at_the_end_of_its_line() -> None:
     assert progress_line(record(9, loss_spike=True), 10).endswith("loss spike")
 

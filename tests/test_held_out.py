@@ -1,0 +1,134 @@
+"""Evaluation during training: losses by dataset, bits per byte, and the same figures on every mesh."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from pretraining import TrainConfig, train
+from pretraining.checkpoint.compatibility import saved_config
+from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.data import IGNORED, open_stream
+from pretraining.data.tokenizer import open_tokenizer
+from pretraining.data.tokenizer import train as train_tokenizer
+from pretraining.generate import load_model
+from pretraining.models.llama import Llama
+from pretraining.monitor.held_out import HeldOut, held_out_figures
+from tests.data.corpora import corpus
+from tests.parallel.launch import ROOT, environment, launched
+
+TEXT = "the quick brown fox jumps over a lazy dog and äts größe ßweets in cold winter nights"
+WORDS = re.findall(r"\w+", TEXT)
+DATASETS = {"prose": 60, "lists": 25}  # documents of each
+SIZES = {
+    **{"model_variant": "custom", "num_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 300},
+    **{"num_attention_heads": 4, "seq_length": 32, "global_batch_size": 8, "batch_size": 2, "num_steps": 4},
+}
+
+
+class Runs(NamedTuple):
+    """The same run by one process and by two that shard the parameters."""
+
+    flags: dict[str, Any]
+    model: Llama
+    alone: list[dict[str, Any]]
+    two: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Two runs over data of two datasets, validated with all of the held-out documents."""
+    root = tmp_path_factory.mktemp("held_out")
+    texts = {name: [sentence(name, n) for n in range(count)] for name, count in DATASETS.items()}
+    train_tokenizer([text for some in texts.values() for text in some], 300, root / "tokenizer.model", 1)
+    tokenizer = open_tokenizer(str(root / "tokenizer.model"))
+    assert tokenizer.separator is not None
+    for name, some in texts.items():
+        corpus(root / "data", tokenizer.encode(some), name=name)
+    flags = {
+        **{**SIZES, "data_path": root / "data", "valid_data_path": root / "data", "index_dir": root / "index"},
+        **{"tokenizer_path": root / "tokenizer.model", "sep_token": tokenizer.separator, "learning_rate": 1e-2},
+        **{"val_interval": 4, "val_steps": -1, "drop_last_val": False, "mixed_precision": False, "engine": "torch"},
+        **{"device": "cpu", "sharding_strategy": "fsdp", "report_interval": 1},
+    }
+    alone = train({**flags, "log_dir": root / "alone"})
+    words = [f"--{name}={value}" for name, value in {**flags, "log_dir": root / "two"}.items()]
+    done = subprocess.run(
+        launched(2, str(ROOT / "main_training.py"), *words), env=environment(), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    two = [json.loads(line) for line in (root / "two" / "metrics.jsonl").read_text().splitlines()]
+    checkpoint = open_checkpoint(root / "alone" / "checkpoints" / "step_4")
+    model = load_model(saved_config(checkpoint.facts.config), read_tensors(checkpoint, is_weight))
+    return Runs({name: str(value) for name, value in flags.items()}, model, alone.records, two)
+
+
+def sentence(name: str, number: int) -> str:
+    """A document of a dataset; they use different words."""
+    return " ".join(
+        WORDS[(number * 7 + place * (1 + number % 3)) % (16 if name == "prose" else 5)] for place in range(40)
+    )
+
+
+def validation(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    (record,) = (record for record in records if "val_loss" in record)
+    return {name: value for name, value in record.items() if not name.endswith("_seconds")}
+
+
+def by_hand(runs: Runs, name: str, tokens: int) -> tuple[float, int]:
+    """The summed loss of the first `tokens` trained tokens of a dataset, and the bytes of their text."""
+    config = TrainConfig(**{**SIZES, "valid_datasets": name, "global_batch_size": 1, "drop_last_val": False,
+        "data_path": runs.flags["data_path"], "valid_data_path": runs.flags["valid_data_path"],
+        "index_dir": runs.flags["index_dir"], "sep_token": int(runs.flags["sep_token"])})  # fmt: skip
+    stream, tokenizer = open_stream(config, split="valid"), open_tokenizer(runs.flags["tokenizer_path"])
+    loss, count = 0.0, 0
+    for step in range(tokens // config.seq_length):
+        batch = {key: torch.from_numpy(value).long() for key, value in stream.batch(step).items()}
+        with torch.no_grad():
+            logits = runs.model(batch["tokens"])
+        loss += torch.nn.functional.cross_entropy(logits[0], batch["labels"][0], reduction="sum").item()
+        text = tokenizer.decode([token for token in batch["labels"][0].tolist() if token != IGNORED])
+        count += len(text.encode()) if "\ufffd" not in text else 0
+    return loss, count
+
+
+@pytest.mark.slow
+def test_each_dataset_has_its_loss_and_the_total_is_weighted_by_tokens(runs: Runs) -> None:
+    record = validation(runs.alone)
+    total = 0.0
+    for name in DATASETS:
+        tokens = record[f"val_tokens/{name}"]
+        loss, size = by_hand(runs, name, int(tokens))
+        assert record[f"val_loss/{name}"] == pytest.approx(loss / tokens, rel=1e-5)
+        assert record[f"val_bits_per_byte/{name}"] == pytest.approx(loss / math.log(2) / size, rel=0.01)
+        total += loss
+    assert record["val_tokens"] == sum(record[f"val_tokens/{name}"] for name in DATASETS)
+    assert record["val_loss"] == pytest.approx(total / record["val_tokens"], rel=1e-5)
+    assert abs(record["val_loss/prose"] - record["val_loss/lists"]) > 0.01
+
+
+@pytest.mark.slow
+def test_two_processes_report_the_figures_of_one(runs: Runs) -> None:
+    alone, two = validation(runs.alone), validation(runs.two)
+    assert two.keys() == alone.keys()
+    for name, value in alone.items():
+        assert two[name] == pytest.approx(value, rel=1e-4), name
+
+
+def test_a_dataset_without_trained_tokens_has_no_figures() -> None:
+    figures = held_out_figures("val", {"a": HeldOut(6.0, 2.0, 3), "b": HeldOut(0.0, 0.0, 0), "c": HeldOut(2.0, 2.0, 1)})
+    assert figures == pytest.approx({
+        **{"val_loss": 2.0, "val_bits_per_byte": 2 / math.log(2), "val_tokens": 4.0},
+        **{"val_loss/a": 3.0, "val_bits_per_byte/a": 2 / math.log(2), "val_tokens/a": 2.0},
+        **{"val_loss/c": 1.0, "val_bits_per_byte/c": 2 / math.log(2), "val_tokens/c": 2.0},
+    })  # fmt: skip
+    assert held_out_figures("test", {"a": HeldOut(6.0, 2.0, None)}) == {"test_loss": 3.0}
