@@ -1,9 +1,10 @@
 """Compare the step time of both engines on CPUs with plain PyTorch, eager and compiled.
 
-    python -m benchmarks.cpu [--steps=21]
+    python -m benchmarks.cpu [--steps=21] [--contenders="xla engine,eager"]
 
 All contenders train the same small model on the same cores. They take turns in rounds of a few steps, so that a change
-of the machine's speed affects all of them. Prints the median step of each, and the ratio of the first one's to it.
+of the machine's speed affects all of them. Prints the median step of each, and the ratio of the first one's to it; then
+the same of the CPU time of all threads, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -93,11 +94,11 @@ def plain_step(*, compiled: bool) -> Step:
     return step
 
 
-def seconds(step: Step) -> float:
-    """Return the wall time of one step."""
-    began = time.perf_counter()
+def seconds(step: Step) -> tuple[float, float]:
+    """Return the wall time and the CPU time of one step."""
+    began, began_cpu = time.perf_counter(), time.process_time()
     step()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - began_cpu
 
 
 def compare(contenders: dict[str, Step], steps: int) -> None:
@@ -105,14 +106,15 @@ def compare(contenders: dict[str, Step], steps: int) -> None:
     for step in contenders.values():
         for _ in range(WARM_UP):
             step()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(steps // ROUND):
         for name, step in contenders.items():
             times[name] += [seconds(step) for _ in range(ROUND)]
-    medians = {name: statistics.median(samples) for name, samples in times.items()}
-    first = next(iter(medians))
-    for name, median in medians.items():
-        print(f"{name:<14} median step {median:.3f} s, {medians[first] / median:.2f} = {first} / {name}")
+    for kind, title in enumerate(("median step", "of CPU time")):
+        medians = {name: statistics.median(sample[kind] for sample in samples) for name, samples in times.items()}
+        first = next(iter(medians))
+        for name, median in medians.items():
+            print(f"{name:<14} {title} {median:.3f} s, {medians[first] / median:.2f} = {first} / {name}")
 
 
 def use_one_device() -> None:
@@ -124,9 +126,14 @@ def main() -> None:
     """Measure and print; see the module's docstring."""
     options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
     use_one_device()
-    contenders = {"xla engine": xla_step(), "torch engine": torch_step()}
-    contenders |= {"eager": plain_step(compiled=False), "torch.compile": plain_step(compiled=True)}
-    compare(contenders, int(options.get("steps", "21")))
+    contenders: dict[str, Callable[[], Step]] = {
+        "xla engine": xla_step,
+        "torch engine": torch_step,
+        "eager": lambda: plain_step(compiled=False),
+        "torch.compile": lambda: plain_step(compiled=True),
+    }
+    names = options.get("contenders", ",".join(contenders)).split(",")
+    compare({name: contenders[name]() for name in names}, int(options.get("steps", "21")))
 
 
 if __name__ == "__main__":

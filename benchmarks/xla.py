@@ -27,7 +27,7 @@ def main() -> None:
     use_one_device()
     if "compile" in options:
         step = xla_step(int(options["compile"]))
-        first, *later = (seconds(step) for _ in range(3))
+        first, *later = (seconds(step)[0] for _ in range(3))
         print(first - min(later))
         return
     shallow, deep = (statistics.median(compile_time(layers) for _ in range(3)) for layers in (4, 64))
