@@ -28,6 +28,8 @@ from pretraining.monitor.figures import amount, duration, percent
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
 
 TEMPLATE = Path(__file__).with_name("report.html")
+DATASET_LOSS = "val_loss/"  # how the names of validation losses by dataset begin
+DASHES = ("solid", "dash", "dot", "dashdot")
 COLOURS = ("#3b7dd8", "#e0662f", "#3a9d4c", "#9a5cf5", "#b8890b", "#14989a", "#cf3f7c", "#808080")
 
 
@@ -52,6 +54,7 @@ class Chart(NamedTuple):
 
 CHARTS = (
     Chart("Loss", "nats per token", (("loss", "", "solid"), ("val_loss", " validation", "dash"))),
+    Chart("Bits per byte", "bits per byte of text", (("val_bits_per_byte", " validation", "dash"),)),
     Chart("Learning rate", "learning rate", (("learning_rate", "", "solid"),), smooth=False),
     Chart("Gradient norm", "norm before clipping", (("grad_norm", "", "solid"),), scale="log"),
     Chart("Parameter norm", "norm", (("param_norm", "", "solid"),)),
@@ -101,7 +104,7 @@ def read_run(folder: Path) -> Run:
 
 def page(runs: Sequence[Run]) -> str:
     """Return the HTML document."""
-    figures = [_figure(chart, _curves(chart, runs)) for chart in CHARTS]
+    figures = [_figure(chart, _curves(chart, runs)) for chart in (*CHARTS, _by_dataset(runs))]
     figures += [_figure(MIXTURE._replace(title=f"{MIXTURE.title}: {run.name}"), _mixture(run)) for run in runs]
     curves = f"[{','.join(figure.to_json() for figure in figures if figure.data)}]"
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -153,6 +156,17 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> list[Scatter]:
             if points:
                 curves.append(_curve(run, points, run.name + suffix, number, dash))
     return curves
+
+
+def _by_dataset(runs: Sequence[Run]) -> Chart:
+    """Return the chart of validation losses by dataset; of no curve where there is one dataset."""
+    names = dict.fromkeys(name for run in runs for record in run.records for name in record)
+    losses = [name for name in names if name.startswith(DATASET_LOSS)]
+    shows = tuple(
+        (name, f" {name.removeprefix(DATASET_LOSS)}", DASHES[number % len(DASHES)])
+        for number, name in enumerate(losses)
+    )
+    return Chart("Validation loss by dataset", "nats per token", shows)
 
 
 def _mixture(run: Run) -> list[Scatter]:

@@ -24,7 +24,8 @@ def run(folder: Path, steps: int, rate: float, **last: float) -> Path:
         }
         for step in range(1, steps + 1)
     ]
-    lines += [{"step": steps, "val_loss": 1.25}, {"step": steps, **last}]
+    by_dataset = {"val_loss/web": 1.0, "val_loss/books": 1.5}
+    lines += [{"step": steps, "val_loss": 1.25, **by_dataset}, {"step": steps, **last}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.json").write_text(json.dumps({"learning_rate": rate, "seed": 1}))
     return folder
@@ -61,10 +62,10 @@ def test_the_page_compares_runs_and_needs_nothing_but_itself(tmp_path: Path) -> 
     assert page.fetched == []
     assert page.texts["h1"] == ["Training: first, second & last"]
     titles = [figure["layout"]["title"]["text"] for figure in page.figures]
-    assert "Loss" in titles and "Data mixture: first" in titles
+    assert "Loss" in titles and "Validation loss by dataset" in titles and "Data mixture: first" in titles
     assert "Parameter norm" not in titles  # no run reported it
     labels = {curve["name"] for figure in page.figures for curve in figure["data"]}
-    assert {"first", "second & last validation"} <= labels
+    assert {"first", "second & last validation", "first web", "second & last books"} <= labels
     cells = page.texts["td"]
     assert cells[cells.index("learning_rate") :][:3] == ["learning_rate", "0.001", "0.002"]
     assert "seed" not in cells  # the same in both
