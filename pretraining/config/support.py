@@ -5,6 +5,7 @@ A value of a setting that has no row works on both engines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -46,8 +47,9 @@ def _reduces_in_another_dtype(config: TrainConfig) -> bool:
     return config.reduce_dtype not in ("auto", "bf16" if has_bf16_parameters else "fp32")
 
 
-def _splits_kv_heads_unevenly(config: TrainConfig) -> bool:
-    return model_shape(config).num_kv_heads % config.tensor_parallel_size > 0
+def _repeats_kv_heads_more(config: TrainConfig) -> bool:
+    ranks = config.tensor_parallel_size
+    return config.kv_replication not in (0, ranks // math.gcd(model_shape(config).num_kv_heads, ranks))
 
 
 LIMITS = (
@@ -60,11 +62,8 @@ LIMITS = (
     Limit("cpu_offload", NO_CUDA, "only the torch engine on CUDA offloads"),
     Limit("memory_profiling", NO_CUDA, "only the torch engine on CUDA records allocations"),
     Limit("pipeline_schedule", XLA, "the xla engine runs its stages in an order of its own, as one program"),
-    Limit("kv_replication", TORCH, "the torch engine does not replicate key/value heads",
-          values="above 1", is_set=lambda config: config.kv_replication > 1),
-    Limit("tensor_parallel_size", TORCH,
-          "the torch engine does not replicate key/value heads, so it must divide num_kv_heads",
-          values="not a divisor of num_kv_heads", is_set=_splits_kv_heads_unevenly),
+    Limit("kv_replication", TORCH, "on the torch engine a tensor rank has the key/value heads of its queries once",
+          values="more or fewer copies than there must be", is_set=_repeats_kv_heads_more),
     Limit("attention_impl", TORCH, "the torch engine runs the attention kernel of its device"),
     Limit("save_attention", TORCH, "the torch engine recomputes attention with its block"),
     Limit("dump_sharding", TORCH, "the torch engine does not write this file"),

@@ -198,9 +198,9 @@ class TrainConfig:
     """Devices that share the tokens of a row, for sequences whose activations are too large for one device; keys and
     values are all-gathered for attention. Parameters are sharded over them as over data-parallel ranks. 1: none."""
     kv_replication: Annotated[int, AtLeast(0)] = 0
-    """Copies of each key/value head in use if there are fewer than tensor ranks; each is stored once. 0: as few as
-    possible, tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 with too few heads: every tensor rank
-    computes all key/value heads."""
+    """Copies of each key/value head in use if tensor ranks do not divide them. 0: as few as possible,
+    tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 with too few heads: every tensor rank computes all
+    key/value heads. The xla engine stores the weights of a head once, the torch engine in every tensor rank."""
     pipeline_parallel_size: Annotated[int, AtLeast(1)] = 1
     """Stages of a pipeline: groups of devices each of which has some of the layers. The micro-batches of a step pass
     through them one behind the other, so there must be a multiple of this many (gradient_accumulation_steps); for

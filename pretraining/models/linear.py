@@ -50,8 +50,11 @@ class AdaptedLinear(Linear):
         self.scale, self.dropout, self.site = lora_scale(config), config.lora_dropout, site
 
     def product(self, x: Tensor, noise: DropoutNoise | None = None) -> Tensor:
-        added = self.lora_B(self.lora_A(dropout(x, self.dropout, noise, self.site)))
-        return super().product(x) + self.scale * added
+        return super().product(x) + self.added(x, noise)
+
+    def added(self, x: Tensor, noise: DropoutNoise | None = None) -> Tensor:
+        """Return what the adapter adds to the product."""
+        return self.scale * self.lora_B(self.lora_A(dropout(x, self.dropout, noise, self.site)))
 
 
 def adapt(config: TrainConfig, model: nn.Module) -> None:

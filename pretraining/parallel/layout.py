@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from pretraining.config.errors import Problem
@@ -43,6 +44,7 @@ from pretraining.parallel.stages import (
     stacked_layers,
 )
 
+KEYS_AND_VALUES = "*.[kv]_proj.*"
 STACK = "model.layers."  # parameters of the XLA engine under it are [layers, ...]
 
 
@@ -130,6 +132,7 @@ class TorchLayout(NamedTuple):
     mesh: Mesh
     strategy: str
     splits_backward: bool = False  # whether gradients of weights are computed apart from those of activations
+    repeated_heads: bool = False  # key/value heads that tensor ranks do not divide: every rank has all their weights
 
     @property
     def grid(self) -> Mesh:
@@ -151,7 +154,7 @@ class TorchLayout(NamedTuple):
 
     def parameter(self, name: str) -> Spec:
         """Return the sharding of a parameter."""
-        along, rank = (shard_dimension(name), tensor_dimension(name)) if self.mesh.tensor > 1 else (0, None)
+        along, rank = (shard_dimension(name), self.tensor_dimension(name)) if self.mesh.tensor > 1 else (0, None)
         shards = () if self.strategy == "ddp" else SHARD
         split = [(rank, "tensor"), *((along, axis) for axis in shards)]  # FSDP shards what a tensor rank has
         axes = [tuple(axis for dim, axis in split if dim == i) for i in range(len(spec_of(name)))]
@@ -166,10 +169,17 @@ class TorchLayout(NamedTuple):
         """Return the sharding of its optimizer state."""
         return self.parameter(name)
 
+    def tensor_dimension(self, name: str) -> int | None:
+        """Return the dimension of a parameter that tensor ranks split; None: each of them has all of it."""
+        if self.repeated_heads and fnmatchcase(name, KEYS_AND_VALUES):
+            return None
+        return next((i for i, axis in enumerate(spec_of(name)) if "tensor" in axes_of(axis)), None)
+
 
 def torch_layout(config: TrainConfig, mesh: Mesh) -> TorchLayout:
     """Return the torch engine's layout of `config` on `mesh`."""
-    return TorchLayout(mesh, config.sharding_strategy, splits_backward(config))
+    repeated = model_shape(config).num_kv_heads % mesh.tensor != 0
+    return TorchLayout(mesh, config.sharding_strategy, splits_backward(config), repeated)
 
 
 def uneven_shards(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -183,11 +193,6 @@ def uneven_shards(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
         if length % chunks:
             remedy = f"is not a multiple of {chunks}: two chunks for each of {mesh.context} context ranks"
             yield Problem(f"a row of {length} tokens", f"{remedy}; use {multiples_around(length, chunks)}")
-
-
-def tensor_dimension(name: str) -> int | None:
-    """Return the dimension of a parameter that tensor ranks split; None: each of them has all of it."""
-    return next((i for i, axis in enumerate(spec_of(name)) if "tensor" in axes_of(axis)), None)
 
 
 def shard_dimension(name: str) -> int:

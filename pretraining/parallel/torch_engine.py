@@ -132,12 +132,12 @@ class TorchEngine:
         self._blocks.recompute_modules(model)
         model.to("meta").to(self.precision.parameters)
         stage_grid = grid[OF_STAGE] if grid and self.mesh.stage > 1 else grid
-        shards = self.shards = LocalShards(model, self.layout.grid, stage_grid, self.process_index)
+        shards = self.shards = LocalShards(model, self.layout, stage_grid, self.process_index)
         self._loss_and_gradient: Callable[..., tuple[Tensor, Tensor]] = loss_and_gradient
         if self.compiles:
             self._compile(model)
         if self.tensor_ranks:
-            torch_tensor.shard_over_tensor_ranks(model, self.tensor_ranks, self.config.sequence_parallel)
+            torch_tensor.shard_over_tensor_ranks(model, self.tensor_ranks, self.layout, self.config.sequence_parallel)
             head = torch_tensor.VocabularyParallelLoss(self.tensor_ranks)
             model.model.norm.register_forward_hook(lambda _, __, x: head.copy_input(x))
             self._loss_and_gradient = head

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pretraining.models.init import VOCABULARIES
 from pretraining.models.llama import Llama
-from pretraining.parallel.mesh import Mesh
+from pretraining.parallel.layout import TorchLayout
 from pretraining.parallel.torch_tensor import local_slice, placements
 
 
@@ -65,9 +65,10 @@ class LogicalTensor(Tensor):
 class LocalShards:
     """This process's shards of a model's parameters, and of tensors that are sharded like them."""
 
-    def __init__(self, model: Llama, mesh: Mesh, device_mesh: DeviceMesh | None, process_index: int) -> None:
+    def __init__(self, model: Llama, layout: TorchLayout, device_mesh: DeviceMesh | None, process_index: int) -> None:
         """`model` is not sharded yet."""
-        self.mesh, self._device_mesh = mesh, device_mesh
+        self.layout, self._device_mesh = layout, device_mesh
+        self.mesh = mesh = layout.grid
         data_rank, tensor_rank = divmod(process_index, mesh.tensor)
         self._tensor, self._shard = (tensor_rank, mesh.tensor), (data_rank % mesh.shard, mesh.shard)
         self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
@@ -83,7 +84,8 @@ class LocalShards:
 
     def slice_of(self, name: str, full: Tensor) -> Tensor:
         """Return the slice of an unsharded parameter that this process holds."""
-        return local_slice(full, name, self.local(name).shape, self._tensor, self._shard)
+        dim = self.layout.tensor_dimension(name)
+        return local_slice(full, dim, name, self.local(name).shape, self._tensor, self._shard)
 
     def offsets(self, name: str, shard: Tensor) -> tuple[int, ...]:
         """Return where `shard`, sharded like the parameter `name`, begins in the unsharded tensor."""
@@ -115,7 +117,7 @@ class LocalShards:
         mesh, placed = weight.device_mesh, weight.placements
         if self.mesh.tensor > 1:
             assert self._device_mesh is not None
-            mesh, placed = self._device_mesh, placements(name)
+            mesh, placed = self._device_mesh, placements(name, self.layout.tensor_dimension(name))
         extents = zip(self.shapes[name], local.shape, shard.shape, strict=True)
         shape = torch.Size(full if local_extent == extent else 1 for full, local_extent, extent in extents)
         is_like = [not isinstance(p, Shard) or local.shape[p.dim] == shard.shape[p.dim] for p in placed]

@@ -21,7 +21,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.noise import name_hashes, random_bits
 from pretraining.optim.optimizer import EMA, Optimizer, ParameterState
 from pretraining.optim.rules import Adam, Moments
-from pretraining.parallel.layout import tensor_dimension
 from pretraining.parallel.step import Gradients, OptimizerStep
 from pretraining.parallel.torch_pipeline import EMBEDDING, TiedEmbedding
 from pretraining.parallel.torch_state import LocalShards, to_local
@@ -90,7 +89,8 @@ class TorchStep(OptimizerStep):
         weights, mesh = self.shards.weights, self.shards.mesh
         gradients = self._sums or {name: to_local(w.grad) for name, w in weights.items() if w.grad is not None}
         if self._tensor_ranks:
-            all_reduce_partial_gradients(gradients, self._tensor_ranks, self.config.sequence_parallel)
+            layout, sequence_parallel = self.shards.layout, self.config.sequence_parallel
+            all_reduce_partial_gradients(gradients, self._tensor_ranks, layout, sequence_parallel)
         if self._tied and EMBEDDING in gradients:
             dist.all_reduce(gradients[EMBEDDING], group=self._tied.group)
         order = self.config.grad_clip_norm_type or math.inf
@@ -113,8 +113,9 @@ class TorchStep(OptimizerStep):
             return torch.zeros(1, device=self.device)
         if self._tied and not self._tied.is_counted:
             shards = {name: shard for name, shard in shards.items() if name != EMBEDDING}
-        sharded = [shard for name, shard in shards.items() if tensor_dimension(name) is not None]
-        replicated = [shard for name, shard in shards.items() if tensor_dimension(name) is None]
+        dims = {name: self.shards.layout.tensor_dimension(name) for name in shards}
+        sharded = [shard for name, shard in shards.items() if dims[name] is not None]
+        replicated = [shard for name, shard in shards.items() if dims[name] is None]
         sums = [nn.utils.get_total_norm(tensors, order) ** order for tensors in (sharded, replicated)]
         mesh = self.shards.mesh
         # A stage without trained parameters has the norm of no tensor, which is on the CPU.

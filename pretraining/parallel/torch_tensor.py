@@ -13,6 +13,7 @@ loss_parallel needs all logits of a micro-batch, where ops.head_loss holds LOSS_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
@@ -27,12 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from pretraining.models.dropout import DropoutNoise
-from pretraining.models.linear import Linear
+from pretraining.models.linear import AdaptedLinear, Linear
 from pretraining.models.llama import Llama
-from pretraining.models.ops import PLAIN_LOSS, LossOptions, loss_and_gradient
-from pretraining.parallel.layout import shard_dimension, tensor_dimension
+from pretraining.models.ops import PLAIN_LOSS, LossOptions, linear, loss_and_gradient
+from pretraining.parallel.layout import KEYS_AND_VALUES, TorchLayout, shard_dimension
 
 COLUMN_PARALLEL_INPUTS, ROW_PARALLEL = ("self_attn", "mlp"), ("self_attn.o_proj", "mlp.down_proj")
+KEY_VALUE_PROJECTIONS = ("self_attn.k_proj", "self_attn.v_proj")
 # Replicated parameters that act on a rank's heads or channels only: each rank has a partial gradient.
 PARTIAL_GRADIENTS = (
     "*.[qk]_norm.*",
@@ -48,10 +50,10 @@ PARTIAL_ON_TOKENS = ("*.input_layernorm.*", "*.post_attention_layernorm.*", "*.o
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-def shard_over_tensor_ranks(model: Llama, ranks: DeviceMesh, sequence_parallel: bool) -> None:
+def shard_over_tensor_ranks(model: Llama, ranks: DeviceMesh, layout: TorchLayout, sequence_parallel: bool) -> None:
     """Narrow every sharded parameter of `model`, on the meta device, to one rank's shard, and add the collectives."""
     for name, weight in list(model.named_parameters()):
-        if (dim := tensor_dimension(name)) is not None:
+        if (dim := layout.tensor_dimension(name)) is not None:
             module, _, short = name.rpartition(".")
             shard = weight.detach().chunk(ranks.size(), dim)[0].clone()
             setattr(model.get_submodule(module), short, nn.Parameter(shard, weight.requires_grad))
@@ -65,16 +67,32 @@ def shard_over_tensor_ranks(model: Llama, ranks: DeviceMesh, sequence_parallel: 
         for name in ROW_PARALLEL:
             projection = cast(Linear, block.get_submodule(name))
             projection.forward = partial(_row_parallel, projection, leave, group)  # type: ignore[method-assign]
+        for name in KEY_VALUE_PROJECTIONS if layout.repeated_heads else ():
+            projection = cast(Linear, block.get_submodule(name))
+            heads = model.shape.num_kv_heads, heads_of_rank(model.shape.num_kv_heads, ranks)
+            projection.forward = partial(_some_heads, projection, *heads)  # type: ignore[method-assign]
     embedding = model.model.embed_tokens
     embedding.forward = partial(_vocabulary_parallel_lookup, embedding, ranks)  # type: ignore[method-assign]
 
 
-def local_slice(full: Tensor, name: str, shape: torch.Size, tensor: tuple[int, int], shard: tuple[int, int]) -> Tensor:
+def heads_of_rank(kv_heads: int, ranks: DeviceMesh) -> list[int]:
+    """Return the key/value heads of this rank's queries, where the number of ranks does not divide that of heads.
+
+    Heads are repeated as often as they must be to be shared out; then every head that a rank has serves as many
+    queries.
+    """
+    repeats = ranks.size() // math.gcd(kv_heads, ranks.size())
+    count = kv_heads * repeats // ranks.size()
+    return [copy // repeats for copy in range(ranks.get_local_rank() * count, (ranks.get_local_rank() + 1) * count)]
+
+
+def local_slice(
+    full: Tensor, dim: int | None, name: str, shape: torch.Size, tensor: tuple[int, int], shard: tuple[int, int]
+) -> Tensor:
     """Return the slice, of this shape, of the unsharded `full` that a process holds.
 
-    `tensor` and `shard` are the process's (rank, number of ranks) on those axes.
+    dim: which tensor ranks split. `tensor` and `shard` are the process's (rank, number of ranks) on those axes.
     """
-    dim = tensor_dimension(name)
     tensor_slice = full if dim is None else full.chunk(tensor[1], dim)[tensor[0]]
     along = shard_dimension(name) if tensor[1] > 1 else 0
     extent = -(-tensor_slice.shape[along] // shard[1])  # of all shards but the last, as torch.chunk cuts
@@ -82,15 +100,20 @@ def local_slice(full: Tensor, name: str, shape: torch.Size, tensor: tuple[int, i
     return tensor_slice.narrow(along, start, shape[along])
 
 
-def placements(name: str) -> tuple[Placement, Placement, Placement]:
-    """Placements of the parameter `name` on the mesh replica x tensor x shard: FSDP shards a tensor rank's shard."""
-    dim = tensor_dimension(name)
+def placements(name: str, dim: int | None) -> tuple[Placement, Placement, Placement]:
+    """Placements of a parameter on the mesh replica x tensor x shard: FSDP shards a tensor rank's shard.
+
+    dim: which tensor ranks split.
+    """
     return Replicate(), Replicate() if dim is None else Shard(dim), Shard(shard_dimension(name))
 
 
-def all_reduce_partial_gradients(gradients: dict[str, Tensor], ranks: DeviceMesh, sequence_parallel: bool) -> None:
+def all_reduce_partial_gradients(
+    gradients: dict[str, Tensor], ranks: DeviceMesh, layout: TorchLayout, sequence_parallel: bool
+) -> None:
     """Sum, in place and in one collective, the gradients that are partial; `gradients` are by parameter name."""
     patterns = (*PARTIAL_GRADIENTS, *(PARTIAL_ON_TOKENS if sequence_parallel else ()))
+    patterns = (*patterns, KEYS_AND_VALUES) if layout.repeated_heads else patterns
     partials = [grad for name, grad in gradients.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if partials:
         flat = torch.cat([grad.flatten() for grad in partials])
@@ -105,6 +128,21 @@ def _vocabulary_parallel_lookup(embedding: nn.Embedding, ranks: DeviceMesh, toke
     is_elsewhere = (rows < 0) | (rows >= len(embedding.weight))
     embedded = F.embedding(rows.masked_fill(is_elsewhere, 0), embedding.weight)
     return reduce_from_tensor(embedded.masked_fill(is_elsewhere[..., None], 0), ranks.get_group())
+
+
+def _some_heads(
+    projection: Linear, count: int, heads: list[int], x: Tensor, noise: DropoutNoise | None = None
+) -> Tensor:
+    """Project x to some of `count` heads, of which the rank has all the weights."""
+
+    def chosen(parameter: Tensor, dim: int = 0) -> Tensor:
+        parts = parameter.chunk(count, dim)
+        return torch.cat([parts[head] for head in heads], dim)
+
+    y = linear(x, chosen(projection.weight))
+    if isinstance(projection, AdaptedLinear):
+        y = y + chosen(projection.added(x, noise), dim=-1)
+    return y if projection.bias is None else y + chosen(projection.bias).to(y.dtype)
 
 
 def _row_parallel(

@@ -7,12 +7,13 @@ all-reduce twice that (Patarasuk and Yuan 2009); no algorithm sends less.
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.optim.precision import precision_of
-from pretraining.parallel.layout import Layout, StateTensor, TorchLayout
+from pretraining.parallel.layout import KEYS_AND_VALUES, Layout, StateTensor, TorchLayout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.stages import piece_length, pieces, pieces_of, ticks
@@ -45,6 +46,8 @@ def collectives(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> 
     else:
         of_parameters = _of_table(config, layout, weights)
     listed = [*of_parameters, *_of_activations(config, mesh), *_between_stages(config, mesh)]
+    if isinstance(layout, TorchLayout) and layout.repeated_heads:
+        listed.append(_of_repeated_heads(config, mesh, weights))
     if isinstance(layout, TorchLayout) and mesh.stage > 1 and config.tie_word_embeddings:
         listed.append(_of_tied_embedding(config, mesh, weights))
     return [collective for collective in listed if collective.bytes]
@@ -180,6 +183,13 @@ def _sent_by(config: TrainConfig, stage: int) -> int:
     numbers, count = pieces_of(config, stage), len(pieces(config))
     neighbours = [other for number in numbers for other in (number - 1, number + 1) if 0 <= other < count]
     return sum(other not in numbers for other in neighbours)
+
+
+def _of_repeated_heads(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> Collective:
+    """Return the all-reduce of the gradients of keys' and values' projections, of which each tensor rank has a part."""
+    shards = [w.tensors * math.prod(w.local_shape(mesh)) for w in weights if fnmatchcase(w.name, KEYS_AND_VALUES)]
+    sent = ring(sum(shards) * precision_of(config).gradients.itemsize, mesh.tensor, both=True)
+    return Collective("key/value projections", "all-reduce", ("tensor",), sent, sent)
 
 
 def _of_tied_embedding(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> Collective:

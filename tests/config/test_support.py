@@ -22,7 +22,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "memory_profiling": {"memory_profiling": True},
     "pipeline_schedule": {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"},
     "kv_replication": {"kv_replication": 2},
-    "tensor_parallel_size": {"model_variant": "tiny", "tensor_parallel_size": 2},
     "attention_impl": {"attention_impl": "chunked"},
     "save_attention": {"save_attention": True},
     "dump_sharding": {"dump_sharding": "there.json"},

@@ -57,6 +57,15 @@ FORMS: dict[str, Fields] = {
     },
     "whole tensors": {"optimizer": "novograd", "learning_rate": 3e-3, "attn_bias": True, "qk_norm": True},
     "window": {"sliding_window": 20, "position_embedding_type": "learned_absolute"},
+    # Three key/value heads on two tensor ranks, and two on four
+    "three heads": {
+        **{"num_attention_heads": 6, "num_kv_heads": 3, "head_dim": 16, "attn_bias": True, "qk_norm": True},
+        **{"optimizer": "muon", "learning_rate": 1e-2},
+    },
+    "two heads": {
+        **{"num_kv_heads": 2, "lora_rank": 4, "lora_target_modules": "[qkv]_proj", "qkv_bias": True},
+        **{"lora_bias": "all", "lora_modules_to_save": "norm", "lora_init": "gaussian", "learning_rate": 1e-2},
+    },
 }
 STAGES: Fields = {"pipeline_parallel_size": 2}
 INTERLEAVED: Fields = {**STAGES, "virtual_pipeline_size": 2}
@@ -74,6 +83,10 @@ FORMS_ON_STAGES: dict[str, Fields] = {
     "padded": {**STAGES, **TENSOR},
     "whole tensors": IN_A_V,
 }
+FORMS_ON_FOUR: dict[str, Fields] = {
+    "two heads": {"tensor_parallel_size": 4, "sequence_parallel": True},
+    "three heads": {**TENSOR, **STAGES, "sharding_strategy": "ddp"},
+}
 CONTEXT: Fields = {"context_parallel_size": 2}
 FORMS_ON_CONTEXT: dict[str, Fields] = {
     "biases, sequence": {**CONTEXT, **TENSOR, "sequence_parallel": True, **ALL_BLOCKS},
@@ -84,6 +97,7 @@ FORMS_ON_CONTEXT: dict[str, Fields] = {
     "window": {**CONTEXT, **A_THIRD},
 }
 ODD: Fields = {"vocab_size": 511}
+RESUMED = ("dropout, stages", "dropout, context", "three heads", "two heads, 4 ranks")
 UNPADDED: Fields = {**FORMS["padded"], "make_vocab_size_divisible_by": 1}
 CASES: dict[int, dict[str, Fields]] = {
     ALONE: {
@@ -133,6 +147,7 @@ CASES: dict[int, dict[str, Fields]] = {
         "context 4, zero2": {"sharding_strategy": "zero2", "context_parallel_size": 4},
         **{f"{form}, stages": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_STAGES.items()},
         **{f"{form}, context": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_CONTEXT.items()},
+        **{f"{form}, 4 ranks": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_FOUR.items()},
         "bf16, zero bubble": {**FSDP, **ZERO_BUBBLE, "mixed_precision": True},
         "ramp": RAMP,
         "ramp, stages": {**RAMP, **STAGES, "batch_size": 2},
@@ -158,7 +173,7 @@ def outcome(processes: int) -> dict[str, Any]:
         cases["instructions, packed"] = {**FSDP, **TENSOR, **packed, "batch_size": 4}
         cases["instructions, packed, stages"] = {**FSDP, **INTERLEAVED, **packed}
         cases["instructions, packed, context"] = {**FSDP, **CONTEXT, **TENSOR, **packed}
-        for case in ("dropout, stages", "dropout, context"):
+        for case in RESUMED:
             cases[f"{case}, resumed"] = {**cases[case], "halfway": f"{tempfile.mkdtemp()}/run"}
     return run_on_torch(processes, cases)
 
@@ -198,9 +213,9 @@ def test_a_growing_global_batch_has_the_losses_of_one_process(processes: int, me
 
 
 @slow
-@pytest.mark.parametrize("mesh", ["stages", "context"])
-def test_a_run_on_stages_or_context_ranks_resumes_bitwise(mesh: str) -> None:
-    whole, resumed = outcome(4)[f"dropout, {mesh}"], outcome(4)[f"dropout, {mesh}, resumed"]
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_run_resumes_bitwise(case: str) -> None:
+    whole, resumed = outcome(4)[case], outcome(4)[f"{case}, resumed"]
     for figure in ("loss", "grad_norm", "evaluation"):
         assert resumed[figure] == whole[figure]
 
@@ -212,6 +227,7 @@ def test_a_run_on_stages_or_context_ranks_resumes_bitwise(mesh: str) -> None:
         *((form, "") for form in FORMS),
         *((form, ", stages") for form in FORMS_ON_STAGES),
         *((form, ", context") for form in FORMS_ON_CONTEXT),
+        *((form, ", 4 ranks") for form in FORMS_ON_FOUR),
     ],
 )
 def test_every_model_option_has_the_same_losses_on_tensor_context_and_pipeline_ranks(form: str, mesh: str) -> None:

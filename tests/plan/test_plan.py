@@ -203,11 +203,10 @@ def test_the_flags_of_every_row_give_its_figures_and_train_on_its_engine(fields:
 
 
 def test_a_plan_that_the_engine_refuses_says_so_and_a_search_leaves_it_out() -> None:
-    few: dict[str, Any] = {"model_variant": "llama2_1.4b", "num_kv_heads": 2, "plan_devices": 8}
-    refused = config(**few, tensor_parallel_size=4)
-    assert [problem.subject for problem in refusals(plan_of(refused))] == ["--tensor_parallel_size=4"]
-    assert "refused        --tensor_parallel_size=4" in page(plan_of(refused))
-    assert {plan.config.tensor_parallel_size for plan in search(config(**few))} == {1, 2}
+    refused = config(context_parallel_size=2, seq_length=4098)
+    assert [problem.subject for problem in refusals(plan_of(refused))] == ["a row of 4098 tokens"]
+    assert "refused        a row of 4098 tokens" in page(plan_of(refused))
+    assert {plan.config.context_parallel_size for plan in search(config(plan_devices=8, seq_length=4098))} == {1}
 
 
 def test_the_page_shows_speed_duration_and_operations_that_agree() -> None:
