@@ -87,12 +87,7 @@ def not_negative(text: str) -> float:
 
 def generate(flags: argparse.Namespace) -> Iterator[str]:
     """Yield the prompt and its continuation, in pieces. Raises UserError if there is no checkpoint or no tokenizer."""
-    checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir))
-    if flags.use_ema:
-        checkpoint = with_moving_averages(checkpoint)
-    config = saved_config(checkpoint.facts.config)
-    tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
-    model = load_model(config, {**base_weights(config), **read_tensors(checkpoint, is_weight)})
+    model, tokenizer, config = open_model(flags)
     prompt = tokenizer.encode([flags.prompt])[0]
     document_start = [] if tokenizer.separator is None else [tokenizer.separator]
     source = torch.Generator().manual_seed(flags.seed)
@@ -101,6 +96,19 @@ def generate(flags: argparse.Namespace) -> Iterator[str]:
     drawn = sample(model, context, tokenizer.vocab_size, config.seq_length, choose)
     added = takewhile(lambda token: token != tokenizer.separator, islice(drawn, flags.max_new_tokens))
     yield from decoded(tokenizer, prompt, added)
+
+
+def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig]:
+    """Return model, tokenizer and configuration of the newest checkpoint of `run_dir`, as the flags ask.
+
+    Raises UserError.
+    """
+    checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir))
+    if flags.use_ema:
+        checkpoint = with_moving_averages(checkpoint)
+    config = saved_config(checkpoint.facts.config)
+    tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
+    return load_model(config, {**base_weights(config), **read_tensors(checkpoint, is_weight)}), tokenizer, config
 
 
 def decoded(tokenizer: Tokenizer, prompt: list[int], added: Iterable[int]) -> Iterator[str]:
@@ -149,9 +157,9 @@ def sample(
     model: Llama, context: Sequence[int], vocabulary: int, window: int, choose: Callable[[Tensor], int]
 ) -> Iterator[int]:
     """Yield tokens after `context` without end, from its last `window` tokens and with ids below `vocabulary`."""
-    tokens = list(context)
+    tokens, device = list(context), next((weight.device for weight in model.parameters()), None)
     while True:
-        logits = model(torch.tensor([tokens[-window:]]))[0, -1, :vocabulary]  # [V]
+        logits = model(torch.tensor([tokens[-window:]], device=device))[0, -1, :vocabulary]  # [V]
         tokens.append(choose(logits))
         yield tokens[-1]
 

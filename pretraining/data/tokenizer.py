@@ -51,6 +51,15 @@ class SentencePieceTokenizer:
         ids: list[list[int]] = self._model.encode(texts, out_type=int, num_threads=1)
         return ids
 
+    @property
+    def document_start(self) -> int | None:
+        """Return the id that an empty prompt stands for, as in transformers: the beginning of a text, or its end."""
+        return self._model.bos_id() if self._model.bos_id() >= 0 else self.separator
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, as an export's tokenizer does: without special tokens."""
+        return self.encode([text])[0]
+
     def trace(self, text: str) -> TracedTokens:
         """Return the tokens of a text; the names of special tokens in it are those tokens."""
         traced, at = TracedTokens([], []), 0
@@ -103,6 +112,16 @@ class HuggingFaceTokenizer:
         ends = [self._model.token_to_id(name) for name in END_OF_DOCUMENT]
         self.separator: int | None = next((number for number in ends if number is not None), None)
         self.special: dict[str, str] = {}  # tokenizer_config.json next to it has them
+
+    @property
+    def document_start(self) -> int | None:
+        """Return the id that an empty prompt stands for: the end of a document."""
+        return self.separator
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, with the special tokens that tokenizer.json puts around it."""
+        ids: list[int] = self._model.encode(text).ids
+        return ids
 
     def trace(self, text: str) -> TracedTokens:
         """See SentencePieceTokenizer.trace."""

@@ -1,0 +1,124 @@
+"""Multiple-choice questions: read from files, as tokens, and scored.
+
+A file has a question per line, JSON: {"context": "The sky is", "choices": ["blue", "green"], "answer": 0}. As in
+EleutherAI's lm-evaluation-harness, a space joins context and choice, the likeliest choice is the model's answer, and
+the choice likeliest per character the one of the normalized accuracy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pretraining.config.errors import UserError
+from pretraining.config.grammar import comma_separated
+from pretraining.data.tokenizer import Tokenizer
+from pretraining.storage import Location, location
+
+
+class Question(NamedTuple):
+    """A line of a file."""
+
+    context: str
+    choices: list[str]
+    answer: int  # index of the right choice
+
+
+class Request(NamedTuple):
+    """A text whose probability after another one is asked for, as tokens; neither is empty."""
+
+    context: list[int]
+    continuation: list[int]
+
+
+class Task(NamedTuple):
+    """The questions of a file."""
+
+    questions: list[Question]
+    requests: list[list[Request]]  # one for each choice of each question
+
+
+def open_tasks(files: str, tokenizer: Tokenizer, longest: int) -> dict[str, Task]:
+    """Return the tasks of comma-separated files, by name of the file without its ending.
+
+    longest: tokens that the model sees at a time. Raises UserError with the file and line that is wrong.
+    """
+    tasks: dict[str, Task] = {}
+    for path in map(location, comma_separated(files)):
+        if path.stem in tasks:
+            raise UserError(f"{path}: another file is called {path.stem}, too, under which its figures are reported")
+        questions = read_questions(path)
+        requests = [
+            [encode_pair(tokenizer, question.context, f" {choice}") for choice in question.choices]
+            for question in questions
+        ]
+        for number, choices in enumerate(requests, 1):
+            size = max(len(request.context) + len(request.continuation) for request in choices) - 1
+            if size > longest:
+                raise UserError(f"{path}: line {number} has {size} tokens, but the model sees {longest}: shorten it")
+        tasks[path.stem] = Task(questions, requests)
+    return tasks
+
+
+def read_questions(path: Location) -> list[Question]:
+    """Return the questions of a file. Raises UserError."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give a file with a question per line")
+    lines = path.read_bytes().splitlines()
+    if not lines:
+        raise UserError(f"{path}: is empty; give a file with a question per line")
+    return [_parse(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _parse(path: Location, number: int, line: bytes) -> Question:
+    try:
+        record: Any = json.loads(line)
+        context, choices, answer = (record[name] for name in Question._fields)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        context, choices, answer = None, None, None
+    is_valid = (
+        isinstance(context, str)
+        and isinstance(choices, list)
+        and len(choices) > 1
+        and all(isinstance(choice, str) and choice for choice in choices)
+        and type(answer) is int
+        and 0 <= answer < len(choices)
+    )
+    if not is_valid:
+        example = '{"context": "The sky is", "choices": ["blue", "green"], "answer": 0}'
+        raise UserError(f"{path}: line {number} is not a question such as {example}")
+    return Question(context, choices, answer)
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
+    """Return two texts as tokens: spaces between them go to the second, and both are encoded together.
+
+    An empty context is the token that documents begin with. As lm-evaluation-harness does it. Raises UserError where
+    the tokenizer has no such token.
+    """
+    if not context:
+        if tokenizer.document_start is None:
+            raise UserError("a context is empty, and the tokenizer has no token that documents begin with")
+        return _not_empty(Request([tokenizer.document_start], tokenizer.encode([continuation])[0]), continuation)
+    stripped = context.rstrip()
+    both, before = (tokenizer.encode_prompt(text) for text in (context + continuation, stripped))
+    return _not_empty(Request(both[: len(before)], both[len(before) :]), continuation)
+
+
+def _not_empty(request: Request, continuation: str) -> Request:
+    if not (request.context and request.continuation):
+        raise UserError(f"the tokenizer has no token of its own for the choice {continuation!r}, or for its context")
+    return request
+
+
+def accuracies(task: Task, likelihoods: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return "acc" and "acc_norm", given the log-likelihood of each choice of each question."""
+    plain = normalized = 0
+    for question, values in zip(task.questions, likelihoods, strict=True):
+        plain += int(np.argmax(values)) == question.answer
+        per_character = [value / len(choice) for value, choice in zip(values, question.choices, strict=True)]
+        normalized += int(np.argmax(per_character)) == question.answer
+    return {"acc": plain / len(task.questions), "acc_norm": normalized / len(task.questions)}
