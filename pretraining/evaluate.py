@@ -83,7 +83,7 @@ def evaluate(flags: argparse.Namespace) -> Results:
     model, tokenizer, _ = open_model(flags)
     scorer = Scorer(model.to(open_device(flags.device)), tokenizer, flags.batch_size)
     results: Results = {}
-    for name, task in open_tasks(",".join(files), tokenizer, scorer.longest).items():
+    for name, task in open_tasks(",".join(files), tokenizer, scorer.longest, model.shape.vocab_size).items():
         scores = iter(scorer.score([request for choices in task.requests for request in choices]))
         results[name] = accuracies(task, [[next(scores)[0] for _ in choices] for choices in task.requests])
     return results | (run_harness(scorer, others, flags) if others else {})

@@ -29,13 +29,14 @@ from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, TRY_
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data import Batch, Stream, cut_rows
+from pretraining.data.choices import Request, Task, accuracies, request_batch, task_figures
 from pretraining.data.prefetch import Prefetcher
 from pretraining.interrupt import Clock, Interrupt, NoRendezvousError
 from pretraining.monitor.account import Account, account_line, totals
 from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.monitor.held_out import HeldOut, held_out_figures
 from pretraining.monitor.metrics import Metrics
-from pretraining.monitor.progress import evaluation_line, heartbeat, progress_line, summary
+from pretraining.monitor.progress import evaluation_line, heartbeat, progress_line, questions_line, summary
 from pretraining.monitor.spikes import WINDOW, is_spike
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.schedule import learning_rate
@@ -58,6 +59,7 @@ class TrainingRun:
     metrics: Metrics | None  # None except in process 0
     resumed: Facts | None  # of the checkpoint that this run continues from
     account: Account  # of this process's time
+    tasks: dict[str, Task] = field(default_factory=dict)  # multiple-choice questions to evaluate on, by name
     start_step: int = field(init=False)  # updates done before this process started
     step: int = field(init=False)  # updates done
     meter: Meter = field(init=False)
@@ -271,6 +273,9 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt, cl
         if "valid" in run.streams and (step % config.val_interval == 0 or step == config.num_steps):
             with watch.paused():
                 _evaluate(run, step, "valid", config.val_steps)
+        if run.tasks and (step % config.eval_interval == 0 or step == config.num_steps):
+            with watch.paused():
+                _answer(run, step)
         if saves:
             if not reports:
                 run.write_account()  # so that every second belongs to steps before or after the checkpoint
@@ -398,6 +403,9 @@ def _prepare_first_step(run: TrainingRun) -> None:
     for part in (part for part in run.streams if part != "train"):
         with run.heartbeat(f"compiling and running the first batch of {part} data"):
             run.engine.evaluate(run.model, run.streams[part].batch(0)).read()
+    if run.tasks:
+        with run.heartbeat("compiling and running the first question"):
+            _likelihood(run, next(iter(run.tasks.values())).requests[0][0])
     if "valid" in run.streams and config.val_sanity_steps and run.start_step == 0:
         steps = config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps
         _evaluate(run, 0, "valid", steps)
@@ -432,6 +440,27 @@ def _held_out(run: TrainingRun, stream: Stream, groups: list[Sequence[int]]) -> 
     own = [count for count in counts if count is not None]
     by_rank = gather_from_data_ranks(run.engine, sum(own)) if own else []
     return HeldOut(loss, tokens, sum(by_rank) if by_rank else None)
+
+
+def _answer(run: TrainingRun, step: int) -> None:
+    """Report the accuracy on multiple-choice questions; training is not affected."""
+    began, results = time.perf_counter(), {}
+    with run.account.spending("validation"), run.heartbeat("answering questions"):
+        for name, task in run.tasks.items():
+            likelihoods = [[_likelihood(run, request) for request in choices] for choices in task.requests]
+            results[name] = accuracies(task, likelihoods)
+    run.watchdog.rest()
+    record = {"step": step, **task_figures(results), "eval_seconds": time.perf_counter() - began}
+    run.report(record, questions_line(record, run.config.num_steps))
+
+
+def _likelihood(run: TrainingRun, request: Request) -> float:
+    """Return the log-likelihood of a request in nats, which the first row of the batch computes."""
+    run.watchdog.expect(first=False)
+    is_first = run.engine.data_rank == 0
+    batch = request_batch(run.config, request if is_first else None, run.engine.rows)
+    figures = run.engine.evaluate(run.model, batch).read()
+    return -figures["loss"] * figures["tokens"]
 
 
 def batches_of(stream: Stream, steps: int) -> int:

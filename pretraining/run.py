@@ -80,6 +80,7 @@ def _start(
     """Return the run of a valid configuration, ready for its first step."""
     from pretraining import preflight
     from pretraining.checkpoint.checkpoints import Checkpoints
+    from pretraining.data.choices import tasks_of
     from pretraining.loop import TrainingRun
     from pretraining.models.init import build_model
     from pretraining.monitor.facts import data_lines
@@ -124,6 +125,7 @@ def _start(
         metrics=metrics,
         resumed=resumed,
         account=account,
+        tasks=tasks_of(config),
     )
 
 

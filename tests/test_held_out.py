@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,30 +18,34 @@ from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.data import IGNORED, open_stream
+from pretraining.data.choices import Request, request_batch
 from pretraining.data.tokenizer import open_tokenizer
 from pretraining.data.tokenizer import train as train_tokenizer
+from pretraining.evaluate import Scorer, main
 from pretraining.generate import load_model
-from pretraining.models.llama import Llama
+from pretraining.models.llama import BatchInputs, Llama
 from pretraining.monitor.held_out import HeldOut, held_out_figures
+from pretraining.monitor.metrics import read_metrics
 from tests.data.corpora import corpus
-from tests.parallel.launch import ROOT, environment, launched
+from tests.parallel.launch import ALONE, ROOT, environment, launched
 
 TEXT = "the quick brown fox jumps over a lazy dog and äts größe ßweets in cold winter nights"
 WORDS = re.findall(r"\w+", TEXT)
 DATASETS = {"prose": 60, "lists": 25}  # documents of each
-SIZES = {
+SIZES: dict[str, Any] = {
     **{"model_variant": "custom", "num_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 300},
     **{"num_attention_heads": 4, "seq_length": 32, "global_batch_size": 8, "batch_size": 2, "num_steps": 4},
 }
 
 
 class Runs(NamedTuple):
-    """The same run by one process and by two that shard the parameters."""
+    """The same run by one process, by two that shard the parameters, and on four devices of the other engine."""
 
     flags: dict[str, Any]
     model: Llama
     alone: list[dict[str, Any]]
-    two: list[dict[str, Any]]
+    others: dict[str, list[dict[str, Any]]]
+    folder: Path
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +63,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         **{"tokenizer_path": root / "tokenizer.model", "sep_token": tokenizer.separator, "learning_rate": 1e-2},
         **{"val_interval": 4, "val_steps": -1, "drop_last_val": False, "mixed_precision": False, "engine": "torch"},
         **{"device": "cpu", "sharding_strategy": "fsdp", "report_interval": 1},
+        **{"eval_tasks": root / "words.jsonl", "eval_interval": 4},
     }
+    questions = [{"context": f"{a} {b}", "choices": [c, a, f"{b} {c}"], "answer": n % 3}
+                 for n, (a, b, c) in enumerate(zip(WORDS, WORDS[1:], WORDS[2:], strict=False))]  # fmt: skip
+    (root / "words.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     alone = train({**flags, "log_dir": root / "alone"})
-    words = [f"--{name}={value}" for name, value in {**flags, "log_dir": root / "two"}.items()]
-    done = subprocess.run(
-        launched(2, str(ROOT / "main_training.py"), *words), env=environment(), capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    two = [json.loads(line) for line in (root / "two" / "metrics.jsonl").read_text().splitlines()]
+    starts = {"two": (2, {}), "xla": (ALONE, {"engine": "xla", "device": "auto"})}
+    for name, (processes, changed) in starts.items():
+        given = {**flags, **changed, "log_dir": root / name}.items()
+        words = [f"--{setting}={value}" for setting, value in given if (name, setting) != ("xla", "device")]
+        command = launched(processes, str(ROOT / "main_training.py"), *words)
+        variables = environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4")
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    others = {name: read_metrics(root / name / "metrics.jsonl") for name in starts}
     checkpoint = open_checkpoint(root / "alone" / "checkpoints" / "step_4")
     model = load_model(saved_config(checkpoint.facts.config), read_tensors(checkpoint, is_weight))
-    return Runs({name: str(value) for name, value in flags.items()}, model, alone.records, two)
+    return Runs({name: str(value) for name, value in flags.items()}, model, alone.records, others, root)
 
 
 def sentence(name: str, number: int) -> str:
@@ -79,8 +90,9 @@ def sentence(name: str, number: int) -> str:
     )
 
 
-def validation(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    (record,) = (record for record in records if "val_loss" in record)
+def validation(records: Sequence[dict[str, Any]], kind: str = "val_loss") -> dict[str, Any]:
+    """The deterministic figures of the record that has this one."""
+    (record,) = (record for record in records if kind in record)
     return {name: value for name, value in record.items() if not name.endswith("_seconds")}
 
 
@@ -117,11 +129,38 @@ def test_each_dataset_has_its_loss_and_the_total_is_weighted_by_tokens(runs: Run
 
 
 @pytest.mark.slow
-def test_two_processes_report_the_figures_of_one(runs: Runs) -> None:
-    alone, two = validation(runs.alone), validation(runs.two)
-    assert two.keys() == alone.keys()
-    for name, value in alone.items():
-        assert two[name] == pytest.approx(value, rel=1e-4), name
+@pytest.mark.parametrize("mesh", ["two", "xla"])
+def test_other_meshes_and_engines_report_the_same_figures(runs: Runs, mesh: str) -> None:
+    for kind in ("val_loss", "eval_acc/words"):
+        alone, other = (validation(records, kind) for records in (runs.alone, runs.others[mesh]))
+        assert other.keys() == alone.keys()
+        for name, value in alone.items():
+            assert other[name] == pytest.approx(value, rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_questions_have_the_accuracies_of_the_checkpoint(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(runs.folder / "alone"), f"--tasks={runs.flags['eval_tasks']}", "--device=cpu"]) == 0
+    printed = dict(line.split()[1:] for line in capsys.readouterr().out.splitlines())
+    record = validation(runs.alone, "eval_acc/words")
+    expected = {"step": 4, **{f"eval_{name}/words": float(value) for name, value in printed.items()}}
+    assert record == pytest.approx(expected, abs=1e-5)
+    assert 0 < record["eval_acc/words"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"reset_attention_mask": True, "reset_position_ids": True}])
+def test_a_batch_of_one_request_has_its_likelihood(runs: Runs, fields: dict[str, bool]) -> None:
+    config = TrainConfig(**{**SIZES, **fields})
+    request = Request([5, 6, 7], [8, 9])
+    batch = {name: torch.from_numpy(array).long() for name, array in request_batch(config, request, 3).items()}
+    inputs = BatchInputs(batch.get("positions"), batch.get("segments"))
+    with torch.no_grad():
+        loss = runs.model.loss(batch["tokens"], batch["labels"], inputs)
+    tokenizer = open_tokenizer(runs.flags["tokenizer_path"])
+    ((likelihood, _),) = Scorer(runs.model, tokenizer, 1).score([request])
+    assert -loss.item() == pytest.approx(likelihood, rel=1e-5)
+    assert (request_batch(config, None, 3)["labels"] == IGNORED).all()
 
 
 def test_a_dataset_without_trained_tokens_has_no_figures() -> None:

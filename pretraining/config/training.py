@@ -520,6 +520,13 @@ class TrainConfig:
     drop_last_val: bool = True
     """True: skip what remains of the validation or test data after the last full global batch. False: read it in a
     batch whose other rows do not count."""
+    eval_tasks: str = ""
+    """Files of multiple-choice questions, comma-separated, with a question per line: {"context": "The sky is",
+    "choices": ["blue", "green"], "answer": 0}. Needs tokenizer_path. Empty: none."""
+    eval_interval: Annotated[int, AtLeast(0), Needs("eval_tasks")] = 0
+    """Optimizer steps between evaluations on eval_tasks, and another one after the last step: eval_acc/NAME and
+    eval_acc_norm/NAME, as pretraining.evaluate computes them, in the precision of training. Every choice takes the
+    forward pass of a micro-batch. 0: none."""
     test_data_path: Annotated[str, STORABLE] = ""
     """Folder of token shards for the test at the end, laid out like data_path. test_steps needs this or the third
     fraction of split, except with use_dummy_dataset."""

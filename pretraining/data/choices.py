@@ -8,14 +8,17 @@ the choice likeliest per character the one of the normalized accuracy.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import comma_separated
-from pretraining.data.tokenizer import Tokenizer
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
+from pretraining.data.stores.labels import IGNORED
+from pretraining.data.tokenizer import Tokenizer, open_tokenizer
 from pretraining.storage import Location, location
 
 
@@ -41,10 +44,11 @@ class Task(NamedTuple):
     requests: list[list[Request]]  # one for each choice of each question
 
 
-def open_tasks(files: str, tokenizer: Tokenizer, longest: int) -> dict[str, Task]:
+def open_tasks(files: str, tokenizer: Tokenizer, longest: int, vocabulary: int) -> dict[str, Task]:
     """Return the tasks of comma-separated files, by name of the file without its ending.
 
-    longest: tokens that the model sees at a time. Raises UserError with the file and line that is wrong.
+    longest: tokens that the model sees at a time. vocabulary: rows of its embedding. Raises UserError with the file and
+    line that is wrong.
     """
     tasks: dict[str, Task] = {}
     for path in map(location, comma_separated(files)):
@@ -56,11 +60,22 @@ def open_tasks(files: str, tokenizer: Tokenizer, longest: int) -> dict[str, Task
             for question in questions
         ]
         for number, choices in enumerate(requests, 1):
-            size = max(len(request.context) + len(request.continuation) for request in choices) - 1
-            if size > longest:
+            rows = [request.context + request.continuation for request in choices]
+            if (size := max(map(len, rows)) - 1) > longest:
                 raise UserError(f"{path}: line {number} has {size} tokens, but the model sees {longest}: shorten it")
+            if (largest := max(map(max, rows))) >= vocabulary:
+                wrong = f"token id {largest}, but the model's vocabulary is {vocabulary:,}"
+                raise UserError(f"{path}: line {number} has {wrong}: give the tokenizer of the model's data")
         tasks[path.stem] = Task(questions, requests)
     return tasks
+
+
+def tasks_of(config: TrainConfig) -> dict[str, Task]:
+    """Return the tasks that a run is evaluated on. Raises UserError."""
+    if not config.eval_interval:
+        return {}
+    vocabulary = model_shape(config).vocab_size
+    return open_tasks(config.eval_tasks, open_tokenizer(config.tokenizer_path), config.seq_length, vocabulary)
 
 
 def read_questions(path: Location) -> list[Question]:
@@ -114,6 +129,24 @@ def _not_empty(request: Request, continuation: str) -> Request:
     return request
 
 
+def request_batch(config: TrainConfig, request: Request | None, rows: int) -> dict[str, np.ndarray]:
+    """Return a batch as the stream's, int32 [rows, seq_length], in which only the continuation of `request` counts.
+
+    None: nothing counts.
+    """
+    shape = (rows, config.seq_length)
+    batch = {"tokens": np.zeros(shape, np.int32), "labels": np.full(shape, IGNORED, np.int32)}
+    if config.reset_attention_mask:
+        batch["segments"] = np.ones(shape, np.int32)
+    if config.reset_position_ids:
+        batch["positions"] = np.arange(config.seq_length, dtype=np.int32) + np.zeros(shape, np.int32)
+    if request:
+        row = request.context + request.continuation
+        batch["tokens"][0, : len(row) - 1] = row[:-1]
+        batch["labels"][0, len(request.context) - 1 : len(row) - 1] = request.continuation
+    return batch
+
+
 def accuracies(task: Task, likelihoods: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return "acc" and "acc_norm", given the log-likelihood of each choice of each question."""
     plain = normalized = 0
@@ -122,3 +155,8 @@ def accuracies(task: Task, likelihoods: Sequence[Sequence[float]]) -> dict[str, 
         per_character = [value / len(choice) for value, choice in zip(values, question.choices, strict=True)]
         normalized += int(np.argmax(per_character)) == question.answer
     return {"acc": plain / len(task.questions), "acc_norm": normalized / len(task.questions)}
+
+
+def task_figures(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return accuracies by task as they are reported: eval_acc/<task>, eval_acc_norm/<task>."""
+    return {f"eval_{name}/{task}": value for task, found in results.items() for name, value in found.items()}

@@ -49,6 +49,13 @@ def evaluation_line(record: Mapping[str, Any], num_steps: int) -> str:
     return "  ".join([*parts, *(f"{dataset} {number(loss, 7, 4)}" for dataset, loss in losses.items())])
 
 
+def questions_line(record: Mapping[str, Any], num_steps: int) -> str:
+    """Return step, percent and the accuracies on multiple-choice questions, plain and normalized."""
+    plain = {key.removeprefix("eval_acc/"): key for key in record if key.startswith("eval_acc/")}
+    figures = (f"{name} {record[key]:.4f} ({record[f'eval_acc_norm/{name}']:.4f})" for name, key in plain.items())
+    return f"{_position(record['step'], num_steps)}  accuracy (normalized)  {'  '.join(figures)}"
+
+
 def _position(step: int, num_steps: int) -> str:
     width = len(str(num_steps))
     share = math.floor(1000 * step / num_steps) / 10  # rounded down: only the last step is 100 %

@@ -43,7 +43,7 @@ PERFORMANCE = (
 def tag_of(name: str) -> str:
     """Return the TensorBoard tag of a number: val/loss of val_loss, perf/mfu of mfu, train/loss of loss."""
     part, _, rest = name.partition("_")
-    if part in ("val", "test"):
+    if part in ("val", "test", "eval"):
         return f"{part}/{rest}"
     if name in PERFORMANCE or name.endswith("_seconds"):
         return f"perf/{name}"

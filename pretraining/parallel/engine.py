@@ -112,6 +112,7 @@ class Engine(Protocol):
     process_count: int
     data_rank: int
     data_size: int
+    rows: int  # of this process in the smallest batch that `evaluate` takes
     host_devices: int  # whose state is in this host's memory; 0 where devices have their own
     host_processes: int  # of this run, on this host
 

@@ -69,7 +69,7 @@ class TorchEngine:
         self.device_name, self.accelerator = accelerator.device_name(self.device), ACCELERATORS[self.device.type]
         self.home = HOST if config.cpu_offload else self.device  # of shards, gradients and moments
         self.host_devices = self.host_processes if self.home == HOST else 0
-        self.data_size = self.mesh.data_ranks
+        self.data_size, self.rows = self.mesh.data_ranks, config.batch_size
         # Every stage is fed the same rows, and every context rank, which takes its tokens of them
         self.data_rank = self.process_index // (self.mesh.context * self.mesh.tensor) % self.data_size
         self.precision = precision_of(config)

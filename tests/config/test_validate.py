@@ -72,6 +72,8 @@ def test_an_unknown_choice_is_one_problem_that_lists_the_choices(setting: Settin
 
 # Settings that contradict, and the words that the message must hold: both fields, and the way out.
 CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"eval_tasks": "q.jsonl", "tokenizer_path": "t.model"}, ["--eval_tasks=q.jsonl", "--eval_interval"]),
+    ({"eval_tasks": "q.jsonl", "eval_interval": 5}, ["--eval_tasks=q.jsonl", "--tokenizer_path"]),
     ({"mup_base_width": 256, "optimizer": "lion"}, ["--mup_base_width=256", "lion", "adamw or muon"]),
     ({"mup_base_width": 256, "lora_rank": 8}, ["--mup_base_width=256", "adapters", "export"]),
     ({"num_kv_heads": 5}, ["--num_kv_heads=5", "num_attention_heads=32", "16 or 32"]),
