@@ -28,7 +28,11 @@ from pretraining.monitor.figures import amount, duration, percent
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
 
 TEMPLATE = Path(__file__).with_name("report.html")
-DATASET_LOSS = "val_loss/"  # how the names of validation losses by dataset begin
+# How the names of figures of several datasets or tasks begin -> title and unit of their chart.
+BY_NAME = {
+    "val_loss/": ("Validation loss by dataset", "nats per token"),
+    "eval_acc/": ("Multiple-choice questions", "share of right answers"),
+}
 DASHES = ("solid", "dash", "dot", "dashdot")
 COLOURS = ("#3b7dd8", "#e0662f", "#3a9d4c", "#9a5cf5", "#b8890b", "#14989a", "#cf3f7c", "#808080")
 
@@ -104,7 +108,9 @@ def read_run(folder: Path) -> Run:
 
 def page(runs: Sequence[Run]) -> str:
     """Return the HTML document."""
-    figures = [_figure(chart, _curves(chart, runs)) for chart in (*CHARTS, _by_dataset(runs))]
+    figures = [
+        _figure(chart, _curves(chart, runs)) for chart in (*CHARTS, *(_by_name(runs, prefix) for prefix in BY_NAME))
+    ]
     figures += [_figure(MIXTURE._replace(title=f"{MIXTURE.title}: {run.name}"), _mixture(run)) for run in runs]
     curves = f"[{','.join(figure.to_json() for figure in figures if figure.data)}]"
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -158,15 +164,13 @@ def _curves(chart: Chart, runs: Sequence[Run]) -> list[Scatter]:
     return curves
 
 
-def _by_dataset(runs: Sequence[Run]) -> Chart:
-    """Return the chart of validation losses by dataset; of no curve where there is one dataset."""
-    names = dict.fromkeys(name for run in runs for record in run.records for name in record)
-    losses = [name for name in names if name.startswith(DATASET_LOSS)]
+def _by_name(runs: Sequence[Run], prefix: str) -> Chart:
+    """Return the chart of figures whose names begin with `prefix`, one for each dataset or task."""
+    names = dict.fromkeys(name for run in runs for record in run.records for name in record if name.startswith(prefix))
     shows = tuple(
-        (name, f" {name.removeprefix(DATASET_LOSS)}", DASHES[number % len(DASHES)])
-        for number, name in enumerate(losses)
+        (name, f" {name.removeprefix(prefix)}", DASHES[number % len(DASHES)]) for number, name in enumerate(names)
     )
-    return Chart("Validation loss by dataset", "nats per token", shows)
+    return Chart(*BY_NAME[prefix], shows)
 
 
 def _mixture(run: Run) -> list[Scatter]:
