@@ -219,7 +219,7 @@ ARCHITECTURE = {
     ),
     "model.qkv_bias": KeyMapping(_qkv_bias, ("qkv_bias",), "without bias"),
     "model.override_vocab_size": to("vocab_size", "rows of the embedding, padding included"),
-    "model.rampup_batch_size": to("rampup_batch_size"),
+    "model.rampup_batch_size": to("rampup_batch_size", "NeMo stops at each size to be started again; here it goes on"),
     **each(
         "ub_tp_comm_* tp_comm_* fp8_* defer_embedding_wgrad_compute wgrad_deferral_limit use_flash_attention sharp "
         "apply_rope_fusion gc_interval cross_entropy_loss_fusion deterministic_mode nccl_communicator_config_path "
