@@ -47,6 +47,15 @@ def test_every_fact_is_one_line_with_its_figures() -> None:
     assert said["MFU against"] == "312.00 TFLOP/s dense bf16, A100"
 
 
+def test_mup_has_a_line_with_its_factors() -> None:
+    assert "muP" not in facts()
+    line = facts(mup_base_width=512, mup_base_head_dim=32)["muP"]
+    assert line == (
+        "8 x the width of the base model: matrices of the blocks x 0.125 of the learning rate, "
+        "logits x 0.125, queries x 0.5"
+    )
+
+
 def test_memory_is_that_of_one_device() -> None:
     # 16 bytes x 6,738,415,616 / 4 / 2^30
     assert facts()["memory/device"].startswith("25.10 GiB of state (parameters 6.28 GiB, gradients 6.28 GiB, moments")
