@@ -157,7 +157,11 @@ def test_the_harness_has_the_numbers_of_the_exported_model(folder: Path) -> None
         ('{"context": "a", "choices": ["b"], "answer": 0}', "line 2 is not a question"),
         ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2 is not a question"),
         ('{"context": "a", "choices": ["b", "c"]}', "line 2 is not a question"),
-        (json.dumps({"context": "fox " * 80, "choices": ["b", "c"], "answer": 0}), "line 2 has .* the model sees 64"),
+        (
+            json.dumps({"context": "fox " * 80, "choices": ["b", "c"], "answer": 0}),
+            "line 2: .* tokens, but the model sees 64",
+        ),
+        ('{"context": " ", "choices": ["b", "c"], "answer": 0}', "line 2: the tokenizer has no token of its own"),
     ],
 )
 def test_a_line_that_is_no_question_is_named(

@@ -54,20 +54,26 @@ def open_tasks(files: str, tokenizer: Tokenizer, longest: int, vocabulary: int) 
     for path in map(location, comma_separated(files)):
         if path.stem in tasks:
             raise UserError(f"{path}: another file is called {path.stem}, too, under which its figures are reported")
-        questions = read_questions(path)
-        requests = [
-            [encode_pair(tokenizer, question.context, f" {choice}") for choice in question.choices]
-            for question in questions
-        ]
-        for number, choices in enumerate(requests, 1):
-            rows = [request.context + request.continuation for request in choices]
-            if (size := max(map(len, rows)) - 1) > longest:
-                raise UserError(f"{path}: line {number} has {size} tokens, but the model sees {longest}: shorten it")
-            if (largest := max(map(max, rows))) >= vocabulary:
-                wrong = f"token id {largest}, but the model's vocabulary is {vocabulary:,}"
-                raise UserError(f"{path}: line {number} has {wrong}: give the tokenizer of the model's data")
+        questions, requests = read_questions(path), []
+        for number, question in enumerate(questions, 1):
+            try:
+                requests.append(_encode(question, tokenizer, longest, vocabulary))
+            except UserError as error:
+                raise UserError(f"{path}: line {number}: {error}") from error
         tasks[path.stem] = Task(questions, requests)
     return tasks
+
+
+def _encode(question: Question, tokenizer: Tokenizer, longest: int, vocabulary: int) -> list[Request]:
+    """Return a request for each choice. Raises UserError where the model cannot read one."""
+    requests = [encode_pair(tokenizer, question.context, f" {choice}") for choice in question.choices]
+    rows = [request.context + request.continuation for request in requests]
+    if (size := max(map(len, rows)) - 1) > longest:
+        raise UserError(f"{size} tokens, but the model sees {longest}: shorten it")
+    if (largest := max(map(max, rows))) >= vocabulary:
+        remedy = "give the tokenizer of the model's data"
+        raise UserError(f"token id {largest}, but the model's vocabulary is {vocabulary:,}: {remedy}")
+    return requests
 
 
 def tasks_of(config: TrainConfig) -> dict[str, Task]:
