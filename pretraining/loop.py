@@ -282,7 +282,7 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt, cl
             run.watchdog.rest()
             began = time.perf_counter()
             with watch.paused():
-                _save(run, step)
+                _save(run, step, asked=any(agreed))
             clock.saved(time.perf_counter() - began)
         if agreed.signal:
             return 128 + agreed.signal
@@ -470,10 +470,10 @@ def batches_of(stream: Stream, steps: int) -> int:
     return stream.steps if steps == -1 else min(steps, stream.steps)
 
 
-def _save(run: TrainingRun, step: int) -> None:
+def _save(run: TrainingRun, step: int, asked: bool = False) -> None:
     if run.config.checkpoint_interval:
         with run.account.spending("save"), run.heartbeat("saving"):
-            run.checkpoints.save(step, run.engine.state(run.model, run.optimizer), run.facts(step))
+            run.checkpoints.save(step, run.engine.state(run.model, run.optimizer), run.facts(step), asked=asked)
 
 
 @contextlib.contextmanager

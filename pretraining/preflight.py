@@ -80,16 +80,18 @@ def open_streams(
     return config, {"train": train, **held_out}
 
 
-def reopen_stream(config: TrainConfig, engine: Engine, resumed: Facts, own: Rows | None = None) -> Stream:
-    """Return the training data that follow `resumed`, an earlier checkpoint than expected because that is damaged.
+def reopen_stream(config: TrainConfig, engine: Engine, resumed: Facts | None, own: Rows | None = None) -> Stream:
+    """Return the training data that follow `resumed`, another checkpoint than this host expected before it had met the
+    others: the newest is damaged, or not on every host.
 
-    Raises UserError if they end before num_steps, which was derived from the damaged one.
+    Raises UserError if they end before num_steps, which was derived from the expected one.
     """
-    stream = open_stream(config, engine.data_rank, engine.data_size, state=resumed.data, own=own)
-    if stream.steps is not None and resumed.step + stream.steps < config.num_steps:
+    step, state = (resumed.step, resumed.data) if resumed else (0, None)
+    stream = open_stream(config, engine.data_rank, engine.data_size, state=state, own=own)
+    if stream.steps is not None and step + stream.steps < config.num_steps:
         raise UserError(
-            f"the newest checkpoint is damaged, and from step {resumed.step} on num_epochs={config.num_epochs} allows "
-            f"{stream.steps} steps instead of {config.num_steps - resumed.step}; run the same command again"
+            f"the newest checkpoint is damaged, and from step {step} on num_epochs={config.num_epochs} allows "
+            f"{stream.steps} steps instead of {config.num_steps - step}; run the same command again"
         )
     return stream
 

@@ -108,7 +108,7 @@ def _start(
     checkpoints = Checkpoints(config, config.run_folder)
     with account.spending("restore"):
         resumed = checkpoints.restore(engine, model, optimizer)
-    if resumed and checkpoint and resumed.step != checkpoint.step:
+    if (resumed.step if resumed else 0) != (checkpoint.step if checkpoint else 0):
         streams["train"] = preflight.reopen_stream(config, engine, resumed, data.get("train"))
 
     # Metrics: those of the steps before the checkpoint are kept

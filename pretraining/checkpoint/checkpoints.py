@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from pretraining.checkpoint.files import LOCK, FolderLock, set_aside, write_file
-from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints, keep_newest, sweep
+from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints, keep_newest, newest_first, sweep
+from pretraining.checkpoint.local import LocalTier
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.restoring import Restoring, check_policy, checkpoint_folder
@@ -29,6 +30,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.host_memory import available_memory
 from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Engine
+from pretraining.storage import Location
 
 DTYPES_ON_DISK = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -53,6 +55,7 @@ class Checkpoints:
         self._buffer = HostBuffer()
         if config.checkpoint_interval:
             self._peers.lead(self._claim)
+        self._tier = LocalTier(config, self._peers) if config.ckpt_local_path else None
 
     def _claim(self) -> None:
         try:
@@ -78,48 +81,60 @@ class Checkpoints:
         found = self._peers.lead(lambda: find_checkpoints(self.folder))
         for path in found.uncommitted:
             self._peers.say(f"{path} has no marker: its save was never finished, and it is ignored")
-        check_policy(self._config, found)
+        local = self._tier.common() if self._tier else []
+        check_policy(self._config, found._replace(committed=[*local, *found.committed]))
         restoring = Restoring(self._config, self._peers, engine.state(model, optimizer))
-        if not found.committed:
-            return restoring.start()
-        facts, damaged = restoring.continue_from(found.committed)
-        if self._config.checkpoint_interval:  # the removal of old checkpoints would count the corrupt ones
-            for path in damaged:
-                self._peers.lead(partial(set_aside, path))
+        if local or found.committed:
+            facts: Facts | None = self._continue(restoring, found.committed, local)
+        else:
+            facts = restoring.start()
+        if self._tier:
+            self._tier.forget_after(facts.step if facts else 0)
+        return facts
+
+    def _continue(self, restoring: Restoring, durable: list[Location], local: list[Path]) -> Facts:
+        facts, damaged = restoring.continue_from(newest_first(local, durable), local)
         self._saved = facts.step
+        if self._config.checkpoint_interval:  # the removal of old checkpoints would count the corrupt ones
+            for path in (path for path in damaged if path not in local):
+                self._peers.lead(partial(set_aside, path))
         return facts
 
     # ---- Saving
 
     def due(self, step: int) -> bool:
         """Return whether the state after `step` updates is to be saved and is not saved yet."""
-        interval = self._config.checkpoint_interval
-        if not interval or step == self._saved:
+        if not self._config.checkpoint_interval or step == self._saved:
             return False
+        return self._is_durable(step) or (self._tier is not None and self._tier.due(step))
+
+    def _is_durable(self, step: int) -> bool:
+        """Return whether a step is saved to `folder`, and not only to the hosts' own."""
+        interval = self._config.checkpoint_interval
         if step == self._config.num_steps or step in self._extra:
             return True
         if self._config.checkpoint_scale == "log":
             return is_power(step, interval)
         return step > 0 and step % interval == 0
 
-    def save(self, step: int, state: LogicalTensors, facts: Facts) -> None:
+    def save(self, step: int, state: LogicalTensors, facts: Facts, *, asked: bool = False) -> None:
         """Save `state`, or start to: with async_checkpointing it may change as soon as this returns.
 
-        Does nothing if checkpoint_interval is 0 or the step is saved already. A failed save is printed;
-        ckpt_max_failures in a row raise SaveFailedError.
+        asked: by a signal or the clock, which save to `folder` after any step. Does nothing if checkpoint_interval is 0
+        or the step is saved already. A failed save is printed; ckpt_max_failures in a row raise SaveFailedError.
         """
         self.wait()
         if not self._config.checkpoint_interval or step == self._saved:
             return
         kept = {name: value for name, value in state.items() if self._is_kept(name)}
-        began = time.perf_counter()
+        began, tier = time.perf_counter(), None if asked or self._is_durable(step) else self._tier
         try:
-            pending = self._planned(kept, replace(facts, step=step))
+            pending = self._planned(kept, replace(facts, step=step), tier)
             if self._config.async_checkpointing and self._has_room(pending):
                 pending.stage(self._buffer)
-                self._writing = self._writer.submit(self._finish, pending, began)
+                self._writing = self._writer.submit(self._finish, pending, began, tier)
             else:
-                self._finish(pending, began)
+                self._finish(pending, began, tier)
         except OSError as error:
             self._failed(error)
         else:
@@ -130,9 +145,10 @@ class Checkpoints:
             return self._config.save_optimizer
         return not adapters_alone(self._config) or is_trained(self._config, name)
 
-    def _planned(self, state: LogicalTensors, facts: Facts) -> PendingSave:
-        dtype = DTYPES_ON_DISK[self._config.checkpoint_dtype]
-        return PendingSave(self.folder, state, facts, self._peers, dtype=dtype, workers=self._config.ckpt_io_workers)
+    def _planned(self, state: LogicalTensors, facts: Facts, tier: LocalTier | None) -> PendingSave:
+        dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
+        folder, per_host = (tier.folder, tier.per_host) if tier else (self.folder, False)
+        return PendingSave(folder, state, facts, self._peers, dtype=dtype, workers=workers, per_host=per_host)
 
     def _has_room(self, pending: PendingSave) -> bool:
         """Return whether every host has memory for its processes' copies; if not, training waits for the disk."""
@@ -143,11 +159,11 @@ class Checkpoints:
             self._peers.say(f"{short}; this save is not asynchronous")
         return not short
 
-    def _finish(self, pending: PendingSave, began: float) -> None:
+    def _finish(self, pending: PendingSave, began: float, tier: LocalTier | None) -> None:
         path = pending.write()
         self._failures = 0
         self._peers.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
-        self._retain()
+        tier.retain() if tier else self._retain()
 
     def _retain(self) -> None:
         if not self._config.keep_last_n_checkpoints or self._lock is None:
@@ -180,6 +196,8 @@ class Checkpoints:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+        if self._tier:
+            self._tier.release()
         if self._failures:
             raise SaveFailedError(f"the last save to {self.folder} failed")
 

@@ -15,11 +15,12 @@ def check_scale(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "checkpoint_interval", "has no powers for checkpoint_scale=log; use 2 or more")
 
 
-def check_clock(config: TrainConfig) -> Iterator[Problem]:
-    """A run that never saves does not save by the clock."""
-    if config.checkpoint_seconds and not config.checkpoint_interval:
-        remedy = "has no effect with --checkpoint_interval=0, which never saves; give an interval in steps too"
-        yield problem(config, "checkpoint_seconds", remedy)
+def check_interval(config: TrainConfig) -> Iterator[Problem]:
+    """A run that never saves does not save by the clock, nor to the hosts' own folders."""
+    for name in ("checkpoint_seconds", "ckpt_local_path"):
+        if getattr(config, name) and not config.checkpoint_interval:
+            remedy = "has no effect with --checkpoint_interval=0, which never saves; give an interval in steps too"
+            yield problem(config, name, remedy)
 
 
-CHECKS = (check_scale, check_clock)
+CHECKS = (check_scale, check_interval)

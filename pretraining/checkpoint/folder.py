@@ -6,6 +6,7 @@ A checkpoint is a folder step_N with the marker; everything else is neither coun
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pretraining.checkpoint.files import DAMAGED, DELETED, MARKER, PARTIAL, read_json, remove_folder
@@ -30,6 +31,16 @@ def find_checkpoints(folder: Location) -> CheckpointList:
     steps = sorted(((int(match[1]), path) for path, match in _matches(folder)), reverse=True)
     committed = {path: is_committed(path) for _, path in steps}
     return CheckpointList([p for p in committed if committed[p]], [p for p in committed if not committed[p]])
+
+
+def step_of(path: Location) -> int:
+    """Return the step of a checkpoint's folder."""
+    return int(path.name.removeprefix("step_"))
+
+
+def newest_first(*lists: Iterable[Location]) -> list[Location]:
+    """Return the checkpoints of several folders, the newest first; of the same step, those of the first list."""
+    return sorted((path for paths in lists for path in paths), key=step_of, reverse=True)
 
 
 def _matches(folder: Location) -> list[tuple[Location, re.Match[str]]]:

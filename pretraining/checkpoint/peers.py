@@ -6,6 +6,7 @@ never meets the training's collectives.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,12 +44,19 @@ class Peers:
         if self._group is not None:
             self._group.set_timeout(SLOWEST)
         self.rank = dist.get_rank() if together else 0
+        # The first process of this host: ranks of a host follow each other.
+        self.host = self.rank - int(os.environ.get("LOCAL_RANK", "0")) if together else 0
         self.size = dist.get_world_size() if together else 1
 
     @property
     def leads(self) -> bool:
         """Whether this is process 0, which prints and commits."""
         return self.rank == 0
+
+    @property
+    def leads_host(self) -> bool:
+        """Whether this is the first process of its host."""
+        return self.rank == self.host
 
     def say(self, text: str) -> None:
         """Print a line, once."""
@@ -78,6 +86,10 @@ class Peers:
     def lead(self, act: Callable[[], T]) -> T:
         """Run `act` in process 0; its result, or its error, in every one."""
         return self.deal(lambda: [act()] * self.size)
+
+    def lead_hosts(self, act: Callable[[], object]) -> None:
+        """Run `act` in the first process of every host. If it fails anywhere it fails everywhere."""
+        self.agree(lambda: act() if self.leads_host else None)
 
     def deal(self, act: Callable[[], list[T]]) -> T:
         """Run `act` in process 0; element i of its result, or its error, in process i."""

@@ -6,18 +6,18 @@ Whether a checkpoint may be loaded is decided from JSON alone, before any tensor
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretraining.checkpoint.adapter import adapter_folder, open_adapter
 from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start, describe_rate_change
 from pretraining.checkpoint.files import UnreadableError
-from pretraining.checkpoint.folder import CHECKPOINTS, CheckpointList, find_checkpoints
+from pretraining.checkpoint.folder import CHECKPOINTS, CheckpointList, find_checkpoints, newest_first
 from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, open_any_checkpoint
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.store import check_fit, is_weight, load
+from pretraining.checkpoint.store import check_fit, check_host_has_all, is_weight, load
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone, is_adapter
 from pretraining.config.training import TrainConfig
@@ -32,10 +32,14 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
     corrupt. Raises UserError if `resume` forbids it, ckpt_load_path has no checkpoint, or a checkpoint does not match
     the configuration and the parameters' `shapes`.
     """
-    found = find_checkpoints(checkpoint_folder(config, log_dir))
+    folder = checkpoint_folder(config, log_dir)
+    if config.ckpt_local_path and Path(config.ckpt_local_path).resolve() == folder.resolve():
+        raise UserError(f"--ckpt_local_path={folder}: is the folder of the other checkpoints; give another one")
+    local, found = local_checkpoints(config), find_checkpoints(folder)
+    found = found._replace(committed=newest_first(local, found.committed))
     check_policy(config, found)
-    if folder := adapter_folder(config):
-        open_adapter(folder, config)
+    if adapter := adapter_folder(config):
+        open_adapter(adapter, config)
     if not found.committed:
         if config.ckpt_load_path:
             source = open_any_checkpoint(location(config.ckpt_load_path))
@@ -51,7 +55,7 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
         try:
             facts = open_any_checkpoint(path).facts
         except UnreadableError:
-            if config.resume == "must":
+            if config.resume == "must" and path not in local:
                 raise
         else:
             check_resume(facts.config, config)
@@ -62,6 +66,11 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
 def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Location:
     """Return the folder of the run's checkpoints."""
     return location(config.ckpt_save_path or log_dir / CHECKPOINTS)
+
+
+def local_checkpoints(config: TrainConfig) -> list[Location]:
+    """Return the checkpoints that this host has in ckpt_local_path, newest first."""
+    return find_checkpoints(Path(config.ckpt_local_path)).committed if config.ckpt_local_path else []
 
 
 def check_policy(config: TrainConfig, checkpoints: CheckpointList) -> None:
@@ -97,10 +106,11 @@ class Restoring:
     peers: Peers
     state: TrainingState
 
-    def continue_from(self, paths: list[Location]) -> tuple[Facts, list[Location]]:
+    def continue_from(self, paths: list[Location], local: Collection[Location] = ()) -> tuple[Facts, list[Location]]:
         """Load the first of `paths` that can be read; return its facts and the corrupt ones before it.
 
-        Raises UserError if none can be read; with resume=must, if the first cannot.
+        local: those of the hosts' own folders, which may lack what this mesh needs. Raises UserError if none can be
+        read; with resume=must, if the first that is not local cannot.
         """
         began = time.perf_counter()
         for number, path in enumerate(paths):
@@ -110,9 +120,12 @@ class Restoring:
                 if adapters_alone(self.config):
                     self._load_base()
                 restart = self._lacks_moments(checkpoint)
-                self._load(checkpoint, self._names_to_continue(checkpoint, weights_only=restart))
+                names = self._names_to_continue(checkpoint, weights_only=restart)
+                if path in local:
+                    self._check_host(checkpoint, names)
+                self._load(checkpoint, names)
             except UnreadableError as error:
-                if self.config.resume == "must":
+                if self.config.resume == "must" and path not in local:
                     raise
                 self.peers.say(f"{error}; this checkpoint is skipped")
                 continue
@@ -193,6 +206,9 @@ class Restoring:
         if lacking:
             self.peers.say(f"{checkpoint.path} has no optimizer state: moments start at zero")
         return lacking
+
+    def _check_host(self, checkpoint: Checkpoint, names: list[str]) -> None:
+        self.peers.each(lambda: check_host_has_all(checkpoint, {name: self.state[name] for name in names}))
 
     def _load(self, checkpoint: Checkpoint, names: list[str]) -> None:
         load(checkpoint, {name: self.state[name] for name in names}, self.peers, self.config.ckpt_io_workers)

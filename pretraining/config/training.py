@@ -543,6 +543,13 @@ class TrainConfig:
     <log_dir>/checkpoints. A checkpoint in it takes precedence over ckpt_load_path: the run continues. Object storage
     has no locks, so every run needs a name of its own there, and the bucket a rule that removes uploads that were never
     completed."""
+    ckpt_local_path: Annotated[str, Resume.FREE] = ""
+    """Local folder of every host, for checkpoints every ckpt_local_interval steps between those in ckpt_save_path. Only
+    the newest is kept. A start continues from the newest step that is complete in either place, so that a process that
+    died costs few steps; after the loss of a host, or on another mesh of several hosts, it is that in ckpt_save_path.
+    Empty: none."""
+    ckpt_local_interval: Annotated[int, AtLeast(1), Needs("ckpt_local_path"), Resume.FREE] = 100
+    """Optimizer steps between checkpoints in ckpt_local_path."""
     checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE, COMMON] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
     10000, or 0 with use_dummy_dataset."""

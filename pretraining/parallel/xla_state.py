@@ -90,17 +90,14 @@ class XlaShards:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.regions: dict[tuple[int, ...], tuple[int, Region]] = {}  # offsets -> (device index, region)
         self.all_offsets: list[tuple[int, ...]] = []
-        self.primary: set[tuple[int, ...]] = set()  # those whose replica 0 is here: this process saves them
         self.users = 0  # logical tensors that share the host copy: the layers of a stack
         self._released = 0
         self._host: list[Tensor] | None = None
-        for index, (replica, cuts) in enumerate(_C._get_local_shard_replica_and_indices([tensor])[0]):
+        for index, (_, cuts) in enumerate(_C._get_local_shard_replica_and_indices([tensor])[0]):
             region = tuple(slice(0, n) for n in self.shape) if cuts is Ellipsis else tuple(cuts)
             offsets = tuple(cut.start for cut in region)
             self.all_offsets.append(offsets)
             self.regions.setdefault(offsets, (index, region))
-            if replica == 0:
-                self.primary.add(offsets)
 
     def host(self, offsets: tuple[int, ...]) -> Tensor:
         """The shard at these offsets without its padding, in host memory; `put_back` writes it to the devices."""
@@ -185,7 +182,7 @@ class LogicalTensor(Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for i, chunk in enumerate(self._chunks(sorted(self.shards.primary)))
+            for i, chunk in enumerate(self._chunks(sorted(self.shards.regions)))
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -1,10 +1,12 @@
 """Two gloo processes: saves DTensors of several placements, or loads them into others; run under torchrun's variables.
 
-python dtensor_driver.py FOLDER save|load
+python dtensor_driver.py FOLDER save|load|hosts. hosts: each process is a host with a folder of its own. It saves there,
+and loads what it needs with the same placements, but not with others.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
-from pretraining.checkpoint.store import load
+from pretraining.checkpoint.store import check_host_has_all, load
 from tests.checkpoint.saving import save
 
 SHAPES = {"even": (8, 6), "uneven": (5, 3), "one_row": (1, 7), "optimizer.vector": (9,)}
@@ -34,19 +37,37 @@ def reference() -> dict[str, torch.Tensor]:
 
 def main() -> None:
     """See the module's docstring."""
-    folder, loading = Path(sys.argv[1]), sys.argv[2] == "load"
+    folder, act = Path(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-    whole = reference()
-    source = {name: torch.zeros_like(tensor) if loading else tensor for name, tensor in whole.items()}
-    state = {name: distribute_tensor(tensor, mesh, [PLACEMENTS[name][loading]]) for name, tensor in source.items()}
-    if loading:
-        load(open_checkpoint(folder / "step_1"), state)
-        for name, tensor in state.items():
-            assert isinstance(tensor, DTensor) and torch.equal(tensor.full_tensor(), whole[name]), name
+    facts = Facts(1, 0, {}, {}, "torch", {"shard": 2})
+    if act == "load":
+        load_and_compare(folder, state_of(1, zero=True))
+    elif act == "save":
+        save(folder, state_of(0), facts)
     else:
-        save(folder, state, Facts(1, 0, {}, {}, "torch", {"shard": 2}))
+        os.environ["LOCAL_RANK"], folder = "0", folder / f"host{dist.get_rank()}"
+        save(folder, state_of(0), facts, per_host=True)
+        load_and_compare(folder, state_of(0, zero=True))
+        check_host_has_all(open_checkpoint(folder / "step_1"), state_of(0))
+        try:
+            check_host_has_all(open_checkpoint(folder / "step_1"), state_of(1))
+        except UnreadableError as error:
+            print(error)
     dist.destroy_process_group()
+
+
+def state_of(choice: int, zero: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors, or zeros, distributed by the first or the second placements."""
+    mesh = init_device_mesh("cpu", (2,))
+    source = {name: torch.zeros_like(tensor) if zero else tensor for name, tensor in reference().items()}
+    return {name: distribute_tensor(tensor, mesh, [PLACEMENTS[name][choice]]) for name, tensor in source.items()}
+
+
+def load_and_compare(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """Load, and compare with what was saved."""
+    load(open_checkpoint(folder / "step_1"), state)
+    for name, tensor in state.items():
+        assert isinstance(tensor, DTensor) and torch.equal(tensor.full_tensor(), reference()[name]), name
 
 
 if __name__ == "__main__":

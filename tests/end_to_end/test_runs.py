@@ -85,7 +85,8 @@ def test_the_run_learns_and_validation_agrees(uninterrupted: Path) -> None:
 def test_after_sigterm_and_kill_9_the_same_command_gives_the_uninterrupted_run(
     uninterrupted: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    fields = {**data(corpus), "checkpoint_interval": 8}
+    local = {"ckpt_local_path": tmp_path / "local", "ckpt_local_interval": 3}
+    fields = {**data(corpus), **local, "checkpoint_interval": 8}
     checkpoints, metrics = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
     process = start(tmp_path, DEVICES, **fields)
     wait_for(lambda: metrics.exists() and metrics.read_text().count("grad_norm") >= 3, process)
@@ -94,12 +95,12 @@ def test_after_sigterm_and_kill_9_the_same_command_gives_the_uninterrupted_run(
     assert process.returncode == 143, output
     assert list(checkpoints.glob("step_*")), output
     process = start(tmp_path, DEVICES, **fields)
-    wait_for((checkpoints / "step_16").exists, process)
+    wait_for((tmp_path / "local" / "step_18").exists, process)
     time.sleep(random.uniform(0, 0.5))  # the instant must not matter
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate()
     assert "continuing from" in output
-    assert "continuing from" in finish(tmp_path, DEVICES, **fields)
+    assert f"continuing from {tmp_path}/local/step_" in finish(tmp_path, DEVICES, **fields)
     assert figures(tmp_path) == figures(uninterrupted)
     before = metrics.read_text()
     output = finish(tmp_path, DEVICES, **fields)  # once more: changes nothing

@@ -1,13 +1,17 @@
-"""Two hosts, made of network namespaces: each has its own address, and the link between them can be cut."""
+"""Hosts made of network namespaces, on a switch: each has its own address, and its link can be cut, slow or lossy."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from threading import Event, Thread
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -15,8 +19,8 @@ from tests.end_to_end.checkout import copy_checkout
 from tests.scripts.test_scripts import Attended
 
 pytestmark = pytest.mark.slow
-FLAGS = "--num_steps=24 --checkpoint_interval=4 --collective_timeout=15"
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+FLAGS = "--num_steps=24 --global_batch_size=16 --batch_size=2 --checkpoint_interval=8 --collective_timeout=15"
+NETEM = ["delay", "20ms", "5ms", "loss", "1%"]
 
 
 def ip(*words: str) -> None:
@@ -24,62 +28,125 @@ def ip(*words: str) -> None:
 
 
 class Hosts(NamedTuple):
-    """The names of two namespaces that one cable connects."""
+    """The namespaces of hosts, and of the switch that connects them: its port to host i is called port{i}."""
 
-    names: tuple[str, str]
+    names: list[str]
+    switch: str
 
-    def start(self, index: int, checkout: Path) -> Attended:
-        """Start the script on one of them, as a process of both."""
+    def start(self, index: int, checkout: Path, flags: str = FLAGS) -> Attended:
+        """Start the script on one of them, as a process of all."""
         prefix = ("ip", "netns", "exec", self.names[index])
-        variables = {"NNODES": "2", "NODE_RANK": str(index), "NPROC": "1", "PJRT_DEVICE": ""}
-        variables |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "eth0"}
-        return Attended(checkout, FLAGS, prefix, str(index), **variables)
+        variables = {"NNODES": str(len(self.names)), "NODE_RANK": str(index), "NPROC": "1", "PJRT_DEVICE": ""}
+        variables |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "eth0"}
+        return Attended(checkout, flags, prefix, str(index), **variables)
 
-    def set_link(self, state: str) -> None:
-        """Cut the cable ("down") or mend it ("up")."""
-        ip("-n", self.names[1], "link", "set", "eth0", state)
+    def set_link(self, index: int, state: str) -> None:
+        """Cut the cable of a host ("down") or repair it ("up")."""
+        ip("-n", self.switch, "link", "set", f"port{index}", state)
+
+    @contextmanager
+    def lossy_by_cuts(self, index: int) -> Iterator[None]:
+        """Cut the cable of a host for a tenth of a second, twice a second."""
+        ended = Event()
+
+        def flap() -> None:
+            while not ended.wait(0.4):
+                self.set_link(index, "down")
+                time.sleep(0.1)
+                self.set_link(index, "up")
+
+        thread = Thread(target=flap)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    @contextmanager
+    def lossy_and_slow(self, index: int) -> Iterator[None]:
+        """Delay and lose packets to a host. Skips where the kernel cannot."""
+        command = ["ip", "netns", "exec", self.switch, "tc", "qdisc", "add", "dev", f"port{index}", "root", "netem"]
+        done = subprocess.run([*command, *NETEM], check=False, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"the kernel has no netem: {done.stderr.strip()}")
+        yield
 
 
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    names = (f"host{os.getpid()}a", f"host{os.getpid()}b")
+@contextmanager
+def connected(count: int) -> Iterator[Hosts]:
+    """Make hosts and connect them. Skips where namespaces are not permitted."""
+    switch = f"switch{os.getpid()}"
     try:
-        ip("netns", "add", names[0])
+        ip("netns", "add", switch)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"network namespaces are not permitted here: {getattr(error, 'stderr', '') or error}")
+    hosts = Hosts([f"host{os.getpid()}-{index}" for index in range(count)], switch)
     try:
-        ip("netns", "add", names[1])
-        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for index, name in enumerate(hosts.names):
+            ip("netns", "add", name)
+            port = f"port{index}"
+            ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            ip("-n", name, "address", "add", f"10.77.0.{index + 1}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", "eth0", "up")
-        yield Hosts(names)
+        yield hosts
     finally:
-        for name in names:
+        for name in (*hosts.names, switch):
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """The reports of one host, by step."""
+    with Attended(copy_checkout(tmp_path_factory.mktemp("alone") / "checkout"), FLAGS, PJRT_DEVICE="") as run:
+        assert run.script.wait(240) == 0, run.errors()
+    return run.lines()
+
+
+def assert_same(there: dict[int, dict[str, Any]], alone: dict[int, dict[str, Any]]) -> None:
+    """Compare the reports of several hosts with those of one."""
+    assert list(there) == list(alone) == list(range(1, 25))
+    for step, line in alone.items():
+        assert there[step]["data_hash"] == line["data_hash"]
+        assert there[step]["loss"] == pytest.approx(line["loss"], abs=1e-5)
+
+
 def test_two_hosts_continue_by_themselves_after_a_cut_link_and_a_lost_host_with_the_losses_of_one(
-    hosts: Hosts, tmp_path: Path
+    alone: dict[int, dict[str, Any]], tmp_path: Path
 ) -> None:
     checkout = copy_checkout(tmp_path / "shared")
-    with hosts.start(0, checkout) as first, hosts.start(1, checkout) as second:
-        first.wait_until(partial(first.has_reached, 6))
-        hosts.set_link("down")
-        for host in (first, second):
-            host.wait_until(partial(host.has_ended, 5))
-        hosts.set_link("up")
-        first.wait_until(partial(first.has_reached, 13))
-        second.kill()
-        with hosts.start(1, checkout) as again:
+    flags = [f"{FLAGS} --ckpt_local_interval=2 --ckpt_local_path={tmp_path}/disk{index}" for index in range(2)]
+    with connected(2) as hosts, hosts.start(0, checkout, flags[0]) as first:
+        with hosts.start(1, checkout, flags[1]) as second:
+            first.wait_until(partial(first.has_reached, 7))
+            hosts.set_link(1, "down")
+            for host in (first, second):
+                host.wait_until(partial(host.has_ended, 5))
+            hosts.set_link(1, "up")
+            first.wait_until(partial(first.has_reached, 15))
+            second.kill()
+        shutil.rmtree(tmp_path / "disk1")  # another host comes in its place
+        with hosts.start(1, checkout, flags[1]) as again:
             for host in (first, again):
-                assert host.script.wait(180) == 0, host.errors()
+                assert host.script.wait(240) == 0, host.errors()
         assert first.has_ended(5, times=2)
-    both = first.lines()
-    with Attended(copy_checkout(tmp_path / "alone"), FLAGS, PJRT_DEVICE="") as alone:
-        assert alone.script.wait(120) == 0, alone.errors()
-    assert list(both) == list(alone.lines()) == list(range(1, 25))
-    for step, line in alone.lines().items():
-        assert both[step]["data_hash"] == line["data_hash"]
-        assert both[step]["loss"] == pytest.approx(line["loss"], abs=1e-5)
+    assert_same(first.lines(), alone)
+    output = (checkout / "output0").read_text()
+    assert f"continuing from {tmp_path}/disk0/step_" in output
+    assert "so it is not used" in output and "continuing from run/checkpoints/step_" in output
+
+
+@pytest.mark.parametrize("spoil", [Hosts.lossy_by_cuts, Hosts.lossy_and_slow])
+def test_four_hosts_on_a_bad_link_have_the_losses_of_one(
+    alone: dict[int, dict[str, Any]], tmp_path: Path, spoil: Callable[[Hosts, int], Any]
+) -> None:
+    with connected(4) as hosts, spoil(hosts, 3), ExitStack() as stack:
+        checkout = copy_checkout(tmp_path / "shared")
+        started = [stack.enter_context(hosts.start(index, checkout)) for index in range(4)]
+        for host in started:
+            assert host.script.wait(240) == 0, host.errors()
+        assert_same(started[0].lines(), alone)
