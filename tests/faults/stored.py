@@ -15,7 +15,7 @@ import psutil
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.storage import location
 from tests.faults.attacks import Report
-from tests.faults.harness import Outcome, Programs
+from tests.faults.harness import REFUSED, Outcome, Programs
 from tests.faults.programs import copied, result, training, write_corpus
 from tests.object_storage import BUCKET, FaultProxy, environment, upload
 
@@ -29,7 +29,7 @@ class StoredRun:
     def __init__(self, programs: Programs, folder: Path, proxy: FaultProxy, processes: int, **fields: Any) -> None:
         """proxy: before the server, which gets the data. The process's own client uses it, too."""
         self.programs, self.folder, self.proxy, self.processes = programs, folder, proxy, processes
-        self.fields = {"batch_size": 2, "collective_timeout": 20, **fields}
+        self.fields = {"batch_size": 2, **({"collective_timeout": 20} if processes > 1 else {}), **fields}
         write_corpus(folder, ["flat"])
         self.sound = copied(folder, folder.with_name("sound"))
         for name in ("train", "held"):
@@ -48,7 +48,8 @@ class StoredRun:
         stored = {"data_path": f"s3://{BUCKET}/train", "valid_data_path": held, "test_data_path": held}
         fields = {**stored, "ckpt_save_path": f"s3://{BUCKET}/{name}"} if name else {}
         words = training(self.folder, self.programs.engine, **self.fields, **fields)
-        variables = environment(self.proxy.port) | {"CPU_NUM_DEVICES": str(DEVICES)}
+        # RESTARTS: a process that waits in vain for one that was killed is to be started again, too.
+        variables = environment(self.proxy.port) | {"CPU_NUM_DEVICES": str(DEVICES), "RESTARTS": "1"}
         return self.programs.run(*words, processes=self.processes, variables=variables)
 
     def kill(self, report: Report, seed: int, kills: int = 5) -> None:
@@ -60,7 +61,8 @@ class StoredRun:
             attacks.append((number, chance.choice(["before", "after", "later"]), chance.random() < 0.5))
             self._arm(*attacks[-1], chance.uniform(0, LONGEST))
             outcome = self.start(name)
-            report.add(f"{attacks} (seed {seed})", outcome, self._differs(name) if outcome.code == 0 else "")
+            gave_up = "gave up" if outcome.code in REFUSED else ""  # scripts/train.sh would not start it again
+            report.add(f"{attacks} (seed {seed})", outcome, gave_up if outcome.code else self._differs(name))
         self.proxy.plan = lambda number, method, path: ""
         outcome = self.start(name)
         broken = f"next start {outcome.code}" if outcome.code else self._differs(name)
