@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import shlex
+import shutil
 import sys
 import sysconfig
 import time
@@ -36,6 +37,7 @@ from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_json
 from pretraining.data.stores.labels import LABELS, POSITIONS
 from pretraining.data.text import SHARD_BYTES, TextShard, divide, find_files, read_documents, read_records
 from pretraining.data.tokenizer import Tokenizer, open_tokenizer, train
+from pretraining.storage import Location, ObjectPath, location
 
 COLUMNS = ("tokens", LABELS, POSITIONS)  # of shards; text has only the first
 SPLIT_FLAGS = {"train": "data_path", "valid": "valid_data_path"}  # folder in the output -> flag of the training
@@ -51,7 +53,7 @@ _STDLIB_FLAGS = ("--val_interval=35", "--val_steps=4", "--val_sanity_steps=-1", 
 class Options:
     """What to prepare; every field is a flag."""
 
-    output: Annotated[str, "folder to write"]
+    output: Annotated[str, "folder to write, local or s3://BUCKET/NAME or gs://BUCKET/NAME"]
     input: Annotated[str, "files and folders of text, comma-separated"] = ""
     stdlib: Annotated[bool, "prepare the sources of Python's standard library"] = False
     tokenizer: Annotated[str, "sentencepiece model or tokenizer.json; empty: train one"] = ""
@@ -105,17 +107,26 @@ def prepare(options: Options) -> list[str]:
 
     UserError if the input or the tokenizer cannot be used.
     """
-    output = Path(options.output)
+    place = location(options.output)
     files, ignored = _find_input(options)
-    _claim(output, _plan(options, files))
-    if not (output / FLAGS).is_file():
+    plan = _plan(options, files)
+    if isinstance(place, ObjectPath):
+        _refuse_other(place, plan)
+        output = Path("data") / f"{place.name}-{short_hash(str(place))}"
+    else:
+        output = place
+    if place == output or not (place / FLAGS).is_file():
+        _claim(output, plan)
+    if not any((folder / FLAGS).is_file() for folder in (place, output)):
         if ignored:
             endings = ", ".join(sorted({file.suffix or file.name for file in ignored})[:10])
             print(f"ignored: {len(ignored)} files ending in {endings} (--endings=... reads them as text)")
         _prepare_shards(options, files, output)
-    flags = (output / FLAGS).read_text(errors="replace").splitlines()
+    if isinstance(place, ObjectPath) and (output / FLAGS).is_file():
+        _move(output, place)
+    flags = (place / FLAGS).read_bytes().decode(errors="replace").splitlines()
     words = ["bash scripts/train.sh", *map(shlex.quote, flags)]
-    print(f"prepared in {output}; train on it with:\n  " + " \\\n    ".join(words))
+    print(f"prepared in {place}; train on it with:\n  " + " \\\n    ".join(words))
     return flags
 
 
@@ -181,19 +192,37 @@ def _claim(output: Path, plan: dict[str, Any]) -> None:
     """
     path = output / PLAN
     if path.is_file() and any(output.glob("tokenizer.*")):
+        _refuse_other(output, plan)
+        return
+    if not path.is_file():
+        _refuse_other(output, plan)
+    for folder in (RECORDS, *SPLIT_FLAGS):
+        (output / folder).mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(plan, indent=2) + "\n")
+
+
+def _refuse_other(output: Location, plan: dict[str, Any]) -> None:
+    """Raise UserError if a folder has another plan, or anything without a plan."""
+    path = output / PLAN
+    if path.is_file():
         before = read_json(path)
-        changed = [name for name in plan if before.get(name) != plan[name]]
-        if changed:
+        if changed := [name for name in plan if before.get(name) != plan[name]]:
             raise UserError(
                 f"{output}: prepared from something else ({', '.join(changed)} changed, see {PLAN}): choose another "
                 "--output or remove the folder"
             )
-        return
-    if not path.is_file() and output.is_dir() and any(output.iterdir()):
+    elif output.is_dir() and any(output.iterdir()):
         raise UserError(f"{output}: not empty and not prepared by this command: choose another --output")
-    for folder in (RECORDS, *SPLIT_FLAGS):
-        (output / folder).mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(plan, indent=2) + "\n")
+
+
+def _move(output: Path, place: ObjectPath) -> None:
+    """Move what was prepared to object storage: the plan first, and the flags, which say that it is complete, last."""
+    files = [path for path in output.rglob("*") if path.is_file() and path.parent.name != RECORDS]
+    for path in sorted(files, key=lambda path: (path.name != PLAN, path)):
+        if path != output / FLAGS:
+            (place / str(path.relative_to(output))).write_bytes(path.read_bytes())
+    (place / FLAGS).write_bytes((output / FLAGS).read_text().replace(str(output), str(place)).encode())
+    shutil.rmtree(output)
 
 
 # ---- The work

@@ -11,8 +11,9 @@ from pretraining import storage
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.flags import config_from_flags
 from pretraining.config.training import TrainConfig
-from pretraining.data import Prefetcher, open_stream
-from pretraining.storage import RETRIES, ObjectPath, StorageError
+from pretraining.data import Prefetcher, open_stream, prepare
+from pretraining.data.layouts import FLAGS, RECORDS
+from pretraining.storage import RETRIES, ObjectPath, StorageError, location
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
 from tests.object_storage import KEYS, FaultProxy, upload
 
@@ -91,6 +92,35 @@ def test_indexing_reads_the_headers_of_large_batches_only(tmp_path: Path, proxy:
     size = file.stat().st_size
     assert sum(count for _, _, count in proxy.requests[read:]) < size / 10
     assert np.array_equal(rows(theirs, 3), rows(open_stream(config), 3))
+
+
+def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags(
+    tmp_path: Path, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    words = "which text is it that a tokenizer of so few ids can learn from and divide again"
+    (tmp_path / "in" / "a.txt").write_text("\n".join(f"{number} {words[number % 60 :]}" for number in range(500)))
+    command = [f"--input={tmp_path}/in", "--vocab_size=300", "--processes=1", "--valid_every=1"]
+    there = "s3://bucket/prepared/new"
+    proxy.plan = lambda number, method, path: "403" if method == "POST" and "tokenizer" in path else ""
+    assert prepare.main([*command, f"--output={there}"]) == 2  # the upload ends in its middle
+    assert not (location(there) / "flags.txt").is_file()
+    proxy.plan = lambda number, method, path: ""
+    for _ in range(2):  # the second time there is nothing to do
+        assert prepare.main([*command, f"--output={there}"]) == 0
+    assert prepare.main([*command, f"--output={tmp_path}/local"]) == 0
+    local = {str(path.relative_to(tmp_path / "local")): path for path in (tmp_path / "local").rglob("*")}
+    files = {name: path for name, path in local.items() if path.is_file() and path.parent.name != RECORDS}
+    assert {str(path)[len(there) + 1 :] for path in location(there).rglob("*") if path.is_file()} == files.keys()
+    assert all(
+        (location(there) / name).read_bytes() == path.read_bytes() for name, path in files.items() if name != FLAGS
+    )
+    assert f"--valid_data_path={there}/valid" in (location(there) / FLAGS).read_text()
+    assert not list((tmp_path / "data").iterdir())
+    capsys.readouterr()
+    assert prepare.main([*command, "--text_key=other", f"--output={there}"]) == 2
+    assert f"{there}: prepared from something else (settings changed" in capsys.readouterr().err
 
 
 def test_another_start_makes_one_request_for_each_shard(tmp_path: Path, proxy: FaultProxy) -> None:
