@@ -43,8 +43,11 @@ class Limit(NamedTuple):
 
 
 def _reduces_in_another_dtype(config: TrainConfig) -> bool:
-    has_bf16_parameters = config.precision_mode == "bf16_sr" or config.master_weights is False
-    return config.reduce_dtype not in ("auto", "bf16" if has_bf16_parameters else "fp32")
+    """Return whether gradients are products in another dtype on the xla engine, which sums these over devices."""
+    if config.precision_mode == "bf16_sr" or config.master_weights is False:
+        return config.reduce_dtype == "fp32"
+    has_bf16_products = config.precision_mode != "fp32" and config.pipeline_parallel_size == 1
+    return config.reduce_dtype == "bf16" and not has_bf16_products
 
 
 def _repeats_kv_heads_more(config: TrainConfig) -> bool:
@@ -56,8 +59,9 @@ LIMITS = (
     Limit("device", XLA, "PJRT_DEVICE names the device of the xla engine"),
     Limit("precision", XLA, "TPUs and Trainium have bf16, which needs no loss scale (mixed_bf16)",
           values="fp16", is_set=lambda config: config.precision == "fp16"),
-    Limit("reduce_dtype", XLA, "the xla engine sums gradients over devices in the dtype of the parameters",
-          values="another dtype than the parameters'", is_set=_reduces_in_another_dtype),
+    Limit("reduce_dtype", XLA, "the xla engine sums gradients in bf16 if products are bf16, in fp32 if parameters are",
+          values="fp32 with bf16 parameters; bf16 with fp32 products or in a pipeline",
+          is_set=_reduces_in_another_dtype),
     Limit("collective_timeout", XLA, "collectives of XLA have no timeout"),
     Limit("cpu_offload", NO_CUDA, "only the torch engine on CUDA offloads"),
     Limit("memory_profiling", NO_CUDA, "only the torch engine on CUDA records allocations"),

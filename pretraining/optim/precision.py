@@ -25,7 +25,8 @@ class Precision(NamedTuple):
     optimizer_state: torch.dtype = FP32
     # Of the parameters where they are bf16, otherwise of the copy that matrix products read.
     stochastic_rounding: bool = False
-    gradient_reduction: torch.dtype = FP32  # of gradients while they are summed over devices (torch engine)
+    # Of gradients while they are summed over devices; on the XLA engine FP32 stands for the dtype of the parameters
+    gradient_reduction: torch.dtype = FP32
 
     @property
     def keeps_rounded_copy(self) -> bool:

@@ -73,12 +73,18 @@ Activations = tuple[Activation, ...]
 # over more ranks than there are heads, the sharding of its gradient propagates back through the heads, and the
 # activations of all ranks are gathered for it (benchmarks/RESULTS.md).
 HEADS: Activation = ("self_attn.o_proj", "input", (*TOKENS, "tensor"))
-ACTIVATIONS: Activations = (
-    ("self_attn", "input", STREAM),  # with sequence_parallel, tokens are all-gathered here
+# Constrained, too: the compiler otherwise merges the view of the outputs as heads with the products, and gathers their
+# weights in loops of collective-permutes, which send a shard more than an all-gather and cannot share its result. A
+# recomputed block's two passes had 14 such loops, and have 8 (benchmarks/RESULTS.md).
+QUERIES_KEYS_VALUES: Activations = (
     ("self_attn.q_proj", "output", (*TOKENS, "tensor")),
     # Every query attends to all keys and values: all-gathered along context
     ("self_attn.k_proj", "output", (BATCH_AXES, None, "tensor")),
     ("self_attn.v_proj", "output", (BATCH_AXES, None, "tensor")),
+)
+ACTIVATIONS: Activations = (
+    ("self_attn", "input", STREAM),  # with sequence_parallel, tokens are all-gathered here
+    *QUERIES_KEYS_VALUES,
     HEADS,
     ("self_attn.o_proj", "output", None),  # partial sums are all-reduced or reduce-scattered here
     ("mlp", "input", STREAM),
@@ -86,7 +92,7 @@ ACTIVATIONS: Activations = (
     ("mlp.up_proj", "output", (*TOKENS, "tensor")),
     ("mlp.down_proj", "output", None),
 )
-HEAD_ACTIVATIONS: Activations = (("model.norm", "output", STREAM), ("lm_head", "output", LOGITS))
+NORM_ACTIVATIONS: Activations = (("model.norm", "output", STREAM),)
 
 WHOLE_HEADS: Spec = (BATCH_AXES, None, None)  # of k_proj and v_proj if every tensor rank computes all heads
 

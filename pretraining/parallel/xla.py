@@ -32,18 +32,18 @@ from pretraining.config.training import TrainConfig
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import VOCABULARIES, initial_weight
 from pretraining.models.llama import BatchInputs, Llama, loss_options
-from pretraining.models.ops import IGNORED, Kernel, next_token_loss
+from pretraining.models.ops import IGNORED, Kernel, linear, next_token_loss
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import STACK, layout_of
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
-from pretraining.parallel.sharding import HEAD_ACTIVATIONS, REPLICAS, TOKENS, Spec
+from pretraining.parallel.sharding import LOGITS, NORM_ACTIVATIONS, REPLICAS, TOKENS, Spec
 from pretraining.parallel.splash import choose_attention
 from pretraining.parallel.stages import micro_batches_per_graph, piece_length, stacked_layers
 from pretraining.parallel.step import DeviceScalars
-from pretraining.parallel.xla_blocks import ScannedBlocks, place_activations, stack_layers
+from pretraining.parallel.xla_blocks import ScannedBlocks, narrowed, place_activations, stack_layers
 from pretraining.parallel.xla_pipeline import PipelinedBlocks
 from pretraining.parallel.xla_splash import SplashAttention
 from pretraining.parallel.xla_state import LogicalTensor, Region, XlaShards, tensor_from_shards
@@ -85,6 +85,7 @@ class XlaEngine:
         self.xla_mesh = xs.Mesh(np.arange(devices), tuple(self.mesh), self.mesh._fields)
         self._commits = 0
         self.precision = precision_of(config)
+        self.reduction = self.precision.gradient_reduction
         rows = config.batch_size * self.mesh.data_ranks * micro_batches_per_graph(config)
         self.rows = rows // self.data_size  # of one graph, in this process; with stages a smaller batch has fewer
         if self.process_count > 1:
@@ -115,7 +116,7 @@ class XlaEngine:
                 setattr(module, short, nn.Parameter(placed, requires_grad=meta.requires_grad))
         self.sync(wait=True)
         self.run_blocks = self._scanned_blocks(model)
-        place_activations(model, HEAD_ACTIVATIONS, self.xla_mesh, self.layout)
+        place_activations(model, NORM_ACTIVATIONS, self.xla_mesh, self.layout)
         return model
 
     def place_parameter(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
@@ -150,8 +151,18 @@ class XlaEngine:
         kernel: Kernel = "chunked"
         if choice.is_splash:
             kernel = SplashAttention(self.mesh, mesh, is_interpreted=choice.is_interpreted)
-        saved = self.config.save_attention
-        blocks = ScannedBlocks(model.model.layers, groups, modules, mesh, self.layout, heads, repeats, kernel, saved)
+        blocks = ScannedBlocks(
+            model.model.layers,
+            groups,
+            modules,
+            mesh,
+            self.layout,
+            heads,
+            repeats,
+            kernel,
+            saves_attention=self.config.save_attention,
+            reduction=self.reduction,
+        )
         return PipelinedBlocks(self.config, blocks) if self.mesh.stage > 1 else blocks
 
     def prepare(self, optimizer: Optimizer) -> None:
@@ -226,7 +237,9 @@ class XlaEngine:
         if isinstance(self.run_blocks, PipelinedBlocks):
             loss = self.run_blocks.head_loss(hidden, model.lm_head.weight, labels, vocabulary, options)
         else:
-            logits = model.lm_head(hidden)  # [B, T, V], with columns of padding
+            # [B, T, V], with columns of padding
+            logits = linear(hidden, narrowed(model.lm_head.weight, self.reduction))
+            logits = xs.mark_sharding_with_gradients(logits, self.xla_mesh, self.layout.activation(LOGITS))
             loss = next_token_loss(logits, labels, vocabulary, options)
         return loss, (labels != IGNORED).sum().float()
 

@@ -64,11 +64,14 @@ class ScannedBlocks:
         kv_heads: int,
         repeats: int,
         kernel: Kernel = "chunked",
+        *,
         saves_attention: bool = False,
+        reduction: torch.dtype = torch.float32,
     ) -> None:
+        """reduction: dtype in which gradients of matrices are summed over devices."""
         self.groups, self.kernel = groups, kernel
         self.mesh, self.layout = mesh, layout
-        self.kv_heads, self.repeats = kv_heads, repeats
+        self.kv_heads, self.repeats, self.reduction = kv_heads, repeats, reduction
         # A meta copy names the weights; the stacked ones are passed in at each call.
         self.names = [name for name, _ in block.named_parameters()]
         # scan caches its traced graphs by the identity of these functions: made once, not per step.
@@ -129,7 +132,8 @@ class ScannedBlocks:
         return self.layout.repeated_heads and re.search(r"[kv]_proj\.(weight|bias|lora_B)", name) is not None
 
     def _weight(self, name: str, weight: Tensor) -> Tensor:
-        """`weight` as the block uses it: KV heads repeated as often as tensor ranks need them."""
+        """`weight` as the block uses it: see narrowed; KV heads repeated as often as tensor ranks need them."""
+        weight = narrowed(weight, self.reduction)
         if not self._is_repeated(name):
             return weight
         stage: Spec = ("stage",) if self.layout.mesh.stage > 1 else ()  # a pipeline has a weight for each stage
@@ -139,6 +143,11 @@ class ScannedBlocks:
         heads = weight.unflatten(dim, (self.kv_heads, -1)).repeat_interleave(self.repeats, dim).flatten(dim, dim + 1)
         spec = (*stage, None if self.layout.whole_heads else "tensor", *inputs)
         return xs.mark_sharding_with_gradients(heads, self.mesh, spec)
+
+
+def narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix in `dtype` if that is bf16: then its gradient is, too, already when devices sum it."""
+    return weight.to(dtype) if dtype == torch.bfloat16 and weight.dim() > 1 else weight
 
 
 def to_floats(inputs: BatchInputs) -> Carry:

@@ -82,8 +82,8 @@ def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor]) -
         weights = [weight for weight in weights if "embed_" not in weight.name]
     blocks, _ = _divided(weights)
     stored = _matrix_bytes(weights, mesh, precision.parameters.itemsize)
-    summed = _run_bytes(config, weights, mesh, precision.parameters.itemsize)
-    scatter = ring(stored, ranks)
+    summed = _run_bytes(config, weights, mesh, _gradient_width(config))
+    scatter = ring(_matrix_bytes(weights, mesh, _gradient_width(config)), ranks)
     if split.parameters:
         # Gathered once for the forward and once for the backward pass of every micro-batch, and for a recomputed block
         # once more: its products by the weights and by their transposes gather separately.
@@ -98,7 +98,8 @@ def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor]) -
             Collective("gradients", "reduce-scatter", SHARDS, ring(summed, ranks), scatter),
             _all_reduce(config, weights, mesh, ("replica",), ranks),
         ]
-    updated = Collective("updated parameters", "all-gather", SHARDS, scatter, scatter)
+    gathered = ring(stored, ranks)
+    updated = Collective("updated parameters", "all-gather", SHARDS, gathered, gathered)
     if split.moments and (split.gradients or mesh.stage == 1):
         over_replicas = _all_reduce(config, weights, mesh, ("replica",), ranks)
         scatters = ring(summed, ranks) if split.gradients else scatter
@@ -111,11 +112,17 @@ def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor]) -
     return [reduced, updated] if split.moments else [reduced]
 
 
+def _gradient_width(config: TrainConfig) -> int:
+    """Return the bytes of a value of a matrix's gradient while it is summed over devices."""
+    precision = precision_of(config)
+    return min(precision.parameters.itemsize, precision.gradient_reduction.itemsize)
+
+
 def _all_reduce(
     config: TrainConfig, weights: list[StateTensor], mesh: Mesh, axes: tuple[str, ...], shards: int
 ) -> Collective:
     """Return the all-reduces of gradients, each of one of so many shards; outside the blocks over stages, too."""
-    ranks, width = math.prod(getattr(mesh, axis) for axis in axes), precision_of(config).parameters.itemsize
+    ranks, width = math.prod(getattr(mesh, axis) for axis in axes), _gradient_width(config)
     sent = least = 0
     for group, copies in zip(_divided(weights), (ranks, mesh.stage * ranks), strict=True):
         sent += ring(_run_bytes(config, group, mesh, width) // shards, copies, both=True)

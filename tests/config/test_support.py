@@ -16,7 +16,7 @@ PLACES = [("xla", None), ("torch", "cpu"), ("torch", "tpu"), ("torch", "cuda")]
 EXAMPLES: dict[str, dict[str, Any]] = {
     "device": {"device": "cuda"},
     "precision": {"precision": "fp16"},
-    "reduce_dtype": {"reduce_dtype": "bf16"},
+    "reduce_dtype": {"reduce_dtype": "bf16", "mixed_precision": False},
     "collective_timeout": {"collective_timeout": 5},
     "cpu_offload": {"cpu_offload": True},
     "memory_profiling": {"memory_profiling": True},
@@ -49,19 +49,20 @@ def test_a_value_is_refused_where_its_row_says_and_nowhere_else(limit: Any) -> N
     ("dtype", "fields", "refused"),
     [
         ("fp32", {}, False),
-        ("bf16", {}, True),
+        ("bf16", {}, False),
+        ("bf16", {"mixed_precision": False}, True),
+        ("bf16", {"pipeline_parallel_size": 2}, True),
         ("fp32", {"precision": "bf16_sr"}, True),
         ("bf16", {"precision": "bf16_sr"}, False),
         ("bf16", {"precision": "manual", "master_weights": False}, False),
         ("fp32", {"precision": "manual", "master_weights": False}, True),
         ("fp32", {"precision": "manual"}, False),
+        ("bf16", {"precision": "manual"}, False),
     ],
 )
-def test_the_xla_engine_reduces_in_the_dtype_of_the_parameters(dtype: Any, fields: Any, refused: bool) -> None:
+def test_the_xla_engine_reduces_in_bf16_what_it_multiplies_in_bf16(dtype: Any, fields: Any, refused: bool) -> None:
     config = TrainConfig(reduce_dtype=dtype, **fields)
     assert bool(list(unsupported(config, "xla"))) == refused
-    parameters = str(pytest.importorskip("pretraining.optim.precision").precision_of(config).parameters)
-    assert refused == (parameters != {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[dtype])
 
 
 def test_flags_that_name_the_engine_or_its_device_are_validated_against_the_table() -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pretraining.plan.program import product_flops
+from pretraining.plan.program import collectives, product_flops
 from tests.parallel.hlo import (
     HIDDEN,
     LAYERS,
@@ -45,7 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence": {"tensor_parallel_size": 8, "sequence_parallel": True},
     **{name: {"num_kv_heads": 4, "batch_size": ROWS // 8, **fields} for name, fields in RECOMPUTED.items()},
     "fp32": {**FSDP, "precision": "fp32"},
+    "fp32 blocks": {**FSDP, "precision": "fp32", **BLOCKS},
     "bf16": {**FSDP, "mixed_precision": True},
+    "bf16_sums": {**FSDP, "mixed_precision": True, "reduce_dtype": "bf16"},
     "stages": {
         "pipeline_parallel_size": 4,
         "gradient_accumulation_steps": 4,
@@ -80,6 +83,21 @@ def test_sequence_parallelism_shards_the_residual_stream_over_tensor_ranks(folde
     carried = " ".join(loops(text))
     assert f"[{ROWS},{LENGTH // 8},{HIDDEN}]" in carried
     assert f"[{ROWS},{LENGTH},{HIDDEN}]" not in carried
+
+
+@pytest.mark.parametrize(("case", "gathers"), [("fp32", 7 + 7), ("fp32 blocks", 7 + 7 + 6)])
+def test_collectives_of_a_step_with_sharded_parameters(folder: Path, case: str, gathers: int) -> None:
+    found = collectives(compiled(folder)[case])
+    assert Counter((one.purpose, one.times) for one in found if one.shapes != [()]) == {
+        # Of a block's seven matrices; six products that are recomputed gather once more
+        ("all-gather", LAYERS): gathers,
+        ("reduce-scatter", LAYERS): 7,
+        ("all-reduce", LAYERS): 2,  # norms
+        ("all-gather", 1): 2 + 3,  # the head, and the lookup's tokens
+        ("all-to-all", 1): 2,  # the looked-up activations and their gradient
+        ("reduce-scatter", 1): 1,
+        ("all-reduce", 1): 1,
+    }
 
 
 def test_neither_attention_scores_nor_weight_copies_are_saved_for_the_backward_pass(folder: Path) -> None:
@@ -124,3 +142,11 @@ def test_mixed_precision_multiplies_in_bf16_and_stores_fp32(folder: Path) -> Non
     assert len(re.findall(r"= bf16\[[\d,]*\]\S* dot\(", text)) >= by_weights
     signature = next(line for line in text.splitlines() if "entry_computation_layout" in line)
     assert "bf16[" not in signature  # arguments and results of a step
+
+
+def test_gradients_that_are_summed_in_bf16_are_products_in_bf16(folder: Path) -> None:
+    products = {case: re.findall(r"= f32\[([\d,]*)\]\S* dot\(", traced(folder, case)) for case in ("bf16", "bf16_sums")}
+    matrices = 7 + 1
+    assert len(products["bf16"]) - len(products["bf16_sums"]) == matrices
+    signature = next(line for line in traced(folder, "bf16_sums").splitlines() if "entry_computation_layout" in line)
+    assert "bf16[" not in signature  # parameters and optimizer state are fp32 as before
