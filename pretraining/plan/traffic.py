@@ -113,7 +113,10 @@ def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor]) -
 
 
 def _gradient_width(config: TrainConfig) -> int:
-    """Return the bytes of a value of a matrix's gradient while it is summed over devices."""
+    """Return the bytes of a value of a matrix's gradient while it is summed over devices.
+
+    That of an embedding which is not sharded is summed as it is stored, which is not counted apart.
+    """
     precision = precision_of(config)
     return min(precision.parameters.itemsize, precision.gradient_reduction.itemsize)
 

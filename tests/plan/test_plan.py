@@ -159,6 +159,19 @@ def test_a_ring_moves_what_theory_says() -> None:
     assert ring(800, 1) == 0
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+def test_gradients_that_are_summed_in_bf16_send_half_the_bytes(strategy: str) -> None:
+    sent = []
+    for dtype in ("fp32", "bf16"):
+        fields = {"sharding_strategy": strategy, "reduce_dtype": dtype, "plan_device_kind": "tpu-v6e"}
+        plan = plan_of(config(**fields))
+        by_purpose = {one.purpose: one.bytes for one in plan.collectives}
+        sent.append((by_purpose.pop("gradients"), by_purpose))
+    (fp32, others), (bf16, same_others) = sent
+    assert bf16 == fp32 // 2
+    assert others == same_others
+
+
 def test_the_search_ranks_what_fits_for_one_global_batch() -> None:
     plans = search(config(global_batch_size=128, batch_size=2))
     assert plans and all(plan.fits for plan in plans)
