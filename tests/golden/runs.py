@@ -1,7 +1,7 @@
 """Tiny fp32 runs of both engines whose figures are recorded: `python -m tests.golden.runs --record`.
 
-The figures are compared bit for bit where torch, the instruction set and the number of cores are those of the record,
-and to 1e-5 elsewhere, because another kernel or another split of a sum over threads rounds differently. Record them
+The figures are compared bit for bit where torch, the processor and the number of cores are those of the record, and to
+1e-5 elsewhere, because another kernel or another split of a sum over threads rounds differently. Record them
 again only with a reason that belongs into the commit message.
 """
 
@@ -84,8 +84,14 @@ def continue_checkpoint(folder: Path, **fields: Any) -> list[dict[str, float]]:
 
 def machine() -> dict[str, Any]:
     """Return what the last bit of a sum depends on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    processor = " ".join(
+        known.get(name, "") for name in ("vendor_id", "cpu family", "model")
+    )  # MKL asks for the vendor
     instructions = torch.backends.cpu.get_cpu_capability()
-    return {"torch": torch.__version__.partition("+")[0], "instructions": instructions, "cores": os.cpu_count()}
+    version = torch.__version__.partition("+")[0]
+    return {"torch": version, "processor": processor, "instructions": instructions, "cores": os.cpu_count()}
 
 
 def record() -> None:
