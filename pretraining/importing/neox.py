@@ -140,7 +140,7 @@ _IGNORED = {
 # Reason -> keys that are refused unless they are off.
 _OFF = {
     "activations stay on the devices": "checkpoint_in_cpu",
-    "muP": "use_mup save_base_shapes load_base_shapes coord_check",
+    "muP by base shapes: use mup_base_width": "use_mup save_base_shapes load_base_shapes coord_check",
     "the loss is in fp32": "fp16_lm_cross_entropy",
     "positions count from 0": "opt_pos_emb_offset",
     "mixtures of corpora by their size": "weight_by_num_documents",
