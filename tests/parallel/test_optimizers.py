@@ -181,7 +181,6 @@ def test_mup_gives_the_same_losses_on_every_mesh_and_engine(case: str, folder: P
     for got in (on_torch(2)[case], on_xla(folder)[case]):
         assert got["loss"] == pytest.approx(alone["loss"], rel=1e-5)
         assert got["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
-        assert got["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
     assert alone["loss"][-1] != on_torch(ALONE)["muon" if "muon" in case else "adamw"]["loss"][-1]
 
 
