@@ -33,6 +33,7 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="data")
         self._futures: dict[int, Future[BatchGroup]] = {}  # first step of a group -> the group
         self._first, self._ready = 0, BatchGroup()
+        self._fetched = 0  # the step before which the ranges of all batches were requested
         self.wait_seconds = 0.0  # spent in `batch` so far
 
     def batch(self, step: int) -> Batch:
@@ -61,8 +62,11 @@ class Prefetcher:
 
     def _read(self, first: int) -> BatchGroup:
         group = BatchGroup()
+        end = first + FETCH_AHEAD * self._length
+        begin = self._fetched if first <= self._fetched <= end else first
+        self._fetched = end
         with contextlib.suppress(UserError):  # it is raised again at the batch that it belongs to
-            self._stream.fetch(first, FETCH_AHEAD * self._length)
+            self._stream.fetch(begin, end - begin)
         for step in range(first, first + self._length):
             try:
                 group.append(self._stream.batch(step))

@@ -21,7 +21,7 @@ from pretraining.data.files import OpenFile, write_atomically
 from pretraining.data.hashing import short_hash
 
 # Requests at once, for all datasets of a stream: 64 of 300 KiB, 50 ms each, are 400 MB/s.
-_REQUESTS = 64
+REQUESTS = 64
 # Bytes in memory for what is read ahead.
 _IN_FLIGHT = 64 << 20
 # Documents with at most so many bytes between them are read with one request, which takes as long as 1 MiB.
@@ -72,7 +72,7 @@ class RangeCache:
         self._memory = _IN_FLIGHT if folder else max(limit, _IN_FLIGHT)
         self._ranges: dict[RangeKey, Future[bytes]] = {}  # the one used least lately first
         self._bytes, self._lock = 0, Lock()
-        self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="storage")
+        self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="storage")
 
     def has(self, file: OpenFile, ranges: list[tuple[int, int]]) -> bool:
         """Return whether all ranges are in memory or on their way."""

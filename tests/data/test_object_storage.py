@@ -52,13 +52,22 @@ def test_the_order_of_the_data_does_not_depend_on_where_they_are(tmp_path: Path,
 
 @pytest.mark.parametrize("fields", [{}, {"verify_data": "off", "data_cache_gib": 1e-5}])
 def test_reading_ahead_and_a_small_cache_change_nothing(
-    tmp_path: Path, proxy: FaultProxy, fields: dict[str, Any]
+    tmp_path: Path, proxy: FaultProxy, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local, remote = local_and_remote(tmp_path, proxy, "flat", f"ahead-{len(fields)}", **fields)
     expected = rows(open_stream(local), 80)
-    prefetcher = Prefetcher(open_stream(remote), 2)
+    stream, fetched = open_stream(remote), list[int]()
+    fetch = stream.fetch
+
+    def counted(step: int, count: int) -> None:
+        fetched.extend(range(step, step + count))
+        fetch(step, count)
+
+    monkeypatch.setattr(stream, "fetch", counted)
+    prefetcher = Prefetcher(stream, 2)
     assert np.array_equal([prefetcher.batch(step)["tokens"][0] for step in range(80)], expected)
     prefetcher.close()
+    assert set(fetched) >= set(range(80)) and len(fetched) < 2 * len(set(fetched))  # two threads may fetch the same
 
 
 def test_a_cache_folder_makes_the_second_run_local_and_stays_within_its_size(tmp_path: Path, proxy: FaultProxy) -> None:
