@@ -106,6 +106,12 @@ class Layout(NamedTuple):
         """Return a spec of the activations' tables on this mesh."""
         return self.stream() if spec is None else on_mesh(spec, self.mesh._asdict())
 
+    def of_gradient(self, name: str, spec: Spec | None) -> Spec:
+        """Return the sharding of that activation's gradient: where tokens are gathered, it is scattered, and back."""
+        if self.sequence_parallel and spec in (None, STREAM):
+            return self.activation(STREAM) if spec is None else self.stream()
+        return self.of_module(name, spec)
+
     def of_module(self, name: str, spec: Spec | None) -> Spec:
         """Return the sharding of the activation that the tables declare for the module of this name."""
         keys = name.rpartition(".")[2] in ("k_proj", "v_proj")

@@ -28,7 +28,7 @@ from pretraining.models.ops import Kernel
 from pretraining.noise import upper_bits
 from pretraining.parallel.layout import Layout
 from pretraining.parallel.recompute import ScanGroup
-from pretraining.parallel.sharding import ACTIVATIONS, REPLICAS, Activations, Spec, on_mesh
+from pretraining.parallel.sharding import ACTIVATIONS, REPLICAS, STREAM, Activations, Spec, on_mesh
 
 # Under SPMD the scan's backward ties gradients to their inputs with shard_as, which needs jax and torchax (and
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.
@@ -83,8 +83,18 @@ class ScannedBlocks:
         markers += 2 * sum(self._is_repeated(name) for name in self.names)
         for path in modules:
             mark_boundaries(block.get_submodule(path))
-        options = {"is_selective": bool(modules), "saves_attention": saves_attention}
-        self.partitions = [_partition(group.mask, markers, **options) for group in self.groups]
+        tokens = layout.activation(STREAM)
+        gathered = str(tokens) if tokens != layout.stream() else ""
+        self.partitions = [
+            _partition(
+                group.mask,
+                markers,
+                is_selective=bool(modules),
+                saves_attention=saves_attention,
+                gathered=gathered,
+            )
+            for group in self.groups
+        ]
 
     def __call__(self, block: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
         weights = dict(block.named_parameters())  # type: ignore[attr-defined]
@@ -176,12 +186,30 @@ def place_activations(root: nn.Module, table: Activations, mesh: xs.Mesh, layout
     modules = dict(root.named_modules())
     rows = [row for row in layout.activations(table) if row[0] in modules]  # not every feed-forward has a gate
     for name, side, spec in rows:
-        mark = partial(xs.mark_sharding_with_gradients, mesh=mesh, partition_spec=layout.of_module(name, spec))
+        forward, backward = layout.of_module(name, spec), layout.of_gradient(name, spec)
+        mark = partial(mark_both_ways, mesh=mesh, forward=forward, backward=backward)
         if side == "input":
             modules[name].register_forward_pre_hook(lambda _, args, mark=mark: (mark(args[0]), *args[1:]))
         else:
             modules[name].register_forward_hook(lambda _, __, output, mark=mark: mark(output))
     return len(rows)
+
+
+def mark_both_ways(x: Tensor, mesh: xs.Mesh, forward: Spec, backward: Spec) -> Tensor:
+    """Shard x as `forward` says, and its gradient as `backward` says."""
+    marked: Tensor = _MarkBothWays.apply(x, str(mesh), str(forward), str(backward))
+    return marked
+
+
+class _MarkBothWays(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: str, forward: str, backward: str) -> Any:
+        ctx.mesh, ctx.of_gradient = mesh, backward
+        return torch.ops.xla.aot_mark_sharding(x, mesh, forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return torch.ops.xla.aot_mark_sharding(grad, ctx.mesh, ctx.of_gradient), None, None, None
 
 
 @torch.library.custom_op("pretraining::boundary", mutates_args=())
@@ -207,7 +235,9 @@ def layers_of(stack: Tensor, group: ScanGroup) -> Tensor:
     return layers.view(group.repeats, size, *stack.shape[1:])
 
 
-def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, saves_attention: bool) -> Partition:
+def _partition(
+    mask: tuple[bool, ...], markers: int, *, is_selective: bool, saves_attention: bool, gathered: str
+) -> Partition:
     """Return a partitioner that keeps every activation of the blocks where `mask` is False and recomputes the others.
 
     A block has `markers` sharding markers, the first at its beginning. is_selective: of a selected block only what lies
@@ -219,6 +249,9 @@ def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, save
     Attention scores are recomputed in every block: the backward pass computes them as the forward pass did, so the
     joint graph contains them once, and the partition would keep them, [queries, keys] for each head.
     saves_attention: the results of a fused kernel are kept in recomputed blocks, too, so that it does not run again.
+    gathered: the sharding of tokens that are gathered from tensor ranks; empty where none are. A block keeps the tokens
+    of its rank and gathers them again. Kept gathered tokens have no sharding in the backward pass: a TPU's compiler
+    shards them over tensor ranks, and gathers the tokens of all data-parallel ranks for the gradients of weights.
     """
     others = CheckpointPolicy.MUST_SAVE if any(mask) else None
 
@@ -228,7 +261,7 @@ def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, save
             policy = None if mask[block] else others
             if saves_attention and _is_fused_attention(node):
                 policy = CheckpointPolicy.MUST_SAVE
-            elif is_recomputed or is_score or getattr(node.target, "is_view", False):
+            elif is_recomputed or is_score or getattr(node.target, "is_view", False) or _marks(node, gathered):
                 policy = CheckpointPolicy.MUST_RECOMPUTE
             if policy:
                 node.meta["recompute"] = policy
@@ -236,6 +269,10 @@ def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, save
         return min_cut_rematerialization_partition(joint, inputs, **options)
 
     return partition
+
+
+def _marks(node: fx.Node, spec: str) -> bool:
+    return "mark_sharding" in str(node.target) and node.args[2] == spec
 
 
 def _is_fused_attention(node: fx.Node) -> bool:

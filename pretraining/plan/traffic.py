@@ -215,15 +215,16 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     tokens = config.batch_size * config.seq_length // mesh.context
     stream = tokens * shape.hidden_size * width
     keys = 2 * tokens * mesh.context * shape.num_kv_heads * shape.head_dim // mesh.tensor * width
-    of_keys = _of_keys(config, mask, ring(keys, mesh.context))
-    if config.sequence_parallel and engine_of(config) == "torch":
+    runs, of_keys = piece_runs(config), _of_keys(config, mask, ring(keys, mesh.context))
+    if config.sequence_parallel:
+        # The XLA engine gathers the tokens of a block again for its backward pass if nothing else is recomputed, too.
+        again = [recomputed or engine_of(config) == "xla" for recomputed in mask]
         ends = ends_of_stage(config) * count
-        return [*of_keys, *_of_sequence_parallel(mask, ring(stream, mesh.tensor), piece_runs(config), ends)]
+        return [*_of_sequence_parallel(mask, again, ring(stream, mesh.tensor), runs, ends), *of_keys]
     # All-reduced: the outputs of attention and feed-forward, and of a recomputed block attention's once more, because
     # the feed-forward layer needs it; the embedding and the head; the gradients of what matrices read, which the XLA
     # engine reduces apart for queries, keys, values, gate and up, and the torch engine once for each norm.
     backward = 2 if engine_of(config) == "torch" else 3 + (2 if shape.gated else 1)
-    runs = piece_runs(config)
     sums = runs * sum(2 + backward + recomputed for recomputed in mask) + ends_of_stage(config) * count
     reduced = ring(stream, mesh.tensor, both=True)
     least = (4 * len(mask) + 2) * reduced
@@ -244,13 +245,16 @@ def _of_keys(config: TrainConfig, mask: tuple[bool, ...], gathered: int) -> list
     ]
 
 
-def _of_sequence_parallel(mask: tuple[bool, ...], sent: int, runs: int, ends: int) -> list[Collective]:
-    """Return the torch engine's collectives of tensor ranks that shard the tokens of the residual stream.
+def _of_sequence_parallel(
+    mask: tuple[bool, ...], again: list[bool], sent: int, runs: int, ends: int
+) -> list[Collective]:
+    """Return the collectives of tensor ranks that shard the tokens of the residual stream.
 
     Tokens are gathered before attention and feed-forward, and reduce-scattered after them; the other way round
-    backward. A recomputed block repeats all of it but the last reduce-scatter. Embedding and head are all-reduced.
+    backward. A recomputed block repeats all of it but the last reduce-scatter; `again`: whether a block gathers again.
+    Embedding and head are all-reduced.
     """
-    gathers = runs * sum(4 + 2 * recomputed for recomputed in mask) + ends
+    gathers = runs * sum(4 + 2 * repeated for repeated in again) + ends
     scatters = runs * sum(4 + recomputed for recomputed in mask)
     along, least = ("tensor",), runs * 4 * len(mask) * sent
     return [

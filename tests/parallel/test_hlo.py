@@ -83,6 +83,9 @@ def test_sequence_parallelism_shards_the_residual_stream_over_tensor_ranks(folde
     carried = " ".join(loops(text))
     assert f"[{ROWS},{LENGTH // 8},{HIDDEN}]" in carried
     assert f"[{ROWS},{LENGTH},{HIDDEN}]" not in carried
+    kept = saved_for_backward(text)
+    assert kept.count((ROWS, LENGTH // 8, HIDDEN)) >= 2  # both inputs of matrices are gathered again
+    assert kept.count((ROWS, LENGTH, HIDDEN)) <= 1  # the second one's norm, which a CPU's compiler replicates
 
 
 @pytest.mark.parametrize(("case", "gathers"), [("fp32", 7 + 7), ("fp32 blocks", 7 + 7 + 6)])
