@@ -79,6 +79,10 @@ class Layout(NamedTuple):
         """Return the sharding of a parameter."""
         return self._spec(name, self.split.parameters)
 
+    def gathered(self, name: str) -> Spec:
+        """Return the sharding of a parameter while products read it."""
+        return self._spec(name, split=False)
+
     def gradient(self, name: str) -> Spec:
         """Return the sharding of its gradient between micro-batches."""
         return self._spec(name, self.split.gradients)

@@ -161,6 +161,7 @@ class XlaEngine:
             repeats,
             kernel,
             saves_attention=self.config.save_attention,
+            compute=self.precision.compute,
             reduction=self.reduction,
         )
         return PipelinedBlocks(self.config, blocks) if self.mesh.stage > 1 else blocks

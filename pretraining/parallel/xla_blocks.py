@@ -26,7 +26,7 @@ from pretraining.models.dropout import DropoutNoise
 from pretraining.models.llama import BatchInputs, Llama, Rope
 from pretraining.models.ops import Kernel
 from pretraining.noise import upper_bits
-from pretraining.parallel.layout import Layout
+from pretraining.parallel.layout import STACK, Layout
 from pretraining.parallel.recompute import ScanGroup
 from pretraining.parallel.sharding import ACTIVATIONS, REPLICAS, STREAM, Activations, Spec, on_mesh
 
@@ -66,12 +66,18 @@ class ScannedBlocks:
         kernel: Kernel = "chunked",
         *,
         saves_attention: bool = False,
+        compute: torch.dtype = torch.float32,
         reduction: torch.dtype = torch.float32,
     ) -> None:
-        """reduction: dtype in which gradients of matrices are summed over devices."""
+        """Dtypes: of matrix products, and of gradients of matrices while they are summed over devices."""
         self.groups, self.kernel = groups, kernel
         self.mesh, self.layout = mesh, layout
         self.kv_heads, self.repeats, self.reduction = kv_heads, repeats, reduction
+        self.compute = compute
+        # Not where blocks keep activations: the compiler then finds their sharding by that of the weights only.
+        is_recomputed = all(all(group.mask) for group in groups) and not modules
+        is_sharded = layout.split.parameters and layout.mesh.shard * layout.mesh.context > 1
+        self.gathers = is_recomputed and is_sharded and layout.mesh.stage == 1
         # A meta copy names the weights; the stacked ones are passed in at each call.
         self.names = [name for name, _ in block.named_parameters()]
         # scan caches its traced graphs by the identity of these functions: made once, not per step.
@@ -81,6 +87,7 @@ class ScannedBlocks:
         }
         markers = 1 + place_activations(block, ACTIVATIONS, mesh, layout)
         markers += 2 * sum(self._is_repeated(name) for name in self.names)
+        markers += sum(self._is_gathered(name) for name in self.names)
         for path in modules:
             mark_boundaries(block.get_submodule(path))
         tokens = layout.activation(STREAM)
@@ -141,8 +148,17 @@ class ScannedBlocks:
     def _is_repeated(self, name: str) -> bool:
         return self.layout.repeated_heads and re.search(r"[kv]_proj\.(weight|bias|lora_B)", name) is not None
 
+    def _is_gathered(self, name: str) -> bool:
+        """Return whether the weight `name` is gathered before the products that read it."""
+        is_matrix = re.search(r"self_attn\.[qkv]_proj\.weight$", name) is not None
+        return is_matrix and self.gathers and not self._is_repeated(name)
+
     def _weight(self, name: str, weight: Tensor) -> Tensor:
         """`weight` as the block uses it: see narrowed; KV heads repeated as often as tensor ranks need them."""
+        if self._is_gathered(name):
+            specs = (spec_of(f"{STACK}{name}") for spec_of in (self.layout.gathered, self.layout.parameter))
+            gathered: Tensor = _Gather.apply(weight, str(self.mesh), *map(str, specs), self.compute, self.reduction)
+            return gathered
         weight = narrowed(weight, self.reduction)
         if not self._is_repeated(name):
             return weight
@@ -210,6 +226,27 @@ class _MarkBothWays(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return torch.ops.xla.aot_mark_sharding(grad, ctx.mesh, ctx.of_gradient), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """A sharded weight, gathered in the dtype of the products; its gradient is sharded as the weight is.
+
+    A recomputed block's backward pass has two products by a weight. Left to a TPU's compiler, those by q, k and v
+    gather their weights twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, mesh: str, gathered: str, sharded: str, compute: torch.dtype, reduction: torch.dtype
+    ) -> Tensor:
+        ctx.mesh, ctx.sharded, ctx.dtype = mesh, sharded, weight.dtype
+        unsharded: Tensor = torch.ops.xla.aot_mark_sharding(weight.to(compute), mesh, gathered)
+        return unsharded.to(torch.bfloat16 if reduction == torch.bfloat16 else weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        sharded: Tensor = torch.ops.xla.aot_mark_sharding(grad, ctx.mesh, ctx.sharded)
+        return sharded.to(ctx.dtype), None, None, None, None, None
 
 
 @torch.library.custom_op("pretraining::boundary", mutates_args=())

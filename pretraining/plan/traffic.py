@@ -86,10 +86,13 @@ def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor]) -
     scatter = ring(_matrix_bytes(weights, mesh, _gradient_width(config)), ranks)
     if split.parameters:
         # Gathered once for the forward and once for the backward pass of every micro-batch, and for a recomputed block
-        # once more: its products by the weights and by their transposes gather separately.
+        # once more: its products by the weights and by their transposes gather separately. Not by down_proj, whose
+        # product is not needed, and by q, k and v only where blocks differ (xla_blocks.ScannedBlocks.gathers).
         mask, width = block_mask(config, piece_length(config)), precision.compute.itemsize
         gathers = ring(_run_bytes(config, weights, mesh, width), ranks)
-        again = ring(_run_bytes(config, blocks, mesh, width), ranks) * sum(mask) // len(mask)
+        apart = ("o_proj", "gate_proj", "up_proj") if all(mask) and mesh.stage == 1 else ("_proj",)
+        repeated = [w for w in blocks if any(name in w.name for name in apart) and "down_proj" not in w.name]
+        again = ring(_run_bytes(config, repeated, mesh, width), ranks) * sum(mask) // len(mask)
         least = ring(_matrix_bytes(weights, mesh, width), ranks)
         return [
             _embedding_lookup(config, mesh),
