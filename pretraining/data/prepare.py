@@ -16,6 +16,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -301,7 +302,8 @@ def _run(jobs: list[Job], total: int, processes: int) -> None:
     if done:
         print(f"continuing after {done} of {total} shards")
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, min(processes, len(jobs))), mp_context=context) as pool:
+    workers = max(1, min(processes, len(jobs)))
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         try:
             for future in as_completed([pool.submit(write_shards, job) for job in jobs]):
                 tokens += future.result()
@@ -313,6 +315,18 @@ def _run(jobs: list[Job], total: int, processes: int) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """Have this worker end when the process that started it is killed: otherwise it waits for its next job for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _progress(done: int, total: int, tokens: int, seconds: float) -> None:
@@ -430,6 +444,8 @@ def _describe(
     validation: Sequence[str],
 ) -> None:
     """Write meta.json next to the shards, and the flags, last of all; with held-out documents, also `validation`."""
+    for temporary in output.glob("*/.part-*.tmp"):  # of workers that were killed
+        temporary.unlink(missing_ok=True)
     for split, flag in SPLIT_FLAGS.items():
         shards = [record[split] for record in records if record[split]["documents"]]
         if not shards:
@@ -444,8 +460,6 @@ def _describe(
     counts = sum((Counter(record.get("counts", {})) for record in records), Counter[str]())
     for what, count in counts.items():
         print(f"{count:,} {what}")
-    for temporary in output.glob("*/.part-*.tmp"):  # of workers that were killed
-        temporary.unlink(missing_ok=True)
     flags += validation if (output / "valid").is_dir() else ()
     write_atomically(output / FLAGS, "\n".join(flags) + "\n")
 

@@ -211,10 +211,20 @@ def train(texts: Iterable[str], vocabulary: int, target: Path, threads: int) -> 
             minloglevel=2,
         )
     except RuntimeError as error:
-        message = f"--vocab_size={vocabulary}: too large for a tokenizer trained on {count[1]:,} characters ({error})"
-        raise UserError(f"{message}: lower it, or give --tokenizer") from error
+        reason = _size_remedy(str(error))
+        text = f"a tokenizer trained on these {count[1]:,} characters"
+        raise UserError(f"--vocab_size={vocabulary}: {text} {reason}, or give --tokenizer") from error
     write_atomically(target, model.getvalue())
     return count[0], count[1]
+
+
+def _size_remedy(message: str) -> str:
+    """Return what sentencepiece's trainer says of the vocabulary's size."""
+    if most := re.search(r"too high.* value <= (\d+)", message):
+        return f"has at most {most[1]} ids; use {most[1]} or less"
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return f"needs {least[1]} ids for its bytes and characters; use {least[1]} or more"
+    return f"failed ({message}); use another size"
 
 
 def _sentences(texts: Iterable[str], count: list[int]) -> Iterator[str]:

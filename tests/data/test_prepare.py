@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -113,6 +114,17 @@ def test_the_same_command_again_does_nothing_and_another_is_refused(
     assert "not empty and not prepared by this command" in capsys.readouterr().err
 
 
+def remain(group: int) -> bool:
+    """Return whether processes of a group are left after some seconds."""
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.1)
+    return True
+
+
 def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_document(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     wanted = texts(1600)
@@ -125,7 +137,7 @@ def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_doc
         f"'--output={tmp_path / 'out'}', '--vocab_size=400', '--processes=2']))"
     )
     (tmp_path / "driver.py").write_text(driver)
-    kills = 0
+    kills = killed = 0
     for _ in range(40):
         process = subprocess.Popen(
             [sys.executable, tmp_path / "driver.py"],
@@ -143,7 +155,9 @@ def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_doc
         if process.wait() == 0:
             break
         kills += 1
+        killed = process.pid
     assert kills >= 2
+    assert not remain(killed)
     assert (tmp_path / "out" / "flags.txt").is_file()
     assert sorted(delivered(tmp_path)) == sorted(wanted)
 
@@ -267,8 +281,9 @@ def test_a_vocabulary_that_is_too_large_can_be_lowered_in_the_same_folder(
 ) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text(TEXT)
-    assert run(tmp_path, "--vocab_size=30000") == 2
-    assert "--vocab_size=30000: too large" in capsys.readouterr().err
+    for size, remedy in ((30000, r"at most (\d+) ids; use \1 or less"), (100, r"needs (\d+) ids .*; use \1 or more")):
+        assert run(tmp_path, f"--vocab_size={size}") == 2
+        assert re.search(rf"--vocab_size={size}: .* {remedy}", capsys.readouterr().err)
     assert run(tmp_path, "--vocab_size=320", "--processes=1") == 0
 
 
