@@ -42,6 +42,8 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
         open_adapter(adapter, config)
     if not found.committed:
         if config.ckpt_load_path:
+            if not location(config.ckpt_load_path).exists():
+                raise UserError(f"--ckpt_load_path={config.ckpt_load_path}: there is no such folder; give another one")
             source = open_any_checkpoint(location(config.ckpt_load_path))
             check_start(source.facts.config, config)
             names, differences = common_names(source, shapes, weights_only=True)

@@ -297,18 +297,25 @@ INSTRUCTIONS = ignore("shards with labels train completions alone; prepare --sft
 
 def data_section(prefix: str) -> dict[str, KeyMapping]:
     """The keys of the data section. prefix: "data." in NxD Training, "model.data." in NeMo."""
+    stores = choice(
+        {
+            "mmap": implied(".idx and .bin", file_type="megatron"),
+            "mock": implied("generated tokens", use_dummy_dataset=True),
+        }
+    )
+
+    def store(value: Any, source: ForeignConfig) -> Conversion:
+        if source.get(f"{prefix}use_sft_style_data_module"):  # which reads JSON lines and Arrow
+            return implied("recognised by the files", file_type="auto")
+        return stores.convert(value, source)
+
     mappings = {
         **same_names("seq_length reset_position_ids reset_attention_mask eod_mask_loss"),
         "data_prefix": _prefixes(""),
         "data_prefix.train": _prefixes(""),
         "data_prefix.validation": _prefixes("valid_"),
         "data_prefix.test": _prefixes("test_"),
-        "data_impl": choice(
-            {
-                "mmap": implied(".idx and .bin", file_type="megatron"),
-                "mock": implied("generated tokens", use_dummy_dataset=True),
-            }
-        ),
+        "data_impl": stores._replace(convert=store),
         "exchange_indices_distributed": ignore("every process reads the index itself"),
         "splits_string": to("split"),
         "index_mapping_dir": ignore("the index is cached in index_dir"),

@@ -45,7 +45,7 @@ def check_schedule_lengths(config: TrainConfig) -> Iterator[Problem]:
         terms = " + ".join(f"{name}={steps}" for name, steps in lengths.items() if steps)
         span = "lr_decay_steps" if config.lr_decay_steps else "num_steps"
         yield Problem(f"--{longest}={lengths[longest]}", f"leaves no step to decay in: {terms} of {span}={total}")
-    if config.lr_cooldown_steps > config.num_steps - warmup:
+    if config.lr_cooldown_steps and config.lr_cooldown_steps > config.num_steps - warmup:
         remedy = f"is longer than num_steps={config.num_steps} without the warm-up of {warmup} steps"
         yield problem(config, "lr_cooldown_steps", remedy)
     peak = OPTIMIZERS[config.optimizer].learning_rate if config.learning_rate is None else config.learning_rate

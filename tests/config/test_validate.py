@@ -47,6 +47,11 @@ def test_every_variant_is_valid_as_it_stands(variant: str) -> None:
     assert not found(model_variant=variant, seq_length=length)
 
 
+def test_a_run_may_end_in_the_warm_up() -> None:
+    schedule = {"lr_schedule": "cosine", "lr_warmup_steps": 10, "lr_decay_steps": 100}
+    assert not found(model_variant="tiny", seq_length=64, num_steps=4, **schedule)
+
+
 def test_a_custom_model_needs_five_dimensions_and_no_more() -> None:
     assert not found(**CUSTOM)
 

@@ -318,6 +318,7 @@ def test_keys_that_contradict_are_named_both(tmp_path: Path) -> None:
 def test_a_fine_tuning_file_trains_on_the_shards_that_were_prepared_from_its_records(tmp_path: Path) -> None:
     instructions = {
         "use_sft_style_data_module": True,
+        "data_impl": "mmap",  # which that module does not read
         "packing": True,
         "seq_length": 16,
         "train_dir": "/records/training.jsonl",
@@ -327,7 +328,7 @@ def test_a_fine_tuning_file_trains_on_the_shards_that_were_prepared_from_its_rec
     node = merged(tree("nxdt"), {"data": instructions, "model_alignment_strategy": {"sft": {"packing": True}}})
     given = config(node, tmp_path, data_path="/shards")
     assert (given.data_path, given.col_name, given.seq_length, given.max_samples) == ("/shards", "tokens", 16, None)
-    assert given.max_position_embeddings == 32
+    assert (given.max_position_embeddings, given.file_type) == (32, "auto")
     node["data"]["train_dir"] = "/rows"
     assert config(node, tmp_path, data_path="/shards").max_samples == 100
 
