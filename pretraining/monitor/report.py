@@ -33,6 +33,7 @@ BY_NAME = {
     "val_loss/": ("Validation loss by dataset", "nats per token"),
     "eval_acc/": ("Multiple-choice questions", "share of right answers"),
 }
+FEW_POINTS = 20  # of a curve that is drawn with markers: a line of one point would not be seen
 DASHES = ("solid", "dash", "dot", "dashdot")
 COLOURS = ("#3b7dd8", "#e0662f", "#3a9d4c", "#9a5cf5", "#b8890b", "#14989a", "#cf3f7c", "#808080")
 
@@ -192,7 +193,8 @@ def _curve(run: Run, points: Mapping[int, float], label: str, number: int, dash:
     for name, known in (("tokens", tokens), ("hours", hours)):
         meta[name] = np.interp(list(points), list(known), list(known.values())).tolist()
     line = {"color": COLOURS[number % len(COLOURS)], "dash": dash, "width": 1.5}
-    return Scatter(name=label, mode="lines", line=line, meta=meta)
+    mode = "lines+markers" if len(points) < FEW_POINTS else "lines"
+    return Scatter(name=label, mode=mode, line=line, meta=meta)
 
 
 def _summary(runs: Sequence[Run]) -> str:
