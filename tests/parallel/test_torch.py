@@ -63,7 +63,7 @@ FORMS: dict[str, Fields] = {
         **{"optimizer": "muon", "learning_rate": 1e-2},
     },
     "two heads": {
-        **{"num_kv_heads": 2, "lora_rank": 4, "lora_target_modules": "[qkv]_proj", "qkv_bias": True},
+        **{"num_kv_heads": 2, "lora_rank": 4, "lora_target_modules": ".*_proj", "qkv_bias": True},
         **{"lora_bias": "all", "lora_modules_to_save": "norm", "lora_init": "gaussian", "learning_rate": 1e-2},
     },
 }
@@ -340,8 +340,8 @@ def test_variables_that_downcast_all_tensors_are_refused(monkeypatch: pytest.Mon
     ("xla", "fields"),
     [
         (False, {"kv_replication": 2, "attention_impl": "chunked", "dump_sharding": "there.json"}),
-        (False, {"tensor_parallel_size": 2, "cpu_offload": True, "memory_profiling": True, "compile_cache_dir": "x"}),
-        (True, {"precision": "fp16", "reduce_dtype": "bf16", "cpu_offload": True, "collective_timeout": 5}),
+        (False, {"cpu_offload": True, "memory_profiling": True, "compile_cache_dir": "x"}),
+        (True, {"precision": "fp16", "cpu_offload": True, "collective_timeout": 5}),
     ],
 )
 def test_unsupported_settings_are_refused_together_before_the_engine_opens(
