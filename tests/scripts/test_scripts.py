@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -271,9 +272,9 @@ class Attended:
         self, checkout: Path, flags: str, prefix: Sequence[str] = (), name: str = "", **variables: str
     ) -> None:
         self.metrics = checkout / "run" / "metrics.jsonl"
-        self._errors = checkout / f"errors{name}"
+        self._output, self._errors = checkout / f"output{name}", checkout / f"errors{name}"
         command = [*prefix, "bash", "scripts/train.sh", *TOY.split(), "--report_interval=1", *flags.split()]
-        with self._errors.open("w") as errors, (checkout / f"output{name}").open("w") as output:
+        with self._errors.open("w") as errors, self._output.open("w") as output:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
             self.script = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=errors, env=environment)
 
@@ -285,6 +286,13 @@ class Attended:
 
     def errors(self) -> str:
         return self._errors.read_text()
+
+    def finish(self) -> None:
+        """Wait until the script ends with code 0; otherwise show what it printed."""
+        with suppress(subprocess.TimeoutExpired):
+            self.script.wait(240)
+        ends = [path.read_text()[-3000:] for path in (self._output, self._errors)]
+        assert self.script.poll() == 0, "\n".join(ends)
 
     def has_reached(self, step: int) -> bool:
         return max(self.lines(), default=0) >= step
