@@ -399,11 +399,8 @@ def open_stream(
     source = split_source(config, split)
     datasets = open_datasets(config, split)
     special = special_tokens(config, datasets)
-    files, cache, ranges = (
-        OpenFiles(),
-        BlockCache(),
-        RangeCache(config.data_cache_dir, int(config.data_cache_gib * 2**30)),
-    )
+    files, cache = OpenFiles(), BlockCache()
+    ranges = RangeCache(config.data_cache_dir, int(config.data_cache_gib * 2**30))
     corpora = [
         Corpus(
             dataset.shards, dataset.documents, _order(config, special, dataset.name, any(fields)), files, cache, ranges
@@ -429,9 +426,6 @@ def open_stream(
     facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
     facts["notes"] = [*([source.note] if source.note else []), describe_separator(special)]
     facts["notes"] += [line for dataset in datasets if (line := describe_labels(dataset))]
-    text_bytes = None
-    if config.tokenizer_path and split != "train":
-        text_bytes = ByteCounter(config.tokenizer_path, [id for id in special[:-1] if isinstance(id, int)])
     return Stream(
         mixture,
         rank_slice,
@@ -441,8 +435,15 @@ def open_stream(
         batches=_batches(config, split, rank_slice, first_state),
         total=total,
         counted=counted,
-        text_bytes=text_bytes,
+        text_bytes=_byte_counter(config, special, split),
     )
+
+
+def _byte_counter(config: TrainConfig, special: SpecialTokens, split: str) -> ByteCounter | None:
+    """Return what counts the bytes of a batch's text; training reports none. Raises UserError."""
+    if not config.tokenizer_path or split == "train":
+        return None
+    return ByteCounter(config.tokenizer_path, [id for id in special[:-1] if isinstance(id, int)])
 
 
 def splits_of(config: TrainConfig) -> list[str]:
