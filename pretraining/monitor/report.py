@@ -44,6 +44,7 @@ class Run(NamedTuple):
     name: str
     records: list[dict[str, Any]]
     config: dict[str, Any]
+    places: dict[str, dict[int, float]]  # "tokens" and "hours" of the run so far, by step
 
 
 class Chart(NamedTuple):
@@ -104,7 +105,17 @@ def read_run(folder: Path) -> Run:
         config = None
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a configuration; move it away to show the run without its settings")
-    return Run(folder.resolve().name, records, config)
+    return Run(folder.resolve().name, records, config, _places(records))
+
+
+def _places(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    tokens, hours, spent = {0: 0.0}, {0: 0.0}, 0.0
+    for record in records:
+        spent += sum(totals([record]).values()) / 3600
+        hours[record["step"]] = spent
+        if "tokens_seen" in record:
+            tokens[record["step"]] = record["tokens_seen"]
+    return {"tokens": tokens, "hours": hours}
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -184,13 +195,8 @@ def _mixture(run: Run) -> list[Scatter]:
 
 def _curve(run: Run, points: Mapping[int, float], label: str, number: int, dash: str = "solid") -> Scatter:
     """Return a line whose points are in `meta`, from where report.html takes those of the axis that is chosen."""
-    tokens, hours, spent = {0: 0}, {0: 0.0}, 0.0
-    for record in run.records:
-        spent += sum(totals([record]).values()) / 3600
-        hours[record["step"]] = spent
-        tokens |= {record["step"]: record["tokens_seen"]} if "tokens_seen" in record else {}
     meta = {"values": list(points.values()), "step": list(points)}
-    for name, known in (("tokens", tokens), ("hours", hours)):
+    for name, known in run.places.items():
         meta[name] = np.interp(list(points), list(known), list(known.values())).tolist()
     line = {"color": COLOURS[number % len(COLOURS)], "dash": dash, "width": 1.5}
     mode = "lines+markers" if len(points) < FEW_POINTS else "lines"
