@@ -19,7 +19,6 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data import NO_ROWS, Rows, Stream, check_data, open_stream, splits_of
-from pretraining.data.choices import tasks_of
 from pretraining.models.init import VOCABULARIES, on_meta
 from pretraining.monitor.facts import describe, placed_line
 from pretraining.monitor.memory import check_memory
@@ -48,7 +47,6 @@ def check_inputs(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> Fact
     if facts and facts.step:
         read_metrics(metrics)
     check_data(config, own)
-    tasks_of(config)
     return facts
 
 

@@ -89,6 +89,7 @@ def _start(
 
     # Engine: one mesh; the loop does not depend on it. Missing inputs are reported before any device is opened
     checkpoint = preflight.check_inputs(config, data)
+    tasks = tasks_of(config)
     engine = open_engine(config)
 
     # Data: the global batch of step k is a pure function of (data, config, k). From here on the configuration is final
@@ -125,7 +126,7 @@ def _start(
         metrics=metrics,
         resumed=resumed,
         account=account,
-        tasks=tasks_of(config),
+        tasks=tasks,
     )
 
 
