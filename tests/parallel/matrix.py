@@ -1,0 +1,103 @@
+"""Compare pipeline stages with one device on every mesh; the tests run a selection of these cases.
+
+    python -m tests.parallel.matrix xla 8 [part of a case's name]
+    python -m tests.parallel.matrix torch 2|4|8 [part of a case's name]
+
+Cases: stages and pieces, with every strategy, tensor, sequence and context ranks, blocks recomputed, numbers of layers,
+and on the torch engine every schedule. Prints a line per case: the largest relative difference of its losses and of its
+gradient norms over 8 steps from those of one device. Exits with 1 if one is above 1e-5.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+from pretraining.config.errors import ConfigError
+from pretraining.configure import configure
+from pretraining.parallel.mesh import resolve_batch, resolve_mesh
+from tests.parallel.launch import ALONE, run_on_torch, run_on_xla
+from tests.parallel.toy import TOY
+
+Fields = dict[str, Any]
+TOLERANCE = 1e-5
+CASES_PER_PROCESS = 24  # of the XLA engine, whose compiled programs stay in memory
+
+STEPS: Fields = {"num_steps": 8, "batch_size": 1}
+LAYERS = (8, 6)
+STAGES = (1, 2, 4)
+PIECES = (1, 2)
+PLACEMENTS: dict[str, Fields] = {
+    "ddp": {"sharding_strategy": "ddp"},
+    "fsdp": {"sharding_strategy": "fsdp"},
+    "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 2},
+    "zero1": {"sharding_strategy": "zero1"},
+    "sequence": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "sequence_parallel": True},
+    "context": {"sharding_strategy": "fsdp", "context_parallel_size": 2},
+}
+RECOMPUTED: dict[str, Fields] = {
+    "kept": {},
+    "recomputed": {"fsdp_activation_checkpointing": True},
+    "a third": {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/3"},
+}
+SCHEDULES = {"xla": ("auto",), "torch": ("auto", "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble")}
+
+
+def cases_of(engine: str, devices: int) -> dict[str, Fields]:
+    """Return the cases that this many devices can run, by name."""
+    found: dict[str, Fields] = {}
+    dimensions = (LAYERS, STAGES, PIECES, PLACEMENTS, RECOMPUTED, SCHEDULES[engine])
+    for layers, stages, pieces, placement, recomputed, schedule in itertools.product(*dimensions):
+        fields: Fields = {**STEPS, "num_layers": layers, **PLACEMENTS[placement], **RECOMPUTED[recomputed]}
+        if schedule.endswith("ZeroBubble"):
+            fields["use_torch_compile"] = False
+        if stages > 1:
+            fields |= {"pipeline_parallel_size": stages, "virtual_pipeline_size": pieces, "pipeline_schedule": schedule}
+        elif (pieces, schedule) != (1, "auto"):
+            continue
+        if can_run(engine, devices, fields):
+            found[f"{layers} layers, {stages} x {pieces} {schedule}, {placement}, {recomputed}"] = fields
+    return found
+
+
+def can_run(engine: str, devices: int, fields: Fields) -> bool:
+    """Return whether the configuration is valid on this many devices."""
+    try:
+        config = configure({**TOY, **fields, "engine": engine}, report=False)
+        resolve_batch(config, resolve_mesh(config, devices, devices).data_ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def losses_of(engine: str, devices: int, cases: dict[str, Fields]) -> dict[str, Any]:
+    """Train the cases; ALONE devices: one, without a process group."""
+    if engine == "torch":
+        return run_on_torch(devices, cases)
+    return run_on_xla(max(devices, 1), {name: {**fields, "evaluates": False} for name, fields in cases.items()})[0]
+
+
+def difference(found: list[float], expected: list[float]) -> float:
+    """Return the largest relative difference of two lists."""
+    return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
+
+
+def main(engine: str, devices: int, part: str = "") -> int:
+    """Run, print, and return the exit code; see the module's docstring."""
+    alone = losses_of(engine, ALONE, {str(layers): {**STEPS, "num_layers": layers} for layers in LAYERS})
+    cases = {name: fields for name, fields in cases_of(engine, devices).items() if part in name}
+    far = 0
+    for first in range(0, len(cases), CASES_PER_PROCESS):
+        names = list(cases)[first : first + CASES_PER_PROCESS]
+        for name, outcome in losses_of(engine, devices, {name: cases[name] for name in names}).items():
+            expected = alone[str(cases[name]["num_layers"])]
+            loss, norm = (difference(outcome[figure], expected[figure]) for figure in ("loss", "grad_norm"))
+            far += max(loss, norm) > TOLERANCE
+            print(f"{loss:.1e} {norm:.1e}  {name}", flush=True)
+    print(f"{len(cases)} cases on {devices} devices of the {engine} engine, {far} above {TOLERANCE:g}")
+    return int(far > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))
