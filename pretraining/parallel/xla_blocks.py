@@ -20,6 +20,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
+from torch_xla.distributed.spmd import xla_sharding
 
 from pretraining.models.chunked import PRODUCTS
 from pretraining.models.dropout import DropoutNoise
@@ -33,6 +34,10 @@ from pretraining.parallel.sharding import ACTIVATIONS, REPLICAS, STREAM, Activat
 # Under SPMD the scan's backward ties gradients to their inputs with shard_as, which needs jax and torchax (and
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.
 xla_scan.shard_as = lambda a, b: (a, b)
+
+# Every mark_sharding looks for torchax, whose failing import takes 2.3 ms (some sixty of them per step), and imports
+# jax where it is installed, in case that the tensor is one of theirs.
+xla_sharding.maybe_get_torchax = xla_sharding.maybe_get_jax = lambda log=True: None
 
 # Carry of the scan: x, cos, sin; for packed documents, segment ids; for dropout, hashes in two halves and the layer.
 # All are floats, because scan differentiates every carry.

@@ -97,4 +97,5 @@ if __name__ == "__main__":
     for case, fields in json.loads(sys.argv[1]).items():
         outcomes[case] = run_case(fields)
         sort_dump(case)
+    assert "jax" not in sys.modules  # it takes a second to import, and may lock the TPU
     print(json.dumps(outcomes))
