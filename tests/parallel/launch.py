@@ -52,5 +52,5 @@ def run(command: list[str], **variables: str) -> tuple[dict[str, Any], str]:
     done = subprocess.run(
         command, env=environment(**variables), capture_output=True, text=True, check=False, timeout=1500
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-9000:]
     return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")), done.stderr

@@ -1,0 +1,122 @@
+"""Compare random configurations on a mesh with the torch engine on one process.
+
+    python -m tests.parallel.random_cases xla|torch DEVICES NUMBER [SEED]
+
+Draws options of the model, the optimizer and the batch, and a mesh, until NUMBER valid configurations are found; some
+runs are also saved and resumed in their middle. Prints the largest relative difference of the losses and of the
+gradient norms of each, and of those above 1e-4 the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from typing import Any
+
+from tests.parallel.launch import ALONE
+from tests.parallel.matrix import Fields, can_run, difference, losses_of
+
+LARGE = 1e-4
+USUAL = 0.6  # share of options that keep their default
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "num_layers": (1, 2, 3, 5),
+    "num_attention_heads": (4, 6),
+    "num_kv_heads": (1, 2, 8),
+    "head_dim": (8, 20),
+    "vocab_size": (511, 513),
+    "make_vocab_size_divisible_by": (96,),
+    "seq_length": (48, 128),
+    "norm_type": ("layernorm",),
+    "norm_bias": (True,),
+    "qk_norm": (True,),
+    "activation": ("gelu", "geglu", "relu"),
+    "attn_bias": (True,),
+    "qkv_bias": (True,),
+    "mlp_bias": (True,),
+    "parallel_residual": (True,),
+    "shared_norm": (True,),
+    "logit_softcap": (3.0,),
+    "tie_word_embeddings": (True,),
+    "position_embedding_type": ("learned_absolute", "none"),
+    "rotary_percentage": (0.5,),
+    "rope_scaling_type": ("linear", "llama3"),
+    "sliding_window": (5, 40),
+    "hidden_dropout": (0.1,),
+    "attention_dropout": (0.1,),
+    "ffn_dropout": (0.1,),
+    "mup_base_width": (32,),
+    "z_loss": (1e-2,),
+    "optimizer": ("adamw", "lion", "muon", "adafactor", "sm3", "novograd", "sgd", "adagrad"),
+    "learning_rate": (1e-3, 1e-2),
+    "weight_decay": (0.3,),
+    "norm_weight_decay": (True,),
+    "grad_clip_thresh": (0.1, 0.0),
+    "grad_clip_norm_type": (1.0, 0.0),
+    "ema_decay": (0.9,),
+    "lora_rank": (4,),
+    "lora_target_modules": ("q_proj,down_proj", ".*_proj"),
+    "lora_bias": ("all",),
+    "lora_init": ("gaussian",),
+    "rampup_batch_size": ("8,8,32",),
+    "seq_length_stages": ("16:3",),
+}
+PLACEMENT: dict[str, tuple[Any, ...]] = {
+    "sharding_strategy": ("ddp", "fsdp", "hsdp", "zero1", "zero2"),
+    "sharding_group_size": (1, 2, 4),
+    "tensor_parallel_size": (2, 4),
+    "sequence_parallel": (True,),
+    "context_parallel_size": (2, 4),
+    "kv_replication": (1, 2),
+    "pipeline_parallel_size": (2, 4),
+    "virtual_pipeline_size": (2,),
+    "pipeline_schedule": ("GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"),
+    "low_cpu_fsdp": (False,),
+    "fsdp_activation_checkpointing": (True,),
+    "selective_checkpointing": ("2", "1/3"),
+    "checkpoint_granularity": ("selective",),
+    "checkpoint_modules": ("mlp,norm", "core_attention"),
+    "checkpoint_num_layers": (2,),
+    "batch_size": (1, 2, 4),
+}
+
+
+def draw(generator: random.Random, options: dict[str, tuple[Any, ...]]) -> Fields:
+    """Return values for some of the options."""
+    return {name: generator.choice(values) for name, values in options.items() if generator.random() > USUAL}
+
+
+def draw_cases(engine: str, devices: int, number: int, seed: int) -> dict[str, tuple[Fields, Fields]]:
+    """Return valid configurations by number: options, and placement."""
+    found: dict[str, tuple[Fields, Fields]] = {}
+    generator = random.Random(seed)
+    while len(found) < number:
+        options, placement = draw(generator, OPTIONS), draw(generator, PLACEMENT)
+        batch = {"batch_size": placement.get("batch_size", 1)}
+        if can_run("torch", 1, options) and can_run(engine, devices, {**options, **placement, **batch}):
+            found[str(len(found))] = (options, {**placement, **batch})
+    return found
+
+
+def main(engine: str, devices: int, number: int, seed: int = 0) -> int:
+    """Run, print, and return the number of large differences; see the module's docstring."""
+    cases = draw_cases(engine, devices, number, seed)
+    alone = losses_of("torch", ALONE, {name: dict(options) for name, (options, _) in cases.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        split = {name: {**options, **placement} for name, (options, placement) in cases.items()}
+        for name in list(split)[::3]:
+            split[name]["halfway"] = f"{folder}/{name}"
+        outcomes = losses_of(engine, devices, split)
+    large = 0
+    for name, outcome in outcomes.items():
+        differences = [difference(outcome[figure], alone[name][figure]) for figure in ("loss", "grad_norm")]
+        large += max(differences) > LARGE
+        shown = json.dumps(cases[name]) if max(differences) > LARGE else ""
+        print(name, *(f"{value:.1e}" for value in differences), shown, flush=True)
+    print(f"{len(outcomes)} configurations on {devices} devices of the {engine} engine, {large} above {LARGE:g}")
+    return large
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
