@@ -18,7 +18,8 @@ from pretraining.importing.shared import pipeline
 
 # GPT-NeoX has three eras: its learning rates changed in August 2023, its defaults on 2023-12-26. Keys that
 # left before or came after: checkpoint_factor, of December 2022, is in all three.
-ONLY_2022 = ("save_interval", "gas", "zero_allow_untested_optimizer", "detect_nvlink_pairs")
+# eval_batch_size is of Stability AI's fork, StableLM's: what is public of it has the defaults of 2022.
+ONLY_2022 = ("save_interval", "gas", "zero_allow_untested_optimizer", "detect_nvlink_pairs", "eval_batch_size")
 ONLY_HEAD = (
     "mlp_multiple_of",
     "expansion_factor",
@@ -60,6 +61,8 @@ def era_is_known(source: ForeignConfig) -> Iterator[Problem]:
     if style in ("linear", "cosine", "exponential") and is_read:
         outcomes.append(f"lr_schedule=neox2022_{style} before August 2023 (2022), neox_{style} since (2023, head)")
     for key, field, old, new in CHANGED_DEFAULTS:
+        if FORMAT.mappings[key].convert(old, source).status == "ignored":
+            continue
         if source.default(key) is not None and source.values.get(key) is None and not source.has_flag(field):
             outcomes.append(f"{field}={old} before 2023-12-26 (2022, 2023), {new} since (head)")
     if outcomes:

@@ -86,6 +86,7 @@ def test_a_gated_width_is_about_a_third_of_the_written_one(written: int, multipl
         ({"save_interval": 1}, "2022"),
         ({"train_iters": 143_000}, "2022"),
         ({"mlp_multiple_of": 1}, "head"),
+        ({"mlp_multiple_of": 256, "eval_batch_size": 8}, "2022"),  # StableLM's
         ({"rope_fusion": True}, "head"),
     ],
 )
@@ -126,6 +127,20 @@ def test_an_era_that_the_keys_leave_open_is_asked_for_where_it_matters(tmp_path:
     del node["weight_decay"]
     (problem,) = import_foreign({"import_config": write(tmp_path, node), **ENOUGH}).problems
     assert "weight_decay=0.01" in problem.remedy and "0.1 since" in problem.remedy
+
+
+@pytest.mark.parametrize(("type", "asked"), [("Adam", True), ("SM3", False), ("OneBitAdam", False)])
+def test_an_era_is_not_asked_for_because_of_a_default_that_the_optimizer_does_not_read(
+    type: str, asked: bool, tmp_path: Path
+) -> None:
+    """SM3 has no weight decay, and DeepSpeed reads OneBitAdam's from optimizer.params alone."""
+    node = put(put(tree("neox"), "optimizer.type", type), "activation", "gelu") | {"intermediate_size": 64}
+    node = {key: value for key, value in node.items() if key not in ("use_bias_in_mlp", "weight_decay")}
+    if type == "SM3":
+        node["optimizer"]["params"] = {"lr": 1e-3}
+    node["lr_decay_style"] = "constant"
+    imported = import_foreign({"import_config": write(tmp_path, node), **ENOUGH})
+    assert [problem.subject for problem in imported.problems] == ["--neox_era=auto"] * asked
 
 
 @pytest.mark.parametrize(("era", "first"), [("2022", 0.0), ("head", 1 / 3)])
