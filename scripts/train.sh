@@ -9,7 +9,8 @@
 #
 # After every other exit code, such as 5 (a step hung, or another process was lost), and after a kill, training starts
 # again from its newest checkpoint: at most MAX_RESTARTS times (default 100), and only if it made steps that no start
-# before it had made. Where there are several hosts, two starts in a row may fail to, because a host may come back later.
+# before it had made. Where there are several hosts, two starts in a row may fail to, also the first two: a host may come
+# later than the others.
 #
 # Several processes: NPROC or NPROC_PER_NODE (default: the number of CUDA GPUs of this host). Several hosts: NNODES,
 # NODE_RANK, MASTER_ADDR and MASTER_PORT on each. The xla engine runs one process per host, which uses all its devices.
@@ -125,7 +126,7 @@ run_folder() {
 
 # Launch, and launch again while that helps. RESTARTS counts it, and PROGRESS_FILE has the newest step.
 keep_running() {
-    local code step newest=0 futile=0 patience=0
+    local code step newest=0 futile=0 patience=$((${NNODES:-1} > 1 ? 2 : 0))
     PROGRESS_FILE=$(mktemp)
     export PROGRESS_FILE RESTARTS=0
     while true; do
@@ -143,7 +144,7 @@ keep_running() {
             ((RESTARTS == 0)) || log "training ended with code $code after $RESTARTS restarts: giving up"
             break
         fi
-        RESTARTS=$((RESTARTS + 1)) patience=$((${NNODES:-1} > 1 ? 2 : 0))
+        RESTARTS=$((RESTARTS + 1))
         log "training ended with code $code at step $step: restart $RESTARTS of at most ${MAX_RESTARTS:-100}"
         sleep 1
         case " $* " in *" --resume=never "* | *" --resume never "*) set -- "$@" --resume=auto ;; esac

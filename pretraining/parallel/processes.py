@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from pretraining.config.errors import UserError
-from pretraining.config.script import TRY_AGAIN, is_restarted
+from pretraining.config.script import TRY_AGAIN
 
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 VARIABLES = (*COUNTS, "MASTER_ADDR", "MASTER_PORT")
@@ -39,6 +39,12 @@ class ProcessError(UserError):
     is_printed_by_all = True
 
 
+class NoPeersError(ProcessError):
+    """The other processes are not there. scripts/train.sh tries again: a host, and its name, may come later."""
+
+    code = TRY_AGAIN
+
+
 def read_processes(environment: Mapping[str, str] = os.environ) -> Processes:
     """Return what the environment says. Raises ProcessError with every mistake and how to start a run."""
     if not any(name in environment for name in COUNTS):
@@ -56,24 +62,21 @@ def read_processes(environment: Mapping[str, str] = os.environ) -> Processes:
 
 @contextmanager
 def raise_process_error(processes: Processes, timeout: int) -> Iterator[None]:
-    """Raise ProcessError where the processes do not find each other: torch.distributed describes a socket."""
+    """Raise NoPeersError where the processes do not find each other: torch.distributed describes a socket."""
     address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     try:
         if processes.is_launched:
             socket.getaddrinfo(address, int(port))
         yield
     except socket.gaierror as error:
-        raise ProcessError(f"MASTER_ADDR={address} is not the name of a host: {error.strerror}") from error
+        raise NoPeersError(f"MASTER_ADDR={address} is not the name of a host: {error.strerror}") from error
     except RuntimeError as error:  # DistNetworkError, DistStoreError and gloo's errors
         if not processes.is_launched:
             raise
         start = f"process {processes.rank} of {processes.world_size} did not reach the others through {address}:{port}"
         remedy = f"start all {processes.world_size} with the same MASTER_ADDR and MASTER_PORT"
         reason = str(error).splitlines()[0]
-        failure = ProcessError(f"{start} within {timeout} s (collective_timeout): {remedy} ({reason})")
-        if is_restarted():  # they have found each other before: a host is not back yet
-            failure.code = TRY_AGAIN
-        raise failure from error
+        raise NoPeersError(f"{start} within {timeout} s (collective_timeout): {remedy} ({reason})") from error
 
 
 def _problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

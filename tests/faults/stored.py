@@ -48,8 +48,7 @@ class StoredRun:
         stored = {"data_path": f"s3://{BUCKET}/train", "valid_data_path": held, "test_data_path": held}
         fields = {**stored, "ckpt_save_path": f"s3://{BUCKET}/{name}"} if name else {}
         words = training(self.folder, self.programs.engine, **self.fields, **fields)
-        # RESTARTS: a process that waits in vain for one that was killed is to be started again, too.
-        variables = environment(self.proxy.port) | {"CPU_NUM_DEVICES": str(DEVICES), "RESTARTS": "1"}
+        variables = environment(self.proxy.port) | {"CPU_NUM_DEVICES": str(DEVICES)}
         return self.programs.run(*words, processes=self.processes, variables=variables)
 
     def kill(self, report: Report, seed: int, kills: int = 5) -> None:

@@ -109,6 +109,6 @@ def test_a_peer_that_never_comes_and_an_unknown_master_are_one_sentence(rank: st
         port = free.getsockname()[1]
     environment = {**COMPLETE, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
     code, output, seconds = start(**{**environment, "MASTER_ADDR": address, "MASTER_PORT": str(port)})
-    assert code == 2 and "Traceback" not in output, output
+    assert code == 5 and "Traceback" not in output, output  # the script starts it again: a host may come later
     assert seconds < 45
     assert address in output.splitlines()[-1]

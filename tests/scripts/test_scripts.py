@@ -226,6 +226,9 @@ ENDINGS: dict[str, tuple[str, list[tuple[int, int]], int, int]] = {
     "it was told to end": ("", [(143, 4)], 143, 1),
     "the limit": ("MAX_RESTARTS=1 ", [(5, 1), (5, 2), (0, 3)], 5, 2),
     "a host that comes back late": ("NNODES=2 ", [(5, 3), (5, 3), (5, 3), (0, 4)], 0, 4),
+    "a host that comes late": ("NNODES=2 ", [(5, 0), (1, 0), (5, 3), (0, 4)], 0, 4),
+    "a host that never comes": ("NNODES=2 ", [(5, 0), (5, 0), (5, 0)], 5, 3),
+    "a mistake on one of two hosts": ("NNODES=2 ", [(2, 0)], 2, 1),
 }
 
 
@@ -266,14 +269,23 @@ def test_the_script_trains_with_its_settings_and_passes_sigterm_on(installed: Pa
 
 
 class Attended:
-    """A run through the script, in the background. prefix: of the command. name: of this script's output."""
+    """A run through the script, in the background. prefix: of the command. name: of this script's output.
+
+    settings: of data, model and folder.
+    """
 
     def __init__(
-        self, checkout: Path, flags: str, prefix: Sequence[str] = (), name: str = "", **variables: str
+        self,
+        checkout: Path,
+        flags: str,
+        prefix: Sequence[str] = (),
+        name: str = "",
+        settings: str = TOY,
+        **variables: str,
     ) -> None:
         self.metrics = checkout / "run" / "metrics.jsonl"
         self._output, self._errors = checkout / f"output{name}", checkout / f"errors{name}"
-        command = [*prefix, "bash", "scripts/train.sh", *TOY.split(), "--report_interval=1", *flags.split()]
+        command = [*prefix, "bash", "scripts/train.sh", *settings.split(), "--report_interval=1", *flags.split()]
         with self._errors.open("w") as errors, self._output.open("w") as output:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
             self.script = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=errors, env=environment)
@@ -301,8 +313,8 @@ class Attended:
         """Return whether training has ended with this code this often."""
         return self.errors().count(f"training ended with code {code} at step") >= times
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
+    def wait_until(self, condition: Callable[[], bool], within: float = 120) -> None:
+        deadline = time.monotonic() + within
         while not condition():
             assert time.monotonic() < deadline and self.script.poll() is None, self.errors()
             time.sleep(0.02)
