@@ -1,17 +1,22 @@
 """The processes that save and load together: they wait for each other, and fail together.
 
 One process alone needs no process group. Several use a gloo group of their own, so that a save in the background
-never meets the training's collectives.
+never meets the training's collectives. While they read and write, a thread of each gives the others a sign of life: a
+slow disk is waited for, and a host that is gone is noticed as soon as in training.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.files import UnreadableError
@@ -19,7 +24,8 @@ from pretraining.config.errors import UserError
 from pretraining.storage import StorageError
 
 T = TypeVar("T")
-SLOWEST = timedelta(minutes=30)  # that one process may read or write longer than another
+SLOWEST = 1800.0  # s that one process may read or write longer than another, both with signs of life
+BEAT = 5.0  # s between signs of life
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,12 @@ class Peers:
     def __init__(self, together: bool | None = None, timeout: int = 600) -> None:
         """Collective over the default group, if there is one. together=False: this process alone.
 
-        timeout: seconds in which every process must join.
+        timeout: seconds without a sign of life after which a process is lost.
         """
         if together is None:
             together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if together else None
-        if self._group is not None:
-            self._group.set_timeout(SLOWEST)
+        self._beat = min(BEAT, timeout / 4)
         self.rank = dist.get_rank() if together else 0
         # The first process of this host: ranks of a host follow each other.
         self.host = self.rank - int(os.environ.get("LOCAL_RANK", "0")) if together else 0
@@ -71,7 +76,7 @@ class Peers:
         """
         if self._group is None:
             return [act()]
-        outcome, error = _attempt(act)
+        outcome, error = self._together(act)
         gathered: list[Any] = [None] * self.size
         dist.gather_object(outcome, gathered if self.leads else None, dst=0, group=self._group)
         _raise(error, self._broadcast(_first_failure(gathered) if self.leads else None))
@@ -95,12 +100,37 @@ class Peers:
         """Run `act` in process 0; element i of its result, or its error, in process i."""
         if self._group is None:
             return act()[0]
-        outcome, error = _attempt(act) if self.leads else (None, None)
+        outcome, error = self._together(act if self.leads else list)
         results = outcome if isinstance(outcome, list) else [outcome] * self.size
         own: list[Any] = [None]
         dist.scatter_object_list(own, results if self.leads else None, src=0, group=self._group)
         _raise(error, own[0])
         return cast(T, own[0])
+
+    def _together(self, act: Callable[[], T]) -> tuple[T | Failure, Exception | None]:
+        """Run `act`; return its outcome when every process has run its own. Raises RuntimeError if one is lost."""
+        ended = Event()
+        with ThreadPoolExecutor(1, thread_name_prefix="peers") as pool:
+            signs = pool.submit(self._give_signs_of_life, ended)
+            try:
+                outcome = _attempt(act)
+            finally:
+                ended.set()
+            signs.result()
+        return outcome
+
+    def _give_signs_of_life(self, ended: Event) -> None:
+        """Tell the others again and again whether this process has ended its part, until all have."""
+        ended_at = None
+        while True:
+            if ended.wait(self._beat) and ended_at is None:
+                ended_at = time.monotonic()
+            running = torch.tensor(int(ended_at is None))
+            dist.all_reduce(running, group=self._group)
+            if not running:
+                return
+            if ended_at is not None and time.monotonic() > ended_at + SLOWEST:
+                raise RuntimeError(f"gloo: {int(running)} processes read or write since {SLOWEST / 60:.0f} minutes")
 
     def _broadcast(self, value: Any) -> Any:
         boxed = [value]
