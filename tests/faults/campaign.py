@@ -1,8 +1,9 @@
 """The attacks in large numbers: `python -m tests.faults.campaign ATTACK [--engine=E] [--first=N] [--number=N]`.
 
 ATTACK: kill, kill_late and kill_async (five kills to each number), fail, spoil, scripts (damaged files that other
-programs read) or long (2,000 steps). With --storage=s3, kill and kill_async have data and checkpoints on an S3 server,
-in --processes=N processes of the torch engine or on two devices of xla. Prints the counts and everything that broke.
+programs read), long (2,000 steps) or goodput (the quickstart, killed --number times). With --storage=s3, kill,
+kill_async and long have data and checkpoints on an S3 server; the kills in --processes=N processes of the torch engine
+or on two devices of xla. Prints the counts and everything that broke.
 """
 
 from __future__ import annotations
@@ -10,22 +11,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from pretraining.monitor.account import account_line, totals
+from pretraining.monitor.metrics import read_metrics
+from tests.end_to_end.checkout import copy_checkout
 from tests.faults.attacks import Report, Target
 from tests.faults.harness import Programs
 from tests.faults.programs import contents, left_over, result, scripts, training, write_corpus
-from tests.faults.stored import StoredRun
-from tests.object_storage import FaultProxy, environment, s3_server
+from tests.faults.stored import LARGE, PART, StoredRun
+from tests.object_storage import BUCKET, FaultProxy, environment, s3_server, upload
+from tests.scripts.test_scripts import Attended
 
 HOUR = 3600.0  # seconds
 FROM = 4  # step of the checkpoint from which the continued run continues
@@ -81,34 +88,77 @@ def attack_stored(programs: Programs, root: Path, options: argparse.Namespace, r
     """Kill a run whose data and checkpoints are in object storage."""
     with s3_server(root) as port, FaultProxy(port) as proxy:
         os.environ |= environment(port)
-        run = StoredRun(
-            programs, root / "work", proxy, options.processes, async_checkpointing=options.attack == "kill_async"
-        )
+        fields: dict[str, Any] = {"target": PART, **LARGE} if options.parts else {}
+        fields["async_checkpointing"] = options.attack == "kill_async"
+        run = StoredRun(programs, root / "work", proxy, options.processes, **fields)
         for seed in range(options.first, options.first + options.number):
             run.kill(report, seed)
 
 
-def train_long(programs: Programs, folder: Path) -> None:
-    """Print memory, threads, open files and temporary files in a run of 2,000 steps, and a start at 200 checkpoints."""
-    write_corpus(folder)
+def train_long(programs: Programs, folder: Path, port: int | None) -> None:
+    """Print memory, threads, open files and connections in a run of 2,000 steps, and a start at 200 checkpoints.
+
+    port: of an S3 server for data and checkpoints; None: they are local.
+    """
+    write_corpus(folder, ["flat"], number=10_000)
+    fields, variables = stored_folders(folder, port) if port else ({}, {})
+    checkpoints = f"s3://{BUCKET}" if port else str(folder)
     words = training(folder, num_steps=2000, checkpoint_interval=20, val_interval=20, async_checkpointing=True)
+    words += [f"--{name}={value}" for name, value in fields.items()] + [f"--ckpt_save_path={checkpoints}/long"]
     with ThreadPoolExecutor() as pool:
-        ending = pool.submit(programs.run, *words, within=HOUR)
+        ending = pool.submit(programs.run, *words, within=HOUR, variables=variables)
         while not ending.done():
             time.sleep(2)
             for process in programs.children():
                 with process.oneshot(), suppress(psutil.Error, OSError):
                     lines = (folder / "run" / "metrics.jsonl").read_text().count("grad_norm")
                     memory, files = process.memory_info().rss >> 20, process.num_fds()
-                    print(f"step {lines}: {memory} MiB, {process.num_threads()} threads, {files} open files")
+                    opened = f"{files} open files, {len(process.net_connections())} connections"
+                    print(f"step {lines}: {memory} MiB, {process.num_threads()} threads, {opened}", flush=True)
     print(f"exit code {ending.result().code}, left over: {left_over(folder)}")
     for number in (1, 200):
-        words = training(
-            folder, num_steps=number, checkpoint_interval=1, keep_last_n_checkpoints=0, log_dir=folder / "n"
-        )
-        programs.run(*words, within=HOUR)
-        seconds = [round(programs.run(*words).seconds, 2) for _ in range(5)]
-        print(f"start at {number} checkpoints: {seconds} s")
+        more: dict[str, Any] = {
+            "log_dir": folder / f"run{number}",
+            "ckpt_save_path": f"{checkpoints}/of{number}",
+            **fields,
+        }
+        words = training(folder, num_steps=number, checkpoint_interval=1, keep_last_n_checkpoints=0, **more)
+        programs.run(*words, within=HOUR, variables=variables)
+        seconds = [round(programs.run(*words, variables=variables).seconds, 2) for _ in range(5)]
+        print(f"start at {number} checkpoints: {seconds} s", flush=True)
+
+
+def measure_goodput(folder: Path, options: argparse.Namespace) -> None:
+    """Train as in the quickstart with a local tier, kill the process --number times at random instants of its steps.
+
+    A step has an eighth of the quickstart's sequences. Prints the account of time, and the time by the clock from the
+    start of the first process to the end of the script.
+    """
+    checkout, chance, last, began = copy_checkout(folder / "checkout"), random.Random(options.first), 0, 0.0
+    steps = 40 * (options.number + 1)
+    flags = f"--engine={options.engine} --num_steps={steps} --ckpt_local_interval=5 --ckpt_local_path={folder}/disk"
+    flags += " --global_batch_size=2" + " --device=cpu" * (options.engine == "torch")
+    with Attended(checkout, flags, settings="--log_dir=run", PJRT_DEVICE="") as run:
+        for step in sorted(chance.sample(range(10, steps - 10), options.number)):
+            run.wait_until(partial(run.has_reached, max(step, last + 1)), within=HOUR)
+            time.sleep(chance.uniform(0, 1))
+            last = max(run.lines())
+            for worker in run.workers():
+                began = began or worker.create_time()
+                worker.kill()
+            print(f"killed after step {last}", flush=True)
+        code = run.script.wait()
+    print(f"exit code {code}, {time.time() - began:.1f} s by the clock since the first process began")
+    seconds = totals(read_metrics(run.metrics))
+    print(account_line(seconds), {name: round(value, 1) for name, value in seconds.items()}, sep="\n")
+    print(f"in all {sum(seconds.values()):.1f} s")
+
+
+def stored_folders(folder: Path, port: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Copy the data below `folder` to the S3 server; return the settings and the variables of a run that reads them."""
+    paths = {name: upload(folder / name, name, port) for name in ("train", "held")}
+    fields = {"data_path": paths["train"], "valid_data_path": paths["held"], "test_data_path": paths["held"]}
+    return fields, environment(port)
 
 
 def main() -> None:
@@ -117,14 +167,19 @@ def main() -> None:
     parser.add_argument("attack")
     parser.add_argument("--engine", default="torch")
     parser.add_argument("--storage", choices=["", "s3"], default="")
+    parser.add_argument("--parts", action="store_true", help="kill while parts of large checkpoints are uploaded")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--number", type=int, default=20)
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Programs(Path(folder), options.engine) as programs:
+        if options.attack == "goodput":
+            measure_goodput(Path(folder), options)
+            return
         if options.attack == "long":
-            train_long(programs, Path(folder) / "work")
+            with s3_server(Path(folder)) if options.storage else nullcontext() as port:
+                train_long(programs, Path(folder) / "work", port)
             return
         seeds = range(options.first, options.first + options.number)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any
+from urllib.request import Request, urlopen
 
 import psutil
 
@@ -21,14 +22,23 @@ from tests.object_storage import BUCKET, FaultProxy, environment, upload
 
 LONGEST = 0.5  # s from a request to a kill between requests
 DEVICES = 2  # of the xla engine
+# A state of 32 MB: pyarrow uploads it in parts of 10 MiB.
+LARGE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_kv_heads": 4}
+PART = "partNumber="  # in the path of a request that uploads one
 
 
 class StoredRun:
     """A run on one or several processes, and what it computes undisturbed, with local data and checkpoints."""
 
-    def __init__(self, programs: Programs, folder: Path, proxy: FaultProxy, processes: int, **fields: Any) -> None:
-        """proxy: before the server, which gets the data. The process's own client uses it, too."""
+    def __init__(
+        self, programs: Programs, folder: Path, proxy: FaultProxy, processes: int, target: str = "", **fields: Any
+    ) -> None:
+        """proxy: before the server, which gets the data. The process's own client uses it, too.
+
+        target: in the path of the requests at which the run is killed.
+        """
         self.programs, self.folder, self.proxy, self.processes = programs, folder, proxy, processes
+        self.target = target
         self.fields = {"batch_size": 2, **({"collective_timeout": 20} if processes > 1 else {}), **fields}
         write_corpus(folder, ["flat"])
         self.sound = copied(folder, folder.with_name("sound"))
@@ -38,9 +48,9 @@ class StoredRun:
         assert undisturbed.code == 0, undisturbed
         self.expected = result(folder)
         copied(self.sound, folder)
-        self.requests = len(proxy.requests)
+        before = len(proxy.requests)
         assert self.start("undisturbed").code == 0
-        self.requests = len(proxy.requests) - self.requests
+        self.requests = self._targets(before)
 
     def start(self, name: str = "") -> Outcome:
         """Train. name: of the checkpoints in the bucket; if empty, everything is local."""
@@ -56,7 +66,8 @@ class StoredRun:
         copied(self.sound, self.folder)
         chance, attacks, name = random.Random(seed), [], f"run-{seed}"
         for start in range(kills):  # a run that continues makes fewer requests
-            number = 1 + int(chance.uniform(*((0.1, 0.5) if start else (0, 1))) * self.requests)
+            part = (0, 0.4) if self.target else (0.1, 0.5) if start else (0, 1)
+            number = 1 + int(chance.uniform(*part) * self.requests)
             attacks.append((number, chance.choice(["before", "after", "later"]), chance.random() < 0.5))
             self._arm(*attacks[-1], chance.uniform(0, LONGEST))
             outcome = self.start(name)
@@ -65,8 +76,19 @@ class StoredRun:
         self.proxy.plan = lambda number, method, path: ""
         outcome = self.start(name)
         broken = f"next start {outcome.code}" if outcome.code else self._differs(name)
+        report.counts["unfinished uploads"] = report.counts.get("unfinished uploads", 0) + self.unfinished(name)
         if broken:
             report.add(f"after {attacks} (seed {seed})", outcome, broken)
+
+    def unfinished(self, name: str) -> int:
+        """Return how many uploads of these checkpoints were begun and not ended."""
+        url = f"http://127.0.0.1:{self.proxy.server}/{BUCKET}?uploads&prefix={name}/"
+        with urlopen(Request(url, headers={"Authorization": "AWS test:test"}), timeout=30) as answer:
+            return answer.read().count(b"<UploadId>")
+
+    def _targets(self, first: int, last: int | None = None) -> int:
+        """Return how many of these requests are such at which a run may be killed."""
+        return sum(self.target in path for _, path, _ in self.proxy.requests[first:last])
 
     def _differs(self, name: str) -> str:
         """Return what is wrong with a run that completed."""
@@ -81,12 +103,13 @@ class StoredRun:
 
         spares: all but one process.
         """
-        last = len(self.proxy.requests) + number - 1
+        began = len(self.proxy.requests)
 
         def plan(request: int, method: str, path: str) -> str:
-            if request == last:
-                Timer(seconds, self._kill, [spares]).start() if moment == "later" else self._kill(spares)
-            return "cut" if request == last and moment == "before" else ""
+            if self.target not in path or self._targets(began, request + 1) != number:
+                return ""
+            Timer(seconds, self._kill, [spares]).start() if moment == "later" else self._kill(spares)
+            return "cut" if moment == "before" else ""
 
         self.proxy.plan = plan
 
