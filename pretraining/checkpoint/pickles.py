@@ -117,6 +117,8 @@ def _imported(layout: Layout, import_config: str, model_config_path: str) -> Tra
     one_less = result.foreign.get("model.layernorm_zero_centered_gamma")
     if one_less or result.foreign.get("model.normalization") == "layernorm1p":
         raise UserError(f"{import_config}: norms are stored minus 1 (layernorm1p), which is not undone here")
+    if result.foreign.get("model.rotary_interleaved"):
+        raise UserError(f"{import_config}: rotary_interleaved has channels in another order, which is not undone here")
     return replace(result.config, vocab_size=1)  # the embedding says how many rows there are
 
 

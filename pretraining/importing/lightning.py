@@ -103,10 +103,9 @@ def _clip(value: Any, _: ForeignConfig) -> Conversion:
     return mapped(grad_clip_thresh=value)
 
 
-def _max_time(value: Any, _: ForeignConfig) -> Conversion:
-    """Lightning's timer counts the whole run, NeMo's each start, as here."""
-    if value is None:
-        return unchanged("no limit")
+def _max_time(value: Any, source: ForeignConfig) -> Conversion:
+    """Lightning's timer counts the whole run, NeMo's (max_time_per_run, in its place) each start, as here."""
+    value = source.get("exp_manager.max_time_per_run", value)
     match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", str(value).strip())
     if not match:
         return unsupported("expected DD:HH:MM:SS")
@@ -219,6 +218,7 @@ def _ema(_: Any, source: ForeignConfig) -> Conversion:
 
 
 EXP_MANAGER = {
+    "exp_manager.max_time_per_run": KeyMapping(_max_time, ("max_run_seconds",), "wins over trainer.max_time"),
     "exp_manager.explicit_log_dir": KeyMapping(_log_dir, ("log_dir",), "wins over exp_dir"),
     "exp_manager.exp_log_dir": KeyMapping(_log_dir, ("log_dir",), "another spelling of explicit_log_dir"),
     "exp_manager.exp_dir": KeyMapping(_log_dir, ("log_dir",), "exp_dir / name"),
@@ -253,10 +253,10 @@ EXP_MANAGER = {
     ),
     **each(
         "ckpt_ptl_version version use_datetime_version resume_past_end summary_writer_kwargs files_to_copy "
-        "step_timing_kwargs step_timing_kwargs.* wandb_logger_kwargs ema.* mlflow_logger_kwargs dllogger_logger_kwargs "
-        "clearml_logger_kwargs neptune_logger_kwargs disable_validation_on_resume early_stopping_callback_params "
-        "seconds_to_sleep log_tflops_per_sec_per_gpu log_delta_step_timing create_straggler_detection_callback "
-        "straggler_detection_params.* create_fault_tolerance_callback create_preemption_callback",
+        "step_timing_kwargs step_timing_kwargs.* ema.* *_logger_kwargs *_logger_kwargs.* disable_validation_on_resume "
+        "early_stopping_callback_params early_stopping_callback_params.* seconds_to_sleep log_tflops_per_sec_per_gpu "
+        "log_delta_step_timing create_straggler_detection_callback straggler_detection_params.* "
+        "create_fault_tolerance_callback create_preemption_callback",
         ignore(_ENGINE),
         "exp_manager.",
     ),
@@ -276,12 +276,13 @@ EXP_MANAGER = {
     ),
     f"{CALLBACK}.save_weights_only": to_one_of("save_optimizer", {True: False, False: True}),
     f"{CALLBACK}.dirpath": to("ckpt_save_path"),
+    f"{CALLBACK}.async_save": to("async_checkpointing"),
     **each("prefix postfix", ignore("names of files are step_N"), f"{CALLBACK}."),
     f"{CALLBACK}.train_time_interval": must_be_off("give --checkpoint_seconds"),
     **each("every_n_epochs save_on_train_epoch_end", must_be_off("checkpoints are saved by steps"), f"{CALLBACK}."),
     **each(
         "always_save_nemo save_nemo_on_train_end save_best_model",
-        must_be_off(".nemo archives and best models are not written"),
+        choice({True: implied("no .nemo archive: the checkpoints are kept as they are"), False: unchanged("off")}),
         f"{CALLBACK}.",
     ),
 }

@@ -12,7 +12,7 @@ from typing import Any
 from pretraining.config.errors import Problem
 from pretraining.importing import shared
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
-from pretraining.importing.foreign import ForeignConfig
+from pretraining.importing.foreign import ForeignConfig, is_integer
 from pretraining.importing.mappings import (
     KeyMapping,
     choice,
@@ -138,6 +138,40 @@ def _qkv_bias(value: Any, source: ForeignConfig) -> Conversion:
     return ignored("as bias" if value else "off, as here")
 
 
+def _window(value: Any, source: ForeignConfig) -> Conversion:
+    """Megatron's window counts the tokens before a token and after it."""
+    if not isinstance(value, list) or len(value) != 2 or not is_integer(value[0]) or value[1] not in (0, -1):
+        return unsupported("expected the tokens before, and 0 after")
+    if value[0] < 0:
+        return unchanged("all tokens before")
+    return implied("and the token itself", sliding_window=value[0] + 1)
+
+
+def _scaled_rope(value: Any, source: ForeignConfig) -> Conversion:
+    """NeMo's apply_rope_scaling has Llama 3.1's constants but for the factor."""
+    if not value:
+        return ignored("off, as here")
+    factor = source.get("model.scale_factor", 8)
+    return implied("Llama 3.1's", rope_scaling_type="llama3", rope_scaling_factor=factor)
+
+
+FALCON = "megatron_falcon_gpt"
+
+
+def _layers(value: Any, _: ForeignConfig) -> Conversion:
+    if value in (FALCON, "megatron_gpt_full_te_layer_autocast", ""):
+        return implied("read with mcore_customization_config" if value == FALCON else "the same layers")
+    return unsupported(f"known are {FALCON} and megatron_gpt_full_te_layer_autocast")
+
+
+def _parallel(value: Any, source: ForeignConfig) -> Conversion:
+    """Falcon's layers; the others do not read mcore_customization_config."""
+    if source.get("model.name") != FALCON or not value:
+        return ignored(f"without name {FALCON}, or off")
+    shared = not source.get("model.mcore_customization_config.new_decoder_architecture")
+    return implied("Falcon's layers", parallel_residual=True, shared_norm=shared)
+
+
 _BIAS = KeyMapping(_has_bias, ("attn_bias", "mlp_bias", "norm_bias"), "norm_bias with layernorm alone")
 _LINEAR_SCALING = KeyMapping(
     _interpolation, ("rope_scaling_type", "rope_scaling_factor"), "linear scaling of the positions"
@@ -183,6 +217,27 @@ ARCHITECTURE = {
         }
     ),
     "model.sliding_window_size": to("sliding_window"),
+    "model.window_size": KeyMapping(_window, ("sliding_window",), "tokens before it, plus 1"),
+    "model.scale_positional_embedding": KeyMapping(
+        _scaled_rope, ("rope_scaling_type", "rope_scaling_factor"), "Llama 3.1's, with scale_factor"
+    ),
+    "model.scale_factor": read_with("scale_positional_embedding"),
+    "model.rotary_interleaved": choice(
+        {
+            True: implied("the same function with the channels of queries and keys in another order"),
+            False: unchanged("as here"),
+        }
+    ),
+    "model.apply_embedding_scaling": must_be_off("embeddings times the root of hidden_size"),
+    "model.sqrt_query_pre_attn_scalar": must_be_off("scores divided by another number than the root of head_dim"),
+    "model.name": KeyMapping(_layers, (), f"{FALCON}: Falcon's layers"),
+    "model.mcore_customization_config.parallel_attention": KeyMapping(
+        _parallel, ("parallel_residual", "shared_norm"), f"with name {FALCON}"
+    ),
+    "model.mcore_customization_config.new_decoder_architecture": read_with("parallel_attention"),
+    **each("precision target nemo_version", ignore("written by NeMo into its archives"), "model."),
+    "model.cpu_offloading": must_be_off("activations stay on the devices"),
+    "model.cpu_offloading_*": read_with("cpu_offloading"),
     "model.use_cpu_initialization": KeyMapping(
         lambda value, _: implied("the initial weights are the same", low_cpu_fsdp=not value), ("low_cpu_fsdp",), "not"
     ),
@@ -223,15 +278,16 @@ ARCHITECTURE = {
     **each(
         "ub_tp_comm_* tp_comm_* fp8_* defer_embedding_wgrad_compute wgrad_deferral_limit use_flash_attention sharp "
         "apply_rope_fusion gc_interval cross_entropy_loss_fusion deterministic_mode nccl_communicator_config_path "
-        "distributed_adam_bucket_merge_size use_te_rng_tracker enable_cuda_graph",
-        ignore("a kernel's or a collective's choice"),
+        "distributed_adam_bucket_merge_size use_te_rng_tracker enable_cuda_graph validation_param_sync_overlap "
+        "dist_ckpt_* enable_megatron_timers megatron_timer_kwargs.* enable_vboost deteministic_mode",
+        ignore("how the engine computes, communicates or writes"),
         "model.",
     ),
     "model.fp32_residual_connection": must_be_off("a residual stream in fp32"),
     "model.fp16_lm_cross_entropy": must_be_off("a loss in fp16"),
     "model.headscale": must_be_off("scales of the heads"),
     "model.use_emha": must_be_off("NeMo's fused attention"),
-    "model.fp8": must_be_off("training in fp8"),
+    "model.fp8": must_be_off("training in fp8; --import_strict=False trains in the file's other precision"),
     "model.save_logits": must_be_off("writing logits"),
     "model.normalize_attention_scores": only((True,), "scores are divided by the root of the head's width"),
     "model.attention_type": only(("multihead",), "attention is multihead"),
@@ -273,7 +329,9 @@ def parallel_section(prefix: str) -> dict[str, KeyMapping]:
 def _prefixes(part: str) -> KeyMapping:
     """One path, a list of paths, or weights and paths in turn: Megatron's .bin and .idx without their endings."""
 
-    def convert(value: Any, _: ForeignConfig) -> Conversion:
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        if "mock" in (source.get("model.data.data_impl"), source.get("data.data_impl")):
+            return ignored("data_impl is mock")
         items = value if isinstance(value, list) else str(value).split(",")
         weighted = len(items) % 2 == 0 and all(_is_number(item) for item in items[::2])
         weights = [str(item) for item in items[::2]] if weighted else []
@@ -316,7 +374,9 @@ def data_section(prefix: str) -> dict[str, KeyMapping]:
         "data_prefix.validation": _prefixes("valid_"),
         "data_prefix.test": _prefixes("test_"),
         "data_impl": stores._replace(convert=store),
-        "exchange_indices_distributed": ignore("every process reads the index itself"),
+        **each("exchange_indices_distributed mmap_bin_files", ignore("every process reads the files itself")),
+        "add_fim": must_be_off("documents with their middle at the end"),
+        "fim.*": read_with("add_fim"),
         "splits_string": to("split"),
         "index_mapping_dir": ignore("the index is cached in index_dir"),
         "skip_warmup": ignore("files are not read ahead"),
@@ -343,7 +403,7 @@ def tokenizer_section(prefix: str) -> dict[str, KeyMapping]:
     return {
         f"{prefix}model": to("tokenizer_path", "for prompts; give --vocab_size"),
         **each(
-            "library vocab_file merge_file delimiter sentencepiece_legacy use_fast type",
+            "library vocab_file merge_file delimiter sentencepiece_legacy use_fast type trust_remote_code",
             ignore("tokens are prepared before; give --vocab_size"),
             prefix,
         ),
@@ -383,4 +443,5 @@ def _check_divides(source: ForeignConfig, section: str, ranks: int) -> Iterator[
     remedy += f"use {down} or {up}" if down else f"use {up}"
     if sizes := shared.micro_batches(total, ranks):
         remedy += f", or micro_batch_size {sizes}"
+    remedy += "; or give --source_world_size, the devices that it ran on"
     yield Problem(f"{section}global_batch_size={total}", remedy)

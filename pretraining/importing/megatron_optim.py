@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.importing.conversions import Conversion, implied, mapped, unchanged, unsupported
-from pretraining.importing.foreign import ForeignConfig
+from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.importing.foreign import ForeignConfig, is_integer
 from pretraining.importing.mappings import KeyMapping, each, ignore, must_be_off, only, to
 from pretraining.importing.shared import betas, optimizer_arguments
 
@@ -116,11 +116,26 @@ def _share(field: str) -> KeyMapping:
     return KeyMapping(convert, (field,), "times max_steps")
 
 
+def _warmup(value: Any, source: ForeignConfig) -> Conversion:
+    """A run may end in its warm-up; ours is part of the schedule."""
+    steps = source.integer("trainer.max_steps", -1)
+    if is_integer(value) and value >= steps > 0 and source.get(f"{SCHED}max_steps") is None:
+        return implied(f"max_steps={steps} ends in it", lr_warmup_steps=value, lr_decay_steps=value + 1)
+    return _unless_zero("lr_warmup_steps").convert(value, source)
+
+
 def _schedule_steps(value: Any, source: ForeignConfig) -> Conversion:
     steps = source.get("trainer.max_steps", -1)
     if steps in (-1, value):
         return mapped(lr_decay_steps=value)
     return implied(f"trainer.max_steps={steps} counts: it overrides this when training starts")
+
+
+def _dtype(value: Any, source: ForeignConfig) -> Conversion:
+    """Of the state of Apex's DistributedFusedAdam; megatron-core's optimizer has no such argument."""
+    if str(source.get(f"{OPTIM}name")).lower() != "distributed_fused_adam" or str(value) in ("fp32", "float32", "32"):
+        return ignored("the optimizer's state is in fp32")
+    return unsupported("the optimizer's state is in fp32 with parameters in fp32")
 
 
 MAPPINGS = {
@@ -130,6 +145,7 @@ MAPPINGS = {
     f"{OPTIM}betas": betas(lambda source: _optimizer_of(source)[0]),
     f"{OPTIM}eps": to("optimizer_eps"),
     f"{OPTIM}capturable": ignore("for CUDA graphs"),
+    f"{OPTIM}dtype": KeyMapping(_dtype, (), "fp32 with distributed_fused_adam, which alone reads it"),
     **each(
         "bucket_cap_mb overlap_grad_sync overlap_param_sync contiguous_grad_buffer contiguous_param_buffer "
         "grad_sync_dtype param_sync_dtype overlap_param_gather overlap_grad_reduce",
@@ -140,7 +156,7 @@ MAPPINGS = {
     f"{OPTIM}sched": KeyMapping(lambda _, __: unchanged("the rate is constant"), (), "its keys; null: constant"),
     f"{SCHED}name": KeyMapping(_schedule, ("lr_schedule",), "absent: constant"),
     f"{SCHED}max_steps": KeyMapping(_schedule_steps, ("lr_decay_steps",), "trainer.max_steps counts"),
-    f"{SCHED}warmup_steps": _unless_zero("lr_warmup_steps"),
+    f"{SCHED}warmup_steps": KeyMapping(_warmup, ("lr_warmup_steps", "lr_decay_steps"), "0: none"),
     f"{SCHED}warmup_ratio": to("lr_warmup_ratio"),
     f"{SCHED}hold_steps": _unless_zero("lr_hold_steps"),
     f"{SCHED}hold_ratio": _share("lr_hold_steps"),

@@ -23,6 +23,11 @@ def _fsdp(value: Any, source: ForeignConfig) -> Conversion:
     return implied(f"fsdp_sharding_strategy={name}", sharding_strategy=strategies[name])
 
 
+def _encoder_length(value: Any, source: ForeignConfig) -> Conversion:
+    rows = source.integer("model.data.seq_length", 0)
+    return implied("rows have data.seq_length") if rows not in (0, value) else mapped(seq_length=value)
+
+
 def _fsdp_reduce(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("model.fsdp"):
         return ignored("without fsdp")
@@ -46,6 +51,7 @@ FORMAT = Format(
         ),
         **lightning.EXP_MANAGER,
         **megatron.ARCHITECTURE,
+        "model.encoder_seq_length": KeyMapping(_encoder_length, ("seq_length",), "data.seq_length, where it differs"),
         "model.micro_batch_size": to("batch_size"),
         "model.global_batch_size": to("global_batch_size"),
         **megatron.parallel_section("model."),
@@ -61,8 +67,11 @@ FORMAT = Format(
         "model.fsdp_sharding_strategy": read_with("fsdp"),
         "model.fsdp_grad_reduce_dtype": KeyMapping(_fsdp_reduce, ("reduce_dtype",), "with fsdp"),
         **each("fsdp_sharded_checkpoint fsdp_use_orig_params", ignore("checkpoints are sharded here"), "model."),
-        "run.*": ignore(LAUNCHER),
-        "defaults": ignore(LAUNCHER),
+        **each("run.* hydra.* defaults", ignore(LAUNCHER)),
+        "s3_checkpointing.*": ignore("ckpt_save_path may be in object storage"),
+        **each(
+            "precision target nemo_version gc_interval mcore_customization_config.*", ignore("read below model alone")
+        ),
         **megatron.data_section("model.data."),
         **megatron.tokenizer_section("model.tokenizer."),
         **megatron_optim.MAPPINGS,

@@ -23,6 +23,7 @@ from pretraining.importing.mappings import (
 )
 
 _TEXT = (".jsonl", ".json")
+_ALIGNMENT = "model_alignment_strategy."
 
 
 def _name(value: Any, source: ForeignConfig) -> Conversion:
@@ -73,7 +74,8 @@ def _records(value: Any, source: ForeignConfig) -> Conversion:
 
 
 def _encoder_length(value: Any, source: ForeignConfig) -> Conversion:
-    if source.get("data.use_sft_style_data_module") and source.get("data.seq_length") is not None:
+    tunes = source.get("data.use_sft_style_data_module") or any(key.startswith(_ALIGNMENT) for key in source.values)
+    if tunes and source.get("data.seq_length") is not None:
         return implied("rows of instruction data have data.seq_length")
     return mapped(seq_length=value)
 
@@ -151,7 +153,7 @@ PRECISION = {
 
 # ---- LoRA
 
-_PEFT = "model_alignment_strategy.peft."
+_PEFT = f"{_ALIGNMENT}peft."
 
 
 def _targets(value: Any, _: ForeignConfig) -> Conversion:
@@ -214,18 +216,20 @@ FORMAT = Format(
                 (True, False), implied("the engine's own attention: the same function", attention_impl="auto")
             )
         ),
-        "model.fusions.ring_attention": must_be_off("use --context_parallel_size"),
+        "model.fusions.ring_attention": choice(
+            dict.fromkeys((True, False), implied("how context_parallel_size is computed: the same function"))
+        ),
         **megatron_optim.MAPPINGS,
         "model.optim.weight_decay": KeyMapping(_weight_decay, ("weight_decay",), "as written"),
         **PRECISION,
         **same_names("lora_rank lora_alpha lora_dropout lora_bias", _PEFT),
         f"{_PEFT}target_modules": KeyMapping(_targets, ("lora_target_modules",), "qkv_proj: q_proj,k_proj,v_proj"),
         **each("save_lora_base merge_lora", KeyMapping(_lora_saving, ("lora_save_mode",), "both together"), _PEFT),
-        f"{_PEFT}save_lora_config_adapter": ignore("PEFT's files always hold it"),
+        **each("save_lora_config_adapter merge_sharded_lora", ignore("PEFT's files hold it, unsharded"), _PEFT),
         f"{_PEFT}load_lora_from_ckpt": must_be_off("name the adapter with --lora_load_path"),
         f"{_PEFT}lora_verbose": ignore("what is trained is always printed"),
-        "model_alignment_strategy.sft.packing": megatron.PACKING,
-        "model_alignment_strategy.*": refuse("alignment recipes"),
+        f"{_ALIGNMENT}sft.packing": megatron.PACKING,
+        f"{_ALIGNMENT}*": refuse("alignment recipes"),
     },
     {
         **lightning.DEFAULTS,

@@ -45,6 +45,9 @@ ALTERNATIVES = (
     ("global_batch_size", "gradient_accumulation_steps"),
 )
 
+# Fields that a file may leave open with ???: without its data a run is refused anyway, or needs no tokenizer.
+LEFT_OPEN = {"data_path", "datasets", "weights", "tokenizer_path"}
+
 # Fields that TrainConfig does not have -> the values that describe this recipe. Any other value is unsupported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "transformer_block_type": ("pre_ln",),
@@ -126,6 +129,8 @@ def _report(key: str, format_: Format, foreign: ForeignConfig) -> KeyReport:
         return KeyReport(key, written, value, "ignored", {}, "not read, so its reference is not needed")
     if foreign.from_launcher and "not found" in foreign.errors.get(key, ""):
         return KeyReport(key, written, value, "ignored", {}, f"filled in by the launcher: give {names or 'a value'}")
+    if value == MISSING and mapping.fields and set(mapping.fields) <= LEFT_OPEN:
+        return KeyReport(key, written, value, "ignored", {}, f"left open: give {names}")
     if value == MISSING or key in foreign.errors:
         reason = foreign.errors.get(key, "??? is not a value")
         flagged = {name: foreign.flags[name] for name in mapping.fields if name in foreign.flags}

@@ -207,11 +207,20 @@ def test_nemo_s_ranks_are_one_model(ranks: int, stages: int, names: dict[str, st
     assert_same_function(theirs, folder, tmp_path / "ours", put(config, "model.pipeline_model_parallel_size", stages))
 
 
-def test_norms_that_are_stored_minus_1_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("normalization", "layernorm1p", "norms are stored minus 1"),
+        ("rotary_interleaved", True, "channels in another order"),
+    ],
+)
+def test_weights_that_mean_another_function_here_are_refused(
+    key: str, value: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"state_dict": {}}, tmp_path / "model_weights.ckpt")
-    (tmp_path / "nemo.json").write_text(json.dumps(put(tree("nemo"), "model.normalization", "layernorm1p")))
+    (tmp_path / "nemo.json").write_text(json.dumps(put(tree("nemo"), f"model.{key}", value)))
     assert main([str(tmp_path), str(tmp_path / "ours"), f"--import_config={tmp_path / 'nemo.json'}"]) == 2
-    assert "norms are stored minus 1" in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
 
 
 def nxdt_shards(state: dict[str, Tensor], ranks: int, copies: int) -> list[dict[str, Tensor]]:

@@ -238,7 +238,6 @@ REFUSED = [
     ("nxdt", "trainer.max_steps", -1, "no stopping criterion"),
     ("nxdt", "trainer.check_val_every_n_epoch", 2, "validation by epochs"),
     ("nxdt", "exp_manager.checkpoint_callback_params.monitor", "val_acc", "by age"),
-    ("nxdt", "exp_manager.checkpoint_callback_params.always_save_nemo", True, ".nemo"),
     ("nxdt", "exp_manager.ema.every_n_steps", 5, "moving average"),
     ("nxdt", "exp_manager.create_mlflow_logger", True, "wandb alone"),
     ("nxdt", "distributed_strategy.expert_model_parallel_size", 2, "experts"),
@@ -265,7 +264,13 @@ REFUSED = [
     ("nemo", "model.pre_process", False, "embedding"),
     ("nemo", "model.fp8", True, "fp8"),
     ("nemo", "model.activation", "squared-relu", "known are gelu"),
-    ("nemo", "model.tokenizer.model", "???", "give --tokenizer_path"),
+    ("nemo", "model.num_layers", "???", "give --num_layers"),
+    ("nemo", "model.apply_embedding_scaling", True, "root of hidden_size"),
+    ("nemo", "model.sqrt_query_pre_attn_scalar", 15.0, "root of head_dim"),
+    ("nemo", "model.data.add_fim", True, "their middle"),
+    ("nemo", "model.cpu_offloading", True, "on the devices"),
+    ("nemo", "model.name", "te_gpt_hyena", "known are"),
+    ("nemo", "model.window_size", [64, 1], "and 0 after"),
     ("neox", "norm", "scalenorm", "known are layernorm"),
     ("neox", "pos_emb", "alibi", "known are rotary"),
     ("neox", "activation", "mish", "known are gelu"),
@@ -313,6 +318,13 @@ def test_an_unknown_key_stops_the_run_unless_it_is_allowed(kind: str, key: str, 
 def test_keys_that_contradict_are_named_both(tmp_path: Path) -> None:
     report = refusal(put(tree("nxdt"), "data.seq_length", 64), tmp_path)
     assert "model.encoder_seq_length=32  contradicts data.seq_length=64" in report
+
+
+def test_a_fine_tuning_file_of_hugging_face_s_models_has_data_s_row_length(tmp_path: Path) -> None:
+    node = merged(tree("nxdt"), {"data": {"seq_length": 16}, "model": {"fusions": {"ring_attention": True}}})
+    node["model_alignment_strategy"] = {"sft": {"packing": True}, "peft": {"lora_rank": 4, "merge_sharded_lora": False}}
+    imported = config(node, tmp_path)
+    assert (imported.seq_length, imported.max_position_embeddings, imported.lora_rank) == (16, 32, 4)
 
 
 def test_a_fine_tuning_file_trains_on_the_shards_that_were_prepared_from_its_records(tmp_path: Path) -> None:
@@ -627,6 +639,85 @@ def test_a_nemo_file_after_1_18_imports(tmp_path: Path) -> None:
     assert config(node, tmp_path) == replace(config(tree("nemo"), tmp_path), max_run_seconds=516_600)
 
 
+# Keys of NeMo's newer example files and of its launcher's, which say nothing of the training, as they stand there.
+BESIDE = {
+    "hydra.searchpath": ["file:///opt/NeMo/conf"],
+    "defaults": ["_self_", {"optional tp_overlap@model.ub_tp_comm_overlap_cfg": None}],
+    "precision": "bf16",
+    "target": "nemo.collections.nlp.models.MegatronGPTModel",
+    "mcore_customization_config.parallel_attention": True,  # not below model, so no layer is Falcon's
+    "s3_checkpointing.chunk_size_MB": 64,
+    "exp_manager.neptune_logger_kwargs.prefix": "train",
+    "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": True,
+    "model.precision": "bf16",
+    "model.nemo_version": "1.21.0rc0",
+    "model.mcore_customization_config.parallel_attention": True,  # without Falcon's name
+    "model.cpu_offloading": False,
+    "model.cpu_offloading_num_layers": "${sum:${.num_layers},-1}",
+    "model.cpu_offloading_weights": True,
+    "model.dist_ckpt_format": "zarr",
+    "model.dist_ckpt_torch_dist_multiproc": 2,
+    "model.megatron_timer_kwargs.log_mode": "minmax",
+    "model.enable_vboost": True,
+    "model.deteministic_mode": False,  # the launcher's spelling
+    "model.optim.dtype": "bf16",  # which fused_adam does not read
+    "model.rotary_interleaved": True,
+    "model.tokenizer.trust_remote_code": True,
+    "model.tokenizer.model": "???",
+    "model.data.data_prefix": "???",
+    "model.data.add_fim": False,
+    "model.data.fim.rate": 0.5,
+    "model.data.fim.extra_tokens.prefix": "<fim_prefix>",
+    "model.data.mmap_bin_files": True,
+}
+
+
+def test_keys_beside_the_training_do_not_stop_an_import(tmp_path: Path) -> None:
+    node = tree("nemo")
+    for key, value in BESIDE.items():
+        put(node, key, value)
+    assert config(node, tmp_path) == config(tree("nemo"), tmp_path)
+
+
+def test_data_that_a_file_leaves_open_are_asked_for_by_the_run(tmp_path: Path) -> None:
+    node = put(tree("nemo"), "model.data.data_prefix", "???")
+    with pytest.raises(ConfigError, match="--data_path"):
+        from_flags({"import_config": write(tmp_path, node), "vocab_size": "100"})
+
+
+def test_falcon_s_layers_are_read_below_model_with_its_name(tmp_path: Path) -> None:
+    """One norm for both branches in 7B's; 40B's new architecture has two."""
+    node = put(tree("nemo"), "model.name", "megatron_falcon_gpt")
+    put(node, "model.mcore_customization_config.parallel_attention", True)
+    for new in (False, True):
+        put(node, "model.mcore_customization_config.new_decoder_architecture", new)
+        imported = config(node, tmp_path)
+        assert (imported.parallel_residual, imported.shared_norm) == (True, not new)
+
+
+def test_rows_of_another_length_than_the_model_s_count_in_nemo(tmp_path: Path) -> None:
+    node = put(put(tree("nemo"), "model.data.seq_length", 16), "model.window_size", [16, 0])
+    imported = config(node, tmp_path)
+    assert (imported.seq_length, imported.max_position_embeddings, imported.sliding_window) == (16, 32, 17)
+
+
+def test_llama_3_1_s_positions_of_nemo(tmp_path: Path) -> None:
+    """apply_rope_scaling: 8192 positions, factors 1 and 4, and 8 unless scale_factor says otherwise."""
+    node = put(tree("nemo"), "model.scale_positional_embedding", True)
+    for factor in (8, 32):
+        imported = config(put(node, "model.scale_factor", None if factor == 8 else factor), tmp_path)
+        scaling = (imported.rope_scaling_type, imported.rope_scaling_factor, imported.rope_original_max_position)
+        assert scaling == ("llama3", factor, 8192)
+        assert (imported.rope_low_freq_factor, imported.rope_high_freq_factor) == (1, 4)
+
+
+def test_a_run_may_end_in_its_warm_up(tmp_path: Path) -> None:
+    """Linear from 0, because constant_steps is not 0: NeMo's launcher measures speed with such files."""
+    sched = {"name": "CosineAnnealing", "warmup_steps": 115, "constant_steps": 12_500, "min_lr": "3e-4"}
+    imported = config(put(tree("nemo"), "model.optim.sched", sched), tmp_path)
+    assert [learning_rate(imported, step) for step in (0, 11)] == pytest.approx([0, 3e-3 * 11 / 115])
+
+
 def test_an_unknown_key_that_is_off_is_ignored(tmp_path: Path) -> None:
     for value in (None, False, 0):
         result = resolved(put(tree("nemo"), "model.new_option", value), tmp_path)
@@ -637,6 +728,8 @@ def test_an_unknown_key_that_is_off_is_ignored(tmp_path: Path) -> None:
 
 def test_a_time_limit_is_days_hours_minutes_and_seconds(tmp_path: Path) -> None:
     assert config(put(tree("nxdt"), "trainer.max_time", "01:02:03:04"), tmp_path).max_run_seconds == 93_784
+    both = put(put(tree("nemo"), "trainer.max_time", "01:00:00:00"), "exp_manager.max_time_per_run", "00:00:05:00")
+    assert config(both, tmp_path).max_run_seconds == 300
     (row,) = (
         row
         for row in resolved(put(tree("nemo"), "trainer.max_time", "2 days"), tmp_path).keys
