@@ -179,6 +179,12 @@ def _nemo(path: Path) -> Read:
         yield tensor_rank, stage, loaded.get("state_dict", loaded)
 
 
+_FLAT = "flat partitions of data-parallel ranks"
+_NUMBERED = "numbered in the order of that program's parameter groups, without names"
+_NEOX_MOMENTS = (("*optim_states.pt", ""), ("mp_rank_*_model_states.pt", "optimizer"))
+_NEMO_MOMENTS = (("**/model_optim_rng.ckpt", "optimizer_states"),)
+
+
 class Layout(NamedTuple):
     """The folders of one trainer."""
 
@@ -186,15 +192,25 @@ class Layout(NamedTuple):
     pattern: str  # of a file in the folder
     read: Callable[[Path], Read]
     table: Callable[[TrainConfig], Sequence[ranks.Row]]
+    moments: str  # why optimizer states are not read
+    moment_files: tuple[tuple[str, str], ...]  # patterns of the files that hold them, below a key or "" as a whole
     counts_from_stage: bool = False  # layer numbers start at 0 on every pipeline rank
 
 
 LAYOUTS = (
-    Layout("Hugging Face", f"{BIN}*", _bins, ranks.huggingface),
-    Layout("GPT-NeoX", "*model_states.pt", _neox, ranks.neox),
-    Layout("NxD Training", "**/dp_rank_00_*.pt", _nxdt, ranks.nxdt),
-    Layout("NeMo", "**/model_*.ckpt", _nemo, ranks.nemo, counts_from_stage=True),
+    Layout("Hugging Face", f"{BIN}*", _bins, ranks.huggingface, _NUMBERED, (("optimizer.*", ""),)),
+    Layout("GPT-NeoX", "*model_states.pt", _neox, ranks.neox, _FLAT, _NEOX_MOMENTS),
+    Layout("NxD Training", "**/dp_rank_00_*.pt", _nxdt, ranks.nxdt, _FLAT, (("optim/*", ""),)),
+    Layout("NeMo", "**/model_*.ckpt", _nemo, ranks.nemo, _NUMBERED, _NEMO_MOMENTS, counts_from_stage=True),
 )
+
+
+def describe_moments(path: Path, layout: Layout) -> str:
+    """Return why the optimizer states in the folder `path` are not converted, "" if it has none."""
+    files = ((next(path.glob(pattern), None), key) for pattern, key in layout.moment_files)
+    if not any(file and (not key or load(file).get(key)) for file, key in files):
+        return ""
+    return f"{path}: the optimizer states of {layout.title} are {layout.moments}; training starts with moments of 0"
 
 
 def layout_of(path: Path) -> Layout | None:

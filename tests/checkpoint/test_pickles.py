@@ -16,7 +16,7 @@ from torch import Tensor
 from pretraining.checkpoint.convert import main
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.pickles import load
+from pretraining.checkpoint.pickles import LAYOUTS, describe_moments, load
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.training import TrainConfig
 from pretraining.models.llama import Llama
@@ -193,7 +193,9 @@ def renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize(("ranks", "stages", "names"), [(1, 1, {}), (2, 2, {}), (2, 1, CORE)])
-def test_nemo_s_ranks_are_one_model(ranks: int, stages: int, names: dict[str, str], tmp_path: Path) -> None:
+def test_nemo_s_ranks_are_one_model(
+    ranks: int, stages: int, names: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs, folder = llama(), tmp_path / "nemo"
     for rank in range(ranks):
         for stage in range(stages):
@@ -201,10 +203,32 @@ def test_nemo_s_ranks_are_one_model(ranks: int, stages: int, names: dict[str, st
             here.mkdir(parents=True)
             layers = range(stage * 2 // stages, (stage + 1) * 2 // stages)
             state = renamed(megatron(theirs.state_dict(), rank, ranks, layers), names)
-            torch.save({"state_dict": state, "hyper_parameters": Foreign(0)}, here / "model_optim_rng.ckpt")
+            loaded = {"state_dict": state, "hyper_parameters": Foreign(0), "optimizer_states": [{"optimizer": {}}]}
+            torch.save(loaded, here / "model_optim_rng.ckpt")
     config = put(tree("nemo"), "model.tensor_model_parallel_size", ranks)
     put(config, "model.tokenizer.model", "???")  # of no importance here
     assert_same_function(theirs, folder, tmp_path / "ours", put(config, "model.pipeline_model_parallel_size", stages))
+    assert "without names; training starts with moments of 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("title", "file", "content", "has_moments"),
+    [
+        ("Hugging Face", "optimizer.pt", {"state": {}}, True),
+        ("GPT-NeoX", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", {}, True),
+        ("GPT-NeoX", "mp_rank_00_model_states.pt", {"optimizer": {"state": {}}}, True),
+        ("GPT-NeoX", "mp_rank_00_model_states.pt", {"optimizer": None}, False),
+        ("NxD Training", "optim/dp_rank_00_tp_rank_00_pp_rank_00.pt", {}, True),
+        ("NeMo", "model_optim_rng.ckpt", {"optimizer_states": []}, False),
+    ],
+)
+def test_optimizer_states_that_stay_behind_are_named(
+    title: str, file: str, content: dict[str, object], has_moments: bool, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    torch.save(content, tmp_path / file)
+    (layout,) = (layout for layout in LAYOUTS if layout.title == title)
+    assert (f"the optimizer states of {title} are" in describe_moments(tmp_path, layout)) == has_moments
 
 
 @pytest.mark.parametrize(
