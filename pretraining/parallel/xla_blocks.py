@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch_xla.debug.profiler as xla_profiler
 import torch_xla.distributed.spmd as xs
 import torch_xla.experimental.scan as xla_scan
 from functorch.compile import min_cut_rematerialization_partition
@@ -35,9 +36,9 @@ from pretraining.parallel.sharding import ACTIVATIONS, REPLICAS, STREAM, Activat
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.
 xla_scan.shard_as = lambda a, b: (a, b)
 
-# Every mark_sharding looks for torchax, whose failing import takes 2.3 ms (some sixty of them per step), and imports
-# jax where it is installed, in case that the tensor is one of theirs.
-xla_sharding.maybe_get_torchax = xla_sharding.maybe_get_jax = lambda log=True: None
+# Every mark_sharding looks for torchax, whose failing import takes 2.3 ms (some sixty of them per step); it and scan's
+# traces import jax where it is installed. Neither is used.
+xla_sharding.maybe_get_torchax = xla_sharding.maybe_get_jax = xla_profiler.maybe_get_jax = lambda log=True: None
 
 # Carry of the scan: x, cos, sin; for packed documents, segment ids; for dropout, hashes in two halves and the layer.
 # All are floats, because scan differentiates every carry.
