@@ -132,15 +132,17 @@ find_python() {
         log "PYTHON=$PYTHON is not a Python $pythons with the modules venv and ensurepip"
         return 1
     fi
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python; do
+    # Last, the versions of pyenv, whose commands start only the selected ones.
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python \
+        "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[123].*/bin/python3; do
         if is_supported_python "$candidate"; then
             echo "$candidate"
             return
         fi
     done
     log "no Python $pythons with the modules venv and ensurepip found (tried python3, python3.13," \
-        "python3.12, python3.11, python): install one (Debian, Ubuntu: apt install python3-venv), or give its path:" \
-        "PYTHON=/path/to/python3.12"
+        "python3.12, python3.11, python, pyenv's versions): install one (Debian, Ubuntu: apt install python3-venv)," \
+        "or give its path: PYTHON=/path/to/python3.12"
     return 1
 }
 

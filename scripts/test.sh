@@ -2,7 +2,8 @@
 # Test: bash scripts/test.sh [--quick] [pytest arguments]
 #
 # Without arguments: lint, format, types and all tests. Then the tests that depend on the version of torch run again in
-# a second environment, .venv-newest, with the newest torch and without torch-xla; NEWEST_TORCH=no skips it.
+# a second environment, .venv-newest, with the newest torch and without torch-xla. Tests with TorchTPU have a third one,
+# .venv-torchtpu, where there is Python 3.12 or 3.13. NEWEST_TORCH=no installs neither.
 # --quick: lint, format, types, the tests that take less than a few seconds, and one short training run per engine.
 # Other arguments go to pytest, for example `-m "not slow" tests/config`, and skip the second environment, too. Two
 # processes run the tests; -n 8 takes eight.
@@ -13,6 +14,12 @@ set_up requirements-dev.txt
 
 # The tests set the accelerator and the number of devices themselves.
 unset PJRT_DEVICE CPU_NUM_DEVICES XLA_FLAGS RANK WORLD_SIZE
+
+# A subshell, because the environment is another one.
+set_up_torch_tpu() (
+    use_torch_tpu
+    find_python > /dev/null && set_up requirements-torchtpu-emulator.txt
+)
 
 # Two processes, each of which takes whole files, slow ones first.
 run_tests() {
@@ -27,6 +34,9 @@ esac
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
+if [[ $all_tests == yes && ${NEWEST_TORCH:-yes} != no ]] && ! set_up_torch_tpu; then
+    log "TorchTPU is not installed: see the messages above; the tests with it (tests/parallel/test_torchtpu.py) are skipped"
+fi
 run_tests "$@"
 [[ $all_tests == yes ]] || exit 0
 if [[ ${NEWEST_TORCH:-yes} == no ]]; then

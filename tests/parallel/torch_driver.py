@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from tests.parallel.resuming import prepare_run, resume_run, save_run
 from tests.parallel.toy import HALFWAY, TOY
 
 
-def run_case(fields: dict[str, Any]) -> dict[str, Any]:
-    """Train the toy with these fields."""
+def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) -> dict[str, Any]:
+    """Train the toy with these fields. `programs` returns how many have been compiled; it is called after each step."""
     halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
@@ -34,7 +35,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     engine = TorchEngine(config)
     model, optimizer = prepare_run(engine, config)
     stream = open_stream(config, engine.data_rank, engine.data_size)
-    losses, norms, refused, scales = [], [], [], []
+    losses, norms, refused, scales, compiled = [], [], [], [], []
     for step in range(config.num_steps):
         if halfway and step == HALFWAY:
             if not Path(halfway).exists():
@@ -51,12 +52,13 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
         norms.append(read["grad_norm"])
         refused.append([read["refused"], read["first_refused"]])
         scales.append(read.get("loss_scale"))
+        compiled.append(programs())
     evaluation = engine.evaluate(model, stream.batch(0)).read()["loss"]
     counted = float(engine.state(model, optimizer)["optimizer.step"])
     held = engine.bytes_per_device(model, optimizer)
     return {
         "loss": losses, "grad_norm": norms, "refused": refused, "evaluation": evaluation, "bytes": held,
-        "updates": counted, "loss_scale": scales,
+        "updates": counted, "loss_scale": scales, "compiled": compiled,
     }  # fmt: skip
 
 

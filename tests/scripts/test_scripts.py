@@ -167,7 +167,7 @@ def test_without_a_supported_python_the_message_says_what_to_install(checkout: P
     for name in ("bash", "cat", "dirname", "mkdir", "find", "flock"):
         if path := shutil.which(name):
             (tools / name).symlink_to(path)
-    failed = bash(checkout, "source scripts/setup.sh; set_up requirements.txt", PATH=str(tools))
+    failed = bash(checkout, "source scripts/setup.sh; set_up requirements.txt", PATH=str(tools), PYENV_ROOT=str(tools))
     assert failed.returncode == 1
     assert "no Python 3.11, 3.12 or 3.13" in failed.stderr
     assert "PYTHON=/path/to/python3.12" in failed.stderr

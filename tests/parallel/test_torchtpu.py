@@ -1,0 +1,110 @@
+"""The torch engine on TPUs through torch_tpu, whose programs run on an emulated TPU: see torchtpu/plugin.py."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import pytest
+
+from pretraining.config.devices import DEVICE_KINDS
+from pretraining.parallel.accelerator import ACCELERATORS
+from tests.object_storage import free_port
+from tests.parallel.launch import ALONE, ROOT, environment, launched, run
+
+VENV = ROOT / ".venv-torchtpu"
+IS_INSTALLED = (VENV / "installed-requirements-torchtpu-emulator.txt").exists() and which("cc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not IS_INSTALLED,
+        reason="needs cc and .venv-torchtpu, which `bash scripts/test.sh` installs where there is Python 3.12 or 3.13",
+    ),
+]
+PYTHON = str(VENV / "bin" / "python")
+NO_TPU = environment(TPU_SKIP_MDS_QUERY="1")  # otherwise libtpu asks a cloud for its metadata for two minutes
+Fields = dict[str, Any]
+SMALL: Fields = {"num_layers": 2, "num_steps": 4, "global_batch_size": 4, "batch_size": 4}
+DROPOUT: Fields = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+BF16: Fields = {"mixed_precision": True}
+REFERENCES: dict[str, Fields] = {"fp32": {}, "dropout": DROPOUT, "bf16": BF16}
+RECOMPUTE: Fields = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}
+TENSOR: Fields = {"sharding_strategy": "ddp", "tensor_parallel_size": 2, "sequence_parallel": True, "batch_size": 2}
+# Processes -> case -> its reference on the CPU, and its fields
+CASES: dict[int, dict[str, tuple[str, Fields]]] = {
+    ALONE: {
+        "plain": ("fp32", {}),
+        "recomputed, accumulated": ("fp32", {**RECOMPUTE, "batch_size": 1}),
+        "bf16": ("bf16", BF16),
+        "dropout, resumed": ("dropout", DROPOUT),
+    },
+    4: {
+        "hsdp": ("fp32", {"sharding_strategy": "hsdp", "sharding_group_size": 2, "batch_size": 1}),
+        "ddp x tensor, sequence": ("fp32", TENSOR),
+    },
+}
+
+
+def emulated(processes: int, cases: dict[str, Fields]) -> dict[str, Any]:
+    """Train every case in one start of torchtpu/driver.py."""
+    driver = str(Path(__file__).with_name("torchtpu") / "driver.py")
+    command = launched(processes, driver, json.dumps({case: {**SMALL, **fields} for case, fields in cases.items()}))
+    variables = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}"}
+    if processes > 1:
+        addresses = ",".join(f"localhost:{8476 + index}" for index in range(processes))
+        variables |= {"TORCH_TPU_TOPOLOGY": f"2,{processes // 2},1", "TORCH_TPU_SLICEBUILDER_ADDRESSES": addresses}
+    return run([PYTHON, *command[1:]], **variables)[0]
+
+
+@functools.cache
+def outcome(processes: int) -> dict[str, Any]:
+    cases = {case: fields for case, (_, fields) in CASES[processes].items()}
+    if processes == ALONE:
+        cases["dropout, resumed"] = {**DROPOUT, "halfway": f"{tempfile.mkdtemp()}/run"}
+        cases |= {f"{case} on the cpu": {**fields, "device": "cpu"} for case, fields in REFERENCES.items()}
+    return emulated(processes, cases)
+
+
+@pytest.mark.parametrize(("processes", "case"), [(count, case) for count, cases in CASES.items() for case in cases])
+def test_losses_and_gradient_norms_are_the_cpu_s_and_no_step_after_the_first_compiles(
+    processes: int, case: str
+) -> None:
+    name, _ = CASES[processes][case]
+    reference, got = outcome(ALONE)[f"{name} on the cpu"], outcome(processes)[case]
+    for figure in ("loss", "grad_norm", "evaluation"):
+        assert got[figure] == pytest.approx(reference[figure], abs=1e-2 if name == "bf16" else 1e-5), figure
+    assert got["loss"][-1] < got["loss"][0] - 0.25
+    steps = got["compiled"][:3] if "resumed" in case else got["compiled"]  # another model is made before the fourth
+    assert steps[0] > 50 and len(set(steps)) == 1
+
+
+def test_without_a_tpu_the_device_is_refused_in_one_sentence() -> None:
+    flags = ["--engine=torch", "--device=tpu", "--use_dummy_dataset", "--model_variant=tiny", "--num_steps=1"]
+    done = subprocess.run(
+        [PYTHON, "main_training.py", *flags], cwd=ROOT, env=NO_TPU, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "--device=tpu, but PyTorch finds no TPU" in done.stderr
+
+
+# Prints what the engine, the plan and train.sh rely on: by name of a TPU its peak, and the variables of a launch.
+FACTS = """
+import json, os, torch
+from torch_tpu._internal.utils import hardware
+known, per_chip = set(os.environ), hardware._DEVICES_PER_CHIP
+torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=4)
+peaks = {kind.value: flops / per_chip.get(kind, 1) for kind, flops in hardware._BF16_FLOPS_PER_CHIP.items()}
+print(json.dumps({"peaks": peaks, "variables": sorted(set(os.environ) - known)}))
+"""
+
+
+def test_names_peaks_and_launch_variables_are_those_of_torch_tpu() -> None:
+    facts, _ = run([PYTHON, "-c", FACTS], **{**NO_TPU, "TORCH_TPU_TOPOLOGY": "2,2,1"})
+    titles = {kind.title: kind.peak_flops for kind in DEVICE_KINDS if kind.topology_axes}
+    assert titles.items() <= facts["peaks"].items()
+    assert {*ACCELERATORS["tpu"].launch_variables} <= {*facts["variables"], "TORCH_TPU_TOPOLOGY"}
