@@ -45,7 +45,7 @@ from pretraining.checkpoint.huggingface import (
 )
 from pretraining.checkpoint.manifest import DTYPES, Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.pickles import LAYOUTS, Layout, Weights, describe_moments, layout_of, open_pickles
+from pretraining.checkpoint.pickles import LAYOUTS, Weights, describe_moments, layout_of, open_pickles
 from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
 from pretraining.checkpoint.store import (
     IO_WORKERS,
@@ -82,12 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"--import_config: {flags.source} is no checkpoint of GPT-NeoX, NxD Training or NeMo")
         if layout:
             weights = open_pickles(flags.source, layout, flags.import_config, flags.model_config_path)
-            _print_moments(flags.source, layout)
+            _print_note(weights.note)
             print(from_pickles(weights, flags.source, flags.target, dtype))
             return 0
         source = open_any_checkpoint(flags.source)
         if is_huggingface(flags.source):
-            _print_moments(flags.source, LAYOUTS[0])
+            _print_note(describe_moments(flags.source, LAYOUTS[0]) if isinstance(flags.source, Path) else "")
             print(to_checkpoint(source, flags.target, dtype))
         else:
             if not isinstance(flags.target, Path):
@@ -101,9 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _print_moments(source: Location, layout: Layout) -> None:
-    """Print why optimizer states are left behind, where there are any."""
-    if isinstance(source, Path) and (note := describe_moments(source, layout)):
+def _print_note(note: str) -> None:
+    if note:
         print(f"note: {note}", file=sys.stderr)
 
 

@@ -1,13 +1,14 @@
 """Read the weights that other trainers save as pickles: Hugging Face's .bin, GPT-NeoX's, NxD Training's and NeMo's.
 
 torch.load(weights_only=True) reads them and nothing else: objects of other classes become empty stand-ins, so that no
-code of a file runs. Tensors are mapped, not read, where the file is a zip archive. Optimizer states are left out.
+code of a file runs. Tensors are mapped, not read, where the file is a zip archive. Of optimizer states, those are
+read that have a name (nemo_states.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,6 +22,7 @@ from pretraining.checkpoint import ranks
 from pretraining.checkpoint.files import UnreadableError, read_json
 from pretraining.checkpoint.gpt_neox import our_name
 from pretraining.checkpoint.huggingface import BUFFERS, EMBEDDING, HEAD, model_fields
+from pretraining.checkpoint.nemo_states import STEP, named_states
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.huggingface import CONFIG
@@ -75,6 +77,7 @@ class Weights(NamedTuple):
 
     config: TrainConfig
     tensors: dict[str, ranks.MergedTensor]
+    note: str = ""  # on the optimizer states
 
 
 def open_pickles(path: Path, layout: Layout, import_config: str = "", model_config_path: str = "") -> Weights:
@@ -102,7 +105,30 @@ def open_pickles(path: Path, layout: Layout, import_config: str = "", model_conf
     fields = {name: getattr(config, name) for name in MODEL}
     fields |= {"model_variant": CUSTOM, "tie_word_embeddings": config.tie_word_embeddings}
     fields |= {"vocab_size": tensors[EMBEDDING].description.shape[0], "make_vocab_size_divisible_by": 1}
-    return Weights(TrainConfig(**fields), tensors)
+    if layout.read is _nemo and (states := _nemo_states(path, layout, config, tensors)):
+        fields["optimizer"] = config.optimizer
+        note = f"{path}: with the optimizer's state after {int(states[STEP].read())} updates"
+        return Weights(TrainConfig(**fields), tensors | states, note)
+    return Weights(TrainConfig(**fields), tensors, describe_moments(path, layout))
+
+
+def _nemo_states(
+    path: Path, layout: Layout, config: TrainConfig, weights: Mapping[str, object]
+) -> dict[str, ranks.MergedTensor]:
+    """Return the optimizer's state and its fp32 weights; nothing unless every one of `weights` has them."""
+    found = [(rank, stage, named_states(loaded)) for rank, stage, loaded in _nemo_files(path)]
+    if not all(states for *_, states in found):
+        return {}
+    merged: dict[str, ranks.MergedTensor] = {}
+    layers = model_shape(config).num_layers
+    for prefix in next(states.tensors for *_, states in found if states):
+        parts = [(rank, stage, states.tensors[prefix]) for rank, stage, states in found if states]
+        tensors = ranks.merge(_by_name(parts, layers), layout.table(config), layers)
+        if tensors.keys() - {HEAD} != weights.keys() - {HEAD}:
+            return {}
+        merged |= {prefix + name: tensor for name, tensor in tensors.items() if name in weights}
+    updates = torch.tensor(float(max(states.updates for *_, states in found if states)))
+    return {**merged, STEP: ranks.MergedTensor(updates.to("meta"), lambda: updates)}
 
 
 def _imported(layout: Layout, import_config: str, model_config_path: str) -> TrainConfig:
@@ -171,12 +197,17 @@ def _nxdt(path: Path) -> Read:
 
 
 def _nemo(path: Path) -> Read:
-    """One file for each rank, in a folder of its own unless there is one rank; layers are counted from the stage's."""
+    """Layers are counted from the stage's first."""
+    for rank, stage, loaded in _nemo_files(path):
+        yield rank, stage, loaded.get("state_dict", loaded)
+
+
+def _nemo_files(path: Path) -> Read:
+    """One file for each rank, in a folder of its own unless there is one rank."""
     for file in sorted(path.rglob("model_optim_rng.ckpt")) or sorted(path.rglob("model_weights.ckpt")):
         numbers = [int(number) for number in re.findall(r"\d+", file.parent.name)] if file.parent != path else []
         tensor_rank, stage = [*numbers, 0, 0][:2]
-        loaded = load(file)
-        yield tensor_rank, stage, loaded.get("state_dict", loaded)
+        yield tensor_rank, stage, load(file)
 
 
 _FLAT = "flat partitions of data-parallel ranks"
@@ -223,11 +254,16 @@ def layout_of(path: Path) -> Layout | None:
 def read_ranks(path: Path, layout: Layout, layers: int | None = None) -> dict[str, list[Tensor]]:
     """Return each tensor of every tensor rank, with the layers' numbers. layers: of the model, if they are counted
     from the stage's first."""
+    return _by_name(layout.read(path), (layers or 0) if layout.counts_from_stage else 0)
+
+
+def _by_name(parts: Iterable[tuple[int, int, dict[str, Any]]], layers: int) -> dict[str, list[Tensor]]:
+    """Return each tensor of every tensor rank. layers: of the model, 0 where the parts count them from the first."""
     found: dict[str, dict[int, Tensor]] = {}
-    read = sorted(layout.read(path), key=lambda part: part[:2])
+    read = sorted(parts, key=lambda part: part[:2])
     stages = 1 + max((stage for _, stage, _ in read), default=0)
     for rank, stage, tensors in read:
-        first = stage * (layers or 0) // stages if layout.counts_from_stage else 0
+        first = stage * layers // stages
         for name, tensor in tensors.items():
             if isinstance(tensor, Tensor):
                 found.setdefault(_shifted(name, first), {}).setdefault(rank, tensor)

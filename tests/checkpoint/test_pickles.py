@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -209,6 +210,42 @@ def test_nemo_s_ranks_are_one_model(
     put(config, "model.tokenizer.model", "???")  # of no importance here
     assert_same_function(theirs, folder, tmp_path / "ours", put(config, "model.pipeline_model_parallel_size", stages))
     assert "without names; training starts with moments of 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ranks", "stages", "is_told"), [(1, 1, True), (2, 2, True), (1, 1, False)])
+def test_nemo_s_optimizer_states_come_along_where_their_parameters_can_be_told(
+    ranks: int, stages: int, is_told: bool, tmp_path: Path
+) -> None:
+    """Numbered in the order of two groups, with and without decay, beside fp32 copies of bf16 parameters."""
+    weights = llama().state_dict()
+    states = {moment: {n: torch.rand_like(w) for n, w in weights.items()} for moment in ("exp_avg", "exp_avg_sq")}
+    for rank, stage in itertools.product(range(ranks), range(stages)):
+        folder = tmp_path / "nemo" / f"tp_rank_{rank:02}_pp_rank_{stage:03}"
+        folder.mkdir(parents=True)
+        layers = range(stage * 2 // stages, (stage + 1) * 2 // stages)
+        copies = megatron(weights, rank, ranks, layers)
+        shards = {moment: megatron(state, rank, ranks, layers) for moment, state in states.items()}
+        groups = [[n for n in copies if ("norm" in n) == is_norm] for is_norm in (False, True)]
+        order = [name for group in groups for name in group]
+        optimizer = {
+            "state": {i: {moment: shards[moment][name] for moment in shards} for i, name in enumerate(order)},
+            "param_groups": [{"params": [order.index(n) for n in group], "step": 7} for group in groups],
+        }
+        wrapper = {"optimizer": optimizer, "fp32_from_fp16_params": [[copies[n] for n in g] for g in groups]}
+        model = {name: (copy if is_told else torch.ones_like(copy)).bfloat16() for name, copy in copies.items()}
+        torch.save({"state_dict": model, "optimizer_states": [wrapper]}, folder / "model_optim_rng.ckpt")
+    config = put(put(tree("nemo"), "model.tensor_model_parallel_size", ranks), "model.optim.name", "adam")
+    (tmp_path / "nemo.json").write_text(json.dumps(config))
+    assert main([str(tmp_path / "nemo"), str(tmp_path / "ours"), f"--import_config={tmp_path / 'nemo.json'}"]) == 0
+    checkpoint = open_checkpoint(tmp_path / "ours" / "step_0")
+    tensors = read_tensors(checkpoint)
+    expected = {
+        f"optimizer.{moment}.{name}": tensor for moment, state in states.items() for name, tensor in state.items()
+    }
+    assert {name for name in tensors if not is_weight(name)} == ({*expected, "optimizer.step"} if is_told else set())
+    if is_told:
+        assert checkpoint.facts.config["optimizer"] == "adam" and tensors["optimizer.step"] == 7
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in {**weights, **expected}.items())
 
 
 @pytest.mark.parametrize(
