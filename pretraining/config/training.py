@@ -40,7 +40,7 @@ from pretraining.config.optimizers import OPTIMIZERS, parse_arguments
 from pretraining.config.schedules import SCHEDULES
 from pretraining.config.variants import CUSTOM, VARIANTS
 
-Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "silu"]
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "silu", "squared_relu"]
 ShardingStrategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 PipelineSchedule = Literal["auto", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform"]
@@ -104,7 +104,8 @@ class TrainConfig:
     """Normalize the queries and keys of each head before their rotation (q_norm and k_norm of Qwen 3)."""
     activation: Annotated[Activation, Resume.FUNCTION] = "swiglu"
     """Activation of the feed-forward layer. "swiglu", "geglu", "geglu_tanh" and "reglu" are gated: a second matrix
-    multiplies the activation. "gelu", "gelu_tanh" (its approximation), "relu" and "silu" are plain."""
+    multiplies the activation. "gelu", "gelu_tanh" (its approximation), "relu", "silu" and "squared_relu" (Nemotron's)
+    are plain."""
     attn_bias: Annotated[bool, Resume.FUNCTION] = False
     """Add biases in the four projections of attention."""
     qkv_bias: Annotated[bool, Resume.FUNCTION] = False

@@ -93,9 +93,9 @@ def _activation(value: Any, source: ForeignConfig) -> Conversion:
     fused = source.get("model.bias_activation_fusion")
     if (name in ("gelu", "geglu") and fused) or (name == "gelu" and source.get("model.openai_gelu")):
         return implied("the fused kernel and OpenAI's GELU are the tanh approximation", activation=f"{name}_tanh")
-    if name in ("gelu", "swiglu", "geglu", "reglu"):
-        return mapped(activation=name)
-    return unsupported("known are gelu, swiglu, geglu, reglu and their fast- forms")
+    if name in ("gelu", "swiglu", "geglu", "reglu", "squared-relu"):
+        return mapped(activation=name.replace("-", "_"))
+    return unsupported("known are gelu, swiglu, geglu, reglu and their fast- forms, and squared-relu")
 
 
 def _interpolation(value: Any, _: ForeignConfig) -> Conversion:

@@ -167,11 +167,17 @@ class Attention(Module):
         return mask._replace(noise=hashes, dropout=self.dropout, tensor_rank=noise.tensor_rank)
 
 
+def _squared_relu(x: Tensor) -> Tensor:
+    """Squared ReLU (So et al. 2021, Primer)."""
+    return F.relu(x).square()
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(("swiglu", "silu"), F.silu),
     **dict.fromkeys(("geglu", "gelu"), F.gelu),
     **dict.fromkeys(("reglu", "relu"), F.relu),
     **dict.fromkeys(("geglu_tanh", "gelu_tanh"), partial(F.gelu, approximate="tanh")),
+    "squared_relu": _squared_relu,
 }
 
 

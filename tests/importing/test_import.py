@@ -263,7 +263,7 @@ REFUSED = [
     ("nemo", "trainer.limit_val_batches", 0.5, "share of the data"),
     ("nemo", "model.pre_process", False, "embedding"),
     ("nemo", "model.fp8", True, "fp8"),
-    ("nemo", "model.activation", "squared-relu", "known are gelu"),
+    ("nemo", "model.activation", "softsign", "known are gelu"),
     ("nemo", "model.num_layers", "???", "give --num_layers"),
     ("nemo", "model.apply_embedding_scaling", True, "root of hidden_size"),
     ("nemo", "model.sqrt_query_pre_attn_scalar", 15.0, "root of head_dim"),
