@@ -31,6 +31,7 @@ class Format(NamedTuple):
     mappings: Mapping[str, KeyMapping]
     defaults: Mapping[str, Any] = {}
     checks: tuple[Callable[[ForeignConfig], Iterable[Problem]], ...] = ()
+    advice: tuple[Callable[[ForeignConfig], Iterable[Problem]], ...] = ()  # whose problems are warnings
 
     def mapping_of(self, key: str) -> KeyMapping | None:
         """Return the mapping of a key: its own, or that of a family such as "model.moe.*"."""

@@ -86,8 +86,6 @@ FORMAT = Format(
         "model.bias_activation_fusion": lambda source: source.values.get("model.bias_gelu_fusion", True),
         "model.attention_dropout": 0.1,
     },
-    (
-        megatron_optim.schedule_is_indented,
-        megatron.batch_check("model.", "model."),
-    ),
+    (megatron_optim.schedule_is_indented,),
+    (megatron.batch_check("model.", "model."),),  # which NeMo checks on the devices of a run, as this recipe does
 )

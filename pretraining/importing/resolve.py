@@ -80,7 +80,7 @@ class ImportResult:
     flags: dict[str, Any]  # for config_from_flags
     origins: dict[str, str]  # field -> "key=value in FILE"
     problems: list[Problem]  # of the source, all that stop the run
-    warnings: list[Problem]  # unsupported keys that --import_strict=False accepts
+    warnings: list[Problem]  # unsupported keys that --import_strict=False accepts, and what the source would refuse
     config: TrainConfig  # of `flags`, with our defaults where a value cannot be read
     config_problems: list[Problem]
 
@@ -107,7 +107,7 @@ def import_foreign(flags: Mapping[str, object], checks: Iterable[Check] = ()) ->
     problems += [problem for check in format_.checks for problem in check(foreign)]
     warnings = [] if own.config.import_strict else refused
     problems = problems if warnings else [*refused, *problems]
-    warnings = [*warnings, *notes]
+    warnings = [*warnings, *notes, *(problem for check in format_.advice for problem in check(foreign))]
     config, mistakes = read_values(values, checks, missing_matters=not own.config.import_only)
     mistakes = [with_origin(problem, origins) for problem in mistakes]
     return ImportResult(format_, foreign, keys, defaults, values, origins, problems, warnings, config, mistakes)

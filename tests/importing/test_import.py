@@ -357,11 +357,19 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
         assert subject in report
 
 
-@pytest.mark.parametrize(("kind", "key"), [("nxdt", "data.global_batch_size"), ("nemo", "model.global_batch_size")])
-def test_a_batch_that_does_not_divide_is_refused_with_what_would_work(kind: str, key: str, tmp_path: Path) -> None:
-    report = refusal(put(tree(kind), key, 40), tmp_path)  # 8 ranks of 2 sequences
-    assert f"{key}=40" in report
+def test_a_batch_that_does_not_divide_is_refused_with_what_would_work(tmp_path: Path) -> None:
+    """8 ranks of 2 sequences. NxD Training would train on 32 and not say so."""
+    report = refusal(put(tree("nxdt"), "data.global_batch_size", 40), tmp_path)
+    assert "data.global_batch_size=40" in report
     assert "use 32 or 48, or micro_batch_size 1, 5" in report
+
+
+def test_a_batch_that_nemo_would_refuse_on_the_file_s_devices_is_one_for_other_devices(tmp_path: Path) -> None:
+    """The launcher's files have devices that their batches do not divide over: its users give their own."""
+    node = put(tree("nemo"), "model.global_batch_size", 40)
+    assert config(node, tmp_path).global_batch_size == 40
+    (warning,) = resolved(node, tmp_path).warnings
+    assert warning.subject == "model.global_batch_size=40" and "use 32 or 48" in warning.remedy
 
 
 # ---- flags
