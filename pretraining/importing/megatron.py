@@ -159,9 +159,9 @@ FALCON = "megatron_falcon_gpt"
 
 
 def _layers(value: Any, _: ForeignConfig) -> Conversion:
-    if value in (FALCON, "megatron_gpt_full_te_layer_autocast", ""):
+    if value in (FALCON, "te_gpt", "megatron_gpt_full_te_layer_autocast", ""):
         return implied("read with mcore_customization_config" if value == FALCON else "the same layers")
-    return unsupported(f"known are {FALCON} and megatron_gpt_full_te_layer_autocast")
+    return unsupported(f"known are te_gpt, {FALCON} and megatron_gpt_full_te_layer_autocast")
 
 
 def _parallel(value: Any, source: ForeignConfig) -> Conversion:

@@ -658,6 +658,7 @@ BESIDE = {
     "exp_manager.neptune_logger_kwargs.prefix": "train",
     "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": True,
     "model.precision": "bf16",
+    "model.name": "te_gpt",
     "model.nemo_version": "1.21.0rc0",
     "model.mcore_customization_config.parallel_attention": True,  # without Falcon's name
     "model.cpu_offloading": False,
