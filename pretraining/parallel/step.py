@@ -252,7 +252,7 @@ class OptimizerStep(ABC):
     def _initial_moment(self, parameter: ParameterState, shape: torch.Size, spec: MomentSpec) -> Tensor:
         dtype = self.precision.optimizer_state
         if spec.initial is None:
-            moment = parameter.weight.detach().clone().to(dtype)
+            moment = (parameter.weight.detach() * 1).to(dtype)  # on XLA a clone keeps the parameter's sharding
         else:
             moment = torch.full(shape, spec.initial, dtype=dtype, device=self.device)
         self.place(parameter, moment, is_moment=True)

@@ -123,7 +123,10 @@ CASES: dict[int, dict[str, Fields]] = {
             "context_parallel_size": 2,
             "batch_size": 8,
         },
-        "accumulated": {**STRATEGIES["fsdp"], "batch_size": 1, "gradient_accumulation_steps": 2},
+        "accumulated": {  # an average of a weight is sharded, where the weight is not
+            **{"sharding_strategy": "zero1", "tensor_parallel_size": 2, "ema_decay": 0.9},
+            **{"batch_size": 1, "gradient_accumulation_steps": 4},
+        },
         "built first": {**STRATEGIES["fsdp"], "low_cpu_fsdp": False},
         "options, ddp": {**STRATEGIES["ddp"], **OPTIONS},
         "options, fsdp x tensor": {**STRATEGIES["fsdp"], **TENSOR, **OPTIONS, **RECOMPUTED["a third"]},
