@@ -9,8 +9,9 @@
 All contenders train the same model on the same tokens, 4096 per sequence, with clipped gradients, torch.compile and
 fused AdamW. `transformers` runs as its Trainer does: fp32 parameters, autocast to bf16, SDPA. `transformers_bf16` keeps
 parameters and moments in bf16, which takes less memory and is less precise than `ours`. `ours_cudnn` prefers cuDNN's
-attention kernel to the flash kernel. Each contender runs in its own process, one after the other. Times are medians of
-steps, each of which waits for its loss. The tables go to stdout, and the figures as JSON to FOLDER.
+attention kernel to the flash kernel. `ours_fp8` is --precision=fp8, whose MFU is a share of the bf16 peak, too; it has
+not been measured yet. Each contender runs in its own process, one after the other. Times are medians of steps, each of
+which waits for its loss. The tables go to stdout, and the figures as JSON to FOLDER.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,7 @@ def transformers_step(config: TrainConfig, dtype: torch.dtype) -> Step:
 CONTENDERS: dict[str, Callable[[TrainConfig], Step]] = {
     "ours": engine_step,
     "ours_cudnn": engine_step,  # see attention_of
+    "ours_fp8": lambda config: engine_step(replace(config, precision="fp8")),
     "transformers": lambda config: transformers_step(config, torch.float32),
     "transformers_bf16": lambda config: transformers_step(config, torch.bfloat16),
 }

@@ -236,12 +236,17 @@ class TrainConfig:
     mixed_precision: Annotated[bool, COMMON] = True
     """True: parameters and optimizer state in fp32, matrix products and activations in bf16, gradients reduced in fp32.
     False: everything in fp32."""
-    precision: Literal["auto", "fp32", "mixed_bf16", "mixed_bf16_sr", "bf16_sr", "autocast", "fp16", "manual"] = "auto"
+    precision: Literal[
+        "auto", "fp32", "mixed_bf16", "mixed_bf16_sr", "bf16_sr", "autocast", "fp16", "fp8", "manual"
+    ] = "auto"
     """Refines mixed_precision. "auto": mixed_bf16 if mixed_precision, else fp32. "mixed_bf16_sr": mixed_bf16, and the
     bf16 copy of the parameters that matrix products read is rounded stochastically. "bf16_sr": parameters, gradients
     and optimizer state in bf16 without an fp32 copy; the optimizer rounds what it writes stochastically. "autocast":
     matrix products in bf16, everything between them in fp32, like torch.autocast. "fp16": mixed_bf16 with fp16 instead
-    of bf16, and a loss scale. "manual": mixed_bf16 with the three settings below."""
+    of bf16, and a loss scale. "fp8": mixed_bf16, and the linear layers of the blocks multiply float8 matrices (inputs
+    and weights e4m3, gradients e5m2), each scaled by its largest element; FSDP gathers weights in bf16. GPUs of compute
+    capability 8.9 or newer, or the CPU; not run on a GPU yet. MFU remains a share of the bf16 peak. "manual":
+    mixed_bf16 with the three settings below."""
     master_weights: Annotated[bool | None, Needs("precision", "manual")] = None
     """True: parameters and optimizer state in fp32. False: in bf16. None: True."""
     fp32_grad_acc: Annotated[bool | None, Needs("precision", "manual")] = None

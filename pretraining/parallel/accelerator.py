@@ -62,6 +62,7 @@ ACCELERATORS = {
     "neuron": Accelerator("NeuronCore", "neuron", {"backend": "neuron", "dynamic": False}, package="torch_neuronx"),
 }
 HOST = torch.device("cpu")
+FLOAT8_CAPABILITY = (8, 9)  # CUDA's compute capability of the first GPUs that multiply float8 matrices (L40, H100)
 MEMORY_EVENTS = 100_000  # kept allocations and frees: some steps of a small model, about 100 MB of file
 
 
@@ -123,6 +124,14 @@ def set_matmul_precision(device: torch.device, compute: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch 2.9 announces other names for TF32's switches
         torch.set_float32_matmul_precision("highest" if is_fp32 else ACCELERATORS[device.type].mixed_matmul_precision)
+
+
+def require_float8(device: torch.device) -> None:
+    """Raise UserError if `device`, a GPU or the CPU, cannot multiply float8 matrices."""
+    if device != HOST and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        needed = ".".join(map(str, FLOAT8_CAPABILITY))
+        remedy = f"needs a GPU of compute capability {needed}, such as L40 or H100, and this is {device_name(device)}"
+        raise UserError(f"--precision=fp8 {remedy}; use mixed_bf16")
 
 
 def device_name(device: torch.device) -> str:

@@ -13,32 +13,33 @@ from pretraining.parallel.checks import CHECKS
 
 PLACES = [("xla", None), ("torch", "cpu"), ("torch", "tpu"), ("torch", "cuda")]
 # One configuration with the values of each row.
-EXAMPLES: dict[str, dict[str, Any]] = {
-    "device": {"device": "cuda"},
-    "precision": {"precision": "fp16"},
-    "reduce_dtype": {"reduce_dtype": "bf16", "mixed_precision": False},
-    "collective_timeout": {"collective_timeout": 5},
-    "cpu_offload": {"cpu_offload": True},
-    "memory_profiling": {"memory_profiling": True},
-    "pipeline_schedule": {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"},
-    "kv_replication": {"kv_replication": 2},
-    "attention_impl": {"attention_impl": "chunked"},
-    "save_attention": {"save_attention": True},
-    "dump_sharding": {"dump_sharding": "there.json"},
-    "compile_cache_dir": {"compile_cache_dir": "there"},
-}
+EXAMPLES: list[tuple[str, dict[str, Any]]] = [
+    ("device", {"device": "cuda"}),
+    ("precision", {"precision": "fp16"}),
+    ("precision", {"precision": "fp8"}),
+    ("reduce_dtype", {"reduce_dtype": "bf16", "mixed_precision": False}),
+    ("collective_timeout", {"collective_timeout": 5}),
+    ("cpu_offload", {"cpu_offload": True}),
+    ("memory_profiling", {"memory_profiling": True}),
+    ("pipeline_schedule", {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"}),
+    ("kv_replication", {"kv_replication": 2}),
+    ("attention_impl", {"attention_impl": "chunked"}),
+    ("save_attention", {"save_attention": True}),
+    ("dump_sharding", {"dump_sharding": "there.json"}),
+    ("compile_cache_dir", {"compile_cache_dir": "there"}),
+]
 
 
 def test_every_row_has_an_example_and_no_default_is_unsupported() -> None:
-    assert [limit.setting for limit in LIMITS] == list(EXAMPLES)
-    assert SETTINGS.keys() >= EXAMPLES.keys()
+    assert [limit.setting for limit in LIMITS] == [setting for setting, _ in EXAMPLES]
+    assert SETTINGS.keys() >= {setting for setting, _ in EXAMPLES}
     for engine, device in PLACES:
         assert list(unsupported(TrainConfig(), engine, device)) == []
 
 
-@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.setting)
-def test_a_value_is_refused_where_its_row_says_and_nowhere_else(limit: Any) -> None:
-    config = TrainConfig(**EXAMPLES[limit.setting])
+@pytest.mark.parametrize(("limit", "fields"), [(limit, row[1]) for limit, row in zip(LIMITS, EXAMPLES, strict=True)])
+def test_a_value_is_refused_where_its_row_says_and_nowhere_else(limit: Any, fields: dict[str, Any]) -> None:
+    config = TrainConfig(**fields)
     for engine, device in PLACES:
         refused = [problem.subject for problem in unsupported(config, engine, device)]
         missing = {engine, f"{engine} on {device}"} & set(limit.missing_on)

@@ -67,6 +67,7 @@ def test_every_dtype_of_the_precision_is_said() -> None:
     by_hand = facts(precision="manual", master_weights=False, stochastic_rounding=True)["precision"]
     kept = "parameters bf16, gradients fp32, optimizer state bf16; rounded stochastically"
     assert by_hand == f"manual: activations bf16, products bf16, {kept}"
+    assert "linear layers of the blocks fp8 (e4m3, gradients e5m2)" in facts(precision="fp8")["precision"]
     assert facts(precision="fp16")["precision"].startswith("fp16: activations fp16, products fp16, parameters fp32")
 
 

@@ -16,6 +16,7 @@ from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import build_optimizer
+from pretraining.parallel import accelerator
 from pretraining.parallel.torch_engine import TorchEngine
 from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
@@ -80,6 +81,17 @@ def test_memory_of_traced_steps_is_written(tmp_path: Path) -> None:
 def test_fp16_losses_are_within_two_percent_of_fp32(documents: bool) -> None:
     fp16 = trained(documents, precision="fp16", mixed_precision=True)
     assert_same(fp16, trained(documents), 2e-2)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < accelerator.FLOAT8_CAPABILITY,
+    reason="needs a GPU that multiplies float8 matrices",
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fp8_losses_are_within_two_percent_of_fp32(compiled: bool) -> None:
+    fp8 = trained(precision="fp8", mixed_precision=True, use_torch_compile=compiled)
+    assert fp8["loss"] == pytest.approx(trained()["loss"], rel=2e-2)
+    assert len(set(fp8["graphs"])) == 1
 
 
 def assert_same(got: dict[str, Any], reference: dict[str, Any], tolerance: float) -> None:
