@@ -23,12 +23,15 @@ FP8: Fields = {"precision": "fp8", "mixed_precision": True, "num_layers": 2}
 LORA: Fields = {"lora_rank": 4, "lora_target_modules": ".*_proj", "lora_init": "gaussian", "learning_rate": 1e-2}
 BF16: Fields = {"mixed_precision": True, "num_layers": 2}
 RECOMPUTE: Fields = {"fsdp_activation_checkpointing": True, "batch_size": 1}
+SPLIT: Fields = {"pipeline_parallel_size": 2, "pipeline_schedule": "InterleavedZeroBubble"}
 CASES: dict[int, dict[str, Fields]] = {
     ALONE: {"fp8": FP8, "bf16": BF16, "lora": {**FP8, **LORA}, "bf16, lora": {**BF16, **LORA}},
     2: {
         "fsdp": {**FP8, "sharding_strategy": "fsdp"},
         "fsdp, recomputed, accumulated": {**FP8, **RECOMPUTE, "sharding_strategy": "fsdp"},
         "tensor, sequence": {**FP8, "tensor_parallel_size": 2, "sequence_parallel": True, "sharding_strategy": "fsdp"},
+        "stages": {**FP8, "pipeline_parallel_size": 2, "sharding_strategy": "ddp"},
+        "context": {**FP8, "context_parallel_size": 2, "sharding_strategy": "fsdp"},
     },
 }
 # Bits after the leading one, and the spacing of the smallest numbers
@@ -135,6 +138,10 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
         (
             {"tensor_parallel_size": 4, "intermediate_size": 160},
             "intermediate_size=160 +is not a multiple of 64 = 16 x 4 ranks.*use 128 or 192",
+        ),
+        (
+            {**SPLIT, "gradient_accumulation_steps": 4, "use_torch_compile": False},
+            "InterleavedZeroBubble +cannot split the backward pass of precision=fp8",
         ),
         ({"num_kv_heads": 1}, "num_kv_heads=1 +x head_dim=8 = 8 is not a multiple of 16"),
         ({"batch_size": 1, "seq_length": 40}, "batch_size=1 +x 40 tokens = 40 is not a multiple of 16.*use 32 or 48"),
