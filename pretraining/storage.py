@@ -36,6 +36,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # s, before jitter; each pause is twice 
 # Errors in pyarrow's messages that no repetition cures.
 _PERMANENT = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "NO_SUCH_BUCKET", "EXPIRED_TOKEN",
               "INVALID_CLIENT_TOKEN_ID", "InvalidBucketName", "PERMISSION_DENIED", "HTTP status 403")  # fmt: skip
+GOOGLE = "gs://"
 BUFFER = 1 << 20  # bytes that a file object reads ahead: a request takes as long as a MiB at 50 MB/s
 
 
@@ -207,9 +208,10 @@ class ObjectPath:
         from pyarrow import fs
 
         def act(client: fs.FileSystem, name: str) -> list[fs.FileInfo]:
-            listed: list[fs.FileInfo] = client.get_file_info(fs.FileSelector(name, recursive=recursive))
-            return listed
+            listed: list[fs.FileInfo] = client.get_file_info(fs.FileSelector(name, recursive=recursive or is_google))
+            return listed if recursive or not is_google else _direct(listed, name)
 
+        is_google = self.uri.startswith(GOOGLE)
         for info in self.request(act):
             yield ObjectPath(f"{self._parts[0]}://{info.path}", info)
 
@@ -253,6 +255,21 @@ class ObjectPath:
             self.request(lambda client, name: client.delete_dir(name))
 
 
+def _direct(listed: list[fs.FileInfo], folder: str) -> list[fs.FileInfo]:
+    """Return the objects directly in `folder`, and its folders, of a recursive listing.
+
+    pyarrow 26's own listing of one level lacks the folders of Google's storage, unless each has an object "name/".
+    """
+    from pyarrow import fs
+
+    found = {}
+    for info in listed:
+        first, _, rest = info.path.removeprefix(f"{folder}/").partition("/")
+        path = f"{folder}/{first}"
+        found[path] = fs.FileInfo(path, fs.FileType.Directory) if rest else info
+    return list(found.values())
+
+
 Location = Path | ObjectPath
 
 
@@ -286,7 +303,12 @@ class ObjectFile(io.RawIOBase):
             raise StorageError(f"{self.path}: changed while it is read: restore the indexed object, or start again")
 
     def check(self, since: float) -> None:
-        """Raise StorageError if the object was not the same at the time `since` or later."""
+        """Raise StorageError if the object was not the same at the time `since` or later.
+
+        Does nothing in Google's storage, where pyarrow requests the version (generation) that was opened and no other.
+        """
+        if self.path.uri.startswith(GOOGLE):
+            return
         with self._lock:
             if self._checked <= since:
                 began = time.monotonic()
@@ -334,7 +356,7 @@ class Upload:
 
     A part that could not be sent is sent again, by the client. Parts are not sent in the background, because pyarrow
     keeps all that wait in memory. Parts of an upload that was never ended are invisible, and pyarrow cannot list them:
-    a rule of the bucket removes them (AbortIncompleteMultipartUpload).
+    a rule of the S3 bucket removes them (AbortIncompleteMultipartUpload); Google's storage does by itself.
     """
 
     def __init__(self, path: ObjectPath) -> None:
@@ -425,9 +447,13 @@ def _client(scheme: str, bucket: str, attempts: int = 1) -> fs.FileSystem:
 
     from pyarrow import fs
 
-    if scheme == "gs":
-        return fs.GcsFileSystem(retry_time_limit=timedelta(seconds=1 if attempts == 1 else RETRY_FOR))
     environment = os.environ
+    if f"{scheme}://" == GOOGLE:
+        limit = timedelta(seconds=1 if attempts == 1 else RETRY_FOR)
+        if emulator := environment.get("STORAGE_EMULATOR_HOST"):  # as Google's own clients
+            host = emulator.removeprefix("http://")
+            return fs.GcsFileSystem(anonymous=True, scheme="http", endpoint_override=host, retry_time_limit=limit)
+        return fs.GcsFileSystem(retry_time_limit=limit)
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
     return fs.S3FileSystem(
@@ -435,6 +461,7 @@ def _client(scheme: str, bucket: str, attempts: int = 1) -> fs.FileSystem:
         region=region or (None if endpoint else fs.resolve_s3_region(bucket)),
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=attempts),
         background_writes=False,
+        allow_delayed_open=True,  # one request for an object that is smaller than a part
         connect_timeout=10,
         request_timeout=30,
     )

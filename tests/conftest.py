@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from pretraining import storage
-from tests.object_storage import FaultProxy, environment, s3_server
+from tests.object_storage import FaultProxy, GoogleStorage, environment, gcs_server, s3_server
 
 # No deadline: the first example of a property includes imports, and a busy machine delays all of them.
 settings.register_profile("recipe", deadline=None)
@@ -52,9 +52,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """A proxy before the server, which the process's own client uses."""
     proxy = FaultProxy(server)
-    for name, value in environment(proxy.port).items():
+    _use(proxy.port, monkeypatch)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def google(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleStorage]:
+    """A real GCS server, which the process's own client uses."""
+    with gcs_server(tmp_path_factory.mktemp("gcs")) as started:
+        _use(started.server, monkeypatch)
+        yield started
+
+
+def _use(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(port).items():
         monkeypatch.setenv(name, value)
     # A cache of its own: a thread of an earlier test that is still reading may make a client of its proxy once more.
     monkeypatch.setattr(storage, "_client", functools.cache(storage._client.__wrapped__))
-    yield proxy
-    proxy.close()

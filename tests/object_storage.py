@@ -1,25 +1,30 @@
-"""A real S3 server (moto's) as a process, and a proxy before it that injects faults into its answers."""
+"""A real S3 server (moto's) or GCS server (gcp-storage-emulator) as a process, and a proxy that injects faults.
+
+As a program, the GCS server at a port.
+"""
 
 from __future__ import annotations
 
 import http.client
+import logging
 import socket
 import struct
 import subprocess
 import sys
 import time
 import traceback
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
+from typing import NamedTuple
 
 import pytest
 
 BUCKET = "bucket"
+LOG = "server.log"
 # What a client needs. AWS_EC2_METADATA_DISABLED: a test on a cloud's machine must not use that machine's role.
 KEYS = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -35,12 +40,39 @@ def s3_server(folder: Path) -> Iterator[int]:
     """Run a server with an empty bucket; yield its port. Skips where moto is not installed, as in .venv-newest."""
     pytest.importorskip("moto")
     port = free_port()
-    with (folder / "server.log").open("wb") as log:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        create_bucket(port, process)
+    url = f"http://127.0.0.1:{port}/{BUCKET}"
+    with _server(folder, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)) as process:
+        _wait_for(urllib.request.Request(url, method="PUT"), process)  # creates the bucket
         yield port
+
+
+class GoogleStorage(NamedTuple):
+    """A GCS server. It has no FaultProxy in this process: pyarrow waits for it with the interpreter lock held."""
+
+    server: int  # port
+    log: Path
+
+    def requests(self) -> list[str]:
+        """Return the lines of the requests so far."""
+        return [line for line in self.log.read_text().splitlines() if " HTTP/" in line]
+
+
+@contextmanager
+def gcs_server(folder: Path) -> Iterator[GoogleStorage]:
+    """Run a server with an empty bucket. Skips where it is not installed."""
+    pytest.importorskip("gcp_storage_emulator")
+    port = free_port()
+    with _server(folder, "-m", "tests.object_storage", str(port)) as process:
+        _wait_for(urllib.request.Request(f"http://127.0.0.1:{port}/"), process)
+        yield GoogleStorage(port, folder / LOG)
+
+
+@contextmanager
+def _server(folder: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    with (folder / LOG).open("wb") as log:
+        process = subprocess.Popen([sys.executable, *command], cwd=Path(__file__).parents[1], stdout=log, stderr=log)
+    try:
+        yield process
     finally:
         process.kill()
         process.wait()
@@ -52,22 +84,22 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def create_bucket(port: int, process: subprocess.Popen[bytes]) -> None:
-    """Wait for the server and create the bucket."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
+def _wait_for(request: urllib.request.Request, process: subprocess.Popen[bytes]) -> None:
+    """Repeat a request until the server answers it."""
     for _ in range(300):
-        assert process.poll() is None, "the S3 server ended"
+        assert process.poll() is None, "the server ended"
         try:
             urllib.request.urlopen(request, timeout=30).close()
             return
-        except urllib.error.URLError:
+        except OSError:  # of urllib, or its time is up on a busy machine
             time.sleep(0.1)
-    raise TimeoutError("the S3 server does not answer")
+    raise TimeoutError("the server does not answer")
 
 
 def environment(port: int) -> dict[str, str]:
-    """Return the variables with which a client finds the server, or the proxy, at `port`."""
-    return {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1"}
+    """Return the variables with which a client finds the server of either kind, or the proxy, at `port`."""
+    endpoint = f"http://127.0.0.1:{port}"
+    return {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1", "STORAGE_EMULATOR_HOST": endpoint}
 
 
 _OF_THE_CONNECTION = ("connection", "transfer-encoding", "content-length", "expect")  # headers
@@ -180,11 +212,24 @@ class FaultProxy:
         handler.close_connection = True
 
 
-def upload(folder: Path, name: str, port: int) -> str:
+def upload(folder: Path, name: str, port: int, scheme: str = "s3") -> str:
     """Copy the files of a folder into the bucket of the server at `port`; return the URI of the folder."""
     headers = {"Content-Type": "application/octet-stream", "Authorization": "AWS test:test"}
     for file in (file for file in folder.rglob("*") if file.is_file()):
         url = f"http://127.0.0.1:{port}/{BUCKET}/{name}/{file.relative_to(folder)}"
         request = urllib.request.Request(url, file.read_bytes(), headers, method="PUT")
         urllib.request.urlopen(request, timeout=60).close()
-    return f"s3://{BUCKET}/{name}"
+    return f"{scheme}://{BUCKET}/{name}"
+
+
+def serve_gcs(port: int) -> None:
+    """Run the GCS server for ever. It answers one request at a time, but pyarrow reads an object by two connections."""
+    from gcp_storage_emulator import server
+
+    logging.basicConfig(level=logging.INFO)
+    server.server.HTTPServer = ThreadingHTTPServer
+    server.create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET).run()
+
+
+if __name__ == "__main__":
+    serve_gcs(int(sys.argv[1]))

@@ -29,20 +29,24 @@ def run(folder: Path, **fields: Any) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_a_run_saves_to_object_storage_keeps_the_newest_and_continues(tmp_path: Path, proxy: FaultProxy) -> None:
+@pytest.mark.parametrize(("fixture", "there"), [("proxy", "s3://bucket/run"), ("google", "gs://bucket/run")])
+def test_a_run_saves_to_object_storage_keeps_the_newest_and_continues(
+    tmp_path: Path, fixture: str, there: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(fixture)
     expected = run(tmp_path / "local")
-    remote = {"ckpt_save_path": "s3://bucket/run", "keep_last_n_checkpoints": 2}
+    remote = {"ckpt_save_path": there, "keep_last_n_checkpoints": 2}
     assert run(tmp_path / "a", num_steps=4, **remote) == {step: expected[step] for step in range(1, 5)}
     assert run(tmp_path / "a", **remote) == {step: expected[step] for step in range(5, 9)}
-    folder = location("s3://bucket/run")
+    folder = location(there)
     assert [path.name for path in find_checkpoints(folder).committed] == ["step_8", "step_6"]
     assert sorted(path.name for path in folder.iterdir()) == ["lock", "step_6", "step_8"]
     found = find_checkpoints(folder)
     assert pickle.loads(pickle.dumps(found)) == found  # process 0 sends it to the others
-    saved, there = (read_tensors(newest_checkpoint(path)) for path in (tmp_path / "local", folder))
-    assert saved.keys() == there.keys() and all(torch.equal(saved[name], there[name]) for name in saved)
-    assert convert(["s3://bucket/run", str(tmp_path / "exported")]) == 0
-    assert run(tmp_path / "b", num_steps=2, ckpt_load_path="s3://bucket/run/step_6", load_weights_only=True)
+    saved, stored = (read_tensors(newest_checkpoint(path)) for path in (tmp_path / "local", folder))
+    assert saved.keys() == stored.keys() and all(torch.equal(saved[name], stored[name]) for name in saved)
+    assert convert([there, str(tmp_path / "exported")]) == 0
+    assert run(tmp_path / "b", num_steps=2, ckpt_load_path=f"{there}/step_6", load_weights_only=True)
 
 
 @pytest.mark.slow

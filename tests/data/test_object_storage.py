@@ -15,14 +15,20 @@ from pretraining.data import Prefetcher, open_stream, prepare
 from pretraining.data.layouts import FLAGS, RECORDS
 from pretraining.storage import RETRIES, ObjectPath, StorageError, location
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
-from tests.object_storage import KEYS, FaultProxy, upload
+from tests.object_storage import KEYS, FaultProxy, GoogleStorage, upload
 
 LENGTHS = [40, 3, 0, 700, 25, 9, 61, 1, 130, 5] * 30
 WRITERS = {"flat": write_flat, "lists": write_lists, "parquet": write_parquet, "megatron": write_megatron}
 
 
 def local_and_remote(
-    tmp_path: Path, proxy: FaultProxy, store: str, name: str, shards: int = 2, **fields: Any
+    tmp_path: Path,
+    proxy: FaultProxy | GoogleStorage,
+    store: str,
+    name: str,
+    shards: int = 2,
+    scheme: str = "s3",
+    **fields: Any,
 ) -> tuple[TrainConfig, ...]:
     """Write a corpus, upload it, and return the configurations that read either."""
     folder = tmp_path / "data" / "set"
@@ -31,9 +37,8 @@ def local_and_remote(
         WRITERS[store](folder / f"s{number}", numbered(LENGTHS, 2 + 100_000 * number))
     (folder / "README.md").write_text("a companion")
     config = settings(tmp_path / "data", **fields)
-    return config, replace(
-        config, data_path=upload(tmp_path / "data", name, proxy.server), index_dir=str(tmp_path / "index")
-    )
+    uri = upload(tmp_path / "data", name, proxy.server, scheme)
+    return config, replace(config, data_path=uri, index_dir=str(tmp_path / "index"))
 
 
 @pytest.mark.parametrize("store", WRITERS)
@@ -48,6 +53,19 @@ def test_the_order_of_the_data_does_not_depend_on_where_they_are(tmp_path: Path,
     state = ours.state(12)  # a checkpoint of the one continues with the other
     again = open_stream(remote, state=state)
     assert np.array_equal(again.batch(0)["tokens"], ours.batch(12)["tokens"])
+
+
+@pytest.mark.slow
+def test_data_in_google_storage_are_read_in_the_version_that_was_opened(tmp_path: Path, google: GoogleStorage) -> None:
+    local, remote = local_and_remote(tmp_path, google, "lists", "order", scheme="gs", verify_data="off", sep_token=1)
+    stream = open_stream(remote)
+    assert np.array_equal(rows(stream, 100), rows(open_stream(local), 100))
+    reads = [line for line in google.requests() if "alt=media" in line]
+    assert reads and all("generation=" in line for line in reads)
+    for path in location(remote.data_path).rglob("*"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"^gs://bucket/order: "):
+        open_stream(remote)
 
 
 @pytest.mark.parametrize("fields", [{}, {"verify_data": "off", "data_cache_gib": 1e-5}])
@@ -112,7 +130,7 @@ def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags
     (tmp_path / "in" / "a.txt").write_text("\n".join(f"{number} {words[number % 60 :]}" for number in range(500)))
     command = [f"--input={tmp_path}/in", "--vocab_size=300", "--processes=1", "--valid_every=1"]
     there = "s3://bucket/prepared/new"
-    proxy.plan = lambda number, method, path: "403" if method == "POST" and "tokenizer" in path else ""
+    proxy.plan = lambda number, method, path: "403" if method == "PUT" and "tokenizer" in path else ""
     assert prepare.main([*command, f"--output={there}"]) == 2  # the upload ends in its middle
     assert not (location(there) / "flags.txt").is_file()
     proxy.plan = lambda number, method, path: ""
