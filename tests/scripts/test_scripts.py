@@ -300,9 +300,12 @@ class Attended:
         return self._errors.read_text()
 
     def finish(self) -> None:
-        """Wait until the script ends with code 0; otherwise show what it printed."""
+        """Wait until the script ends with code 0; otherwise show what it printed.
+
+        600 s, because on a busy machine (load 20 on 2 cores) a start takes two minutes.
+        """
         with suppress(subprocess.TimeoutExpired):
-            self.script.wait(240)
+            self.script.wait(600)
         ends = [path.read_text()[-3000:] for path in (self._output, self._errors)]
         assert self.script.poll() == 0, "\n".join(ends)
 
@@ -313,7 +316,7 @@ class Attended:
         """Return whether training has ended with this code this often."""
         return self.errors().count(f"training ended with code {code} at step") >= times
 
-    def wait_until(self, condition: Callable[[], bool], within: float = 120) -> None:
+    def wait_until(self, condition: Callable[[], bool], within: float = 300) -> None:
         deadline = time.monotonic() + within
         while not condition():
             assert time.monotonic() < deadline and self.script.poll() is None, self.errors()
