@@ -31,7 +31,7 @@ class Report:
 
     def add(self, attack: str, outcome: Outcome, problem: str = "") -> None:
         """Note how an attacked program ended."""
-        self.count({0: "completed", KILLED: "killed"}.get(outcome.code or 0, "refused"))
+        self.count({0: "completed", KILLED: "killed", None: "not ended"}.get(outcome.code, "refused"))
         if problem := problem or outcome.broken:
             self.count(problem)
             self.broken.append(f"{problem}: {attack}: {outcome}")

@@ -18,6 +18,7 @@ from pretraining.storage import location
 from tests.faults.attacks import Report
 from tests.faults.harness import REFUSED, Outcome, Programs
 from tests.faults.programs import copied, result, training, write_corpus
+from tests.faults.server import WITHIN
 from tests.object_storage import BUCKET, FaultProxy, environment, upload
 
 LONGEST = 0.5  # s from a request to a kill between requests
@@ -59,7 +60,8 @@ class StoredRun:
         fields = {**stored, "ckpt_save_path": f"s3://{BUCKET}/{name}"} if name else {}
         words = training(self.folder, self.programs.engine, **self.fields, **fields)
         variables = environment(self.proxy.port) | {"CPU_NUM_DEVICES": str(DEVICES)}
-        return self.programs.run(*words, processes=self.processes, variables=variables)
+        within = 5 * WITHIN if self.target else WITHIN  # large checkpoints
+        return self.programs.run(*words, processes=self.processes, variables=variables, within=within)
 
     def kill(self, report: Report, seed: int, kills: int = 5) -> None:
         """Kill it again and again, then let it complete. Of several processes, one is killed or all are."""
@@ -71,11 +73,11 @@ class StoredRun:
             attacks.append((number, chance.choice(["before", "after", "later"]), chance.random() < 0.5))
             self._arm(*attacks[-1], chance.uniform(0, LONGEST))
             outcome = self.start(name)
-            gave_up = "gave up" if outcome.code in REFUSED else ""  # scripts/train.sh would not start it again
-            report.add(f"{attacks} (seed {seed})", outcome, gave_up if outcome.code else self._differs(name))
+            broken = "gave up" if outcome.code in REFUSED else ""  # scripts/train.sh would not start it again
+            report.add(f"{attacks} (seed {seed})", outcome, self._differs(name) if outcome.code == 0 else broken)
         self.proxy.plan = lambda number, method, path: ""
         outcome = self.start(name)
-        broken = f"next start {outcome.code}" if outcome.code else self._differs(name)
+        broken = self._differs(name) if outcome.code == 0 else f"next start {outcome.code}"
         report.counts["unfinished uploads"] = report.counts.get("unfinished uploads", 0) + self.unfinished(name)
         if broken:
             report.add(f"after {attacks} (seed {seed})", outcome, broken)
