@@ -22,8 +22,6 @@ from pretraining.optim.optimizer import build_optimizer, moment_shape
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.mesh import Mesh, kv_repeats
 from pretraining.parallel.sharding import (
-    HEADS,
-    QUERIES_KEYS_VALUES,
     SHARD,
     STREAM,
     STREAM_OF_SEQUENCE,
@@ -102,9 +100,7 @@ class Layout(NamedTuple):
 
     def activations(self, table: Activations) -> Activations:
         """Return the rows of `table` that must be constrained on this mesh."""
-        if self.mesh.context * self.mesh.tensor > 1:
-            return table
-        return tuple(row for row in table if row in (*QUERIES_KEYS_VALUES, HEADS) and self.mesh.shard > 1)
+        return table if self.mesh.shard * self.mesh.context * self.mesh.tensor > 1 else ()
 
     def activation(self, spec: Spec | None) -> Spec:
         """Return a spec of the activations' tables on this mesh."""

@@ -69,23 +69,17 @@ LOGITS: Spec = (*TOKENS, "tensor")  # [rows, tokens, vocabulary]
 # Module, its input or output [rows, tokens, features], and the sharding; None stands for the residual stream's.
 Activation = tuple[str, str, Spec | None]
 Activations = tuple[Activation, ...]
-# Constrained with data-parallel ranks alone, too, where the compiler infers all others: if o_proj's columns are sharded
-# over more ranks than there are heads, the sharding of its gradient propagates back through the heads, and the
-# activations of all ranks are gathered for it (benchmarks/RESULTS.md).
-HEADS: Activation = ("self_attn.o_proj", "input", (*TOKENS, "tensor"))
-# Constrained, too: the compiler otherwise merges the view of the outputs as heads with the products, and gathers their
-# weights in loops of collective-permutes, which send a shard more than an all-gather and cannot share its result. A
-# recomputed block's two passes had 14 such loops, and have 8 (benchmarks/RESULTS.md).
-QUERIES_KEYS_VALUES: Activations = (
+# The compiler would infer most of them, but not all: if o_proj's columns are sharded over more ranks than there are
+# heads, the sharding of its gradient propagates back through the heads, and the activations of all ranks are gathered
+# for it; activations that are kept for the backward pass are sharded like the weights that they are multiplied by; and
+# the view of q, k and v as heads merges with the products, which become loops over shards (benchmarks/RESULTS.md).
+ACTIVATIONS: Activations = (
+    ("self_attn", "input", STREAM),  # with sequence_parallel, tokens are all-gathered here
     ("self_attn.q_proj", "output", (*TOKENS, "tensor")),
     # Every query attends to all keys and values: all-gathered along context
     ("self_attn.k_proj", "output", (BATCH_AXES, None, "tensor")),
     ("self_attn.v_proj", "output", (BATCH_AXES, None, "tensor")),
-)
-ACTIVATIONS: Activations = (
-    ("self_attn", "input", STREAM),  # with sequence_parallel, tokens are all-gathered here
-    *QUERIES_KEYS_VALUES,
-    HEADS,
+    ("self_attn.o_proj", "input", (*TOKENS, "tensor")),
     ("self_attn.o_proj", "output", None),  # partial sums are all-reduced or reduce-scattered here
     ("mlp", "input", STREAM),
     ("mlp.gate_proj", "output", (*TOKENS, "tensor")),

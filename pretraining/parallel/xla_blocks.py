@@ -30,7 +30,7 @@ from pretraining.models.ops import Kernel
 from pretraining.noise import upper_bits
 from pretraining.parallel.layout import STACK, Layout
 from pretraining.parallel.recompute import ScanGroup
-from pretraining.parallel.sharding import ACTIVATIONS, REPLICAS, STREAM, Activations, Spec, on_mesh
+from pretraining.parallel.sharding import ACTIVATIONS, REPLICAS, Activations, Spec, on_mesh
 
 # Under SPMD the scan's backward ties gradients to their inputs with shard_as, which needs jax and torchax (and
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.
@@ -80,10 +80,8 @@ class ScannedBlocks:
         self.mesh, self.layout = mesh, layout
         self.kv_heads, self.repeats, self.reduction = kv_heads, repeats, reduction
         self.compute = compute
-        # Not where blocks keep activations: the compiler then finds their sharding by that of the weights only.
-        is_recomputed = all(all(group.mask) for group in groups) and not modules
         is_sharded = layout.split.parameters and layout.mesh.shard * layout.mesh.context > 1
-        self.gathers = is_recomputed and is_sharded and layout.mesh.stage == 1
+        self.gathers = is_sharded and layout.mesh.stage == 1
         # A meta copy names the weights; the stacked ones are passed in at each call.
         self.names = [name for name, _ in block.named_parameters()]
         # scan caches its traced graphs by the identity of these functions: made once, not per step.
@@ -96,15 +94,12 @@ class ScannedBlocks:
         markers += sum(self._is_gathered(name) for name in self.names)
         for path in modules:
             mark_boundaries(block.get_submodule(path))
-        tokens = layout.activation(STREAM)
-        gathered = str(tokens) if tokens != layout.stream() else ""
         self.partitions = [
             _partition(
                 group.mask,
                 markers,
                 is_selective=bool(modules),
                 saves_attention=saves_attention,
-                gathered=gathered,
             )
             for group in self.groups
         ]
@@ -156,8 +151,7 @@ class ScannedBlocks:
 
     def _is_gathered(self, name: str) -> bool:
         """Return whether the weight `name` is gathered before the products that read it."""
-        is_matrix = re.search(r"self_attn\.[qkv]_proj\.weight$", name) is not None
-        return is_matrix and self.gathers and not self._is_repeated(name)
+        return name.endswith("_proj.weight") and self.gathers and not self._is_repeated(name)
 
     def _weight(self, name: str, weight: Tensor) -> Tensor:
         """`weight` as the block uses it: see narrowed; KV heads repeated as often as tensor ranks need them."""
@@ -237,8 +231,9 @@ class _MarkBothWays(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     """A sharded weight, gathered in the dtype of the products; its gradient is sharded as the weight is.
 
-    A recomputed block's backward pass has two products by a weight. Left to a TPU's compiler, those by q, k and v
-    gather their weights twice.
+    Left to a TPU's compiler, products are loops over the shards of their weights, which read and write the whole sum of
+    the products at every turn: 1.7 times the bytes of HBM (llama3_8b on 16 chips, benchmarks/RESULTS.md), and a
+    recomputed block's backward pass gathers the weights of q, k and v twice.
     """
 
     @staticmethod
@@ -278,9 +273,7 @@ def layers_of(stack: Tensor, group: ScanGroup) -> Tensor:
     return layers.view(group.repeats, size, *stack.shape[1:])
 
 
-def _partition(
-    mask: tuple[bool, ...], markers: int, *, is_selective: bool, saves_attention: bool, gathered: str
-) -> Partition:
+def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, saves_attention: bool) -> Partition:
     """Return a partitioner that keeps every activation of the blocks where `mask` is False and recomputes the others.
 
     A block has `markers` sharding markers, the first at its beginning. is_selective: of a selected block only what lies
@@ -292,9 +285,10 @@ def _partition(
     Attention scores are recomputed in every block: the backward pass computes them as the forward pass did, so the
     joint graph contains them once, and the partition would keep them, [queries, keys] for each head.
     saves_attention: the results of a fused kernel are kept in recomputed blocks, too, so that it does not run again.
-    gathered: the sharding of tokens that are gathered from tensor ranks; empty where none are. A block keeps the tokens
-    of its rank and gathers them again. Kept gathered tokens have no sharding in the backward pass: a TPU's compiler
-    shards them over tensor ranks, and gathers the tokens of all data-parallel ranks for the gradients of weights.
+
+    Sharding markers are recomputed in every block: they compute nothing, kept activations have their sharding in the
+    backward pass again, where the compiler otherwise shards them like weights, and what a marker gathers, weights or
+    the tokens of tensor ranks, is gathered again instead of being kept.
     """
     others = CheckpointPolicy.MUST_SAVE if any(mask) else None
 
@@ -304,7 +298,7 @@ def _partition(
             policy = None if mask[block] else others
             if saves_attention and _is_fused_attention(node):
                 policy = CheckpointPolicy.MUST_SAVE
-            elif is_recomputed or is_score or getattr(node.target, "is_view", False) or _marks(node, gathered):
+            elif is_recomputed or is_score or getattr(node.target, "is_view", False) or _is_marker(node):
                 policy = CheckpointPolicy.MUST_RECOMPUTE
             if policy:
                 node.meta["recompute"] = policy
@@ -314,8 +308,8 @@ def _partition(
     return partition
 
 
-def _marks(node: fx.Node, spec: str) -> bool:
-    return "mark_sharding" in str(node.target) and node.args[2] == spec
+def _is_marker(node: fx.Node) -> bool:
+    return "mark_sharding" in str(node.target)
 
 
 def _is_fused_attention(node: fx.Node) -> bool:
@@ -335,12 +329,12 @@ def _forward_nodes(joint: fx.GraphModule, blocks: int, markers: int) -> Iterator
     for node in joint.graph.nodes:
         if "tangents" in str(node.target) or not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
-    count = sum("mark_sharding" in str(node.target) and node not in backward for node in calls)
+    count = sum(_is_marker(node) and node not in backward for node in calls)
     assert count == blocks * markers, f"{count} sharding markers in {blocks} blocks with {markers} each"
     marker = boundaries = 0
     is_score = False
     for node in calls:
-        marker += "mark_sharding" in str(node.target)
+        marker += _is_marker(node)
         boundaries += "boundary" in str(node.target)
         if "contract" in str(node.target):
             is_score = node.args[0] == PRODUCTS
