@@ -85,13 +85,12 @@ def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor]) -
     summed = _run_bytes(config, weights, mesh, _gradient_width(config))
     scatter = ring(_matrix_bytes(weights, mesh, _gradient_width(config)), ranks)
     if split.parameters:
-        # Gathered once for the forward and once for the backward pass of every micro-batch, and for a recomputed block
-        # once more: its products by the weights and by their transposes gather separately. Not by down_proj, whose
-        # product is not needed, and by q, k and v only where blocks differ (xla_blocks.ScannedBlocks.gathers).
+        # Gathered once for the forward and once for the backward pass of every micro-batch. In a pipeline, products by
+        # a weight and by its transpose gather separately, so that a recomputed block gathers once more; not down_proj,
+        # whose product is not needed.
         mask, width = block_mask(config, piece_length(config)), precision.compute.itemsize
         gathers = ring(_run_bytes(config, weights, mesh, width), ranks)
-        apart = ("o_proj", "gate_proj", "up_proj") if all(mask) and mesh.stage == 1 else ("_proj",)
-        repeated = [w for w in blocks if any(name in w.name for name in apart) and "down_proj" not in w.name]
+        repeated = [w for w in blocks if "_proj" in w.name and "down_proj" not in w.name and mesh.stage > 1]
         again = ring(_run_bytes(config, repeated, mesh, width), ranks) * sum(mask) // len(mask)
         least = ring(_matrix_bytes(weights, mesh, width), ranks)
         return [
@@ -218,10 +217,10 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     tokens = config.batch_size * config.seq_length // mesh.context
     stream = tokens * shape.hidden_size * width
     keys = 2 * tokens * mesh.context * shape.num_kv_heads * shape.head_dim // mesh.tensor * width
-    runs, of_keys = piece_runs(config), _of_keys(config, mask, ring(keys, mesh.context))
+    # What the XLA engine gathers for a block is gathered again for its backward pass if nothing is recomputed, too.
+    again = [recomputed or engine_of(config) == "xla" for recomputed in mask]
+    runs, of_keys = piece_runs(config), _of_keys(config, again, ring(keys, mesh.context))
     if config.sequence_parallel:
-        # The XLA engine gathers the tokens of a block again for its backward pass if nothing else is recomputed, too.
-        again = [recomputed or engine_of(config) == "xla" for recomputed in mask]
         ends = ends_of_stage(config) * count
         return [*_of_sequence_parallel(mask, again, ring(stream, mesh.tensor), runs, ends), *of_keys]
     # All-reduced: the outputs of attention and feed-forward, and of a recomputed block attention's once more, because
@@ -234,13 +233,13 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     return [Collective("stream", "all-reduce", ("tensor",), sums * reduced, count * least), *of_keys]
 
 
-def _of_keys(config: TrainConfig, mask: tuple[bool, ...], gathered: int) -> list[Collective]:
-    """Return the all-gathers of keys and values over context ranks, forward and recomputed, and of their gradients.
+def _of_keys(config: TrainConfig, again: list[bool], gathered: int) -> list[Collective]:
+    """Return the all-gathers of keys and values over context ranks, `again` backward, and of their gradients.
 
     The XLA engine gathers where the torch engine reduce-scatters the gradients: the same bytes.
     """
-    runs, least = piece_runs(config), len(mask) * gathered
-    gathers = runs * sum(1 + recomputed for recomputed in mask) * gathered
+    runs, least = piece_runs(config), len(again) * gathered
+    gathers = runs * sum(1 + repeated for repeated in again) * gathered
     summed = "reduce-scatter" if engine_of(config) == "torch" else "all-gather"
     return [
         Collective("keys and values", "all-gather", ("context",), gathers, least),
