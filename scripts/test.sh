@@ -35,7 +35,7 @@ esac
 "$python" -m ruff format --check .
 "$python" -m mypy
 if [[ $all_tests == yes && ${NEWEST_TORCH:-yes} != no ]] && ! set_up_torch_tpu; then
-    log "TorchTPU is not installed: see the messages above; the tests with it (tests/parallel/test_torchtpu.py) are skipped"
+    log "TorchTPU is not installed: see the messages above; the tests with it (tests/parallel/test_emulated_tpu.py) are skipped"
 fi
 run_tests "$@"
 [[ $all_tests == yes ]] || exit 0
