@@ -120,15 +120,17 @@ def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
 
     For each token: six vectors as wide as the stream (input, two normed ones, the feed-forward layer's input, queries,
     attention's result), keys and values before and after the rotation, and gate, up and their product. Scores are never
-    kept. Counted from what the compiled step stacks (tests/plan/test_against_the_compiler.py). Context ranks of the
-    torch engine keep the keys and values of all of them, too.
+    kept. Counted from what the compiled step stacks (tests/plan/test_against_the_compiler.py). With sharding markers,
+    which the XLA engine recomputes, one normed vector and one of the queries' width are not kept either. Context ranks
+    of the torch engine keep the keys and values of all of them, too.
     """
     shape = model_shape(config)
     tokens, width = config.batch_size * config.seq_length / mesh.context, precision_of(config).activations.itemsize
     kv_heads = shape.num_kv_heads * kv_repeats(config, shape)
     keys = shape.head_dim * (kv_heads / mesh.tensor if kv_heads % mesh.tensor == 0 else shape.num_kv_heads)
     wide = (3 if shape.gated else 2) * shape.intermediate_size / mesh.tensor
-    vectors = 4 * stream_bytes(config, mesh) + 2 * _attention_bytes(config, mesh)  # of the stream, of the queries
+    is_marked = engine_of(config) == "xla" and mesh.shard * mesh.context * mesh.tensor > 1
+    vectors = (4 - is_marked) * stream_bytes(config, mesh) + (2 - is_marked) * _attention_bytes(config, mesh)
     gathered = 2 * keys * mesh.context if mesh.context > 1 and engine_of(config) == "torch" else 0
     return vectors + tokens * width * (4 * keys + gathered + wide)
 
