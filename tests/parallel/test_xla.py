@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.parallel.launch import ALONE, run_on_torch, run_on_xla
+from tests.parallel.launch import ALONE, run, run_on_torch, run_on_xla
 from tests.parallel.toy import RAMP, instruction_cases
 
 pytest.importorskip("torch_xla")
@@ -243,6 +245,12 @@ def test_a_step_fetches_nothing_until_its_result_is_read(devices: int) -> None:
 @pytest.mark.parametrize("devices", CASES)
 def test_the_compiler_reports_no_involuntary_rematerialization(devices: int) -> None:
     assert "nvoluntary full rematerialization" not in outcome(devices)[1]
+
+
+def test_programs_in_flight_do_not_take_all_threads_from_one_another() -> None:
+    script = str(Path(__file__).with_name("in_flight_driver.py"))
+    done, _ = run([sys.executable, script, "1500"], PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
+    assert done == {"pairs": 1500}
 
 
 @pytest.mark.parametrize(("case", "parts"), [("ddp, none", 1), ("fsdp, none", 8), ("hsdp, none", 4)])
