@@ -19,6 +19,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.experimental.scan as xla_scan
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
 from torch_xla.distributed.spmd import xla_sharding
@@ -274,13 +275,14 @@ def layers_of(stack: Tensor, group: ScanGroup) -> Tensor:
 
 
 def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, saves_attention: bool) -> Partition:
-    """Return a partitioner that keeps every activation of the blocks where `mask` is False and recomputes the others.
+    """Return a partitioner that recomputes the blocks where `mask` is True.
 
     A block has `markers` sharding markers, the first at its beginning. is_selective: of a selected block only what lies
-    between two boundaries is recomputed; of its rest, the min-cut decides.
+    between two boundaries is recomputed.
 
-    With no block selected the min-cut decides alone: it recomputes what is cheap for its memory (casts, norms, masks)
-    and never a matrix product, which was faster on CPUs than keeping everything.
+    Of everything else the min-cut decides: it recomputes what is cheap for its memory (casts, norms, masks) and never a
+    matrix product, which is faster than keeping everything. That includes what the backward pass reads in products
+    only: keeping it costs 118 MB for each block of llama3_8b, and more time (benchmarks/RESULTS.md).
 
     Attention scores are recomputed in every block: the backward pass computes them as the forward pass did, so the
     joint graph contains them once, and the partition would keep them, [queries, keys] for each head.
@@ -288,28 +290,34 @@ def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, save
 
     Sharding markers are recomputed in every block: they compute nothing, kept activations have their sharding in the
     backward pass again, where the compiler otherwise shards them like weights, and what a marker gathers, weights or
-    the tokens of tensor ranks, is gathered again instead of being kept.
+    the tokens of tensor ranks, is gathered again instead of being kept. So are boundaries: a module's result is no
+    more kept than what lies inside.
     """
-    others = CheckpointPolicy.MUST_SAVE if any(mask) else None
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         for node, block, is_inside, is_score in _forward_nodes(joint, len(mask), markers):
             is_recomputed = mask[block] and (is_inside or not is_selective)
-            policy = None if mask[block] else others
+            is_free = getattr(node.target, "is_view", False) or node.target is torch.ops.aten.cat.default
+            policy = None
             if saves_attention and _is_fused_attention(node):
                 policy = CheckpointPolicy.MUST_SAVE
-            elif is_recomputed or is_score or getattr(node.target, "is_view", False) or _is_marker(node):
+            elif is_recomputed or is_score or is_free or _is_marker(node) or _is_boundary(node):
                 policy = CheckpointPolicy.MUST_RECOMPUTE
             if policy:
                 node.meta["recompute"] = policy
                 node.meta["ac_graph_id"] = block
-        return min_cut_rematerialization_partition(joint, inputs, **options)
+        with functorch_config.patch(ban_recompute_materialized_backward=False):
+            return min_cut_rematerialization_partition(joint, inputs, **options)
 
     return partition
 
 
 def _is_marker(node: fx.Node) -> bool:
     return "mark_sharding" in str(node.target)
+
+
+def _is_boundary(node: fx.Node) -> bool:
+    return "boundary" in str(node.target)
 
 
 def _is_fused_attention(node: fx.Node) -> bool:
@@ -335,7 +343,7 @@ def _forward_nodes(joint: fx.GraphModule, blocks: int, markers: int) -> Iterator
     is_score = False
     for node in calls:
         marker += _is_marker(node)
-        boundaries += "boundary" in str(node.target)
+        boundaries += _is_boundary(node)
         if "contract" in str(node.target):
             is_score = node.args[0] == PRODUCTS
         block = (marker - 1) // markers

@@ -118,21 +118,22 @@ def stream_bytes(config: TrainConfig, mesh: Mesh) -> float:
 def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
     """Return the bytes that a block keeps which is not recomputed.
 
-    For each token: six vectors as wide as the stream (input, two normed ones, the feed-forward layer's input, queries,
-    attention's result), keys and values before and after the rotation, and gate, up and their product. Scores are never
-    kept. Counted from what the compiled step stacks (tests/plan/test_against_the_compiler.py). With sharding markers,
-    which the XLA engine recomputes, one normed vector and one of the queries' width are not kept either. Context ranks
-    of the torch engine keep the keys and values of all of them, too.
+    For each token both engines keep the input, queries, keys, values, attention's result, gate and up. The xla engine
+    also keeps the projection of attention's result and, with sharding markers, a normed vector (counted from what the
+    compiled step stacks, tests/plan/test_against_the_compiler.py), and recomputes the rest. The torch engine keeps two
+    normed vectors, the input of the feed-forward layer, keys and values before the rotation, and the product of gate
+    and up; with context ranks, also the keys and values of all of them.
     """
-    shape = model_shape(config)
+    shape, is_torch = model_shape(config), engine_of(config) == "torch"
     tokens, width = config.batch_size * config.seq_length / mesh.context, precision_of(config).activations.itemsize
     kv_heads = shape.num_kv_heads * kv_repeats(config, shape)
     keys = shape.head_dim * (kv_heads / mesh.tensor if kv_heads % mesh.tensor == 0 else shape.num_kv_heads)
-    wide = (3 if shape.gated else 2) * shape.intermediate_size / mesh.tensor
-    is_marked = engine_of(config) == "xla" and mesh.shard * mesh.context * mesh.tensor > 1
-    vectors = (4 - is_marked) * stream_bytes(config, mesh) + (2 - is_marked) * _attention_bytes(config, mesh)
-    gathered = 2 * keys * mesh.context if mesh.context > 1 and engine_of(config) == "torch" else 0
-    return vectors + tokens * width * (4 * keys + gathered + wide)
+    wide = (1 + shape.gated + is_torch) * shape.intermediate_size / mesh.tensor
+    is_marked = mesh.shard * mesh.context * mesh.tensor > 1
+    streams = 4 if is_torch else 2 + is_marked
+    vectors = streams * stream_bytes(config, mesh) + 2 * _attention_bytes(config, mesh)
+    gathered = 2 * keys * mesh.context if mesh.context > 1 and is_torch else 0
+    return vectors + tokens * width * ((2 + 2 * is_torch) * keys + gathered + wide)
 
 
 def logits(config: TrainConfig, mesh: Mesh) -> int:
