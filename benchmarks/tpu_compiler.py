@@ -1,10 +1,10 @@
 """Measure the step of the xla engine by the TPU's own compiler, next to MaxText's step.
 
-    python -m benchmarks.tpu_compiler [--length=4096] [--attention_impl=chunked] [--reduce_dtype=bf16]
+    python -m benchmarks.tpu_compiler [--seq_length=8192] [--attention_impl=chunked] [--reduce_dtype=bf16]
 
 Nothing runs: the compiler (requirements-tpu-aot.txt) compiles the step of llama3_8b with fsdp for a v6e:4x4, one
-sequence per chip, every block recomputed. Any other flag is a setting. Prints a row of a table, and MaxText's rows as
-benchmarks/maxtext.json has them, with their source. Figures are those of one chip and step.
+sequence of 4096 tokens per chip, every block recomputed. Flags are settings. Prints a row of a table and, where
+benchmarks/maxtext.json has that case, MaxText's row and its source. Figures are those of one chip and step.
 
 The last columns are a roofline: the times that the device's published rates (pretraining/config/devices.py) need for
 the products, for the bytes to and from HBM and for the bytes sent, and the MFU if the longest of them were the step.
@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pretraining.config.training import TrainConfig
 from pretraining.configure import configure
 from pretraining.plan.checks import topology_devices
 from pretraining.plan.compiled import CompiledStep, compile_step
@@ -28,6 +29,7 @@ CASE: dict[str, Any] = {
     "sharding_strategy": "fsdp",
     "fsdp_activation_checkpointing": True,
     "batch_size": 1,
+    "seq_length": 4096,
     "plan": True,
     "plan_compile": True,
     "plan_device_kind": "tpu-v6e",
@@ -75,8 +77,11 @@ def figures_of(name: str, tokens: int, step: CompiledStep) -> Figures:
     return Figures(name, tokens, temporaries, peak, step.flops, step.kernel_flops, step.hbm, sent, share, step.cycles)
 
 
-def maxtext_figures(tokens: int, *, recomputed: bool, kernel_flops: float) -> list[Figures]:
+def maxtext_figures(config: TrainConfig, kernel_flops: float) -> list[Figures]:
     """Return MaxText's figures of this case; its attention kernel is ours, so it counts as many operations."""
+    tokens, recomputed, known = config.seq_length, config.fsdp_activation_checkpointing, json.loads(MAXTEXT.read_text())
+    if any(getattr(config, name) != value for name, value in known["case"].items()):
+        return []
     return [
         Figures(
             name="MaxText",
@@ -90,7 +95,7 @@ def maxtext_figures(tokens: int, *, recomputed: bool, kernel_flops: float) -> li
             overlapped=None,
             cycles=1e6 * step["million_cycles"],
         )
-        for step in json.loads(MAXTEXT.read_text())["steps"]
+        for step in known["steps"]
         if step["tokens"] == tokens and step["recomputed"] == recomputed
     ]
 
@@ -98,20 +103,18 @@ def maxtext_figures(tokens: int, *, recomputed: bool, kernel_flops: float) -> li
 def main() -> None:
     """Compile and print; see the module's docstring."""
     options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
-    length = int(options.pop("length", "4096"))
-    config = configure({**CASE, "seq_length": length, **options})
+    config = configure({**CASE, **options})
     plan = plan_of(replace(config, plan_devices=topology_devices(config)))
     name = ", ".join(f"{key}={value}" for key, value in options.items()) or "ours"
     step = compile_step(plan.config, plan.mesh.shard)
-    ours = figures_of(name, length, step)
-    recomputed = config.fsdp_activation_checkpointing
-    theirs = maxtext_figures(length, recomputed=recomputed, kernel_flops=step.kernel_flops)
+    ours, theirs = figures_of(name, config.seq_length, step), maxtext_figures(config, step.kernel_flops)
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     print("\n".join(figures.row(plan) for figures in (ours, *theirs)))
     print("\nSent by operation and dtype, GB:")
     for kind, count in sorted(step.sent_by_dtype.items(), key=lambda item: -item[1]):
         print(f"  {count / 1e9:8.2f}  {kind}")
-    print(f"MaxText: {json.loads(MAXTEXT.read_text())['source']}")
+    if theirs:
+        print(f"MaxText: {json.loads(MAXTEXT.read_text())['source']}")
 
 
 if __name__ == "__main__":
