@@ -59,7 +59,8 @@ class Epoch(NamedTuple):
     before: memoryview  # [blocks + 1], tokens before each of them
 
 
-class Block(NamedTuple):
+@dataclass(slots=True)
+class Block:
     """The documents of one block in the order of one epoch, without empty ones.
 
     memoryviews of int64: a binary search or a slice of a few elements takes a third of numpy's time.
@@ -72,11 +73,13 @@ class Block(NamedTuple):
     before: memoryview  # [documents + 1], position of each document in the block, added tokens included
     low: int  # first byte of the block's tokens
     high: int  # the byte after the last
+    ranges: list[tuple[int, int]]  # to request for the whole block; of a local shard, none
+    is_verified: bool  # whether the checksum was compared, or need not be
 
     @property
     def memory(self) -> int:
-        """Bytes of the block in memory, with 1000 for the objects around the arrays."""
-        return 1000 + 3 * self.before.nbytes
+        """Bytes of the block in memory, with 1000 for the objects around the arrays, and 120 for each range."""
+        return 1000 + 3 * self.before.nbytes + 120 * len(self.ranges)
 
 
 BlockKey = tuple[int, int, int]  # id of the Corpus, epoch, block
@@ -145,6 +148,8 @@ class Corpus:
             epoch, place, within = self._locate(position + done)
             try:
                 block = self._block(epoch, epoch.blocks[place])
+                if not block.is_verified:
+                    self._verify(epoch.blocks[place], block)
                 count = min(total - done, block.before[-1] - within)
                 file = self._files.get(block.shard.tokens, block.shard.token_stamp, block.shard.path)
                 if file not in checked:
@@ -160,19 +165,19 @@ class Corpus:
             done += count
         return beginnings
 
-    def fetch(self, position: int, count: int) -> None:
-        """Begin to read what `fill` needs of object storage for `count` tokens from `position` on."""
-        done = 0
+    def fetch(self, position: int, count: int) -> int:
+        """Begin to read what `fill` needs of object storage for `count` tokens from `position` on; return its bytes,
+        without those that are kept or on their way."""
+        size = done = 0
         while self._is_remote and done < count:
             epoch, place, within = self._locate(position + done)
-            number = epoch.blocks[place]
-            block = self._cache.get((id(self), epoch.number, number)) or self._read_block(epoch, number)
+            block = self._block(epoch, epoch.blocks[place])
             some = min(count - done, block.before[-1] - within)
             file = self._files.get(block.shard.tokens, block.shard.token_stamp, block.shard.path)
             if not file.is_local:
-                is_whole = self._must_verify(number)
-                self._ranges.begin(file, self._needed(block, file, *_documents_at(block, within, some), is_whole))
+                size += self._ranges.begin(file, self._needed(block, file, *_documents_at(block, within, some)))
             done += some
+        return size
 
     def paths(self, position: int, count: int) -> list[str]:
         """Return the shards that tokens [position, position + count) come from, for a message."""
@@ -208,37 +213,24 @@ class Corpus:
         key = (id(self), epoch.number, number)  # not `self`: a cycle would keep files open until it is collected
         block = self._cache.get(key)
         if block is None:
-            block = self._read_block(epoch, number)
-            if self._must_verify(number):
-                self._verify(number, block)
-            self._cache.put(key, block)
+            self._cache.put(key, block := self._read_block(epoch, number))
         return block
 
-    def _must_verify(self, number: int) -> bool:
-        """Whether a block that is not cached is compared with its checksum."""
-        return self._order.verify == "always" or (self._order.verify != "off" and number not in self._verified)
-
-    def _needed(
-        self, block: Block, file: OpenFile, first: int, last: int, is_whole: bool = False
-    ) -> list[tuple[int, int]]:
-        """Return the ranges of an object to read for documents [first, last) of a block: of the whole block if that is
-        asked for, or it is kept, or it is on its way."""
-        starts = np.asarray(block.starts)
-        ends = starts + np.asarray(block.lengths) * block.width
-        is_whole = is_whole or self.keeps_blocks or _is_gathered(block, first, last)
-        whole = coalesced(starts, ends)
-        if is_whole or self._ranges.has(file, whole):
-            return whole
-        return coalesced(starts[first:last], ends[first:last])
+    def _needed(self, block: Block, file: OpenFile, first: int, last: int) -> list[tuple[int, int]]:
+        """Return the ranges of an object to read for documents [first, last) of a block: of the whole block if its
+        checksum is compared, or it is kept, or it is on its way."""
+        is_whole = self.keeps_blocks or not block.is_verified or _is_gathered(block, first, last)
+        if is_whole or self._ranges.has(file, block.ranges):
+            return block.ranges
+        starts = np.asarray(block.starts[first:last])
+        return coalesced(starts, starts + np.asarray(block.lengths[first:last]) * block.width)
 
     def _verify(self, number: int, block: Block) -> None:
         """Compare the checksum of a block with its record. UserError names the shard if they differ."""
         shard = block.shard
         file = self._files.get(shard.tokens, shard.token_stamp, shard.path)
         documents = len(block.lengths)
-        source = (
-            file if file.is_local else self._ranges.read(file, self._needed(block, file, 0, documents, is_whole=True))
-        )
+        source = file if file.is_local else self._ranges.read(file, block.ranges)
         size = (block.before[-1] - documents * self._order.added) * block.width
         if block.high - block.low <= 2 * size + 1024 * documents:
             total = byte_sum(source, block.low, block.high)
@@ -248,6 +240,7 @@ class Corpus:
         places = int(np.dot(block.starts, block.lengths))  # of the documents: a block may hold its bytes in any order
         self._sums.check(shard, int(self._first[number]), int(self._last[number]), (total + places) % 2**64)
         self._verified.add(number)
+        block.is_verified = True
 
     def _read_block(self, epoch: Epoch, number: int) -> Block:
         shard = self._shards[self._shard[number]]
@@ -262,8 +255,11 @@ class Corpus:
         if int(before[-1]) != int(self._tokens[number]) or int(starts.min()) < 0:
             raise UserError(f"{shard.path}: its index {shard.lengths.path} is damaged: remove it and start again")
         width = np.dtype(shard.dtype).itemsize
-        low, high = int(starts.min()), int((starts + lengths * width).max())
-        return Block(shard, width, starts.data, lengths.data, before.data, low, high)
+        ends = starts + lengths * width
+        low, high = int(starts.min()), int(ends.max())
+        ranges = coalesced(starts, ends) if is_remote(shard.tokens) else []
+        is_verified = number in self._verified if self._order.verify == "first_read" else self._order.verify == "off"
+        return Block(shard, width, starts.data, lengths.data, before.data, low, high, ranges, is_verified)
 
     def _read(self, array: DiskArray, shard: ShardIndex, start: int, stop: int) -> np.ndarray:
         """Return elements [start, stop) of an array of a shard's index. Sidecars are not checked for change."""

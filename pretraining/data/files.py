@@ -9,22 +9,24 @@ from pathlib import Path
 from threading import Lock
 
 from pretraining.config.errors import UserError
-from pretraining.storage import Location, ObjectFile, ObjectPath, Stamp, location, read_exactly
+from pretraining.storage import Location, ObjectFile, ObjectPath, Stamp, is_remote, read_exactly
 
-# Files kept open for the whole stream, whatever the number of shards or logical_shards; the usual limit is 1024.
+# Local files kept open for the whole stream, whatever the number of shards or logical_shards; the usual limit is 1024.
 _OPEN_FILES = 128
+# Objects kept open: 2 KB of memory each and no descriptor, but opening one again takes a request.
+_OPEN_OBJECTS = 4096
 
 
 class OpenFile:
-    """A file that is closed with the last reference to this object. Of an object, only `read_at` can be used."""
+    """A file that is closed with the last reference to this object, or an object: only `read_at` can be used."""
 
     def __init__(self, path: str, stamp: Stamp | None, shard: str) -> None:
         """stamp: of the file when it was indexed; None: changes are not checked. shard: named in messages."""
         self.path, self.stamp, self.shard = path, stamp, shard
-        self.descriptor, place = -1, location(path)
-        self._object = ObjectFile(place, stamp) if isinstance(place, ObjectPath) else None
-        self.is_local = self._object is None
-        if self._object:
+        self.descriptor, self.is_local = -1, not is_remote(path)
+        self._object: ObjectFile | None = None
+        self._lock = Lock()
+        if not self.is_local:
             return
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
@@ -37,14 +39,16 @@ class OpenFile:
             os.close(self.descriptor)
 
     def read_at(self, start: int, count: int) -> bytes:
-        """See stores.shard.Readable. An object is compared with its stamp after every read."""
-        if self._object:
+        """See stores.shard.Readable. An object is opened by the first read, and compared with its stamp after each."""
+        if not self.is_local:
+            with self._lock:
+                self._object = self._object or ObjectFile(ObjectPath(self.path), self.stamp)
             return self._object.read_at(start, count)
         return read_exactly(self.descriptor, start, count, self.shard)
 
     def check(self) -> None:
         """Raise UserError if a local file is no longer the one that was indexed."""
-        if self.stamp is None or self._object:
+        if self.stamp is None or not self.is_local:
             return
         status = os.fstat(self.descriptor)
         if status.st_nlink == 0:
@@ -58,27 +62,30 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._files: dict[str, OpenFile] = {}
+        self._objects: dict[str, OpenFile] = {}
         self._lock = Lock()
 
     def get(self, path: str, stamp: Stamp | None, shard: str) -> OpenFile:
         """Return the open file at `path`. The other parameters: see OpenFile."""
-        file = self._files.get(path)
+        file = self._files.get(path) or self._objects.get(path)
         if file is not None:
             return file
+        files, limit = (self._objects, _OPEN_OBJECTS) if is_remote(path) else (self._files, _OPEN_FILES)
         with self._lock:
-            if path in self._files:  # opened by another thread in between
-                return self._files[path]
+            if path in files:  # opened by another thread in between
+                return files[path]
             file = OpenFile(path, stamp, shard)
             file.check()
-            while len(self._files) >= _OPEN_FILES:
-                del self._files[next(iter(self._files))]
-            self._files[path] = file
+            while len(files) >= limit:
+                del files[next(iter(files))]
+            files[path] = file
             return file
 
     def close(self) -> None:
         """Close every file that nobody is reading."""
         with self._lock:
             self._files.clear()
+            self._objects.clear()
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:

@@ -71,21 +71,25 @@ class RangeCache:
         self.limit, self._folder = limit, RangeFolder(Path(folder), limit) if folder else None
         self._memory = _IN_FLIGHT if folder else max(limit, _IN_FLIGHT)
         self._ranges: dict[RangeKey, Future[bytes]] = {}  # the one used least lately first
-        self._bytes, self._lock = 0, Lock()
+        self._bytes, self._requested, self._lock = 0, 0, Lock()
         self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="storage")
 
     def has(self, file: OpenFile, ranges: list[tuple[int, int]]) -> bool:
         """Return whether all ranges are in memory or on their way."""
         return all((file.path, *range) in self._ranges for range in ranges)
 
-    def begin(self, file: OpenFile, ranges: list[tuple[int, int]]) -> list[Future[bytes]]:
-        """Begin to read ranges that are not in memory."""
+    def begin(self, file: OpenFile, ranges: list[tuple[int, int]]) -> int:
+        """Begin to read ranges that are not in memory; return their bytes."""
         with self._lock:
-            return [self._begin(file, start, stop) for start, stop in ranges]
+            before = self._requested
+            for start, stop in ranges:
+                self._begin(file, start, stop)
+            return self._requested - before
 
     def read(self, file: OpenFile, ranges: list[tuple[int, int]]) -> Ranges:
         """Return ranges of a file. StorageError names a file that cannot be read, or has changed."""
-        futures = self.begin(file, ranges)
+        with self._lock:
+            futures = [self._begin(file, start, stop) for start, stop in ranges]
         try:
             return Ranges([start for start, _ in ranges], [future.result() for future in futures])
         except Exception:
@@ -109,6 +113,7 @@ class RangeCache:
         if future is None or future.cancelled():
             future = self._pool.submit(self._fetch, file, start, stop)
             self._bytes += stop - start
+            self._requested += stop - start
             while self._bytes > self._memory and self._ranges:
                 oldest = next(iter(self._ranges))
                 self._ranges.pop(oldest)

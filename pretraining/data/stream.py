@@ -172,12 +172,12 @@ class Stream:
         """Return the bytes of text that the trained labels of a batch stand for; None without a tokenizer."""
         return self._bytes.count(batch["tokens"], batch["labels"]) if self._bytes else None
 
-    def fetch(self, step: int, count: int) -> None:
-        """Begin to read what batches [step, step + count) need of object storage."""
-        last = step + count if self.steps is None else min(step + count, self.steps)
-        for number in range(step, last):
-            sequences = self._slice.of(self._batches.sequences(number))
-            self._source.fetch(sequences.start, len(sequences), self._slice.length + 1)
+    def fetch(self, step: int) -> int:
+        """Begin to read what batch `step` needs of object storage; return the bytes that are not yet on their way."""
+        if self.steps is not None and step >= self.steps:
+            return 0
+        sequences = self._slice.of(self._batches.sequences(step))
+        return self._source.fetch(sequences.start, len(sequences), self._slice.length + 1)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state after `step` steps, which `open_stream` continues from. JSON, the same on every rank."""
@@ -246,8 +246,9 @@ class Counters:
         out[:] = (np.arange(len(out), dtype=np.int64) + start) % self._vocabulary
         return RowMarks([])
 
-    def fetch(self, sequence: int, rows: int, length: int) -> None:
-        """Do nothing: no file is read."""
+    def fetch(self, sequence: int, rows: int, length: int) -> int:
+        """Return 0: no file is read."""
+        return 0
 
     def check(self, sequences: Sequence[int], rows: np.ndarray) -> None:
         """Do nothing: counters are below the vocabulary."""
@@ -270,8 +271,9 @@ class OwnRows:
         """See Rows.row."""
         return self._own.row(sequence, out) or RowMarks([])
 
-    def fetch(self, sequence: int, rows: int, length: int) -> None:
-        """Do nothing: no file is read."""
+    def fetch(self, sequence: int, rows: int, length: int) -> int:
+        """Return 0: no file is read."""
+        return 0
 
     def by_dataset(self, sequences: np.ndarray) -> dict[str, np.ndarray]:
         """See Mixture.by_dataset."""
@@ -335,11 +337,10 @@ class Mixture:
             out[-1] = self._special.eol
         return RowMarks(beginnings, untrained)
 
-    def fetch(self, sequence: int, rows: int, length: int) -> None:
-        """Begin to read what `rows` sequences need of object storage."""
-        for number in range(sequence, sequence + rows):
-            corpus, start = self._locate(number)
-            corpus.fetch(start, length)
+    def fetch(self, sequence: int, rows: int, length: int) -> int:
+        """Begin to read what `rows` sequences need of object storage; return the bytes that are requested."""
+        places = map(self._locate, range(sequence, sequence + rows))
+        return sum(corpus.fetch(start, length) for corpus, start in places)
 
     def by_dataset(self, sequences: np.ndarray) -> dict[str, np.ndarray]:
         """Return the sequences of each dataset, in their order."""

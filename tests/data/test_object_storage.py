@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from pretraining.config.flags import config_from_flags
 from pretraining.config.training import TrainConfig
 from pretraining.data import Prefetcher, open_stream, prepare
 from pretraining.data.layouts import FLAGS, RECORDS
+from pretraining.data.prefetch import AHEAD, FETCH_AHEAD, FETCH_BYTES
 from pretraining.storage import RETRIES, ObjectPath, StorageError, location
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
 from tests.object_storage import KEYS, FaultProxy, GoogleStorage, upload
@@ -77,15 +80,57 @@ def test_reading_ahead_and_a_small_cache_change_nothing(
     stream, fetched = open_stream(remote), list[int]()
     fetch = stream.fetch
 
-    def counted(step: int, count: int) -> None:
-        fetched.extend(range(step, step + count))
-        fetch(step, count)
+    def recorded(step: int) -> int:
+        fetched.append(step)
+        return fetch(step)
 
-    monkeypatch.setattr(stream, "fetch", counted)
+    monkeypatch.setattr(stream, "fetch", recorded)
     prefetcher = Prefetcher(stream, 2)
     assert np.array_equal([prefetcher.batch(step)["tokens"][0] for step in range(80)], expected)
     prefetcher.close()
-    assert set(fetched) >= set(range(80)) and len(fetched) < 2 * len(set(fetched))  # two threads may fetch the same
+    assert set(fetched) >= set(range(80)) and len(fetched) < 2 * len(set(fetched))
+
+
+def test_reading_ahead_waits_for_no_answer(tmp_path: Path, proxy: FaultProxy) -> None:
+    local, remote = local_and_remote(tmp_path, proxy, "flat", "answers", shards=6, sep_token=1, shuffle="documents")
+    stream, answer = open_stream(remote), Event()
+    before = len(proxy.requests)
+    proxy.plan = lambda number, method, path: "" if answer.wait(60) else "503"
+    began = time.monotonic()
+    assert sum(stream.fetch(step) for step in range(20)) > 0
+    assert time.monotonic() - began < 30 and len(proxy.requests) - before <= 6  # nothing is read before it is opened
+    answer.set()
+    assert np.array_equal(rows(stream, 20), rows(open_stream(local), 20))
+
+
+class Requested:
+    """A stream of which every batch is a MiB, and `size` bytes are requested for each."""
+
+    batch_bytes = 1 << 20
+
+    def __init__(self, size: int) -> None:
+        self.size, self.steps = size, list[int]()
+
+    def fetch(self, step: int) -> int:
+        """See Stream."""
+        self.steps.append(step)
+        return self.size
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        """See Stream."""
+        return {"tokens": np.array([step])}
+
+
+@pytest.mark.parametrize(("size", "ahead"), [(0, FETCH_AHEAD), (FETCH_BYTES // 4, 4)])
+def test_what_is_requested_ahead_is_bounded(size: int, ahead: int) -> None:
+    stream = Requested(size)
+    prefetcher = Prefetcher(stream, 1)  # type: ignore[arg-type]
+    for step in range(3 * FETCH_AHEAD):
+        assert prefetcher.batch(step)["tokens"] == step
+        assert max(stream.steps) < step + AHEAD + ahead
+    prefetcher.batch(1)  # a step out of order
+    prefetcher.close()
+    assert stream.steps[: 3 * FETCH_AHEAD] == list(range(3 * FETCH_AHEAD)) and stream.steps.count(1) == 2
 
 
 def test_a_cache_folder_makes_the_second_run_local_and_stays_within_its_size(tmp_path: Path, proxy: FaultProxy) -> None:
