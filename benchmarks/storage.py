@@ -2,10 +2,10 @@
 
 Data: the corpus of benchmarks.data in Megatron's format, from a local folder and from the server, through one prefetch
 thread; then the ranges that the loader requested again, by as many threads and nothing else; then a consumer of
-10 M tokens/s, and how long its steps wait. Checkpoints: how long a step waits for a save and how long a restore takes,
-to the server and to a local folder, as ratios to a plain copy of the same bytes to the same place. The server is moto's
-and shares the cores; because it answers a ranged read in 6 ms, reads of data are answered by a smaller one before it.
-The ratios count. Needs requirements-dev.txt.
+10 M tokens/s, and how long its steps wait for either. They take turns. Checkpoints: how long a step waits for a save
+and how long a restore takes, to the server and to a local folder, as ratios to a plain copy of the same bytes to the
+same place. The server is moto's and shares the cores; because it answers a ranged read in 6 ms, reads of data are
+answered by a smaller one before it. The ratios count. Needs requirements-dev.txt.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from email.utils import formatdate
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+import psutil
 import torch
 
 from benchmarks.checkpoint import BLOCK, FACTS, evict, plain_read, plain_write, timed
@@ -107,29 +110,40 @@ def recorded() -> Iterator[list[Range]]:
     ObjectFile.read_at = original  # type: ignore[method-assign]
 
 
-def read_plainly(ranges: list[Range]) -> None:
+def read_plainly(files: dict[ObjectPath, Any], ranges: list[Range]) -> None:
     """Read ranges by as many threads as the loader has for requests."""
-    files = {path: path.request(lambda client, name: client.open_input_file(name)) for path, _, _ in ranges}
     with ThreadPoolExecutor(REQUESTS) as pool:
         list(pool.map(lambda range: files[range[0]].read_at(range[2], range[1]), ranges))
 
 
-def million_tokens_per_second(config: TrainConfig, batches: int) -> tuple[float, float]:
-    """Return the rates of the first quarter of the batches, and of all, through the prefetch thread, on the clock."""
+def cpu_seconds() -> np.ndarray:
+    """Return the CPU time of this process and of the servers, which are its children; float64 [2]."""
+    servers = [child.cpu_times() for child in psutil.Process().children()]
+    return np.array([time.process_time(), sum(times.user + times.system for times in servers)])
+
+
+def spent(name: str, act: Callable[[], object]) -> dict[str, float]:
+    """Return the seconds that `act` takes, on the clock and of the CPU."""
+    before, began = cpu_seconds(), time.perf_counter()
+    act()
+    seconds = time.perf_counter() - began
+    client, servers = cpu_seconds() - before
+    return {f"{name}_s": seconds, f"{name}_cpu_s": client, f"{name}_servers_cpu_s": servers}
+
+
+def read_batches(name: str, config: TrainConfig, batches: int) -> dict[str, float]:
+    """Return the seconds that batches take through the prefetch thread, and of them those of the first quarter."""
     stream = open_stream(config)
     stream.batch(0)
     prefetcher = Prefetcher(stream, 1)
-    began = time.perf_counter()
-    ended = []
-    for step in range(1, batches + 1):
-        prefetcher.batch(step)
-        ended.append(time.perf_counter() - began)
+    first = spent(name, lambda: [prefetcher.batch(step) for step in range(1, batches // 4 + 1)])
+    rest = spent(name, lambda: [prefetcher.batch(step) for step in range(batches // 4 + 1, batches + 1)])
     prefetcher.close()
-    first, every = ((count * TOKENS / ended[count - 1] / 1e6) for count in (batches // 4, batches))
-    return first, every
+    stream.close()
+    return {f"{name}_first_s": first[f"{name}_s"]} | {key: first[key] + rest[key] for key in first}
 
 
-def waits(config: TrainConfig, batches: int) -> dict[str, float]:
+def waits(name: str, config: TrainConfig, batches: int) -> dict[str, float]:
     """Return how long a consumer of RATE waits for its batches after the first quarter of them.
 
     In that quarter, the first block of every logical shard is read.
@@ -146,37 +160,38 @@ def waits(config: TrainConfig, batches: int) -> dict[str, float]:
     prefetcher.close()
     waited = waited[batches // 4 :]
     spent = len(waited) * TOKENS / RATE
-    return {"wait_share": sum(waited) / spent, "steps_over_1ms": sum(wait > 1e-3 for wait in waited) / len(waited)}
+    late = sum(wait > 1e-3 for wait in waited) / len(waited)
+    return {f"{name}_wait_share": sum(waited) / spent, f"{name}_steps_over_1ms": late, f"{name}_longest": max(waited)}
 
 
-def measure_data(root: Path, port: int, batches: int) -> dict[str, Any]:
-    """Return rates in million tokens per second, the ratios, and what a consumer waits."""
+def measure_data(root: Path, port: int, batches: int, repeats: int) -> dict[str, Any]:
+    """Return seconds, rates in million tokens per second, the ratios, and what a consumer waits."""
     write_corpus(root / "corpus", "megatron", 400)
     with file_server(port, root) as reads:
         os.environ |= environment(reads)
-        return measure_reads(root, port, batches)
+        return measure_reads(root, port, batches, repeats)
 
 
-def measure_reads(root: Path, port: int, batches: int) -> dict[str, Any]:
-    """See measure_data."""
+def measure_reads(root: Path, port: int, batches: int, repeats: int) -> dict[str, Any]:
+    """See measure_data. The measurements take turns; the figures are medians, the ratios those of neighbours."""
     local = settings(root / "corpus", root / "index")
     stored = replace(local, data_path=upload(root / "corpus", "corpus", port), index_dir=str(root / "stored"))
     open_stream(stored)
-    results: dict[str, float] = {}
-    results["local_first"], results["local"] = million_tokens_per_second(local, batches)
-    with recorded() as ranges:
-        results["s3_first"], results["s3"] = million_tokens_per_second(stored, batches)
-    size = sum(count for _, _, count in ranges)
-    began = time.perf_counter()
-    read_plainly(ranges)
-    seconds = time.perf_counter() - began
-    results |= {
-        "plain": batches * TOKENS / seconds / 1e6,
-        "requests": len(ranges),
-        "plain_mb_per_s": size / seconds / 1e6,
-    }
-    results |= {f"s3_over_{name}": results["s3"] / results[name] for name in ("local", "plain")}
-    return results | waits(replace(stored, seed=stored.seed + 1), batches)
+    rounds = []
+    for number in range(repeats):
+        one = read_batches("local", local, batches)
+        with recorded() as ranges:
+            one |= read_batches("s3", stored, batches)
+        files = {path: path.request(lambda client, name: client.open_input_file(name)) for path, _, _ in ranges}
+        one |= spent("plain", partial(read_plainly, files, ranges))
+        for name in ("local", "s3", "plain"):
+            one[name] = batches * TOKENS / one[f"{name}_s"] / 1e6
+        one |= {f"s3_over_{name}": one["s3"] / one[name] for name in ("local", "plain")}
+        one |= {"requests": len(ranges), "megabytes": sum(count for _, _, count in ranges) / 1e6}
+        for name, config in (("s3", stored), ("local", local)):
+            one |= waits(name, replace(config, seed=config.seed + number + 1), batches)
+        rounds.append(one)
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
 # ---- Checkpoints
@@ -231,7 +246,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true", help="checkpoints only")
     parser.add_argument("--batches", type=int, default=16_000, help=f"of {TOKENS} tokens; an epoch has 19,000")
     parser.add_argument("--mebibytes", type=int, default=256, help="of a checkpoint")
-    parser.add_argument("--repeats", type=int, default=3, help="of saves and restores")
+    parser.add_argument("--repeats", type=int, default=3, help="of everything")
     options = parser.parse_args()
     if options.serve:
         print(FileServer(int(options.serve[0]), Path(options.serve[1])).port, flush=True)
@@ -244,7 +259,7 @@ def main() -> None:
             results["checkpoint"] = measure_checkpoints(Path(folder), options.mebibytes, options.repeats)
         if not options.checkpoint:
             storage._client.cache_clear()
-            results["data"] = measure_data(Path(folder), port, options.batches)
+            results["data"] = measure_data(Path(folder), port, options.batches, options.repeats)
         print(json.dumps(results, indent=2))
 
 

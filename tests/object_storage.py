@@ -143,6 +143,7 @@ class FaultProxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # headers and body are two packets, and a client acknowledges the first late
 
             def handle_any(self) -> None:
                 proxy.forward(self, port)
