@@ -3,7 +3,7 @@
 ATTACK: kill, kill_late and kill_async (five kills to each number), fail, spoil, scripts (damaged files that other
 programs read), long (2,000 steps) or goodput (the quickstart, killed --number times). With --storage=s3, kill,
 kill_async and long have data and checkpoints on an S3 server; the kills in --processes=N processes of the torch engine
-or on two devices of xla. Prints the counts and everything that broke.
+or on two devices of xla, with --stages as two stages. Prints the counts and everything that broke.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.end_to_end.checkout import copy_checkout
 from tests.faults.attacks import Report, Target
 from tests.faults.harness import Programs
 from tests.faults.programs import contents, left_over, result, scripts, training, write_corpus
-from tests.faults.stored import LARGE, PART, StoredRun
+from tests.faults.stored import LARGE, PART, STAGES, StoredRun
 from tests.object_storage import BUCKET, FaultProxy, environment, s3_server, upload
 from tests.scripts.test_scripts import Attended
 
@@ -89,7 +89,7 @@ def attack_stored(programs: Programs, root: Path, options: argparse.Namespace, r
     with s3_server(root) as port, FaultProxy(port) as proxy:
         os.environ |= environment(port)
         fields: dict[str, Any] = {"target": PART, **LARGE} if options.parts else {}
-        fields["async_checkpointing"] = options.attack == "kill_async"
+        fields |= {"async_checkpointing": options.attack == "kill_async", **(STAGES if options.stages else {})}
         run = StoredRun(programs, root / "work", proxy, options.processes, **fields)
         for seed in range(options.first, options.first + options.number):
             run.kill(report, seed)
@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--engine", default="torch")
     parser.add_argument("--storage", choices=["", "s3"], default="")
     parser.add_argument("--parts", action="store_true", help="kill while parts of large checkpoints are uploaded")
+    parser.add_argument("--stages", action="store_true", help="divide the layers of that run into two stages")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--number", type=int, default=20)

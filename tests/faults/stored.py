@@ -26,6 +26,7 @@ STARTS = 3  # of processes that do not meet within collective_timeout, as on a b
 DEVICES = 2  # of the xla engine
 # A state of 32 MB: pyarrow uploads it in parts of 10 MiB.
 LARGE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_kv_heads": 4}
+STAGES = {"pipeline_parallel_size": 2, "num_layers": 3, "batch_size": 1}  # unequal ones, and four micro-batches
 PART = "partNumber="  # in the path of a request that uploads one
 
 
