@@ -123,6 +123,7 @@ _IGNORED = {
         layernorm_fusion rmsnorm_fusion bias_dropout_fusion onnx_safe use_flashattn_swiglu output_layer_parallelism
         adlr_autoresume adlr_autoresume_interval lazy_mpu_init use_flash_cross_entropy rotary_save_freqs_buffer""",
     "tokens are prepared before; give --vocab_size": "vocab_file merge_file tokenizer_type",
+    "stages are as equal as possible; --pipeline_cuts sets others": "pipe_partition_method",
     "derived by NeoX itself": """zero_stage padded_vocab_size batch_size is_pipe_parallel world_size rank local_rank
         iteration do_train do_valid do_test config_files git_hash user_script dynamic_loss_scale save_iters
         curriculum_seqlen optimizer_type lr no_checkpoint_arg_validation""",
@@ -130,7 +131,7 @@ _IGNORED = {
     "of an option that is off or refused": """mup_* base_shapes_file scalenorm_epsilon rpe_num_buckets rpe_max_distance
         gmlp_attn_dim param_sharing_style weighted_sampler_alpha gradient_noise_scale_*""",
     "without meaning for this training": """steps_per_print checkpoint_validation_with_forward_pass mmap_warmup
-        use_cpu_initialization short_seq_prob char_level_ppl pipe_partition_method temperature top_k top_p
+        use_cpu_initialization short_seq_prob char_level_ppl temperature top_k top_p
         maximum_tokens prompt_end recompute num_samples sample_input_file sample_output_file text_gen_type eval_tasks
         eval_batch_size return_logits log_grad_pct_zeros wandb_name wandb_id wandb_resume s3_sync_interval checkpoint.*
         load_universal peak_theoretical_tflops

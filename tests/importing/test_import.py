@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from pretraining.importing.resolve import FIXED, ORIGIN, ImportResult, import_fo
 from pretraining.importing.resolve import settings as settings_of
 from pretraining.optim.schedule import learning_rate
 from tests.importing.files import FILES, drop, put, tree, write
+from tests.parallel.launch import run_on_torch
 
 KINDS = tuple(FILES)
 ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True"}  # what none of the files says
@@ -411,6 +412,24 @@ def test_stages_and_their_cuts_are_kept_or_folded(tmp_path: Path) -> None:
     for engine in ("xla", "torch"):
         kept = config(node, tmp_path, engine=engine)
         assert (kept.pipeline_parallel_size, kept.pipeline_cuts) == (2, "model.layers.0")
+
+
+@pytest.mark.slow
+def test_files_with_stages_train_with_them_to_the_losses_without(tmp_path: Path) -> None:
+    neox = put(put(tree("neox"), "pipe_parallel_size", 2), "zero_optimization.stage", 1)
+    nxdt = put(tree("nxdt"), "distributed_strategy.pipeline_model_parallel_size", 2)
+    flags = {"engine": "torch", "device": "cpu", "num_steps": 3, "lr_warmup_steps": 1}
+    cases = {
+        f"{kind} {import_pp}": asdict(config(node, tmp_path, import_pp=import_pp, **flags))
+        for kind, node in (("neox", neox), ("nxdt", nxdt))
+        for import_pp in ("keep", "fold")
+    }
+    outcomes = run_on_torch(2, cases)
+    for kind in ("neox", "nxdt"):
+        assert [cases[f"{kind} {name}"]["pipeline_parallel_size"] for name in ("keep", "fold")] == [2, 1]
+        for figure in ("loss", "grad_norm"):
+            kept, folded = (outcomes[f"{kind} {name}"][figure] for name in ("keep", "fold"))
+            assert kept == pytest.approx(folded, rel=1e-6) and len(kept) == 3
 
 
 def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) -> None:
