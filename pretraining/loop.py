@@ -76,7 +76,9 @@ class TrainingRun:
         self.step = self.start_step = self.resumed.step if self.resumed else 0
         self.watchdog = Watchdog(config.step_timeout)
         flops = flops_per_token(model_shape(config), config.seq_length)
-        self.meter = Meter(config.tokens_per_step, engine.mesh.size, flops, kind_of(engine.device_name))
+        self.meter = Meter(
+            config.tokens_per_step, engine.mesh.size, flops, kind_of(engine.device_name, config.precision_mode)
+        )
 
     @property
     def stream(self) -> Stream:

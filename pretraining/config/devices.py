@@ -3,7 +3,8 @@
 The one declaration of these facts: MFU, validation, the plan and the ahead-of-time compilation read it here. Imports
 nothing of ours. Figures are per device as the engine counts devices: a TPU chip (from v4 on), a NeuronCore, a GPU.
 
-- peak_flops: dense bf16. NVIDIA's data sheets print figures with 2:4 sparsity; these are half of them.
+- peak_flops: dense bf16. NVIDIA's data sheets print figures with 2:4 sparsity; these are half of them. From Hopper on
+  dense fp8 has twice as many.
 - link: towards devices of the same host (GPUs, Trainium) or slice (TPUs), one direction. NVIDIA's data sheets give both
   directions of NVLink 3, 4 and 5 together.
 - network: towards other hosts. GPUs: one InfiniBand port per GPU, HDR 200, NDR 400 and XDR 800 Gbit/s, as in the DGX of
@@ -37,6 +38,8 @@ class DeviceKind(NamedTuple):
     engine: Literal["torch", "xla"] = "torch"  # that --engine=auto chooses
     topology_axes: int = 0  # of a TPU slice; 0: not a TPU
     memory_rate: float = 0  # bytes per second between the device and its memory; 0: nothing reads it
+    float8_speed: int = 0  # dense fp8 operations per bf16 operation; 0: no fp8
+    dtype: str = "bf16"  # of the operations that peak_flops counts
 
 
 # The first kind that matches a reported name is the device's, so the special ones come first.
@@ -62,14 +65,14 @@ DEVICE_KINDS = (
     DeviceKind("trn2", "trn2 logical NeuronCore (LNC=2)", (("trn2",),),
                166.75e12, 24 * GIB, 160e9, 6.25e9, 64, 0.25),
     # NVIDIA's data sheets: GB200 NVL72 (per GPU), Blackwell (DGX B200), H200, GH200, H100, A100 (SXM and PCIe alike).
-    DeviceKind("gb200", "GB200", (("gb200",),), 2500e12),
-    DeviceKind("b200", "B200", (("b200",),), 2250e12, 180 * GIB, 900e9, 100e9, 8, 0.42),
-    DeviceKind("h200-nvl", "H200 NVL", (("h200", "nvl"),), 835.5e12),
-    DeviceKind("gh200", "GH200", (("gh200",),), 990e12),
-    DeviceKind("h200", "H200 SXM", (("h200",),), 989.5e12, 140 * GIB, 450e9, 50e9, 8, 0.42),
-    DeviceKind("h100-nvl", "H100 NVL", (("h100", "nvl"),), 835.5e12),
-    DeviceKind("h100-pcie", "H100 PCIe", (("h100", "pcie"),), 756.5e12),
-    DeviceKind("h100", "H100 SXM", (("h100",),), 989.5e12, 80 * GIB, 450e9, 50e9, 8, 0.42),
+    DeviceKind("gb200", "GB200", (("gb200",),), 2500e12, float8_speed=2),
+    DeviceKind("b200", "B200", (("b200",),), 2250e12, 180 * GIB, 900e9, 100e9, 8, 0.42, float8_speed=2),
+    DeviceKind("h200-nvl", "H200 NVL", (("h200", "nvl"),), 835.5e12, float8_speed=2),
+    DeviceKind("gh200", "GH200", (("gh200",),), 990e12, float8_speed=2),
+    DeviceKind("h200", "H200 SXM", (("h200",),), 989.5e12, 140 * GIB, 450e9, 50e9, 8, 0.42, float8_speed=2),
+    DeviceKind("h100-nvl", "H100 NVL", (("h100", "nvl"),), 835.5e12, float8_speed=2),
+    DeviceKind("h100-pcie", "H100 PCIe", (("h100", "pcie"),), 756.5e12, float8_speed=2),
+    DeviceKind("h100", "H100 SXM", (("h100",),), 989.5e12, 80 * GIB, 450e9, 50e9, 8, 0.42, float8_speed=2),
     DeviceKind("a100-80", "A100", (("a100", "80"),), 312e12, 80 * GIB, 300e9, 25e9, 8, 0.63),
     DeviceKind("a100-40", "A100", (("a100",),), 312e12, 40 * GIB, 300e9, 25e9, 8, 0.63),
 )
@@ -78,8 +81,15 @@ DEVICE_KINDS = (
 PLAN_KINDS = {kind.name: kind for kind in DEVICE_KINDS if kind.memory}
 
 
-def kind_of(device_name: str) -> DeviceKind | None:
-    """Return the kind of a device by its reported name ("NVIDIA H200"); None where the table does not know it."""
+def kind_of(device_name: str, precision: str = "") -> DeviceKind | None:
+    """Return the kind of a device by its reported name ("NVIDIA H200"); None where the table does not know it.
+
+    precision: TrainConfig.precision_mode. With "fp8", peak_flops is that of fp8, although attention and head multiply
+    bf16; None where the table does not know it.
+    """
     name = device_name.lower()
     known = (kind for kind in DEVICE_KINDS if any(all(word in name for word in alias) for alias in kind.aliases))
-    return next(known, None)
+    kind = next(known, None)
+    if kind is None or precision != "fp8":
+        return kind
+    return kind._replace(peak_flops=kind.float8_speed * kind.peak_flops, dtype="fp8") if kind.float8_speed else None

@@ -44,7 +44,7 @@ def describe(
         ("recomputed", _mask(recompute)),
         ("learning rate", _rates(config, rates)),
         *([("muP", _mup(config))] if config.mup_base_width else []),
-        ("MFU against", _peak(device_name)),
+        ("MFU against", _peak(device_name, config.precision_mode)),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in rows)
 
@@ -96,9 +96,13 @@ def _mup(config: TrainConfig) -> str:
     return f"{ratio}: {matrices}, logits x {output_scale(config):.4g}, queries x {query_scale(config):.4g}"
 
 
-def _peak(device_name: str) -> str:
-    kind = kind_of(device_name)
-    return f"{flop(kind.peak_flops)}/s dense bf16, {kind.title}" if kind else "n/a: the peak of this device is unknown"
+def _peak(device_name: str, precision: str) -> str:
+    kind = kind_of(device_name, precision)
+    return (
+        f"{flop(kind.peak_flops)}/s dense {kind.dtype}, {kind.title}"
+        if kind
+        else "n/a: the peak of this device is unknown"
+    )
 
 
 def data_lines(facts: Mapping[str, Any]) -> str:

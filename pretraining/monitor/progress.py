@@ -97,7 +97,7 @@ def summary(meter: Meter, first_step: float, step_times: Sequence[float], memory
     median = statistics.median(step_times)
     speed = meter.speed(median)
     kind = meter.kind
-    peak = f"of {flop(kind.peak_flops)}/s, {kind.title}, dense bf16" if kind else "peak unknown"
+    peak = f"of {flop(kind.peak_flops)}/s, {kind.title}, dense {kind.dtype}" if kind else "peak unknown"
     rows = [
         ("median step", f"{median:.4g} s over {len(step_times)} reports"),
         ("tokens/s", f"{speed['tokens_per_second']:,.0f} on {meter.devices} devices"),

@@ -71,6 +71,14 @@ def test_a_device_is_known_by_the_name_its_runtime_gives(device: str, name: str)
     assert kind.title == name
 
 
+def test_in_fp8_the_peak_is_that_of_fp8_and_unknown_where_there_is_none() -> None:
+    kind = kind_of("NVIDIA H100 80GB HBM3", "fp8")
+    assert kind is not None
+    assert (kind.peak_flops, kind.dtype) == (1979e12, "fp8")
+    assert kind_of("NVIDIA H100 80GB HBM3", "mixed_bf16") == kind_of("NVIDIA H100 80GB HBM3")
+    assert kind_of("NVIDIA A100-SXM4-80GB", "fp8") is None
+
+
 @pytest.mark.parametrize("device", ["CPU", "", "NVIDIA L4", "TPU", "NEURON", "NVIDIA GeForce RTX 4090", "AMD MI300X"])
 def test_an_unknown_device_has_no_peak_and_no_mfu(device: str) -> None:
     speed = Meter(1000, 1, flops_per_token(VARIANTS["tiny"], 64), kind_of(device)).speed(0.5)
