@@ -87,7 +87,7 @@ def compile_step(config: TrainConfig, shard: int) -> CompiledStep:
         with heartbeat(f"compiling the step for {target}"):
             _run("pretraining.plan.compiler", name, target)
         programs = [CompiledProgram(**fields) for fields in json.loads((folder / "compiled.json").read_text())]
-        return _read(folder, target, seconds, programs, visible_share(config))
+        return read_step(folder, target, seconds, programs, visible_share(config))
 
 
 def visible_share(config: TrainConfig) -> float:
@@ -97,9 +97,10 @@ def visible_share(config: TrainConfig) -> float:
     return (window * length - window * (window - 1) / 2) / length**2
 
 
-def _read(
+def read_step(
     folder: Path, target: str, traced_seconds: float, programs: list[CompiledProgram], visible: float
 ) -> CompiledStep:
+    """Return the figures of a step from its programs and their texts in `folder`. visible: as visible_share returns."""
     sent: Counter[str] = Counter()
     by_dtype: Counter[str] = Counter()
     flops = in_kernels = cycles = overlapped = hbm = 0

@@ -238,10 +238,10 @@ def product_flops(text: str) -> int:
     return total
 
 
-# Arrays in bf16 that a kernel of splash attention reads and writes -> its products, all as large as that of queries and
-# keys. The forward pass reads q, k, v and writes y. The backward pass reads the gradient of y, too, and has a kernel
-# for the gradient of q and one for those of k and v.
-SPLASH_PRODUCTS = {(3, 1): 2, (4, 1): 3, (4, 2): 4}
+# Arrays in bf16 that a kernel of splash attention, or of torch_tpu's, reads and writes -> its products, all as large as
+# that of queries and keys. The forward pass reads q, k, v and writes y. The backward pass reads the gradient of y, too,
+# and has a kernel for the gradient of q (torch_tpu's also reads its first value) and one for those of k and v.
+ATTENTION_PRODUCTS = {(3, 1): 2, (4, 1): 3, (5, 1): 3, (4, 2): 4}
 
 
 def kernel_flops(text: str, visible: float) -> int:
@@ -256,8 +256,8 @@ def kernel_flops(text: str, visible: float) -> int:
                 [shape for dims in re.findall(r"bf16\[([\d,]*)\]", part) if len(shape := _extents(dims)) > 2]
                 for part in match.groups()
             )
-            if "splash_attention" in line and (len(operands), len(results)) in SPLASH_PRODUCTS:
-                products = SPLASH_PRODUCTS[len(operands), len(results)]
+            if "tpu_custom_call" in line and (len(operands), len(results)) in ATTENTION_PRODUCTS:
+                products = ATTENTION_PRODUCTS[len(operands), len(results)]
                 total += times * products * 2 * math.prod(operands[0]) * operands[1][-2] * visible
     return int(total)
 

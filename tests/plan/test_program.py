@@ -116,18 +116,19 @@ def test_a_batched_product_written_as_a_convolution_counts_its_products() -> Non
     assert product_flops(WINDOWED) == 4 * 2 * (2 * 4 * 16 * 32)
 
 
-# Kernels of attention as a TPU's compiler writes them: forward, backward of q, backward of k and v.
+# Kernels of attention as a TPU's compiler writes them: forward, backward of q, of k and v, and torch_tpu's of q.
 SPLASH = """
 ENTRY %main (x: bf16[8,64,16]) -> bf16[8,64,16] {
   %one = (f32[64,128]{1,0}, bf16[8,64,16]{2,1,0S(1)}, f32[8,64,128]{2,1,0}) custom-call(%x), custom_call_target="tpu_custom_call", operand_layout_constraints={s8[1,1,1]{2,1,0}, bf16[8,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, s32[64,128]{1,0}}, metadata={source_file="splash_attention_kernel.py"}
   %two = (f32[64,128]{1,0}, bf16[8,64,16]{2,1,0}) custom-call(%x), custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[8,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, f32[8,1,64]{2,1,0}, bf16[8,64,16]{2,1,0}}, metadata={source_file="splash_attention_kernel.py"}
   %three = (bf16[2,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}) custom-call(%x), custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[8,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, bf16[8,64,16]{2,1,0}}, metadata={source_file="splash_attention_kernel.py"}
+  %torch_tpu = bf16[8,64,16]{2,1,0} custom-call(%x), custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[8,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, bf16[2,64,16]{2,1,0}, bf16[8,64,16]{2,1,0}, f32[8,1,64]{2,1,0}, f32[8,1,64]{2,1,0}, bf16[8,64,16]{2,1,0}}
 }
 """  # noqa: E501
 
 
 def test_the_products_of_attention_kernels_are_counted_from_their_operands() -> None:
-    assert kernel_flops(SPLASH, visible=0.5) == (2 + 3 + 4) * 2 * 8 * 64 * 64 * 16 * 0.5
+    assert kernel_flops(SPLASH, visible=0.5) == (2 + 3 + 4 + 3) * 2 * 8 * 64 * 64 * 16 * 0.5
     assert product_flops(SPLASH) == 0
 
 

@@ -75,20 +75,22 @@ class Program:
     def __init__(self, code: bytes, options: bytes) -> None:
         Program.count += 1
         self.code, self.options = code, options
-        devices, local = connect()
         given = xla_client.CompileOptions.ParseFromString(options).executable_build_options.device_assignment
         numbers = re.findall(r"Computation\d+\{(\d+)\}", str(given)) if given else range(WORLD)
         self.partitions = [int(number) for number in numbers]  # the device of each
         with mlir.make_ir_context():
             module = stablehlo.deserialize_portable_artifact(ir.Context.current, code)
-            self.text = str(module)
-            self.results = _result_types(module)
-            has_collectives = WORLD > 1 and COLLECTIVE.search(self.text) is not None
-            self.devices = [devices[number] for number in self.partitions] if has_collectives else [local]
+            self.text, self.results = str(module), _result_types(module)
+        self.has_collectives = WORLD > 1 and COLLECTIVE.search(self.text) is not None
+        self._compile()
+
+    def _compile(self) -> None:
+        devices, local = connect()
+        self.devices = [devices[number] for number in self.partitions] if self.has_collectives else [local]
+        used, options = _jax.DeviceList(tuple(self.devices)), self._compile_options()
+        with mlir.make_ir_context():
             compiled = ir.Module.parse(LAYOUT.sub("", self.text))
-            self.executable = local.client.compile_and_load(
-                compiled, _jax.DeviceList(tuple(self.devices)), self._compile_options()
-            )
+            self.executable = local.client.compile_and_load(compiled, used, options)
 
     def _compile_options(self) -> Any:
         options, count = xla_client.CompileOptions(), len(self.devices)

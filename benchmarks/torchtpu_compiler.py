@@ -1,0 +1,115 @@
+"""Measure the step of the torch engine on TPUs, which torch_tpu lowers, by the TPU's own compiler.
+
+    .venv-torchtpu/bin/python -m benchmarks.torchtpu_compiler [--length=4096] [--num_layers=2]
+
+Nothing runs: the case, the columns and other flags are those of benchmarks/tpu_compiler.py. torch_tpu runs a step as
+many programs: benchmarks/torchtpu_trace.py lowers them, and libtpu compiles each that differs. Bytes and operations are
+summed over the programs that a step runs. Peak is the largest sum of what exists before a program and what it adds;
+temporaries are the peak without what exists between steps. Programs of one chip run one after another, so that no
+collective overlaps with products of another program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+# As pretraining/plan/compiler.py
+os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+
+import jaxlib.mlir.ir
+import numpy as np
+from jax._src.interpreters import mlir
+from jax._src.lib import _jax, xla_client
+from jax.experimental import topologies
+
+from benchmarks.tpu_compiler import CASE, COLUMNS, Figures, figures_of
+from pretraining.config.training import TrainConfig
+from pretraining.configure import configure
+from pretraining.plan.checks import topology_devices
+from pretraining.plan.compiled import CompiledProgram, read_step, visible_share
+from pretraining.plan.plan import plan_of
+
+ir: Any = jaxlib.mlir.ir  # its stubs are incomplete
+TARGET = "v6e:4x4"  # benchmarks/torchtpu_trace.py lowers for it
+
+
+def trace(folder: Path, config: TrainConfig) -> dict[str, Any]:
+    """Lower the step to `folder`, and return what torchtpu_trace.py wrote about its runs."""
+    traced = replace(config, device="tpu", plan=False, use_dummy_dataset=True, low_cpu_fsdp=True)
+    command = [sys.executable, "-m", "benchmarks.torchtpu_trace", str(folder), json.dumps(asdict(traced))]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return json.loads((folder / "runs.json").read_text())
+
+
+def compile_program(folder: Path, name: str, times: int, devices: tuple[Any, ...]) -> CompiledProgram:
+    """Compile one program: of all devices if it has collectives, otherwise of one."""
+    text = (folder / f"{name}.mlir").read_text()
+    options = xla_client.CompileOptions.ParseFromString((folder / f"{name}.options").read_bytes())
+    build = options.executable_build_options
+    used = devices if "replica_groups" in text else devices[:1]
+    options.num_replicas = build.num_replicas = 1
+    options.num_partitions = build.num_partitions = len(used)
+    build.use_spmd_partitioning = len(used) > 1
+    build.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id for device in used]]))
+    began = time.perf_counter()
+    with mlir.make_ir_context():
+        executable = used[0].client.compile(ir.Module.parse(text), _jax.DeviceList(used), options)
+    (folder / f"{name}.txt").write_text(executable.hlo_modules()[0].to_string())
+    memory = executable.get_compiled_memory_stats()
+    return CompiledProgram(
+        name,
+        times,
+        arguments=memory.argument_size_in_bytes,
+        updated=memory.alias_size_in_bytes,
+        results=memory.output_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        peak=memory.peak_memory_in_bytes,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def compile_all(folder: Path, runs: list[tuple[str, int]]) -> list[CompiledProgram]:
+    """Compile every program of a step once."""
+    description = topologies.get_topology_desc(platform="tpu", topology_name=TARGET, chips_per_host_bounds=(2, 2, 1))
+    counts = Counter(name for name, _ in runs)
+    return [compile_program(folder, name, times, tuple(description.devices)) for name, times in counts.items()]
+
+
+def peak_of(runs: list[tuple[str, int]], programs: list[CompiledProgram]) -> int:
+    """Return the largest number of bytes that exist while a program runs."""
+    added = {program.name: program.results - program.updated + program.temporaries for program in programs}
+    return max(live + added[name] for name, live in runs)
+
+
+def main() -> None:
+    """Lower, compile and print; see the module's docstring."""
+    options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
+    length = int(options.pop("length", "4096"))
+    config = configure({**CASE, "seq_length": length, "engine": "torch", "plan_compile": False, **options})
+    plan = plan_of(replace(config, plan_devices=topology_devices(config)))
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        traced = trace(folder, config)
+        programs = compile_all(folder, traced["runs"])
+        step = read_step(folder, TARGET, 0.0, programs, visible_share(config))
+    peak = peak_of(traced["runs"], programs)
+    figures: Figures = figures_of("TorchTPU", length, step)
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    print(figures._replace(temporaries=peak - traced["state"], peak=peak).row(plan))
+    print(f"\n{len(traced['runs'])} runs of {len(programs)} programs; between steps {traced['state'] / 1e9:.2f} GB")
+    print("Sent by operation and dtype, GB:")
+    for kind, count in sorted(step.sent_by_dtype.items(), key=lambda item: -item[1]):
+        print(f"  {count / 1e9:8.2f}  {kind}")
+
+
+if __name__ == "__main__":
+    main()
