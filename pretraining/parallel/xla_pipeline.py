@@ -29,7 +29,7 @@ from pretraining.models.ops import LossOptions, loss_and_gradient
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import STACK
 from pretraining.parallel.recompute import ScanGroup
-from pretraining.parallel.sharding import LOGITS
+from pretraining.parallel.sharding import LOGITS, REPLICAS, on_mesh
 from pretraining.parallel.stages import pieces, stacked_layers, ticks
 from pretraining.parallel.xla_blocks import ScannedBlocks, layers_of, to_floats
 
@@ -59,6 +59,8 @@ class PipelinedBlocks:
         self.lines = len(x) // (self.stages * self.layout.mesh.data_ranks * self.config.batch_size)
         self.ticks = ticks(replace(self.config, gradient_accumulation_steps=self.lines * self.stages))
         weights = dict(block.named_parameters())  # type: ignore[attr-defined]
+        if x.requires_grad and self.layout.split.moments and not self.layout.split.parameters:
+            x.register_hook(self._by_columns)
         for spec in self.blocks.lookup_to_stream():
             x = xs.mark_sharding_with_gradients(x, self.mesh, spec)
         rest = to_floats(inputs._replace(noise=None))
@@ -77,6 +79,15 @@ class PipelinedBlocks:
         """Return the summed loss; the logits of one micro-batch of every stage exist at a time."""
         loss: Tensor = _HeadLoss.apply(self, self.in_lines(x), weight, self.in_lines(labels), vocabulary, options)
         return loss
+
+    def _by_columns(self, grad: Tensor) -> Tensor:
+        """Shard the gradient of looked-up rows along columns, as zero1 and zero2 update the embedding.
+
+        One all-to-all inside a shard group; left to the compiler, which must also gather the rows of the stages, it
+        replicates them all ("involuntary full rematerialization").
+        """
+        spec = on_mesh((REPLICAS, "context", "shard"), self.layout.mesh._asdict())
+        return xs.mark_sharding_with_gradients(grad, self.mesh, spec)
 
     def _by_piece(self, stack: Tensor) -> Tensor:
         """[S V L, ..] -> [V, L, S, ..]; the weights of padding are zero, which makes it an identity."""

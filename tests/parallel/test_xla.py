@@ -183,7 +183,8 @@ def ramps(devices: int) -> dict[str, Fields]:
     if devices != 8:
         return {"ramp": {**RAMP, "batch_size": 4}} if devices == 1 else {}
     resumed = {**RAMP, "halfway": f"{tempfile.mkdtemp()}/run"}
-    return {"ramp": RAMP, "ramp, resumed": resumed, "ramp, stages": {**RAMP, "pipeline_parallel_size": 2}}
+    staged = {**RAMP, "pipeline_parallel_size": 2, "sharding_strategy": "zero1"}
+    return {"ramp": RAMP, "ramp, resumed": resumed, "ramp, stages": staged}
 
 
 @functools.cache
