@@ -80,6 +80,12 @@ def _chunks(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(checkpoint_num_layers=value)
 
 
+def _partial(value: Any, source: ForeignConfig) -> Conversion:
+    if not value or source.get("model.activations_checkpoint_granularity") != "full":
+        return ignored("off, or read with granularity full: attention's scores are always recomputed here")
+    return unsupported("recomputing some micro-batches or stages alone; make it null")
+
+
 def _method(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("model.activations_checkpoint_granularity") != "full":
         return ignored("read with granularity full alone")
@@ -254,14 +260,15 @@ ARCHITECTURE = {
     "model.activations_checkpoint_method": KeyMapping(_method, (), "uniform; not read without granularity full"),
     "model.activations_checkpoint_num_layers": KeyMapping(_chunks, ("checkpoint_num_layers",), "with method uniform"),
     **each(
-        "num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_layers_per_pipeline "
-        "disable_layer_norm_checkpointing",
-        must_be_off("recomputing some micro-batches or stages alone"),
+        "num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_layers_per_pipeline",
+        KeyMapping(_partial, (), "refused with granularity full: recomputing some micro-batches or stages alone"),
         "model.",
     ),
-    "model.moe": must_be_off("mixtures of experts"),
+    "model.disable_layer_norm_checkpointing": must_be_off("recomputing some micro-batches or stages alone"),
+    **each("moe num_moe_experts", must_be_off("mixtures of experts"), "model."),
     "model.expert_model_parallel_size": only((1,), "mixtures of experts"),
     "model.moe.*": refuse("mixtures of experts"),
+    "model.moe_*": read_with("num_moe_experts"),
     "model.tokenizer.delimiter": ignore("for tables"),
     **each(
         "persist_layer_norm qkv_linear fuse_qkv transpose_nki_inputs masked_softmax_fusion bias_dropout_add_fusion "
@@ -279,7 +286,8 @@ ARCHITECTURE = {
         "ub_tp_comm_* tp_comm_* fp8_* defer_embedding_wgrad_compute wgrad_deferral_limit use_flash_attention sharp "
         "apply_rope_fusion gc_interval cross_entropy_loss_fusion deterministic_mode nccl_communicator_config_path "
         "distributed_adam_bucket_merge_size use_te_rng_tracker enable_cuda_graph validation_param_sync_overlap "
-        "dist_ckpt_* enable_megatron_timers megatron_timer_kwargs.* enable_vboost deteministic_mode",
+        "dist_ckpt_* torch_distributed_checkpoint enable_megatron_timers megatron_timer_kwargs.* enable_vboost "
+        "deteministic_mode",
         ignore("how the engine computes, communicates or writes"),
         "model.",
     ),
@@ -362,6 +370,9 @@ def data_section(prefix: str) -> dict[str, KeyMapping]:
         }
     )
 
+    note = "NeMo shuffles the rows of documents that are in order; give --shuffle"
+    in_order = Conversion("unsupported", {"shuffle": "shards"}, note)
+
     def store(value: Any, source: ForeignConfig) -> Conversion:
         if source.get(f"{prefix}use_sft_style_data_module"):  # which reads JSON lines and Arrow
             return implied("recognised by the files", file_type="auto")
@@ -389,7 +400,7 @@ def data_section(prefix: str) -> dict[str, KeyMapping]:
                 "cyclic": implied("another order each epoch", shuffle="shards"),
             }
         ),
-        "shuffle_documents": to_one_of("shuffle", {True: "shards", False: "none"}),
+        "shuffle_documents": choice({True: mapped(shuffle="shards"), False: in_order}),
         "no_seqlen_plus_one_input_tokens": must_be_off("rows without the next token"),
         "dev_choose_samples": to("max_samples"),
         "packing": PACKING,

@@ -67,7 +67,7 @@ FORMAT = Format(
         "model.fsdp_sharding_strategy": read_with("fsdp"),
         "model.fsdp_grad_reduce_dtype": KeyMapping(_fsdp_reduce, ("reduce_dtype",), "with fsdp"),
         **each("fsdp_sharded_checkpoint fsdp_use_orig_params", ignore("checkpoints are sharded here"), "model."),
-        **each("run.* hydra.* defaults", ignore(LAUNCHER)),
+        **each("run.* hydra.* defaults env_vars.*", ignore(LAUNCHER)),
         "s3_checkpointing.*": ignore("ckpt_save_path may be in object storage"),
         **each(
             "precision target nemo_version gc_interval mcore_customization_config.*", ignore("read below model alone")

@@ -272,6 +272,8 @@ REFUSED = [
     ("nemo", "model.cpu_offloading", True, "on the devices"),
     ("nemo", "model.name", "te_gpt_hyena", "known are"),
     ("nemo", "model.window_size", [64, 1], "and 0 after"),
+    ("nemo", "model.num_moe_experts", 8, "experts"),
+    ("nemo", "model.data.shuffle_documents", False, "in order"),
     ("neox", "norm", "scalenorm", "known are layernorm"),
     ("neox", "pos_emb", "alibi", "known are rotary"),
     ("neox", "activation", "mish", "known are gelu"),
@@ -314,6 +316,11 @@ def test_an_unknown_key_stops_the_run_unless_it_is_allowed(kind: str, key: str, 
     assert not [*result.problems, *result.config_problems]
     assert [row.status for row in result.keys if row.source_key == key] == ["unsupported"]
     assert f"warning: {key}=1" in as_text(result, as_data(result))
+
+
+def test_recomputing_some_micro_batches_alone_is_refused_where_a_file_asks_for_it(tmp_path: Path) -> None:
+    node = put(tree("nemo"), "model.activations_checkpoint_granularity", "full")
+    assert "alone" in refusal(put(node, "model.activations_checkpoint_layers_per_pipeline", 2), tmp_path)
 
 
 def test_keys_that_contradict_are_named_both(tmp_path: Path) -> None:
@@ -680,6 +687,11 @@ BESIDE = {
     "model.name": "te_gpt",
     "model.nemo_version": "1.21.0rc0",
     "model.mcore_customization_config.parallel_attention": True,  # without Falcon's name
+    "model.num_micro_batches_with_partial_activation_checkpoints": 2,  # without granularity full
+    "model.activations_checkpoint_layers_per_pipeline": 32,
+    "model.moe_router_topk": 2,  # without num_moe_experts
+    "model.torch_distributed_checkpoint": True,
+    "env_vars.NVTE_FUSED_ATTN": 1,
     "model.cpu_offloading": False,
     "model.cpu_offloading_num_layers": "${sum:${.num_layers},-1}",
     "model.cpu_offloading_weights": True,
