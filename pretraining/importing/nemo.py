@@ -35,6 +35,47 @@ def _fsdp_reduce(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(reduce_dtype=names.get(str(value), value))
 
 
+_PRECISIONS = choice(
+    {
+        **dict.fromkeys((32, "32", "32-true"), precision("fp32")),
+        **dict.fromkeys(("bf16", "bf16-mixed"), precision("mixed_bf16")),
+        **dict.fromkeys((16, "16", "16-mixed"), precision("mixed_bf16", "bf16 needs no loss scale")),
+    }
+)
+
+
+def _precision(value: Any, source: ForeignConfig) -> Conversion:
+    conversion = _PRECISIONS.convert(value, source)
+    if _fp8(source.get("model.fp8"), source).status != "implied":
+        return conversion
+    return precision("fp8", conversion.note or "with fp8")
+
+
+def _fp8(value: Any, source: ForeignConfig) -> Conversion:
+    """Transformer Engine's DelayedScaling and this recipe's fp8 differ in the factors alone, or it is refused."""
+    if not value:
+        return ignored("off")
+    other = _PRECISIONS.convert(source.get("trainer.precision"), source).values.get("precision")
+    differences = {
+        "releases of NeMo differ in what it means without transformer_engine": not source.get(
+            "model.transformer_engine"
+        ),
+        "what is not in fp8 is in bf16 here, not in fp32": other != "mixed_bf16",
+        "gradients are e5m2 here: fp8_hybrid without fp8_e4m3": source.get("model.fp8_e4m3")
+        or not source.get("model.fp8_hybrid"),
+        "the gradients of weights are products in fp8 too: fp8_wgrad": not source.get("model.fp8_wgrad", True),
+    }
+    for reason, is_another in differences.items():
+        if is_another:
+            return Conversion("unsupported", {"precision": "fp8"}, f"{reason}; give --precision")
+    note = "factors are powers of two, from the largest elements of the same product instead of earlier ones"
+    return precision("fp8", note)
+
+
+def _other_fp8(value: Any, source: ForeignConfig) -> Conversion:
+    return unsupported("not known with fp8") if value and source.get("model.fp8") else ignored("off, or without fp8")
+
+
 FORMAT = Format(
     "nemo",
     "NeMo Megatron",
@@ -42,16 +83,19 @@ FORMAT = Format(
         "name": to("run_name"),
         "restore_from_path": must_be_off(".nemo archives; import Hugging Face's safetensors with --ckpt_load_path"),
         **lightning.TRAINER,
-        "trainer.precision": choice(
-            {
-                **dict.fromkeys((32, "32", "32-true"), precision("fp32")),
-                **dict.fromkeys(("bf16", "bf16-mixed"), precision("mixed_bf16")),
-                **dict.fromkeys((16, "16", "16-mixed"), precision("mixed_bf16", "bf16 needs no loss scale")),
-            }
-        ),
+        "trainer.precision": _PRECISIONS._replace(convert=_precision),
         **lightning.EXP_MANAGER,
         **megatron.ARCHITECTURE,
         "model.encoder_seq_length": KeyMapping(_encoder_length, ("seq_length",), "data.seq_length, where it differs"),
+        "model.fp8": KeyMapping(_fp8, ("precision", "mixed_precision"), "fp8 with fp8_hybrid, but for the factors"),
+        "model.fp8_*": KeyMapping(_other_fp8, (), "refused with fp8"),
+        **each("fp8_e4m3 fp8_hybrid fp8_wgrad", read_with("fp8"), "model."),
+        **each(
+            "fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo reduce_amax",
+            ignore("factors of fp8 do not follow earlier products"),
+            "model.",
+        ),
+        "model.fp8_params": ignore("parameters are in fp32, and rounded in each product"),
         "model.micro_batch_size": to("batch_size"),
         "model.global_batch_size": to("global_batch_size"),
         **megatron.parallel_section("model."),

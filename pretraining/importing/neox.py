@@ -153,6 +153,7 @@ _OFF = {
     "another kind of model": """soft_prompt_tuning soft_prompt_tuning.* num_unique_layers sparsity_config mamba_*
         rwkv_*""",
     "Transformer Engine": "te_*",
+    "attention in fp8": "te_fp8_mha",
     "DeepSpeed's own schedule, which replaces lr_decay_style": "scheduler scheduler.*",
     "every layer attends to all before it": "sparse_attention sparse_attention.*",
     "DeepSpeed's own trials": """curriculum_learning autotuning elasticity compression_training data_efficiency amp
@@ -180,6 +181,10 @@ FORMAT = Format(
         **each("num_nodes num_gpus global_num_gpus", read_with("train_batch_size")),
         **{name: ignore(reason) for reason, names in _IGNORED.items() for name in names.split()},
         **{name: must_be_off(reason) for reason, names in _OFF.items() for name in names.split()},
+        **each(
+            "te_fp8_format te_fp8_wgrad te_fp8_amax_history_len te_fp8_amax_compute_algo te_fp8_margin",
+            read_with("te_fp8_mha"),
+        ),
         "moe_num_experts": only((0, 1), "mixtures of experts"),
         "train_impl": only(("normal",), "alignment recipes"),
         "dataset_impl": only(("gpt2",), "another kind of data"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pretraining.config.optimizers import hyperparameters
 from pretraining.config.schedules import SCHEDULES as OURS
+from pretraining.config.support import unsupported as limits
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.importing.foreign import ForeignConfig
@@ -447,3 +448,53 @@ def test_a_report_is_json_whatever_the_source_holds(tmp_path: Path) -> None:
 
     report = as_data(imported_file("nemo", tmp_path, {"model.data.data_prefix": "/c/a"}))
     assert json.loads(json.dumps(report)) == report
+
+
+# ---- fp8
+
+
+FP8 = {
+    "trainer.precision": "bf16",
+    "model.transformer_engine": True,
+    "model.fp8": True,
+    "model.fp8_e4m3": False,
+    "model.fp8_hybrid": True,
+    "model.fp8_wgrad": True,
+    "model.fp8_margin": 0,
+    "model.fp8_interval": 1,
+    "model.fp8_amax_history_len": 1024,
+    "model.fp8_amax_compute_algo": "max",
+    "model.reduce_amax": True,
+    "model.fp8_params": True,
+}
+
+
+def test_fp8_of_nemo_is_ours_but_for_the_factors_and_the_report_says_so(tmp_path: Path) -> None:
+    imported = imported_file("nemo", tmp_path, FP8)
+    assert not [*imported.problems, *imported.config_problems]
+    assert (imported.config.precision_mode, imported.config.mixed_precision) == ("fp8", True)
+    (note,) = (row.note for row in imported.keys if row.source_key == "model.fp8")
+    assert "instead of earlier ones" in note
+    assert [problem.subject for problem in limits(imported.config, "xla")] == ["--precision=fp8"]
+    assert config("nemo", tmp_path, FP8, precision="mixed_bf16").precision_mode == "mixed_bf16"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remains"),
+    [
+        ("trainer.precision", 32, "fp32"),
+        ("model.transformer_engine", False, "mixed_bf16"),
+        ("model.fp8_e4m3", True, "mixed_bf16"),
+        ("model.fp8_hybrid", False, "mixed_bf16"),
+        ("model.fp8_wgrad", False, "mixed_bf16"),
+        ("model.fp8_multi_head_attention", True, "fp8"),
+    ],
+)
+def test_another_fp8_is_refused(key: str, value: Any, remains: str, tmp_path: Path) -> None:
+    changes = {**FP8, key: value}
+    (problem,) = imported_file("nemo", tmp_path, changes).problems
+    assert "fp8" in problem.subject
+    assert config("nemo", tmp_path, changes, import_strict="False").precision_mode == remains
+    assert not imported_file("nemo", tmp_path, {**changes, "model.fp8": False}).problems
+    if problem.subject.startswith("model.fp8="):
+        assert config("nemo", tmp_path, changes, precision="fp8").precision_mode == "fp8"
