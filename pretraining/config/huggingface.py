@@ -49,7 +49,7 @@ FAMILIES = {
 LLAMA = {
     **{"norm_type": "rmsnorm", "position_embedding_type": "rope", "rotary_percentage": 1.0},
     **dict.fromkeys(("norm_bias", "qk_norm", "parallel_residual", "shared_norm"), False),
-    **dict.fromkeys(("attn_bias", "qkv_bias", "mlp_bias"), False),
+    **dict.fromkeys(("attn_bias", "qkv_bias", "mlp_bias", "scale_embeddings"), False),
     "sliding_window": None,
     "logit_softcap": 0.0,
 }

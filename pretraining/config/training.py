@@ -117,6 +117,8 @@ class TrainConfig:
     (GPT-J, GPT-NeoX)."""
     shared_norm: Annotated[bool, Needs("parallel_residual", True), Resume.FUNCTION] = False
     """Attention and feed-forward layer read one norm (GPT-J, Falcon)."""
+    scale_embeddings: Annotated[bool, Resume.FUNCTION] = False
+    """Multiply what enters the first block by the root of hidden_size (Gemma)."""
     logit_softcap: Annotated[float, AtLeast(0), Resume.FUNCTION] = 0.0
     """Keep the logits below this in magnitude: logit_softcap x tanh(logit / logit_softcap) (Gemma 2: 30). 0: no cap."""
     tie_word_embeddings: Annotated[bool, Resume.STATE] = False

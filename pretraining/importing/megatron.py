@@ -97,8 +97,10 @@ def _method(value: Any, source: ForeignConfig) -> Conversion:
 def _activation(value: Any, source: ForeignConfig) -> Conversion:
     name = str(value).lower().removeprefix("fast-")
     fused = source.get("model.bias_activation_fusion")
-    if (name in ("gelu", "geglu") and fused) or (name == "gelu" and source.get("model.openai_gelu")):
+    if name in ("gelu", "geglu") and (fused or source.get("model.openai_gelu")):
         return implied("the fused kernel and OpenAI's GELU are the tanh approximation", activation=f"{name}_tanh")
+    if source.get("model.openai_gelu"):
+        return unsupported("openai_gelu replaces it by GELU, gated or not; make that False, or this gelu or geglu")
     if name in ("gelu", "swiglu", "geglu", "reglu", "squared-relu"):
         return mapped(activation=name.replace("-", "_"))
     return unsupported("known are gelu, swiglu, geglu, reglu and their fast- forms, and squared-relu")
@@ -234,7 +236,7 @@ ARCHITECTURE = {
             False: unchanged("as here"),
         }
     ),
-    "model.apply_embedding_scaling": must_be_off("embeddings times the root of hidden_size"),
+    "model.apply_embedding_scaling": to("scale_embeddings"),
     "model.sqrt_query_pre_attn_scalar": must_be_off("scores divided by another number than the root of head_dim"),
     "model.name": KeyMapping(_layers, (), f"{FALCON}: Falcon's layers"),
     "model.mcore_customization_config.parallel_attention": KeyMapping(

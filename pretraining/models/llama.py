@@ -248,15 +248,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config, shape) for _ in range(shape.num_layers))
         self.norm = norm_of(config, shape.hidden_size, output_scale(config))
         self.positioned, self.dropout = config.position_embedding_type == "learned_absolute", config.hidden_dropout
+        self.scale = math.sqrt(shape.hidden_size) if config.scale_embeddings else 1.0  # of embeddings
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """[B, T] -> [B, T, D], fp32."""
         x: Tensor = self.embed_tokens(tokens)
-        if not self.positioned:
-            return x
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return x + self.embed_positions(positions)
+        if self.positioned:
+            if positions is None:
+                positions = torch.arange(tokens.shape[1], device=tokens.device)
+            x = x + self.embed_positions(positions)
+        return x if self.scale == 1 else x * self.scale
 
 
 class Head(Module):

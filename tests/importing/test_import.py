@@ -266,7 +266,6 @@ REFUSED = [
     ("nemo", "model.fp8", True, "without transformer_engine"),
     ("nemo", "model.activation", "softsign", "known are gelu"),
     ("nemo", "model.num_layers", "???", "give --num_layers"),
-    ("nemo", "model.apply_embedding_scaling", True, "root of hidden_size"),
     ("nemo", "model.sqrt_query_pre_attn_scalar", 15.0, "root of head_dim"),
     ("nemo", "model.data.add_fim", True, "their middle"),
     ("nemo", "model.cpu_offloading", True, "on the devices"),
@@ -734,6 +733,15 @@ def test_falcon_s_layers_are_read_below_model_with_its_name(tmp_path: Path) -> N
         put(node, "model.mcore_customization_config.new_decoder_architecture", new)
         imported = config(node, tmp_path)
         assert (imported.parallel_residual, imported.shared_norm) == (True, not new)
+
+
+def test_gemma_s_embeddings_and_activation_of_nemo(tmp_path: Path) -> None:
+    """OpenAI's GELU takes the place of any activation, of gated ones too (NeMo's activation_to_func)."""
+    node = put(put(tree("nemo"), "model.apply_embedding_scaling", True), "model.activation", "geglu")
+    put(put(node, "model.openai_gelu", True), "model.bias_activation_fusion", False)
+    imported = config(node, tmp_path)
+    assert (imported.scale_embeddings, imported.activation) == (True, "geglu_tanh")
+    assert "openai_gelu" in refusal(put(node, "model.activation", "swiglu"), tmp_path)
 
 
 def test_rows_of_another_length_than_the_model_s_count_in_nemo(tmp_path: Path) -> None:

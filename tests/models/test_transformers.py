@@ -96,6 +96,17 @@ def test_normed_queries_and_keys_are_those_of_qwen_3() -> None:
     assert_same_logits(ours, theirs)
 
 
+def test_scaled_embeddings_are_those_of_gemma() -> None:
+    """Whose norms store their weight minus 1."""
+    config = transformers.GemmaConfig(**THEIRS, head_dim=16, rms_norm_eps=1e-5, hidden_activation="gelu_pytorch_tanh")
+    theirs = randomised(transformers.GemmaForCausalLM(config))
+    gemma: dict[str, Any] = {"head_dim": 16, "activation": "geglu_tanh", "tie_word_embeddings": True}
+    ours = Llama(TrainConfig(**TINY, **gemma, scale_embeddings=True))
+    weights = dict(theirs.named_parameters())
+    ours.load_state_dict({name: weight + 1 if "norm" in name else weight for name, weight in weights.items()})
+    assert_same_logits(ours, theirs)
+
+
 # GPT-NeoX's names -> ours; its queries, keys and values are one matrix, head by head
 NEOX_NAMES = {
     "gpt_neox.embed_in": "model.embed_tokens",

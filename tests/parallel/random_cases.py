@@ -37,6 +37,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (True,),
     "parallel_residual": (True,),
     "shared_norm": (True,),
+    "scale_embeddings": (True,),
     "logit_softcap": (3.0,),
     "tie_word_embeddings": (True,),
     "position_embedding_type": ("learned_absolute", "none"),

@@ -54,6 +54,7 @@ FORMS: dict[str, Fields] = {
         "tie_word_embeddings": True,
         "z_loss": 1e-2,
         "logit_softcap": 5.0,
+        "scale_embeddings": True,
     },
     "whole tensors": {"optimizer": "novograd", "learning_rate": 3e-3, "attn_bias": True, "qk_norm": True},
     "window": {"sliding_window": 20, "position_embedding_type": "learned_absolute"},

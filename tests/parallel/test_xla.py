@@ -37,6 +37,7 @@ OPTIONS: Fields = {  # of the model, all that differ from Llama's
     "tie_word_embeddings": True,
     "z_loss": 1e-2,
     "logit_softcap": 10.0,
+    "scale_embeddings": True,
 }
 WINDOWED: Fields = {"sliding_window": 20, "position_embedding_type": "learned_absolute"}
 ADAPTERS: Fields = {  # frozen projections have no gradient, and with it no marker in the backward pass
