@@ -76,12 +76,19 @@ def micro_batches(total: int, ranks: int) -> str:
 
 
 def corpora(paths: list[str], weights: list[str], part: str = "") -> Conversion:
-    """Megatron's corpora, as a folder and names in it. weights: one for each path, or none.
+    """Megatron's corpora, as a folder and names in it. weights: one for each path, or none; of the same path, added.
 
     part: prefix of our fields, "" for training, "valid_" or "test_".
     """
     if not paths or any("," in path for path in paths):
         return unsupported("expected a path, or weights and paths in turn")
+    note = "the folder that holds them all, and each of them"
+    if weights and len(set(paths)) < len(paths):
+        note += "; the weights of the same one are added"
+        shares = dict.fromkeys(paths, 0.0)
+        for path, weight in zip(paths, weights, strict=True):
+            shares[path] += float(weight)
+        paths, weights = list(shares), [str(share) for share in shares.values()]
     indexes = [f"{path}.idx" for path in paths]
     if len(indexes) == 1:
         return implied("Megatron's index, with its .bin next to it", **{f"{part}data_path": indexes[0]})
@@ -91,7 +98,7 @@ def corpora(paths: list[str], weights: list[str], part: str = "") -> Conversion:
     values = {f"{part}data_path": root, f"{part}datasets": ",".join(os.path.relpath(path, root) for path in indexes)}
     if weights:
         values[f"{part}weights"] = ",".join(weights)
-    return implied("the folder that holds them all, and each of them", **values)
+    return implied(note, **values)
 
 
 def _workers(value: Any, _: ForeignConfig) -> Conversion:

@@ -370,6 +370,8 @@ def test_validation_that_is_never_reached_is_none(tmp_path: Path) -> None:
         ("/c/a", ("/c/a.idx", "", "")),
         ([1.0, "/c/a"], ("/c/a.idx", "", "")),
         ([0.5, "/c/a", 0.5, "/c/d/b"], ("/c", "a.idx,d/b.idx", "0.5,0.5")),
+        ([0.5, "/c/a", 1, "/c/d/b", 0.25, "/c/a"], ("/c", "a.idx,d/b.idx", "0.75,1.0")),
+        ([0.5, "/c/a", 0.5, "/c/a"], ("/c/a.idx", "", "")),
         (["/c/a", "/c/b"], ("/c", "a.idx,b.idx", "")),
         ({"train": [0.3, "/c/a", 0.7, "/c/b"]}, ("/c", "a.idx,b.idx", "0.3,0.7")),
     ],
