@@ -1,6 +1,6 @@
 """Measure the step of the torch engine on TPUs, which torch_tpu lowers, by the TPU's own compiler.
 
-    .venv-torchtpu/bin/python -m benchmarks.torchtpu_compiler [--length=4096] [--num_layers=2]
+    .venv-torchtpu/bin/python -m benchmarks.torchtpu_compiler [--seq_length=8192] [--num_layers=2]
 
 Nothing runs: the case, the columns and other flags are those of benchmarks/tpu_compiler.py. torch_tpu runs a step as
 many programs: benchmarks/torchtpu_trace.py lowers them, and libtpu compiles each that differs. Bytes and operations are
@@ -93,8 +93,7 @@ def peak_of(runs: list[tuple[str, int]], programs: list[CompiledProgram]) -> int
 def main() -> None:
     """Lower, compile and print; see the module's docstring."""
     options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
-    length = int(options.pop("length", "4096"))
-    config = configure({**CASE, "seq_length": length, "engine": "torch", "plan_compile": False, **options})
+    config = configure({**CASE, "engine": "torch", "plan_compile": False, **options})
     plan = plan_of(replace(config, plan_devices=topology_devices(config)))
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -102,7 +101,7 @@ def main() -> None:
         programs = compile_all(folder, traced["runs"])
         step = read_step(folder, TARGET, 0.0, programs, visible_share(config))
     peak = peak_of(traced["runs"], programs)
-    figures: Figures = figures_of("TorchTPU", length, step)
+    figures: Figures = figures_of("TorchTPU", config.seq_length, step)
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     print(figures._replace(temporaries=peak - traced["state"], peak=peak).row(plan))
     print(f"\n{len(traced['runs'])} runs of {len(programs)} programs; between steps {traced['state'] / 1e9:.2f} GB")
