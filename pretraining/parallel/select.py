@@ -58,17 +58,22 @@ def _has_xla() -> bool:
     return importlib.util.find_spec("torch_xla") is not None
 
 
-def refuse_downcast_variables() -> None:
-    """Raise UserError where an environment variable would override --precision."""
+def refuse_variables() -> None:
+    """Raise UserError where an environment variable would override --precision, or the CPU has no virtual device."""
     is_set = {name: os.environ.get(name, "").lower() not in ("", "0", "false") for name in DOWNCAST_VARIABLES}
     if settings := [f"{name}={os.environ[name]}" for name in DOWNCAST_VARIABLES if is_set[name]]:
         remedy = "unset it and use --precision (bf16_sr keeps no fp32 copy)"
         raise UserError(f"{', '.join(settings)} in the environment casts all fp32 tensors to 16 bits: {remedy}")
+    devices = os.environ.get("CPU_NUM_DEVICES", "1")
+    if os.environ.get("PJRT_DEVICE", "CPU") == "CPU" and not (devices.isdecimal() and int(devices)):
+        raise UserError(
+            f"CPU_NUM_DEVICES={devices} in the environment: set it to a number of virtual devices, or unset it"
+        )
 
 
 def _open(config: TrainConfig, name: str) -> Engine:
     if name == "xla":
-        refuse_downcast_variables()
+        refuse_variables()
         from pretraining.parallel.xla import XlaEngine
 
         return XlaEngine(config)

@@ -21,8 +21,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # XLA's CPU client has NPROC threads, or as many as there are cores or devices. Two programs in flight that both hold
 # some while they wait for all devices hang: 2 of 3 runs of 1,500 such pairs did on two cores with 8 devices, and none
 # of 8 runs of 4,000 with 16 threads.
-if (devices := int(os.environ.get("CPU_NUM_DEVICES", "1"))) > 1:
-    os.environ["NPROC"] = str(max(2 * devices, os.cpu_count() or 1))
+if (devices := os.environ.get("CPU_NUM_DEVICES", "")).isdecimal() and int(devices) > 1:
+    os.environ["NPROC"] = str(max(2 * int(devices), os.cpu_count() or 1))
 
 import numpy as np
 import torch

@@ -15,7 +15,7 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.parallel import accelerator, select
 from pretraining.parallel.processes import Processes
-from pretraining.parallel.select import choose_engine, refuse_downcast_variables
+from pretraining.parallel.select import choose_engine, refuse_variables
 from pretraining.parallel.torch_engine import TorchEngine
 from tests.parallel.launch import ALONE, run_on_torch
 from tests.parallel.toy import RAMP, instruction_cases
@@ -332,9 +332,17 @@ def test_attention_is_chunked_where_the_device_has_no_kernel(
 def test_variables_that_downcast_all_tensors_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("XLA_USE_BF16", value)
     with pytest.raises(UserError, match=f"XLA_USE_BF16={value} in the environment .*--precision"):
-        refuse_downcast_variables()
+        refuse_variables()
     monkeypatch.setenv("XLA_USE_BF16", "0")
-    refuse_downcast_variables()
+    refuse_variables()
+
+
+@pytest.mark.parametrize("value", ["", "0", "eight"])
+def test_a_cpu_without_virtual_devices_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv("CPU_NUM_DEVICES", value)
+    with pytest.raises(UserError, match=f"CPU_NUM_DEVICES={value} in the environment"):
+        refuse_variables()
 
 
 @pytest.mark.parametrize(
