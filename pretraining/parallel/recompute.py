@@ -22,8 +22,13 @@ def model_mask(config: TrainConfig) -> tuple[bool, ...]:
 
 
 def block_mask(config: TrainConfig, layers: int) -> tuple[bool, ...]:
-    """Return, for each of so many consecutive blocks, whether its activations are recomputed."""
-    if not config.fsdp_activation_checkpointing:
+    """Return, for each of so many consecutive blocks, whether its activations are recomputed.
+
+    With "core_attention" as the only module none are, because attention's backward pass recomputes its scores anyway.
+    """
+    is_selective = config.checkpoint_granularity == "selective"
+    is_nothing = is_selective and set(parse_modules(config.checkpoint_modules)) <= {"core_attention"}
+    if is_nothing or not config.fsdp_activation_checkpointing:
         return (False,) * layers
     choice = parse_selective(config.selective_checkpointing)
     if isinstance(choice, int):
@@ -45,9 +50,9 @@ def _centered(share: Fraction, layers: int) -> tuple[bool, ...]:
 
 
 def recomputed_modules(config: TrainConfig, block: nn.Module) -> list[str]:
-    """Return the modules of a block that checkpoint_modules names, none inside another; none for whole blocks.
+    """Return the modules of a chosen block that checkpoint_modules names, none inside another; none for whole blocks.
 
-    "core_attention" adds none, because attention's backward pass recomputes its scores anyway.
+    "core_attention" adds none: see block_mask.
     """
     if config.checkpoint_granularity == "full":
         return []

@@ -221,6 +221,12 @@ def test_without_the_switch_nothing_is_recomputed() -> None:
     assert not any(block_mask(TrainConfig(selective_checkpointing="1"), 8))
 
 
+def test_attention_alone_recomputes_no_block() -> None:
+    fields: dict[str, Any] = {"fsdp_activation_checkpointing": True, "checkpoint_granularity": "selective"}
+    assert not any(block_mask(TrainConfig(**fields, checkpoint_modules="core_attention"), 8))
+    assert all(block_mask(TrainConfig(**fields, checkpoint_modules="core_attention,mlp"), 8))
+
+
 @given(mask=st.lists(st.booleans(), min_size=1, max_size=40).map(tuple))
 def test_a_scan_plan_covers_every_block_once_and_in_order(mask: tuple[bool, ...]) -> None:
     plan = scan_plan(mask)
