@@ -6,9 +6,11 @@ Follows from the layout and the rules of the optimizers alone; no device, and no
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 from pretraining.config.devices import PLAN_KINDS
+from pretraining.config.grammar import parse_modules
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape, padded_vocabulary
 from pretraining.models.ops import LOSS_ROWS
@@ -73,7 +75,7 @@ def activations(config: TrainConfig, mesh: Mesh, stage: int = 0) -> int:
     says, and buffers for all micro-batches that arrive, and for their gradients.
     """
     together = min(config.checkpoint_num_layers, sum(block_mask(config, piece_length(config))))
-    kept, recomputed = kept_activations(config, mesh), int(together * _block_bytes(config, mesh))
+    kept, recomputed = kept_activations(config, mesh), int(together * _block_bytes(config, mesh, ()))
     if mesh.stage == 1:
         return kept + recomputed
     if engine_of(config) == "torch":
@@ -88,12 +90,15 @@ def kept_activations(config: TrainConfig, mesh: Mesh) -> int:
     """Return the bytes that a device's blocks keep for the backward pass of one micro-batch, or in one tick.
 
     Of a recomputed block, or of several that are recomputed together, that is the input; with save_attention, and where
-    a fused kernel runs, also attention's result.
+    a fused kernel runs, also attention's result. Of a block whose modules are recomputed, it is what they leave.
     """
     mask = block_mask(config, piece_length(config))
+    others = (len(mask) - sum(mask)) * _block_bytes(config, mesh, ())
+    if config.checkpoint_granularity == "selective":
+        return int(others + sum(mask) * _block_bytes(config, mesh, parse_modules(config.checkpoint_modules)))
     inputs = sum(mask) / config.checkpoint_num_layers * stream_bytes(config, mesh)
     results = sum(mask) * _attention_bytes(config, mesh) if config.save_attention and _has_kernel(config) else 0
-    return int((len(mask) - sum(mask)) * _block_bytes(config, mesh) + inputs + results)
+    return int(others + inputs + results)
 
 
 def _has_kernel(config: TrainConfig) -> bool:
@@ -115,8 +120,8 @@ def stream_bytes(config: TrainConfig, mesh: Mesh) -> float:
     return tokens * width * precision_of(config).activations.itemsize
 
 
-def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
-    """Return the bytes that a block keeps which is not recomputed.
+def _block_bytes(config: TrainConfig, mesh: Mesh, modules: Collection[str]) -> float:
+    """Return the bytes that a block keeps of which only `modules` are recomputed. See TrainConfig.checkpoint_modules.
 
     For each token both engines keep the input, queries, keys, values, attention's result, gate and up. The xla engine
     also keeps the projection of attention's result and, with sharding markers, a normed vector (counted from what the
@@ -128,7 +133,8 @@ def _block_bytes(config: TrainConfig, mesh: Mesh) -> float:
     tokens, width = config.batch_size * config.seq_length / mesh.context, precision_of(config).activations.itemsize
     kv_heads = shape.num_kv_heads * kv_repeats(config, shape)
     keys = shape.head_dim * (kv_heads / mesh.tensor if kv_heads % mesh.tensor == 0 else shape.num_kv_heads)
-    wide = (1 + shape.gated + is_torch) * shape.intermediate_size / mesh.tensor
+    products = is_torch and "mlp_activation" not in modules
+    wide = 0 if "mlp" in modules else (1 + shape.gated + products) * shape.intermediate_size / mesh.tensor
     is_marked = mesh.shard * mesh.context * mesh.tensor > 1
     streams = 4 if is_torch else 2 + is_marked
     vectors = streams * stream_bytes(config, mesh) + 2 * _attention_bytes(config, mesh)

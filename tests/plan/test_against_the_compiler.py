@@ -29,6 +29,10 @@ PROGRAMS: dict[str, Fields] = {
     "zero1": {"sharding_strategy": "zero1", "batch_size": 2},
     "fsdp": {"sharding_strategy": "fsdp", "batch_size": 2},
     "fsdp, recomputed": {"sharding_strategy": "fsdp", "batch_size": 2, **RECOMPUTED},
+    "fsdp, mlp recomputed": {
+        **{"sharding_strategy": "fsdp", "batch_size": 2, **RECOMPUTED},
+        **{"checkpoint_granularity": "selective", "checkpoint_modules": "mlp"},
+    },
     "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 4, "batch_size": 2},
     "tensor": {"sharding_strategy": "ddp", "tensor_parallel_size": 8, "batch_size": 16, "num_kv_heads": 8},
     "fsdp x tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 4},
@@ -100,7 +104,7 @@ def test_collectives_are_the_compiled_step_s_within_a_tenth(case: str, live: Liv
     assert all(one.least <= one.bytes for one in plan.collectives)
 
 
-@pytest.mark.parametrize("case", ["ddp", "fsdp", "fsdp, recomputed", "tensor"])
+@pytest.mark.parametrize("case", ["ddp", "fsdp", "fsdp, recomputed", "fsdp, mlp recomputed", "tensor"])
 def test_activations_are_what_the_compiled_step_keeps_within_a_fifth(case: str, live: Live) -> None:
     plan = planned(case)
     measured = 4 * sum(map(math.prod, saved_for_backward(program(live, case)))) * TOY["num_layers"]
