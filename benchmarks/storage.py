@@ -159,9 +159,9 @@ def waits(name: str, config: TrainConfig, batches: int) -> dict[str, float]:
             began = time.perf_counter() - step * TOKENS / RATE
     prefetcher.close()
     waited = waited[batches // 4 :]
-    spent = len(waited) * TOKENS / RATE
+    seconds = len(waited) * TOKENS / RATE
     late = sum(wait > 1e-3 for wait in waited) / len(waited)
-    return {f"{name}_wait_share": sum(waited) / spent, f"{name}_steps_over_1ms": late, f"{name}_longest": max(waited)}
+    return {f"{name}_wait_share": sum(waited) / seconds, f"{name}_steps_over_1ms": late, f"{name}_longest": max(waited)}
 
 
 def measure_data(root: Path, port: int, batches: int, repeats: int) -> dict[str, Any]:

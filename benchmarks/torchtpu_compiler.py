@@ -29,13 +29,13 @@ import jaxlib.mlir.ir
 import numpy as np
 from jax._src.interpreters import mlir
 from jax._src.lib import _jax, xla_client
-from jax.experimental import topologies
 
-from benchmarks.tpu_compiler import CASE, COLUMNS, Figures, figures_of
+from benchmarks.tpu_compiler import CASE, figures_of, print_figures
 from pretraining.config.training import TrainConfig
 from pretraining.configure import configure
 from pretraining.plan.checks import topology_devices
 from pretraining.plan.compiled import CompiledProgram, read_step, visible_share
+from pretraining.plan.compiler import record, slice_devices
 from pretraining.plan.plan import plan_of
 
 ir: Any = jaxlib.mlir.ir  # its stubs are incomplete
@@ -63,25 +63,13 @@ def compile_program(folder: Path, name: str, times: int, devices: tuple[Any, ...
     began = time.perf_counter()
     with mlir.make_ir_context():
         executable = used[0].client.compile(ir.Module.parse(text), _jax.DeviceList(used), options)
-    (folder / f"{name}.txt").write_text(executable.hlo_modules()[0].to_string())
-    memory = executable.get_compiled_memory_stats()
-    return CompiledProgram(
-        name,
-        times,
-        arguments=memory.argument_size_in_bytes,
-        updated=memory.alias_size_in_bytes,
-        results=memory.output_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        peak=memory.peak_memory_in_bytes,
-        seconds=time.perf_counter() - began,
-    )
+    return record(folder, name, times, executable, time.perf_counter() - began)
 
 
 def compile_all(folder: Path, runs: list[tuple[str, int]]) -> list[CompiledProgram]:
     """Compile every program of a step once."""
-    description = topologies.get_topology_desc(platform="tpu", topology_name=TARGET, chips_per_host_bounds=(2, 2, 1))
-    counts = Counter(name for name, _ in runs)
-    return [compile_program(folder, name, times, tuple(description.devices)) for name, times in counts.items()]
+    devices, counts = slice_devices(TARGET), Counter(name for name, _ in runs)
+    return [compile_program(folder, name, times, devices) for name, times in counts.items()]
 
 
 def peak_of(runs: list[tuple[str, int]], programs: list[CompiledProgram]) -> int:
@@ -101,13 +89,9 @@ def main() -> None:
         programs = compile_all(folder, traced["runs"])
         step = read_step(folder, TARGET, 0.0, programs, visible_share(config))
     peak = peak_of(traced["runs"], programs)
-    figures: Figures = figures_of("TorchTPU", config.seq_length, step)
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    print(figures._replace(temporaries=peak - traced["state"], peak=peak).row(plan))
-    print(f"\n{len(traced['runs'])} runs of {len(programs)} programs; between steps {traced['state'] / 1e9:.2f} GB")
-    print("Sent by operation and dtype, GB:")
-    for kind, count in sorted(step.sent_by_dtype.items(), key=lambda item: -item[1]):
-        print(f"  {count / 1e9:8.2f}  {kind}")
+    figures = figures_of("TorchTPU", config.seq_length, step)
+    print_figures([figures._replace(temporaries=peak - traced["state"], peak=peak)], plan, step)
+    print(f"{len(traced['runs'])} runs of {len(programs)} programs; between steps {traced['state'] / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":

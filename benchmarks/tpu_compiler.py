@@ -100,6 +100,15 @@ def maxtext_figures(config: TrainConfig, kernel_flops: float) -> list[Figures]:
     ]
 
 
+def print_figures(rows: list[Figures], plan: Plan, step: CompiledStep) -> None:
+    """Print the table, and what the step sends."""
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    print("\n".join(figures.row(plan) for figures in rows))
+    print("\nSent by operation and dtype, GB:")
+    for kind, count in sorted(step.sent_by_dtype.items(), key=lambda item: -item[1]):
+        print(f"  {count / 1e9:8.2f}  {kind}")
+
+
 def main() -> None:
     """Compile and print; see the module's docstring."""
     options = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
@@ -108,11 +117,7 @@ def main() -> None:
     name = ", ".join(f"{key}={value}" for key, value in options.items()) or "ours"
     step = compile_step(plan.config, plan.mesh.shard)
     ours, theirs = figures_of(name, config.seq_length, step), maxtext_figures(config, step.kernel_flops)
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    print("\n".join(figures.row(plan) for figures in (ours, *theirs)))
-    print("\nSent by operation and dtype, GB:")
-    for kind, count in sorted(step.sent_by_dtype.items(), key=lambda item: -item[1]):
-        print(f"  {count / 1e9:8.2f}  {kind}")
+    print_figures([ours, *theirs], plan, step)
     if theirs:
         print(f"MaxText: {json.loads(MAXTEXT.read_text())['source']}")
 

@@ -34,14 +34,19 @@ ir: Any = jaxlib.mlir.ir  # its stubs are incomplete
 
 def main(folder: Path, topology: str) -> None:
     """Compile every program of `folder`, up to the first that does not fit."""
-    description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **_chip_options(topology))
-    devices = tuple(description.devices)
+    devices = slice_devices(topology)
     programs: list[CompiledProgram] = []
     for program in json.loads((folder / "programs.json").read_text()):
         programs.append(_compile(folder, program, devices))
         if programs[-1].refused:
             break
     (folder / "compiled.json").write_text(json.dumps([program._asdict() for program in programs]))
+
+
+def slice_devices(topology: str) -> tuple[Any, ...]:
+    """Return the devices of a slice, such as v6e:4x4."""
+    options = _chip_options(topology)
+    return tuple(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
 
 
 def _chip_options(topology: str) -> dict[str, Any]:
@@ -73,12 +78,16 @@ def _compile(folder: Path, program: dict[str, Any], devices: tuple[Any, ...]) ->
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return CompiledProgram(program["name"], program["times"], refused=_reason(str(error)))
-    seconds = time.perf_counter() - began
-    (folder / f"{program['name']}.txt").write_text(executable.hlo_modules()[0].to_string())
+    return record(folder, program["name"], program["times"], executable, time.perf_counter() - began)
+
+
+def record(folder: Path, name: str, times: int, executable: Any, seconds: float) -> CompiledProgram:
+    """Write a compiled program's text to `folder`, and return its figures. seconds: that it took to compile."""
+    (folder / f"{name}.txt").write_text(executable.hlo_modules()[0].to_string())
     memory = executable.get_compiled_memory_stats()
     return CompiledProgram(
-        program["name"],
-        program["times"],
+        name,
+        times,
         arguments=memory.argument_size_in_bytes,
         updated=memory.alias_size_in_bytes,
         results=memory.output_size_in_bytes,
