@@ -153,29 +153,32 @@ class OptimizerStep(ABC):
     # ---- The step
 
     @torch.no_grad()
-    def apply(self, learning_rate: float) -> DeviceScalars:
-        """Update the parameters with the gradients of the global batch; a refused update changes no tensor."""
+    def apply(self, rate: Tensor | float) -> Tensor:
+        """Update the parameters with the gradients of the global batch; a refused update changes no tensor.
+
+        rate: the learning rate. Returns what `figures` names.
+        """
         gradients = self.reduce_gradients()
         is_accepted = self._accept(gradients)
         clip = None
         if limit := self.config.grad_clip_thresh:
             clip = (limit / (gradients.norm + 1e-6)).clamp(max=1.0)
-        self.update(gradients, clip, learning_rate, is_accepted)
+        self.update(gradients, clip, rate, is_accepted)
         self.round_copies()
         self.totals.zero_()
-        scalars = {"loss": gradients.loss, "grad_norm": gradients.norm}
-        scalars |= dict(zip(COUNTERS, self.counters.unbind(), strict=True))
-        if self.loss_scale:
-            scalars["loss_scale"] = self.loss_scale.scale
-        if self.recent:
-            scalars["outliers"] = self.recent.outliers
-        return DeviceScalars(tuple(scalars), torch.stack(list(scalars.values())))
+        scale = (self.loss_scale.scale,) if self.loss_scale else ()
+        outliers = (self.recent.outliers,) if self.recent else ()
+        return torch.stack((gradients.loss, gradients.norm, *self.counters.unbind(), *scale, *outliers))
 
-    def update(self, gradients: Gradients, clip: Tensor | None, learning_rate: float, is_accepted: Tensor) -> None:
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The names of what `apply` returns; see engine.StepResult."""
+        scale = ("loss_scale",) if self.loss_scale else ()
+        return ("loss", "grad_norm", *COUNTERS, *scale, *(("outliers",) if self.recent else ()))
+
+    def update(self, gradients: Gradients, clip: Tensor | None, rate: Tensor | float, is_accepted: Tensor) -> None:
         """Apply the update rule to each parameter in turn."""
-        # Data and not a constant, so that another value compiles nothing. Sent as [1], because torch-xla merges a
-        # scalar with an equal constant of the graph (1e-5: norm_eps), which is another graph.
-        rate = torch.tensor([learning_rate]).to(self.device)[0]
+        rate = torch.as_tensor(rate, dtype=torch.float32, device=self.device)
         step = self.optimizer.updates + 1
         for parameter in self.optimizer.parameters:
             gradient = gradients.by_name[parameter.name]

@@ -230,14 +230,14 @@ class TorchEngine:
         batch = with_token_ids(self.config, batch, self.data_rank)
         if self._pipeline:
             self._run_pipeline(self._pipeline, batch)
-            return self.step.apply(learning_rate)
-        for micro_batch, is_last in self._micro_batches(batch):
-            self._choose_collectives(model, is_last)
-            loss, count = self._loss(model, micro_batch)
-            loss.backward()
-            self.step.add_loss(loss, count)
-            self.step.add_gradients()
-        return self.step.apply(learning_rate)
+        else:
+            for micro_batch, is_last in self._micro_batches(batch):
+                self._choose_collectives(model, is_last)
+                loss, count = self._loss(model, micro_batch)
+                loss.backward()
+                self.step.add_loss(loss, count)
+                self.step.add_gradients()
+        return DeviceScalars(self.step.figures, self.step.apply(learning_rate))
 
     def _run_pipeline(self, pipeline: Pipeline, batch: Batch) -> None:
         """Run all micro-batches of a step through the stages; the last stage counts loss and tokens."""

@@ -128,14 +128,14 @@ class TorchStep(OptimizerStep):
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest
 
-    def update(self, gradients: Gradients, clip: Tensor | None, learning_rate: float, is_accepted: Tensor) -> None:
+    def update(self, gradients: Gradients, clip: Tensor | None, rate: Tensor | float, is_accepted: Tensor) -> None:
         """Update with torch's fused AdamW where it serves.
 
         Its masks are those that torch.amp.GradScaler passes: the divisor, and whether the update is refused, in which
         case neither the tensors nor the counters change.
         """
         if not self._is_fused:
-            super().update(gradients, clip, learning_rate, is_accepted)
+            super().update(gradients, clip, rate, is_accepted)
             return
         assert gradients.divisor is not None
         divisor = gradients.divisor if clip is None else gradients.divisor / clip
@@ -155,7 +155,7 @@ class TorchStep(OptimizerStep):
                 found_inf=(~is_accepted).float(),
                 amsgrad=False,
                 maximize=False,
-                lr=learning_rate * first.rate_scale,
+                lr=rate * first.rate_scale,
                 weight_decay=first.decay / first.rate_scale,
                 beta1=rule.beta1,
                 beta2=rule.beta2,

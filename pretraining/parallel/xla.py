@@ -49,6 +49,7 @@ from pretraining.parallel.splash import choose_attention
 from pretraining.parallel.stages import micro_batches_per_graph, piece_length, stacked_layers
 from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.xla_blocks import ScannedBlocks, narrowed, place_activations, stack_layers
+from pretraining.parallel.xla_graph import GraphCache, wait_for_all
 from pretraining.parallel.xla_pipeline import PipelinedBlocks
 from pretraining.parallel.xla_splash import SplashAttention
 from pretraining.parallel.xla_state import LogicalTensor, Region, XlaShards, tensor_from_shards
@@ -174,6 +175,7 @@ class XlaEngine:
     def prepare(self, optimizer: Optimizer) -> None:
         """See engine.Engine. State created during the first step would compile a second graph."""
         self.step = XlaStep(self.config, optimizer, self.device, self.xla_mesh, self.layout)
+        self.graphs = GraphCache()
         self.sync(wait=True)
         if self.config.dump_sharding and self.process_index == 0:
             Path(self.config.dump_sharding).write_text(json.dumps(self._sharding(optimizer), indent=1) + "\n")
@@ -199,19 +201,39 @@ class XlaEngine:
 
         With stages, all micro-batches are one graph, and a global batch of another size is another graph.
         """
-        for inputs in self._micro_batches(with_token_ids(self.config, batch, self.data_rank)):
+
+        def accumulate(**inputs: Tensor) -> list[Tensor]:
             loss, count = self._loss(model, inputs)
             loss.backward()
             self.step.accumulate(loss, count)
+            return []
+
+        def update(rate: Tensor, **inputs: Tensor) -> list[Tensor]:
+            if inputs:
+                accumulate(**inputs)
+            return [self.step.apply(rate[0])]
+
+        # Sent as [1], because torch-xla merges a scalar with an equal constant of the graph (1e-5: norm_eps).
+        last = {"rate": torch.tensor([learning_rate]).to(self.device)}
+        for inputs in self._micro_batches(with_token_ids(self.config, batch, self.data_rank)):
             if self.step.accumulates:
-                self.sync()
-        result = self.step.apply(learning_rate)
-        self.sync()
-        return result
+                self.run_graph("micro-batch", accumulate, inputs, model)
+            else:
+                last |= inputs
+        name = "update" if self.step.accumulates else "step"
+        return DeviceScalars(self.step.figures, *self.run_graph(name, update, last, model))
+
+    def run_graph(
+        self, name: str, function: Callable[..., list[Tensor]], arguments: dict[str, Tensor], model: Llama
+    ) -> list[Tensor]:
+        """Return the results of a part of a training step, which is traced once for each shape of its arguments."""
+        frozen = (weight for weight in model.parameters() if not weight.requires_grad)
+        state = (tensor for tensor, _ in self.step.persistent_tensors())
+        return self.graphs.run(name, function, arguments, (*state, *frozen))
 
     def sync(self, wait: bool = False) -> None:
-        """Run the traced operations."""
-        torch_xla.sync(wait=wait)
+        """Run the traced operations; wait for all graphs, if asked for."""
+        wait_for_all() if wait else torch_xla.sync()
 
     def _micro_batches(self, batch: Batch) -> Iterator[dict[str, Tensor]]:
         """Yield this process's rows on the devices, those of one graph at a time, sharded as TOKENS says."""
@@ -281,7 +303,7 @@ class XlaEngine:
 
     def state(self, model: Llama, optimizer: Optimizer) -> TrainingState:
         """See engine.Engine."""
-        torch_xla.sync(wait=True)
+        self.sync(wait=True)
         logical: dict[str, LogicalTensor] = {}
         for prefix, name, tensor in self.step.tensors(model):
             logical |= self._logical(model, name, tensor, prefix)
@@ -305,7 +327,7 @@ class XlaEngine:
         for shards in {id(tensor.shards): tensor.shards for tensor in logical.values()}.values():
             shards.put_back()
         self.step.finish_loading(restart_optimizer)
-        torch_xla.sync(wait=True)
+        self.sync(wait=True)
 
     # ---- Figures
 
@@ -330,7 +352,7 @@ class XlaEngine:
 
     def stop_trace(self) -> None:
         """See engine.Engine."""
-        torch_xla.sync(wait=True)
+        self.sync(wait=True)
         xp.stop_trace()
 
     def close(self) -> None:

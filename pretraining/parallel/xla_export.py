@@ -25,7 +25,8 @@ from torch import Tensor
 
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
-from pretraining.optim.optimizer import Optimizer, build_optimizer
+from pretraining.models.llama import Llama
+from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.engine import Batch
 from pretraining.parallel.sharding import TOKENS, Spec
 from pretraining.parallel.xla import XlaEngine
@@ -48,17 +49,10 @@ class Exporter(XlaEngine):
         super().__init__(replace(config, dump_sharding="", compile_cache_dir=""))
         self.folder = folder
         self.programs: list[Program] = []
-        self.is_recording = False  # from `prepare` on
-        self.arguments: list[Tensor] = []  # of what `persistent_tensors` yields, in that order
 
     def kernel_platform(self) -> str:
         """See XlaEngine. The programs are compiled for TPUs, whatever this process traces on."""
         return "TPU"
-
-    def prepare(self, optimizer: Optimizer) -> None:
-        """See XlaEngine."""
-        self.is_recording = True
-        super().prepare(optimizer)
 
     def place_parameter(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
         """See XlaEngine. Does not call `value`."""
@@ -70,12 +64,23 @@ class Exporter(XlaEngine):
         return self._placeholder(shape, rows.dtype, self.layout.activation(TOKENS))[1]
 
     def sync(self, wait: bool = False) -> None:
-        """Write what has been traced since the last call; persistent tensors are the arguments of the next graph."""
-        if not self.is_recording:
-            return
-        if self.arguments:
-            self._write()
-        self.arguments = [self._as_argument(tensor, spec) for tensor, spec in self.step.persistent_tensors()]
+        """See XlaEngine. Runs nothing."""
+
+    def run_graph(
+        self, name: str, function: Callable[..., list[Tensor]], arguments: dict[str, Tensor], model: Llama
+    ) -> list[Tensor]:
+        """Write the graph; the tensors that outlive a step are its arguments and its results."""
+        placed = [self._as_argument(tensor, spec) for tensor, spec in self.step.persistent_tensors()]
+        results = function(**arguments)
+        written = [tensor.detach() for tensor, _ in self.step.persistent_tensors()]
+        (self.folder / f"{name}.pb").write_bytes(_C._get_xla_tensors_hlo_proto(written))
+        lowering = _C.lowering.LoweringContext()
+        lowering.build(written)
+        numbers = [lowering.tensor_parameter_id(argument) for argument in placed]
+        aliases = [(number, result) for result, number in enumerate(numbers) if number >= 0]
+        times = self.config.gradient_accumulation_steps if name == "micro-batch" else 1
+        self.programs.append(Program(name, times or 1, aliases))
+        return results
 
     def _placeholder(self, shape: tuple[int, ...], dtype: torch.dtype, spec: Spec) -> tuple[Tensor, Tensor]:
         """Return an argument, and the same with its sharding: marking the argument itself crashes the process."""
@@ -88,18 +93,6 @@ class Exporter(XlaEngine):
         argument, marked = self._placeholder(tuple(tensor.shape), tensor.dtype, spec)
         _C._replace_xla_tensor(tensor, marked)
         return argument
-
-    def _write(self) -> None:
-        results = [tensor.detach() for tensor, _ in self.step.persistent_tensors()]
-        accumulating = self.step.accumulates and not self.programs
-        name = "micro-batch" if accumulating else "update" if self.step.accumulates else "step"
-        times = self.config.gradient_accumulation_steps if accumulating else 1
-        (self.folder / f"{name}.pb").write_bytes(_C._get_xla_tensors_hlo_proto(results))
-        lowering = _C.lowering.LoweringContext()
-        lowering.build(results)
-        numbers = [lowering.tensor_parameter_id(argument) for argument in self.arguments]
-        aliases = [(number, result) for result, number in enumerate(numbers) if number >= 0]
-        self.programs.append(Program(name, times or 1, aliases))
 
 
 def zero_batch(config: TrainConfig, rows: int) -> Batch:

@@ -106,7 +106,8 @@ class XlaStep(OptimizerStep):
             for moment in parameter.moments.values():
                 yield moment, self.moment_spec(parameter, moment)
         recent = (self.recent.state, self.recent.outliers) if self.recent else ()
-        for small in (self.optimizer.updates, self.totals, self.counters, *recent):
+        scale = (self.loss_scale.state,) if self.loss_scale else ()
+        for small in (self.optimizer.updates, self.totals, self.counters, *scale, *recent):
             yield small, (None,) * small.dim()
 
 

@@ -245,6 +245,11 @@ def test_a_step_fetches_nothing_until_its_result_is_read(devices: int) -> None:
 
 
 @pytest.mark.parametrize("devices", CASES)
+def test_a_step_is_traced_once(devices: int) -> None:
+    assert {case: got["traced"] for case, got in outcome(devices)[0].items() if got.get("traced")} == {}
+
+
+@pytest.mark.parametrize("devices", CASES)
 def test_the_compiler_reports_no_involuntary_rematerialization(devices: int) -> None:
     assert "nvoluntary full rematerialization" not in outcome(devices)[1]
 

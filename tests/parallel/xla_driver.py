@@ -5,7 +5,7 @@
 Prints JSON: by case, the loss and gradient norm of each step, the compilations after each step, and the bytes that one
 device holds. Unless "evaluates" is false, which saves the compilation of a second program, also an evaluation's loss,
 the compilations after it and a look at the state, and how often two steps whose figures nobody reads fetch something
-from a device.
+from a device, and the operations that they trace.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     state = engine.state(model, optimizer)
     for tensor in state.values():
         tensor.shards.host(next(iter(tensor.shards.regions)))
-    before = fetched()
+    before, traced_before = fetched(), traced()
     for _ in range(2):
         result = engine.train_step(model, optimizer, stream.batch(0), learning_rate(config, 0))
-    unread = fetched() - before
+    unread, again = fetched() - before, traced() - traced_before
     result.read()
     late = engine.compilations() - warmed
-    return {**outcome, "late_compilations": late, "evaluation": evaluation, "unread_fetches": unread}
+    return {**outcome, "late_compilations": late, "evaluation": evaluation, "unread_fetches": unread, "traced": again}
 
 
 def sort_dump(case: str) -> None:
@@ -90,6 +90,13 @@ def sort_dump(case: str) -> None:
 def fetched() -> int:
     """Transfers from a device so far."""
     return int(met.metric_data("TransferFromDeviceTime")[0])
+
+
+def traced() -> int:
+    """Operations traced so far, without those that send a tensor."""
+    sends = ("xla::_copy_from", "xla::_to_copy", "xla::empty_symint")
+    names = (name for name in met.counter_names() if name.startswith("xla::") and name not in sends)
+    return sum(met.counter_value(name) for name in names)
 
 
 if __name__ == "__main__":
