@@ -1,6 +1,7 @@
 """Measure the step of the torch engine on TPUs, which torch_tpu lowers, by the TPU's own compiler.
 
     .venv-torchtpu/bin/python -m benchmarks.torchtpu_compiler [--seq_length=8192] [--num_layers=2]
+        [--plan_device_kind=tpu-v5e --plan_topology=8x8]
 
 Nothing runs: the case, the columns and other flags are those of benchmarks/tpu_compiler.py. torch_tpu runs a step as
 many programs: benchmarks/torchtpu_trace.py lowers them, and libtpu compiles each that differs. Bytes and operations are
@@ -34,19 +35,29 @@ from benchmarks.tpu_compiler import CASE, figures_of, print_figures
 from pretraining.config.training import TrainConfig
 from pretraining.configure import configure
 from pretraining.plan.checks import topology_devices
-from pretraining.plan.compiled import CompiledProgram, read_step, visible_share
+from pretraining.plan.compiled import CompiledProgram, compiler_target, read_step, visible_share
 from pretraining.plan.compiler import record, slice_devices
 from pretraining.plan.plan import plan_of
 
 ir: Any = jaxlib.mlir.ir  # its stubs are incomplete
-TARGET = "v6e:4x4"  # benchmarks/torchtpu_trace.py lowers for it
+
+
+def variables(config: TrainConfig) -> dict[str, str]:
+    """Return the environment of process 0 of the slice's, as TorchTPU's launcher sets it."""
+    axes, chips = config.plan_topology.split("x"), topology_devices(config)
+    return {
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(chips), "LOCAL_WORLD_SIZE": str(chips)},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},  # nobody listens there
+        "TORCH_TPU_TOPOLOGY": ",".join((*axes, "1")[:3]),
+        "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(f"localhost:{8476 + index}" for index in range(chips)),
+    }
 
 
 def trace(folder: Path, config: TrainConfig) -> dict[str, Any]:
     """Lower the step to `folder`, and return what torchtpu_trace.py wrote about its runs."""
     traced = replace(config, device="tpu", plan=False, use_dummy_dataset=True, low_cpu_fsdp=True)
     command = [sys.executable, "-m", "benchmarks.torchtpu_trace", str(folder), json.dumps(asdict(traced))]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **variables(config)})
     return json.loads((folder / "runs.json").read_text())
 
 
@@ -66,9 +77,9 @@ def compile_program(folder: Path, name: str, times: int, devices: tuple[Any, ...
     return record(folder, name, times, executable, time.perf_counter() - began)
 
 
-def compile_all(folder: Path, runs: list[tuple[str, int]]) -> list[CompiledProgram]:
-    """Compile every program of a step once."""
-    devices, counts = slice_devices(TARGET), Counter(name for name, _ in runs)
+def compile_all(folder: Path, runs: list[tuple[str, int]], target: str) -> list[CompiledProgram]:
+    """Compile every program of a step once for the slice `target`."""
+    devices, counts = slice_devices(target), Counter(name for name, _ in runs)
     return [compile_program(folder, name, times, devices) for name, times in counts.items()]
 
 
@@ -86,8 +97,9 @@ def main() -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         traced = trace(folder, config)
-        programs = compile_all(folder, traced["runs"])
-        step = read_step(folder, TARGET, 0.0, programs, visible_share(config))
+        target = compiler_target(config)
+        programs = compile_all(folder, traced["runs"], target)
+        step = read_step(folder, target, 0.0, programs, visible_share(config))
     peak = peak_of(traced["runs"], programs)
     figures = figures_of("TorchTPU", config.seq_length, step)
     print_figures([figures._replace(temporaries=peak - traced["state"], peak=peak)], plan, step)

@@ -1,10 +1,11 @@
-"""Lower a step of the torch engine for TPUs with torch_tpu: process 0 of a slice of 4 x 4 chips where nothing runs.
+"""Lower a step of the torch engine for TPUs with torch_tpu: process 0 of a slice where nothing runs.
 
     .venv-torchtpu/bin/python -m benchmarks.torchtpu_trace FOLDER '{"field": value}'
 
-The emulated TPU of the tests (tests/parallel/torchtpu) takes programs and gives zeros, which need no memory before they
-are written. Writes FOLDER/<program>.mlir, its compile options, and FOLDER/runs.json: in order, the programs that the
-third step runs with the bytes that exist on the device then, and the bytes that exist after it.
+benchmarks/torchtpu_compiler.py runs it, in the environment of a launched process. The emulated TPU of the tests
+(tests/parallel/torchtpu) takes programs and gives zeros, which need no memory before they are written. Writes
+FOLDER/<program>.mlir, its compile options, and FOLDER/runs.json: in order, the programs that the third step runs with
+the bytes that exist on the device then, and the bytes that exist after it.
 """
 
 from __future__ import annotations
@@ -17,24 +18,17 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
-os.environ.update(
-    RANK="0",
-    LOCAL_RANK="0",
-    WORLD_SIZE="16",
-    LOCAL_WORLD_SIZE="16",
-    MASTER_ADDR="localhost",  # nobody listens there
-    MASTER_PORT="1",
-    TORCH_TPU_TOPOLOGY="4,4,1",
-    TORCH_TPU_SLICEBUILDER_ADDRESSES=",".join(f"localhost:{8476 + index}" for index in range(16)),
-)
-
 import numpy as np
 
+from pretraining.config.devices import PLAN_KINDS
+from pretraining.config.training import TrainConfig
 from tests.parallel.torchtpu import plugin, programs
 from tests.parallel.torchtpu.programs import WORLD
 
-WIDTH = 4  # chips of the slice, which is a square
-KIND, TITLE = "TPU v6 lite", "TPU v6e"  # as PJRT and as torch_tpu name it
+CONFIG = TrainConfig(**json.loads(sys.argv[2]))
+WIDTH = int(CONFIG.plan_topology.split("x")[0])  # chips of the slice's first axis
+TITLE = PLAN_KINDS[CONFIG.plan_device_kind].title  # which is torch_tpu's name of it, too
+KIND = TITLE.replace("e", " lite")  # PJRT's: "TPU v6 lite"
 
 
 class Buffer(programs.Buffer):
@@ -133,21 +127,19 @@ def _entry(index: int) -> bytes:
     return f"{len(entry)}:{entry}".encode()
 
 
-def main(folder: Path, fields: dict[str, Any]) -> None:
+def main(folder: Path) -> None:
     """Run three steps; see the module's docstring."""
     start(folder)
     import torch
 
-    from pretraining.config.training import TrainConfig
     from pretraining.data import open_stream
     from pretraining.parallel import torch_engine
     from tests.parallel.resuming import prepare_run
 
     torch_engine.initial_weight = lambda *_: torch.zeros(1).expand(_[3])  # type: ignore
-    config = TrainConfig(**fields)
-    engine = torch_engine.TorchEngine(config)
-    model, optimizer = prepare_run(engine, config)
-    stream = open_stream(config, engine.data_rank, engine.data_size)
+    engine = torch_engine.TorchEngine(CONFIG)
+    model, optimizer = prepare_run(engine, CONFIG)
+    stream = open_stream(CONFIG, engine.data_rank, engine.data_size)
     for step in range(3):  # the first compiles and makes the optimizer's state
         Program.runs.clear()
         engine.train_step(model, optimizer, stream.batch(step), 1e-3).read()
@@ -157,4 +149,4 @@ def main(folder: Path, fields: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -74,7 +74,7 @@ class CompiledStep(NamedTuple):
 def compile_step(config: TrainConfig, shard: int) -> CompiledStep:
     """Trace and compile the step of `config` for its plan_topology, on a mesh with so many `shard` ranks."""
     _refuse_without_packages()
-    target = f"{config.plan_device_kind.removeprefix('tpu-')}:{config.plan_topology}"
+    target = compiler_target(config)
     group = shard if config.sharding_strategy == "hsdp" else 0
     traced = replace(config, engine="xla", device="auto", plan=False, sharding_group_size=group, use_dummy_dataset=True)
     with TemporaryDirectory() as name:
@@ -88,6 +88,11 @@ def compile_step(config: TrainConfig, shard: int) -> CompiledStep:
             _run("pretraining.plan.compiler", name, target)
         programs = [CompiledProgram(**fields) for fields in json.loads((folder / "compiled.json").read_text())]
         return read_step(folder, target, seconds, programs, visible_share(config))
+
+
+def compiler_target(config: TrainConfig) -> str:
+    """Return the slice of `config` as libtpu names it, such as v6e:4x4."""
+    return f"{config.plan_device_kind.removeprefix('tpu-')}:{config.plan_topology}"
 
 
 def visible_share(config: TrainConfig) -> float:
