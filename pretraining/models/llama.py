@@ -260,7 +260,15 @@ class Decoder(nn.Module):
         return x if self.scale == 1 else x * self.scale
 
 
-class Head(Module):
+class Head(Linear):
+    """The output head with a weight of its own."""
+
+    def loss(self, x: Tensor, labels: Tensor, vocabulary: int, chunk_loss: LossAndGradient) -> Tensor:
+        """See ops.head_loss."""
+        return head_loss(x, self.weight, labels, vocabulary, chunk_loss)
+
+
+class TiedHead(Module):
     """The output head where it is the embedding: no weight of its own."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
@@ -274,6 +282,10 @@ class Head(Module):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
 
+    def loss(self, x: Tensor, labels: Tensor, vocabulary: int, chunk_loss: LossAndGradient) -> Tensor:
+        """See ops.head_loss."""
+        return head_loss(x, self.weight, labels, vocabulary, chunk_loss)
+
 
 class Llama(Module):
     """A decoder with its output head. Parameters are not initialised: see models.init, or load a checkpoint."""
@@ -286,7 +298,7 @@ class Llama(Module):
         rows = padded_vocabulary(config)
         self.model = Decoder(config, self.shape, rows)
         tied = config.tie_word_embeddings
-        self.lm_head = Head(self.model.embed_tokens) if tied else Linear(self.shape.hidden_size, rows)
+        self.lm_head = TiedHead(self.model.embed_tokens) if tied else Head(self.shape.hidden_size, rows)
         if config.lora_rank:
             adapt(config, self)
 
@@ -323,7 +335,7 @@ class Llama(Module):
 
     def loss_of_hidden(self, x: Tensor, labels: Tensor, chunk_loss: LossAndGradient = loss_and_gradient) -> Tensor:
         """Return `loss`, given the input of the output head."""
-        return head_loss(x, self.lm_head.weight, labels, self.shape.vocab_size, chunk_loss)
+        return self.lm_head.loss(x, labels, self.shape.vocab_size, chunk_loss)
 
 
 def loss_options(config: TrainConfig) -> LossOptions:

@@ -31,7 +31,7 @@ from pretraining.config.variants import model_shape
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.float8 import use_float8
 from pretraining.models.init import initial_weight
-from pretraining.models.llama import BatchInputs, Block, Llama, loss_options
+from pretraining.models.llama import BatchInputs, Block, Head, Llama, loss_options
 from pretraining.models.ops import IGNORED, LossAndGradient, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
@@ -176,9 +176,10 @@ class TorchEngine:
         return Pipeline(self.config, model, ranks, self._blocks, self._read)
 
     def _shard(self, model: Llama, root: nn.Module, blocks: Iterable[nn.Module]) -> None:
-        """Apply FSDP2 to each block of `root`, the model or a piece of it.
+        """Apply FSDP2 to each block of `root`, the model or a piece of it, and to the embedding and the head.
 
-        The rest of it (embedding, final norm and head) is gathered together, for the whole step.
+        The head is gathered from its forward to its backward pass, the rest, a tied embedding included, while `root`
+        runs. The backward pass of an embedding needs no weight.
         """
         assert self.device_mesh is not None
         grid = self.device_mesh
@@ -194,8 +195,15 @@ class TorchEngine:
         if self.mesh.tensor > 1:
             dims = {weight: shard_dimension(name) for name, weight in model.named_parameters()}
             options["shard_placement_fn"] = lambda weight: Shard(dims[weight])
+        freed = self.layout.reshards_after_forward
         for block in blocks:
-            fsdp.fully_shard(block, reshard_after_forward=self.layout.reshards_after_forward, **options)
+            fsdp.fully_shard(block, reshard_after_forward=freed, **options)
+        for module in () if self.config.tie_word_embeddings else list(root.modules()):
+            if isinstance(module, nn.Embedding):
+                fsdp.fully_shard(module, reshard_after_forward=freed, **options).set_unshard_in_backward(not freed)
+            elif isinstance(module, Head):
+                fsdp.fully_shard(module, reshard_after_forward=False, **options)
+                fsdp.register_fsdp_forward_method(module, "loss")
         fsdp.fully_shard(root, reshard_after_forward=False, **options)
 
     def _compile(self, model: Llama) -> None:

@@ -157,20 +157,22 @@ def logits(config: TrainConfig, mesh: Mesh) -> int:
 def _gathered(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> int:
     """Return the bytes of gathered parameters: two blocks, the running and the prefetched, and embedding or head.
 
-    The torch engine keeps both embedding and head, and all blocks where it does not reshard after the forward pass.
+    The torch engine keeps the head, and where it does not reshard after a forward pass, the embeddings and all blocks.
     """
     layout, precision = layout_in(config, mesh), precision_of(config)
     block = sum(math.prod(weight.shape) for weight in weights if ".layers." in weight.name)
-    outer = [math.prod(weight.shape) for weight in weights if ".layers." not in weight.name]
+    outer = {weight.name: math.prod(weight.shape) for weight in weights if ".layers." not in weight.name}
     if isinstance(layout, TorchLayout):
         if layout.grid.shard == 1 and precision.compute == precision.parameters:
             return 0
         blocks = 2 if layout.reshards_after_forward else max(weight.tensors for weight in weights)
-        return precision.compute.itemsize * (blocks * block + sum(outer)) // mesh.tensor
+        frees_embeddings = layout.reshards_after_forward and not config.tie_word_embeddings
+        ends = sum(size for name, size in outer.items() if not ("embed_" in name and frees_embeddings))
+        return precision.compute.itemsize * (blocks * block + ends) // mesh.tensor
     ranks = mesh.shard * mesh.context
     if not layout.split.parameters or ranks == 1:
         return 0
     # Over 64 chips of v5p libtpu gathers by a sum of shards padded with zeros, which needs the same memory once more;
     # not over 32, and not over 64 of a v4, v5e or v6e (benchmarks/RESULTS.md).
     times = 2 if config.plan_device_kind == "tpu-v5p" and ranks >= 64 else 1
-    return times * precision.compute.itemsize * (2 * block + max(outer, default=0)) // mesh.tensor
+    return times * precision.compute.itemsize * (2 * block + max(outer.values(), default=0)) // mesh.tensor

@@ -93,3 +93,12 @@ def test_collectives_are_those_that_the_engine_calls_within_a_tenth(case: str) -
     for one in planned(case).collectives:
         expected[one.operation] = expected.get(one.operation, 0) + one.bytes
     assert expected == pytest.approx(sent, rel=0.1)
+
+
+@pytest.mark.parametrize("case", ["fsdp", "zero2", "hsdp, accumulated"])
+def test_embeddings_and_blocks_are_freed_before_the_backward_pass_where_the_plan_says_so(case: str) -> None:
+    everything, gathered = live()["zero2"]["gathered"], live()[case]["gathered"]
+    block = sum(count for name, count in everything.items() if ".layers.0." in name)
+    assert gathered.keys() == (everything.keys() if case == "zero2" else {"model.norm.weight", "lm_head.weight"})
+    running = 0 if case == "zero2" else 2 * block  # and the prefetched, when the backward pass has begun
+    assert planned(case).memory.gathered == sum(gathered.values()) + running

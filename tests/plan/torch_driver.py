@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node=4 torch_driver.py '{"case": {"field": value}, ...}'
 
-Process 0 prints JSON: by case, the bytes of one device as the engine measures them and as its layout counts them, and
-the bytes that leave the process in a training step, by operation. Scalars and small sums are left out, as in the plan.
+Process 0 prints JSON: by case, the bytes of one device as the engine measures them and as its layout counts them, the
+bytes that leave the process in a training step, by operation, and without stages the parameters that are gathered when
+the backward pass begins, with their bytes. Scalars and small sums are left out, as in the plan.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
+from pretraining.models.llama import Llama
 from pretraining.parallel.layout import state_bytes
 from pretraining.parallel.torch_engine import TorchEngine
 from pretraining.plan.traffic import ring
@@ -71,6 +75,19 @@ def counted_sends(sent: Counter[str]) -> None:
     dist.batch_isend_irecv = call  # type: ignore[assignment]
 
 
+def gathered_before_backward(model: Llama, gathered: dict[str, int]) -> Callable[[], None]:
+    """Have the gathered parameters recorded when a backward pass begins; returns how to stop that."""
+    real: Callable[..., None] = Tensor.backward
+
+    def backward(loss: Tensor) -> None:
+        plain = {name: weight for name, weight in model.named_parameters() if not isinstance(weight, DTensor)}
+        gathered.update({name: weight.nbytes for name, weight in plain.items()})
+        real(loss)
+
+    Tensor.backward = backward  # type: ignore[assignment, method-assign]
+    return partial(setattr, Tensor, "backward", real)
+
+
 def run_case(fields: dict[str, Any], sent: Counter[str]) -> dict[str, Any]:
     """One step of the toy with these fields."""
     config = TrainConfig(**{**TOY, "device": "cpu", **fields})
@@ -78,11 +95,15 @@ def run_case(fields: dict[str, Any], sent: Counter[str]) -> dict[str, Any]:
     model, optimizer = prepare_run(engine, config)
     batch = open_stream(config, engine.data_rank, engine.data_size).batch(0)
     sent.clear()
+    gathered: dict[str, int] = {}
+    stop = gathered_before_backward(model, gathered)
     engine.train_step(model, optimizer, batch, 1e-3).read()
+    stop()
     return {
         "measured": engine.bytes_per_device(model, optimizer),
         "counted": state_bytes(config, engine.layout),
         "sent": dict(sent),
+        "gathered": gathered if engine.mesh.stage == 1 else {},
     }
 
 
