@@ -21,6 +21,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.noise import name_hashes, random_bits
 from pretraining.optim.optimizer import EMA, Optimizer, ParameterState
 from pretraining.optim.rules import Adam, Moments
+from pretraining.parallel.accelerator import ACCELERATORS
 from pretraining.parallel.step import Gradients, OptimizerStep
 from pretraining.parallel.torch_pipeline import EMBEDDING, TiedEmbedding
 from pretraining.parallel.torch_state import LocalShards, to_local
@@ -140,18 +141,20 @@ class TorchStep(OptimizerStep):
         assert gradients.divisor is not None
         divisor = gradients.divisor if clip is None else gradients.divisor / clip
         parameters = self.optimizer.parameters
+        divides = ACCELERATORS[self.device.type].divides_gradients
         for chosen in self._chunks:
             first = parameters[chosen[0]]
             rule: Any = first.rule
+            grads = [gradients.by_name[parameters[i].name] for i in chosen]
             adamw(
                 [parameters[i].weight for i in chosen],
-                [gradients.by_name[parameters[i].name] for i in chosen],
+                grads if divides else list(torch._foreach_div(grads, divisor)),
                 [parameters[i].moments["exp_avg"] for i in chosen],
                 [parameters[i].moments["exp_avg_sq"] for i in chosen],
                 [],
                 [self._updates[i] for i in chosen],
                 fused=True,
-                grad_scale=divisor,
+                grad_scale=divisor if divides else None,
                 found_inf=(~is_accepted).float(),
                 amsgrad=False,
                 maximize=False,
