@@ -32,6 +32,7 @@ class Accelerator(NamedTuple):
     skips_masked_blocks: bool = False  # whether flex_attention computes no empty block of a mask
     divides_gradients: bool = False  # whether its fused AdamW divides gradients in place, at no cost in memory traffic
     pins_memory: bool = False  # whether a copy from pinned memory does not wait for the device
+    is_tiled: bool = False  # whether its memory is tiled, so that vectors are slower to move than rows (torch_flat.py)
     mixed_matmul_precision: str = "highest"  # of fp32 products in a run whose other products are 16 bits wide
     package: str = ""  # that registers the device with torch
     launch_variables: tuple[str, ...] = ()  # the same in all processes; set before they start, each with one device
@@ -63,6 +64,7 @@ ACCELERATORS = {
         {"backend": "tpu", "dynamic": False, "options": {"serializable": False}},
         "grouped",
         _torch_tpu_has_kernel,
+        is_tiled=True,
         mixed_matmul_precision="medium",
         package="torch_tpu",
         launch_variables=("TORCH_TPU_TOPOLOGY", "TORCH_TPU_SLICEBUILDER_ADDRESSES"),

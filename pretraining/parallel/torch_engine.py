@@ -35,7 +35,7 @@ from pretraining.models.llama import BatchInputs, Block, Head, Llama, loss_optio
 from pretraining.models.ops import IGNORED, LossAndGradient, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
-from pretraining.parallel import accelerator, torch_tensor
+from pretraining.parallel import accelerator, torch_flat, torch_tensor
 from pretraining.parallel.accelerator import ACCELERATORS, HOST
 from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_shards
@@ -205,6 +205,8 @@ class TorchEngine:
                 fsdp.fully_shard(module, reshard_after_forward=False, **options)
                 fsdp.register_fsdp_forward_method(module, "loss")
         fsdp.fully_shard(root, reshard_after_forward=False, **options)
+        if self.accelerator.is_tiled:
+            torch_flat.use_rows(root)
 
     def _compile(self, model: Llama) -> None:
         """Compile one function for all blocks, so that compile time does not grow with depth.
