@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 # An engine's own causal attention: q [B, H, T, E], k and v [B, K, T, E], mask -> [B, H, T, E]
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 # How causal attention is computed: the device's scaled_dot_product_attention has a flash kernel that reads a key/value
-# head where several query heads share it ("grouped") or takes a copy for each ("repeated"), or has none ("chunked").
-Kernel = Literal["grouped", "repeated", "chunked"] | AttentionKernel
+# head where several query heads share it ("grouped"; "contiguous": and is better given contiguous tensors) or takes a
+# copy for each ("repeated"), or has none ("chunked").
+Kernel = Literal["grouped", "contiguous", "repeated", "chunked"] | AttentionKernel
 IGNORED = -100  # a label that is not trained on, as in torch and Hugging Face
 
 
@@ -101,6 +102,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: Kernel = "rep
     is_causal_only = mask.segments is None and mask.window is None and mask.noise is None
     if kernel == "chunked" or not is_causal_only or (is_part and kernel == "repeated"):
         return chunked_attention(q, k, v, mask)
+    if kernel == "contiguous":
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if is_part:
         from torch.nn.attention.bias import causal_lower_right  # fused on CUDA, where a mask as a tensor is not
 
