@@ -19,6 +19,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import SETTINGS
 from pretraining.models.ops import Kernel
 from pretraining.parallel.processes import read_processes
+from pretraining.parallel.torch_tpu_compile import compile_for_tpu
 
 
 class Accelerator(NamedTuple):
@@ -63,7 +64,7 @@ ACCELERATORS = {
     "tpu": Accelerator(
         "TPU",
         "tpu_dist",
-        {"backend": "tpu", "dynamic": False, "options": {"serializable": False}},
+        {"backend": compile_for_tpu, "dynamic": False, "options": {"serializable": False}},
         "contiguous",
         _torch_tpu_has_kernel,
         is_tiled=True,
