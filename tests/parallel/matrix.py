@@ -1,4 +1,4 @@
-"""Compare pipeline stages with one device on every mesh; the tests run a selection of these cases.
+"""Compare pipeline stages with one process of the torch engine on every mesh; tests run a selection of these cases.
 
     python -m tests.parallel.matrix xla 8 [part of a case's name]
     python -m tests.parallel.matrix torch 2|4|8 [part of a case's name]
@@ -6,8 +6,14 @@
 Cases: stages and pieces, with every strategy, tensor, sequence and context ranks, blocks recomputed, numbers of layers,
 and on the torch engine every schedule. A pipeline gets at least twice as many micro-batches as it has stages. Cases
 that combine two settings for the first time run first, so that an interrupted run has tried every pair. Prints a line
-per case: the largest relative differences over 8 steps of its losses and gradient norms from those of one device, in
-the order of TOLERANCES. Exits with 1 if a case failed or one is larger.
+per case: the largest relative differences over 8 steps of its losses and of its gradient norms from those of one
+process. Exits with 1 if a case failed or one is larger than TOLERANCE.
+
+The toy's AdamW has an eps of 1e-3. With 1e-8 an update depends on little more than the signs of the gradient, and an
+element near 0 has its sign by rounding: sums in another order, which differ by 4e-7 in the first norm, differed by 4e-5
+after four steps, without stages as well. With 1e-3 they stay below 1e-6, and an update depends on a gradient's size,
+too. With initial weights of 0.1 no parameter's gradient is negligible: twice the gradient of one q_proj (1e-4) or of
+one norm's weight (7e-5) exceeds TOLERANCE, and so does 1.001 times those of one stage (1.7e-4).
 """
 
 from __future__ import annotations
@@ -25,12 +31,11 @@ from tests.parallel.launch import ALONE, run_on_torch, run_on_xla
 from tests.parallel.toy import TOY
 
 Fields = dict[str, Any]
-# Largest relative differences: of the losses, and of the gradient norms of the first step and of all. Sums in another
-# order differ by 4e-7 in the first norm; four steps amplify that a hundredfold, with tensor ranks alone as well.
-TOLERANCES = {"loss": 1e-5, "first norm": 2e-6, "norm": 1e-4}
-CASES_PER_START = 8  # of the processes: few enough for launch.run's time limit on a busy machine
+FIGURES = ("loss", "grad_norm")
+TOLERANCE = 1e-5  # largest relative difference of a figure
+CASES_PER_START = 18  # of the processes: few enough for launch.run's time limit on a busy machine
 
-STEPS: Fields = {"num_steps": 8, "batch_size": 1}
+STEPS: Fields = {"num_steps": 8, "batch_size": 1, "optimizer_eps": 1e-3, "init_std": 0.1}
 LAYERS = (8, 6)
 STAGES = (1, 2, 4)
 PIECES = (1, 2)
@@ -106,32 +111,37 @@ def difference(found: list[float], expected: list[float]) -> float:
     return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
 
 
-def differences(outcome: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Return the differences that TOLERANCES limits."""
-    norms, theirs = outcome["grad_norm"], expected["grad_norm"]
-    first, every = difference(norms[:1], theirs[:1]), difference(norms, theirs)
-    return {"loss": difference(outcome["loss"], expected["loss"]), "first norm": first, "norm": every}
+def compare(engine: str, devices: int, cases: dict[str, Fields], alone: dict[str, Any]) -> int:
+    """Train the cases in one start, print their lines, and return how many failed or differ.
+
+    If the start fails, each of its cases gets its own. `alone` is of one process, by number of layers.
+    """
+    try:
+        outcomes = losses_of(engine, devices, cases)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        if len(cases) > 1:
+            return sum(compare(engine, devices, {name: fields}, alone) for name, fields in cases.items())
+        print(f"failed: {next(iter(cases))}: {error}", flush=True)
+        return 1
+    far = 0
+    for name, outcome in outcomes.items():
+        expected = alone[str(cases[name]["num_layers"])]
+        found = [difference(outcome[figure], expected[figure]) for figure in FIGURES]
+        far += not max(found) <= TOLERANCE
+        print(*(f"{value:.1e}" for value in found), f" {name}", flush=True)
+    return far
 
 
 def main(engine: str, devices: int, part: str = "") -> int:
     """Run, print, and return the exit code; see the module's docstring."""
-    alone = losses_of(engine, ALONE, {str(layers): shared_fields(devices, layers) for layers in LAYERS})
+    alone = losses_of("torch", ALONE, {str(layers): shared_fields(devices, layers) for layers in LAYERS})
     cases = {name: fields for name, fields in cases_of(engine, devices).items() if part in name}
-    far = 0
     ordered = pairs_first(list(cases))
+    far = 0
     for first in range(0, len(ordered), CASES_PER_START):
         names = ordered[first : first + CASES_PER_START]
-        try:
-            outcomes = losses_of(engine, devices, {name: cases[name] for name in names})
-        except (AssertionError, subprocess.TimeoutExpired) as error:
-            far += len(names)
-            print(f"failed: {'; '.join(names)}: {error}", flush=True)
-            continue
-        for name, outcome in outcomes.items():
-            found = differences(outcome, alone[str(cases[name]["num_layers"])])
-            far += any(found[figure] > tolerance for figure, tolerance in TOLERANCES.items())
-            print(*(f"{value:.1e}" for value in found.values()), f" {name}", flush=True)
-    print(f"{len(cases)} cases on {devices} devices of the {engine} engine, {far} failed or beyond {TOLERANCES}")
+        far += compare(engine, devices, {name: cases[name] for name in names}, alone)
+    print(f"{len(cases)} cases on {devices} devices of the {engine} engine: {far} failed or differ by over {TOLERANCE}")
     return int(far > 0)
 
 
