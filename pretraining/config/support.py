@@ -67,6 +67,7 @@ LIMITS = (
     Limit("collective_timeout", XLA, "collectives of XLA have no timeout"),
     Limit("cpu_offload", NO_CUDA, "only the torch engine on CUDA offloads"),
     Limit("memory_profiling", NO_CUDA, "only the torch engine on CUDA records allocations"),
+    Limit("pipeline_balance", XLA, "the stages of the xla engine share the embedding and the head equally"),
     Limit("pipeline_schedule", XLA, "the xla engine runs its stages in an order of its own, as one program"),
     Limit("kv_replication", TORCH, "on the torch engine a tensor rank has the key/value heads of its queries once",
           values="more or fewer copies than there must be", is_set=_repeats_kv_heads_more),

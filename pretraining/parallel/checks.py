@@ -95,6 +95,11 @@ def check_pipeline(config: TrainConfig) -> Iterator[Problem]:
         even = ",".join(map(str, even_cuts(layers, count)))
         remedy = f"does not cut {layers} layers into {count} pieces; use {count - 1} numbers below {layers - 1}"
         yield problem(config, "pipeline_cuts", f"{remedy}, such as {even}")
+    elif config.pipeline_balance and cuts:
+        yield problem(config, "pipeline_balance", "has no effect, because pipeline_cuts is set; remove one of them")
+    elif config.pipeline_balance and layers < 2 * count - 2:
+        remedy = f"leaves the first or the last of {count} pieces without a layer; use num_layers of at least"
+        yield problem(config, "pipeline_balance", f"{remedy} {2 * count - 2}, or remove it")
     micro_batches = config.gradient_accumulation_steps
     if micro_batches is None and config.global_batch_size is None:
         remedy = f"needs --gradient_accumulation_steps: a multiple of {stages}, such as {4 * stages}"

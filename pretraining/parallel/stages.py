@@ -18,6 +18,8 @@ def pieces(config: TrainConfig) -> list[range]:
     """Return the layers of each piece: those between pipeline_cuts, or as equal as possible."""
     layers, count = model_shape(config).num_layers, config.pipeline_parallel_size * config.virtual_pipeline_size
     cuts = parse_cuts(config.pipeline_cuts) or even_cuts(layers, count)
+    if config.pipeline_balance:  # layer 0 is the embedding, and the last one the head
+        cuts = [layer - 1 for layer in even_cuts(layers + 2, count)]
     bounds = [0, *(layer + 1 for layer in cuts), layers]
     return [range(first, last) for first, last in pairwise(bounds)]
 
@@ -25,6 +27,13 @@ def pieces(config: TrainConfig) -> list[range]:
 def even_cuts(layers: int, count: int) -> list[int]:
     """Return the last layer of each of `count` pieces but the last, as equal as possible."""
     return [-(-piece * layers // count) - 1 for piece in range(1, count)]
+
+
+def cuts_by_last_piece(config: TrainConfig) -> list[str]:
+    """Return pipeline_cuts for each size of the last piece up to an equal share, the others as equal as possible."""
+    layers, count = model_shape(config).num_layers, config.pipeline_parallel_size * config.virtual_pipeline_size
+    divided = ([*even_cuts(layers - last, count - 1), layers - last - 1] for last in range(1, layers // count + 1))
+    return [",".join(map(str, cuts)) for cuts in divided]
 
 
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # schedules that compute the gradients of weights apart

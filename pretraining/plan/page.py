@@ -14,7 +14,7 @@ from pretraining.parallel.sharding import axes_of
 from pretraining.parallel.stages import describe_pipeline, idle_share
 from pretraining.plan.compiled import CompiledStep
 from pretraining.plan.engines import engine_of
-from pretraining.plan.plan import USABLE, Plan, nearest_fit, refusals
+from pretraining.plan.plan import USABLE, Plan, best_cuts, nearest_fit, refusals
 
 # The settings that the plan varies.
 VARIED = (
@@ -26,6 +26,7 @@ VARIED = (
     "pipeline_parallel_size",
     "virtual_pipeline_size",
     "pipeline_cuts",
+    "pipeline_balance",
     "pipeline_schedule",
     "batch_size",
     "global_batch_size",
@@ -60,6 +61,9 @@ def _head(plan: Plan) -> list[str]:
     lines += [f"refused        {problem.subject} {problem.remedy}" for problem in refusals(plan)]
     if plan.mesh.stage > 1:
         lines.append(f"pipeline       {describe_pipeline(config, engine_of(config))}")
+    if better := best_cuts(plan):
+        flags = flags_of(better.config, config, alone=False)
+        lines.append(f"best cuts      {flags}: {better.step_seconds:.3f} s instead of {plan.step_seconds:.3f} s")
     return lines
 
 
@@ -143,6 +147,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "device_kind": plan.kind._asdict(),
         "mesh": plan.mesh._asdict(),
         "idle_share": idle_share(plan.config),
+        "best_cuts": (best_cuts(plan) or plan).config.pipeline_cuts,
         "parameters": [{**weight._asdict(), "bytes": plan.bytes_of(weight)} for weight in plan.weights],
         "bytes_per_device": {**plan.memory._asdict(), "total": plan.memory.total},
         "bytes_by_stage": [memory.total for memory in plan.stage_memory],

@@ -25,7 +25,14 @@ from pretraining.parallel.checks import CHECKS as PARALLEL_CHECKS
 from pretraining.parallel.layout import StateTensor, state_tensors, uneven_shards
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import model_mask
-from pretraining.parallel.stages import idle_share, layers_of_stage, pieces, stacked_layers, stage_of
+from pretraining.parallel.stages import (
+    cuts_by_last_piece,
+    idle_share,
+    layers_of_stage,
+    pieces,
+    stacked_layers,
+    stage_of,
+)
 from pretraining.plan.engines import engine_of, layout_in
 from pretraining.plan.memory import DeviceMemory, device_memory, tensor_bytes, weights_of
 from pretraining.plan.traffic import Collective, collectives
@@ -133,6 +140,23 @@ def executed_flops(config: TrainConfig, weights: list[StateTensor]) -> float:
     return len(stages) * max(work) * (1 + idle_share(config))
 
 
+def best_cuts(plan: Plan) -> Plan | None:
+    """Return the plan with the pipeline_cuts that compute least; None if its step is not shorter, or does not fit.
+
+    Equal pieces are best where the stages share embedding and head; where the last stage has the head, its piece is
+    shorter.
+    """
+    config = plan.config
+    if config.pipeline_parallel_size == 1:
+        return None
+    others = (replace(config, pipeline_balance=False, pipeline_cuts=cuts) for cuts in ("", *cuts_by_last_piece(config)))
+    chosen = min((config, *others), key=lambda choice: executed_flops(choice, plan.weights))
+    if chosen is config:
+        return None
+    best = plan_of(chosen)
+    return best if best.step_seconds < plan.step_seconds and best.fits >= plan.fits else None
+
+
 def _rate(collective: Collective, mesh: Mesh, kind: DeviceKind) -> float:
     """Return the bytes per second along its axes: ranks of the mesh's last axis are neighbours, of the first far."""
     names = list(mesh._asdict())
@@ -185,7 +209,8 @@ def search(config: TrainConfig) -> list[Plan]:
     """Return the plan of every mesh that fits and trains on its engine with this global batch, the fastest first."""
     total, rows = plan_of(config).config.global_batch_size or 1, config.batch_size
     plans = (_plan_if_valid(_with_batch(candidate, total, rows)) for candidate in _candidates(config))
-    usable = [plan for plan in plans if plan and plan.fits and not _is_another_name(plan)]
+    best = (plan and (best_cuts(plan) or plan) for plan in plans)
+    usable = [plan for plan in best if plan and plan.fits and not _is_another_name(plan)]
     return sorted(usable, key=lambda plan: plan.step_seconds)
 
 
@@ -216,6 +241,7 @@ def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
             pipeline_parallel_size=stages,
             virtual_pipeline_size=virtual,
             pipeline_cuts="",
+            pipeline_balance=False,
             pipeline_schedule="auto",
             fsdp_activation_checkpointing=recompute,
             selective_checkpointing="1",

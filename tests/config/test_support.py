@@ -21,6 +21,7 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("collective_timeout", {"collective_timeout": 5}),
     ("cpu_offload", {"cpu_offload": True}),
     ("memory_profiling", {"memory_profiling": True}),
+    ("pipeline_balance", {"pipeline_parallel_size": 2, "pipeline_balance": True}),
     ("pipeline_schedule", {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"}),
     ("kv_replication", {"kv_replication": 2}),
     ("attention_impl", {"attention_impl": "chunked"}),

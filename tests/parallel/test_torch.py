@@ -74,7 +74,10 @@ ZERO_BUBBLE: Fields = {**STAGES, "pipeline_schedule": "InterleavedZeroBubble"}
 IN_A_V: Fields = {**INTERLEAVED, "pipeline_schedule": "ZBVZeroBubble"}
 BY_STAGES: dict[str, Fields] = {
     "stages x fsdp, a third": {**FSDP, **STAGES, **A_THIRD},
-    "4 stages, uneven": {"sharding_strategy": "ddp", "pipeline_parallel_size": 4, "num_layers": 6},
+    "4 stages, uneven": {
+        **{"sharding_strategy": "ddp", "pipeline_parallel_size": 4, "num_layers": 6},
+        "pipeline_balance": True,  # 1, 2, 2 and 1 layers
+    },
     "zero bubble x fsdp, a piece of one block": {**FSDP, **INTERLEAVED, **ZERO_BUBBLE},
 }
 FORMS_ON_STAGES: dict[str, Fields] = {

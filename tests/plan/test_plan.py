@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.configure import configure
 from pretraining.monitor.figures import duration, flop
-from pretraining.parallel.stages import idle_share
+from pretraining.parallel.stages import idle_share, pieces
 from pretraining.plan.engines import engine_of
 from pretraining.plan.memory import stream_bytes
 from pretraining.plan.page import VARIED, page, ranking
-from pretraining.plan.plan import USABLE, Plan, nearest_fit, plan_of, refusals, search
+from pretraining.plan.plan import USABLE, Plan, best_cuts, nearest_fit, plan_of, refusals, search
 from pretraining.plan.traffic import ring
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,38 @@ def test_stages_of_the_torch_engine_hold_and_wait_for_what_their_schedule_says()
     assert in_a_v.stage_memory[0].logits and not in_a_v.stage_memory[3].logits
     assert "4 stages of 20 layers in 2 pieces, ZBVZeroBubble; idle for 0.0% of their work" in page(in_a_v)
     assert in_a_v.step_seconds < halves.step_seconds < plain.step_seconds
+
+
+@given(pieces_of_model=st.integers(2, 16), layers=st.integers(1, 100))
+def test_a_balanced_pipeline_counts_embedding_and_head_as_layers(pieces_of_model: int, layers: int) -> None:
+    layers = max(layers, 2 * pieces_of_model - 2)
+    divided = pieces(
+        config(num_layers=layers, engine="torch", pipeline_parallel_size=pieces_of_model, pipeline_balance=True)
+    )
+    assert [layer for piece in divided for layer in piece] == list(range(layers))
+    lengths = [len(piece) for piece in divided]
+    assert min(lengths) >= 1
+    lengths[0] += 1
+    lengths[-1] += 1
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_plan_names_the_cuts_with_the_shortest_step() -> None:
+    fields: dict[str, Any] = {"pipeline_parallel_size": 4, "gradient_accumulation_steps": 16, "num_layers": 8}
+    fields |= {"plan_devices": 8, "sharding_strategy": "zero1"}
+    plan = plan_of(config(**fields))
+    steps = {}
+    for cuts in combinations(range(7), 3):
+        other = plan_of(replace(plan.config, pipeline_cuts=",".join(map(str, cuts))))
+        steps[other.config.pipeline_cuts] = other.step_seconds
+    best = best_cuts(plan)
+    assert best is not None and best.step_seconds == min(steps.values()) < plan.step_seconds
+    assert f"best cuts      --pipeline_cuts={best.config.pipeline_cuts}: " in page(plan)
+    assert best_cuts(best) is None and "best cuts" not in page(best)
+    assert [found for found in search(plan.config) if best_cuts(found)] == []
+    uneven = plan_of(replace(plan.config, engine="xla", pipeline_cuts=best.config.pipeline_cuts))
+    even = best_cuts(uneven)
+    assert even is not None and even.config.pipeline_cuts == ""  # the stages share the head, and pieces are padded
 
 
 def test_sizes_that_do_not_divide_are_refused_as_they_are_in_training() -> None:
