@@ -15,6 +15,13 @@ from tests.faults.programs import copied, left_over
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT)
 KINDS_OF_CALLS = ("open", "create", "read", "write", "sync", "truncate", "rename", "remove", "mkdir")
+# Of a run with a checkpoint every second step: it is killed after step 3, while it writes the checkpoint of step 6,
+# and when it removes an older one, because the new one is committed.
+PHASES = (
+    ("write:3:kill:0:", "metrics.jsonl"),
+    ("write:1:torn:0:", "checkpoints/step_6"),
+    ("remove:1:kill:0:", "checkpoints/step_2"),
+)
 LATER = ("slow", "short", "back")  # faults that a program does not notice
 
 
@@ -41,11 +48,13 @@ class Report:
 class Target:
     """A program whose files are all below one folder, and what it computes undisturbed."""
 
-    def __init__(self, programs: Programs, folder: Path, words: list[str], result: Callable[[Path], Any]) -> None:
+    def __init__(
+        self, programs: Programs, folder: Path, words: list[str], result: Callable[[Path], Any], processes: int = 1
+    ) -> None:
         """folder: has the program's inputs, and perhaps what an earlier start of it has left."""
-        self.programs, self.folder, self.words, self.result = programs, folder, words, result
+        self.programs, self.folder, self.words, self.result, self.processes = programs, folder, words, result, processes
         self.sound = copied(folder, folder.with_name(f"sound{len(list(folder.parent.iterdir()))}"))
-        self.calls = programs.calls(folder, *words)
+        self.calls = programs.calls(folder, *words, processes=processes)
         self.expected = result(folder)
 
     def files(self) -> list[Path]:
@@ -55,7 +64,7 @@ class Target:
 
     def start(self, fault: str = "") -> Outcome:
         """Run the program."""
-        return self.programs.run(*self.words, fault=fault)
+        return self.programs.run(*self.words, fault=fault, processes=self.processes)
 
     def differs(self, outcome: Outcome) -> str:
         """Return "silent difference" if a program that completed has not computed what it does undisturbed."""
@@ -80,6 +89,19 @@ class Target:
             attacks.append(f"any:{number}:{'torn' if kind == 'write' and number % 2 else 'kill'}:0:{self.folder}")
             outcome = self.start(attacks[-1])
             report.add(str(attacks), outcome, self.differs(outcome))
+        self._complete_killed(report, attacks)
+
+    def kill_in_phases(self, report: Report) -> None:
+        """Kill a run in a step, during a save, and after one, each in another start; then let it complete."""
+        copied(self.sound, self.folder)
+        attacks = [f"{phase}{self.folder}/run/{path}" for phase, path in PHASES]
+        for attack in attacks:
+            outcome = self.start(attack)
+            report.add(attack, outcome, self.differs(outcome))
+        self._complete_killed(report, attacks)
+
+    def _complete_killed(self, report: Report, attacks: list[str]) -> None:
+        """Let a program complete that was killed; nothing may be left of its interrupted work."""
         self.must_complete(report, str(attacks))
         if left := left_over(self.folder):
             report.broken.append(f"left over: {left} after {attacks}")

@@ -38,10 +38,10 @@ HOUR = 3600.0  # seconds
 FROM = 4  # step of the checkpoint from which the continued run continues
 
 
-def new_run(programs: Programs, folder: Path, **fields: object) -> Target:
+def new_run(programs: Programs, folder: Path, processes: int = 1, **fields: object) -> Target:
     """A run that begins; nothing is there but its data."""
     write_corpus(folder)
-    return Target(programs, folder, training(folder, programs.engine, **fields), result)
+    return Target(programs, folder, training(folder, programs.engine, **fields), result, processes)
 
 
 def continued_run(programs: Programs, folder: Path) -> Target:

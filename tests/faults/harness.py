@@ -27,7 +27,7 @@ REFUSED = (2, 3)  # exit codes
 TRY_AGAIN = 5  # where another process of the run was lost
 KILLED = -9
 CHEAP_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-XLA = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "XLA_FLAGS": CHEAP_TO_COMPILE}
+XLA = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "XLA_FLAGS": CHEAP_TO_COMPILE}
 
 
 class Outcome(NamedTuple):
@@ -115,18 +115,20 @@ class Programs:
         folder: Path = ROOT,
         removed: bool = False,
         limits: dict[str, int] | None = None,
-        within: float = WITHIN,
+        within: float | None = None,
         processes: int = 1,
         variables: dict[str, str] | None = None,
     ) -> Outcome:
         """Run a script, "main_training.py" or the name of a module, with its arguments.
 
         fault: see disk.c. output: a device in the place of stdout. removed: without the working directory `folder`.
-        limits: of the resources, by the names of the module `resource`. within: seconds that it may take. processes:
-        that train together; the code is then that of the one that ended worst. variables: of the environment.
+        limits: of the resources, by the names of the module `resource`. within: seconds that it may take; None: WITHIN,
+        and on the xla engine, which compiles, 5 times that. processes: that train together; the code is then that of
+        the one that ended worst. variables: of the environment.
         """
         with tempfile.TemporaryDirectory(dir=self._folder) as outputs:
             paths = [output or f"{outputs}/1", f"{outputs}/2"]
+            within = within or WITHIN * (5 if self.engine == "xla" else 1)
             job: dict[str, Any] = {"words": words, "output": paths[0], "errors": paths[1], "within": within}
             job |= {"variables": {"FAULT": fault, **(variables or {})}, "limits": limits or {}}
             job |= {"folder": str(folder), "removed": removed, "processes": group(processes)}
@@ -134,10 +136,11 @@ class Programs:
             texts = [Path(path).read_text(errors="replace") if Path(path).is_file() else "" for path in paths]
             return Outcome(worst(codes), texts[0], texts[1], seconds)
 
-    def calls(self, folder: Path, *words: str) -> list[tuple[str, str]]:
+    def calls(self, folder: Path, *words: str, processes: int = 1) -> list[tuple[str, str]]:
         """Return (kind, path) of every call of a script on the files below `folder`."""
         trace = self._folder / "calls"
         trace.unlink(missing_ok=True)
-        ended = self.run(*words, fault=f"any:1:list:0:{folder}", variables={"FAULT_LIST": str(trace)})
+        variables = {"FAULT_LIST": str(trace)}
+        ended = self.run(*words, fault=f"any:1:list:0:{folder}", variables=variables, processes=processes)
         assert ended.code == 0, ended
         return [(kind, path) for kind, _, path in (line.partition(" ") for line in trace.read_text().splitlines())]

@@ -19,7 +19,7 @@ from tests.faults.attacks import Report
 from tests.faults.campaign import continued_run, new_run, other_scripts
 from tests.faults.harness import REFUSED, Programs
 from tests.faults.programs import training
-from tests.faults.stored import StoredRun
+from tests.faults.stored import STAGES, StoredRun
 from tests.object_storage import FaultProxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not which("cc"), reason="compiles disk.c")]
@@ -39,12 +39,18 @@ def test_a_run_killed_at_any_call_continues_bitwise(programs: Programs, tmp_path
     assert not report.broken and report.counts["killed"] >= 8
 
 
-def test_a_run_on_xla_killed_at_any_call_continues_bitwise(tmp_path: Path) -> None:
+def test_a_run_with_stages_killed_in_every_phase_continues_bitwise(programs: Programs, tmp_path: Path) -> None:
+    target, report = new_run(programs, tmp_path / "work", processes=2, **STAGES), Report()
+    target.kill_in_phases(report)
+    assert not report.broken and report.counts["killed"] == 3
+
+
+def test_a_run_with_stages_on_xla_killed_in_every_phase_continues_bitwise(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
     with Programs(tmp_path, "xla") as programs:
-        target, report = new_run(programs, tmp_path / "work"), Report()
-        target.kill(report, seed=0, kills=2)
-        assert not report.broken and report.counts["killed"] == 2
+        target, report = new_run(programs, tmp_path / "work", **STAGES), Report()
+        target.kill_in_phases(report)
+        assert not report.broken and report.counts["killed"] == 3
 
 
 def test_a_run_on_object_storage_killed_at_any_request_continues_bitwise(
