@@ -14,9 +14,11 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
@@ -26,13 +28,29 @@ from tests.parallel.resuming import prepare_run, resume_run, save_run
 from tests.parallel.toy import HALFWAY, TOY
 
 
+class EngineWithSharedGroups(TorchEngine):
+    """Engine that reuses the process groups of earlier cases.
+
+    The three threads of a gloo group live until the process ends, and one of them wakes up every 10 ms: 500 threads,
+    after 40 cases, took most of the CPU time.
+    """
+
+    device_meshes: ClassVar[dict[tuple[Any, ...], DeviceMesh]] = {}
+
+    def _device_mesh(self, grid: Tensor, axes: tuple[str, ...]) -> DeviceMesh:
+        key = (axes, *grid.shape, *grid.flatten().tolist())
+        if key not in self.device_meshes:
+            self.device_meshes[key] = super()._device_mesh(grid, axes)
+        return self.device_meshes[key]
+
+
 def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) -> dict[str, Any]:
     """Train the toy with these fields. `programs` returns how many have been compiled; it is called after each step."""
     halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     config = TrainConfig(**{**TOY, "device": "cpu", **fields})
-    engine = TorchEngine(config)
+    engine = EngineWithSharedGroups(config)
     model, optimizer = prepare_run(engine, config)
     stream = open_stream(config, engine.data_rank, engine.data_size)
     losses, norms, refused, scales, compiled = [], [], [], [], []
