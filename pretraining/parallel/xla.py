@@ -233,7 +233,10 @@ class XlaEngine:
 
     def sync(self, wait: bool = False) -> None:
         """Run the traced operations; wait for all graphs, if asked for."""
-        wait_for_all() if wait else torch_xla.sync()
+        if wait:
+            wait_for_all()
+        else:
+            torch_xla.sync()
 
     def _micro_batches(self, batch: Batch) -> Iterator[dict[str, Tensor]]:
         """Yield this process's rows on the devices, those of one graph at a time, sharded as TOKENS says."""
