@@ -319,7 +319,7 @@ def test_the_choices_of_a_device_are_the_rows_that_somebody_has_run() -> None:
     [
         ("cpu", torch.float32, 80, "repeated"),
         ("cuda", torch.float16, 160, "grouped"),
-        ("tpu", torch.bfloat16, 128, "grouped"),
+        ("tpu", torch.bfloat16, 128, "contiguous"),
         ("tpu", torch.bfloat16, 160, "chunked"),
         ("tpu", torch.float16, 64, "chunked"),
         ("neuron", torch.bfloat16, 128, "chunked"),
