@@ -73,7 +73,6 @@ LIMITS = (
           values="more or fewer copies than there must be", is_set=_repeats_kv_heads_more),
     Limit("attention_impl", TORCH, "the torch engine runs the attention kernel of its device"),
     Limit("save_attention", TORCH, "the torch engine recomputes attention with its block"),
-    Limit("dump_sharding", TORCH, "the torch engine does not write this file"),
     Limit("compile_cache_dir", TORCH, "this is the cache of XLA's compiler"),
 )  # fmt: skip
 

@@ -41,7 +41,7 @@ from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_shards
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes, raise_process_error, read_processes
-from pretraining.parallel.step import DeviceScalars
+from pretraining.parallel.step import DeviceScalars, write_sharding
 from pretraining.parallel.torch_blocks import TorchBlocks
 from pretraining.parallel.torch_context import ContextRanks
 from pretraining.parallel.torch_pipeline import Pipeline, keep_stage, tied_embedding
@@ -225,8 +225,18 @@ class TorchEngine:
     def prepare(self, optimizer: Optimizer) -> None:
         """See engine.Engine."""
         self.step = TorchStep(self.config, optimizer, self.home, self.shards, self.tensor_ranks, self.tied)
+        if self.config.dump_sharding:
+            self._dump_sharding()
         if self._pipeline:
             self._pipeline.open(self.device, self._choose_collectives, self.step.add_gradients)
+
+    def _dump_sharding(self) -> None:
+        """Write the file that dump_sharding names, with the parameters of all stages."""
+        tables = [self.step.sharding()] * self.process_count
+        if self.mesh.stage > 1:
+            dist.all_gather_object(tables, tables[self.process_index])
+        if self.process_index == 0:
+            write_sharding(self.config.dump_sharding, self.mesh, tables)
 
     # ---- Running
 

@@ -98,13 +98,20 @@ class LocalShards:
 
     def checkpoint_tensor(self, name: str, shard: Tensor) -> Tensor:
         """Describe `shard`, sharded like the parameter `name`, for a checkpoint: without rows of padding."""
-        full, local = self.shapes[name], self.local(name).shape
-        shape = [extent if mine == size else 1 for extent, mine, size in zip(full, local, shard.shape, strict=True)]
+        shape = self.unsharded_shape(name, shard)
         if name.split(".")[-2] in VOCABULARIES:
-            shape[0] = min(shape[0], self._vocabulary)
-        if not isinstance(self.weights[name], DTensor) and shard.shape == torch.Size(shape):
+            shape = torch.Size((min(shape[0], self._vocabulary), *shape[1:]))
+        if not isinstance(self.weights[name], DTensor) and shard.shape == shape:
             return shard
-        return LogicalTensor(shard, self.offsets(name, shard), torch.Size(shape))
+        return LogicalTensor(shard, self.offsets(name, shard), shape)
+
+    def unsharded_shape(self, name: str, shard: Tensor) -> torch.Size:
+        """Return the shape of the tensor of which `shard`, sharded like the parameter `name`, is a part.
+
+        Dimensions that the parameter has and `shard` has not, such as those that a moment reduces, have extent 1.
+        """
+        extents = zip(self.shapes[name], self.local(name).shape, shard.shape, strict=True)
+        return torch.Size(full if whole == part else 1 for full, whole, part in extents)
 
     def as_dtensor(self, name: str, shard: Tensor) -> Tensor:
         """Return the DTensor of which `shard`, sharded like the parameter `name`, is this process's shard.
@@ -118,8 +125,7 @@ class LocalShards:
         if self.mesh.tensor > 1:
             assert self._device_mesh is not None
             mesh, placed = self._device_mesh, placements(name, self.layout.tensor_dimension(name))
-        extents = zip(self.shapes[name], local.shape, shard.shape, strict=True)
-        shape = torch.Size(full if local_extent == extent else 1 for full, local_extent, extent in extents)
+        shape = self.unsharded_shape(name, shard)
         is_like = [not isinstance(p, Shard) or local.shape[p.dim] == shard.shape[p.dim] for p in placed]
         placed = tuple(p if like else Replicate() for p, like in zip(placed, is_like, strict=True))
         stride = torch.empty(shape, device="meta").stride()

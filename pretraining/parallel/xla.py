@@ -6,15 +6,11 @@ saving and loading wait for the device.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 # XLA logs a deprecation notice of GSPMD at every compilation; errors still show. An exported value wins.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -44,16 +40,16 @@ from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import STACK, layout_of
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
-from pretraining.parallel.sharding import LOGITS, NORM_ACTIVATIONS, REPLICAS, TOKENS, Spec
+from pretraining.parallel.sharding import LOGITS, NORM_ACTIVATIONS, REPLICAS, TOKENS
 from pretraining.parallel.splash import choose_attention
 from pretraining.parallel.stages import micro_batches_per_graph, piece_length, stacked_layers
-from pretraining.parallel.step import DeviceScalars
+from pretraining.parallel.step import DeviceScalars, write_sharding
 from pretraining.parallel.xla_blocks import ScannedBlocks, narrowed, place_activations, stack_layers
 from pretraining.parallel.xla_graph import GraphCache, wait_for_all
 from pretraining.parallel.xla_pipeline import PipelinedBlocks
 from pretraining.parallel.xla_splash import SplashAttention
 from pretraining.parallel.xla_state import LogicalTensor, Region, XlaShards, tensor_from_shards
-from pretraining.parallel.xla_step import XlaStep, layer_name
+from pretraining.parallel.xla_step import XlaStep, device_bytes, layer_name
 
 
 class EvaluationSums(DeviceScalars):
@@ -178,21 +174,7 @@ class XlaEngine:
         self.graphs = GraphCache()
         self.sync(wait=True)
         if self.config.dump_sharding and self.process_index == 0:
-            Path(self.config.dump_sharding).write_text(json.dumps(self._sharding(optimizer), indent=1) + "\n")
-
-    def _sharding(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The mesh, and shape, dtype, bytes per device and mesh axes of each parameter and of its first moment.
-
-        Blocks are stacked: their first dimension is the layer. All moments of a parameter are sharded alike.
-        """
-        report: dict[str, Any] = {"mesh": self.mesh._asdict(), "parameters": {}, "moments": {}}
-        for parameter in optimizer.parameters:
-            spec = self.layout.stacked(parameter.name, self.layout.parameter)
-            report["parameters"][parameter.name] = _describe_sharding(parameter.weight, spec)
-            for moment in list(parameter.moments.values())[:1]:
-                spec = self.step.moment_spec(parameter, moment)
-                report["moments"][parameter.name] = _describe_sharding(moment, spec)
-        return report
+            write_sharding(self.config.dump_sharding, self.mesh, [self.step.sharding()])
 
     # ---- Running
 
@@ -336,7 +318,7 @@ class XlaEngine:
 
     def bytes_per_device(self, model: Llama, optimizer: Optimizer) -> dict[str, int]:
         """See engine.Engine: measured on the live shards, not computed from the table."""
-        return self.step.bytes_per_device(model, _device_bytes)
+        return self.step.bytes_per_device(model, device_bytes)
 
     def compilations(self) -> int:
         """See engine.Engine."""
@@ -362,18 +344,6 @@ class XlaEngine:
         """See engine.Engine."""
         if self.process_count > 1:
             torch.distributed.destroy_process_group()
-
-
-def _describe_sharding(tensor: Tensor, axes: Spec) -> dict[str, Any]:
-    facts = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "axes": axes}
-    return {**facts, "bytes_per_device": _device_bytes(tensor)}
-
-
-def _device_bytes(tensor: Tensor) -> int:
-    replica_and_cuts = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor.detach()])[0]
-    cuts = replica_and_cuts[0][1]
-    sizes = tensor.shape if cuts is Ellipsis else [cut.stop - cut.start for cut in cuts]
-    return math.prod(sizes) * tensor.element_size()
 
 
 def _device_name() -> str:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
+import torch_xla
 import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from pretraining.optim.optimizer import Optimizer, ParameterState
 from pretraining.parallel.layout import STACK, Layout
 from pretraining.parallel.sharding import Spec
 from pretraining.parallel.stages import micro_batches_per_graph, stacked_layers
-from pretraining.parallel.step import Gradients, OptimizerStep
+from pretraining.parallel.step import Gradients, OptimizerStep, TensorSharding
 
 
 class XlaStep(OptimizerStep):
@@ -86,6 +87,12 @@ class XlaStep(OptimizerStep):
         else:
             self._mark(tensor, parameter, self.layout.parameter)
 
+    def sharding_of(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> TensorSharding:
+        """See OptimizerStep. Blocks are stacked: their first dimension is the layer."""
+        spec = self.layout.stacked(parameter.name, self.layout.parameter)
+        axes = self.moment_spec(parameter, tensor) if is_moment else spec
+        return TensorSharding(tuple(tensor.shape), tensor.dtype, axes, device_bytes(tensor))
+
     def moment_spec(self, parameter: ParameterState, moment: Tensor) -> Spec:
         """Return the layout's spec, with dimensions of extent 1 replicated."""
         spec = self.layout.stacked(parameter.name, self.layout.moment)
@@ -109,6 +116,14 @@ class XlaStep(OptimizerStep):
         scale = (self.loss_scale.state,) if self.loss_scale else ()
         for small in (self.optimizer.updates, self.totals, self.counters, *scale, *recent):
             yield small, (None,) * small.dim()
+
+
+def device_bytes(tensor: Tensor) -> int:
+    """Return the bytes of the first of this process's devices' shards of `tensor`."""
+    replica_and_cuts = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor.detach()])[0]
+    cuts = replica_and_cuts[0][1]
+    sizes = tensor.shape if cuts is Ellipsis else [cut.stop - cut.start for cut in cuts]
+    return math.prod(sizes) * tensor.element_size()
 
 
 def layer_name(stacked: str, layer: int | None) -> str:

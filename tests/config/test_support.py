@@ -26,7 +26,6 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("kv_replication", {"kv_replication": 2}),
     ("attention_impl", {"attention_impl": "chunked"}),
     ("save_attention", {"save_attention": True}),
-    ("dump_sharding", {"dump_sharding": "there.json"}),
     ("compile_cache_dir", {"compile_cache_dir": "there"}),
 ]
 

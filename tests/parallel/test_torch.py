@@ -351,7 +351,7 @@ def test_a_cpu_without_virtual_devices_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("xla", "fields"),
     [
-        (False, {"kv_replication": 2, "attention_impl": "chunked", "dump_sharding": "there.json"}),
+        (False, {"kv_replication": 2, "attention_impl": "chunked"}),
         (False, {"cpu_offload": True, "memory_profiling": True, "compile_cache_dir": "x"}),
         (True, {"precision": "fp16", "cpu_offload": True, "collective_timeout": 5}),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import sys
 import tempfile
@@ -189,9 +190,17 @@ def ramps(devices: int) -> dict[str, Fields]:
 
 
 @functools.cache
+def dump() -> str:
+    """The file that a case writes to dump_sharding."""
+    return f"{tempfile.mkdtemp()}/sharding.json"
+
+
+@functools.cache
 def outcome(devices: int) -> tuple[dict[str, Any], str]:
     """Every case on this many devices, and stderr. Level 0 lets warnings of XLA through, so that silence is absence."""
     cases = {**CASES[devices], **instructions(devices), **ramps(devices)}
+    if devices == 8:
+        cases["tensor and sequence"] |= {"dump_sharding": dump()}
     return run_on_xla(devices, cases, TF_CPP_MIN_LOG_LEVEL="0")
 
 
@@ -252,6 +261,16 @@ def test_a_step_is_traced_once(devices: int) -> None:
 @pytest.mark.parametrize("devices", CASES)
 def test_the_compiler_reports_no_involuntary_rematerialization(devices: int) -> None:
     assert "nvoluntary full rematerialization" not in outcome(devices)[1]
+
+
+def test_dump_sharding_names_the_axes_and_bytes_of_every_parameter() -> None:
+    held = outcome(8)[0]["tensor and sequence"]["bytes"]
+    written = json.loads(Path(dump()).read_text())
+    assert written["mesh"]["tensor"] == 4
+    query = written["parameters"]["model.layers.self_attn.q_proj.weight"]
+    assert (query["shape"], query["axes"]) == ([4, 64, 64], [None, "tensor", "shard"])
+    for kind, copies in (("parameters", 1), ("moments", 2)):
+        assert copies * sum(tensor["bytes_per_device"] for tensor in written[kind].values()) == held[kind]
 
 
 def test_programs_in_flight_do_not_take_all_threads_from_one_another() -> None:
