@@ -69,10 +69,13 @@ LIMITS = (
     Limit("memory_profiling", NO_CUDA, "only the torch engine on CUDA records allocations"),
     Limit("pipeline_balance", XLA, "the stages of the xla engine share the embedding and the head equally"),
     Limit("pipeline_schedule", XLA, "the xla engine runs its stages in an order of its own, as one program"),
-    Limit("kv_replication", TORCH, "on the torch engine a tensor rank has the key/value heads of its queries once",
+    Limit("kv_replication", TORCH, "its tensor ranks have the key/value heads of their queries, each of them once",
           values="more or fewer copies than there must be", is_set=_repeats_kv_heads_more),
-    Limit("attention_impl", TORCH, "the torch engine runs the attention kernel of its device"),
-    Limit("save_attention", TORCH, "the torch engine recomputes attention with its block"),
+    Limit("attention_impl", TORCH, "splash is a program of XLA; with auto, scaled_dot_product_attention runs",
+          values="splash", is_set=lambda config: config.attention_impl == "splash"),
+    Limit("save_attention", TORCH, "blocks that are recomputed together keep only the input of the first",
+          values="True with blocks that are recomputed together",
+          is_set=lambda config: config.save_attention and config.checkpoint_num_layers > 1),
     Limit("compile_cache_dir", TORCH, "this is the cache of XLA's compiler"),
 )  # fmt: skip
 

@@ -271,9 +271,9 @@ class TrainConfig:
     min_loss_scale: Annotated[float, Above(0), Needs("precision", "fp16")] = 1.0
     """Dynamic loss scale: the smallest scale; overflows at it count for max_skipped_steps."""
     attention_impl: Literal["auto", "splash", "chunked"] = "auto"
-    """Attention of the xla engine: "splash" (JAX's fused kernel for TPUs, which needs the packages of
-    requirements-tpu-aot.txt), "chunked" (plain operations on chunks of the queries), or "auto": splash on TPUs where it
-    can run. The start of a run prints which one runs, and why."""
+    """How attention is computed: "chunked" (plain operations on chunks of the queries), "splash" (by the xla engine
+    with JAX's fused kernel for TPUs, which needs the packages of requirements-tpu-aot.txt), or "auto": with the
+    device's fused kernel where there is one. The xla engine prints which one runs, and why."""
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over devices: "fp32", "bf16" or "auto": fp32 on the torch engine, the dtype
     of the parameters on the xla engine. bf16 sends half the bytes, and the sums have a relative error of about 0.5 %
@@ -296,8 +296,8 @@ class TrainConfig:
     """Blocks that are recomputed together from the input of the first, which alone is stored; for
     checkpoint_granularity=full with every block chosen."""
     save_attention: Annotated[bool, Needs("fsdp_activation_checkpointing")] = False
-    """Store the results of splash attention in recomputed blocks (the output, and one fp32 number per query and head),
-    so that its kernel does not run twice: faster for long sequences, with the memory of two block inputs per block."""
+    """Store the results of attention's kernel in recomputed blocks (the output, and one fp32 number for each query and
+    head), so that it does not run twice: faster for long sequences, with the memory of two block inputs per block."""
 
     # ---- Optimizer and schedule
     optimizer: Annotated[str, OneOf(OPTIMIZERS), Resume.STATE, COMMON] = "adamw"

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pretraining.config.training import TrainConfig
-from pretraining.models.llama import BatchInputs, Llama
+from pretraining.models.llama import BatchInputs, Block, Llama
 from pretraining.parallel.recompute import model_mask, recomputed_modules
 from pretraining.parallel.torch_tensor import gather_from_sequence, scatter_to_sequence
 
 # Arguments of torch.utils.checkpoint. Dropout is a hash, so there is no random state to preserve.
 RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+# What scaled_dot_product_attention runs on CUDA, on CPUs and on TPUs, and attention with a mask of blocks.
+ATTENTION_KERNELS = [
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops.higher_order.flex_attention,
+]
 
 
 class TorchBlocks:
@@ -28,13 +39,16 @@ class TorchBlocks:
         self._group = tensor_ranks.get_group() if tensor_ranks and config.sequence_parallel else None
 
     def recompute_modules(self, model: Llama) -> None:
-        """Checkpoint the modules of selected blocks, where modules are recomputed and not whole blocks."""
+        """Checkpoint what is recomputed inside selected blocks: some modules, or all but attention's kernel."""
+        if self.config.checkpoint_granularity == "full" and not self.config.save_attention:
+            return
         for block, is_selected in zip(model.model.layers, self._is_recomputed, strict=True):
             for path in recomputed_modules(self.config, block) if is_selected else []:
                 module = block.get_submodule(path)
                 module.forward = partial(checkpoint, module.forward, **RECOMPUTE)
-        if self.config.checkpoint_granularity == "selective":
-            self._is_recomputed = (False,) * len(self._is_recomputed)
+            if is_selected and self.config.checkpoint_granularity == "full":
+                block.forward = MethodType(_recompute_around_attention, block)
+        self._is_recomputed = (False,) * len(self._is_recomputed)
 
     def __call__(self, blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
         """Run all blocks of the model, [B, T, D] -> [B, T, D]."""
@@ -67,3 +81,13 @@ class TorchBlocks:
             x = checkpoint(run, x, inputs, *chosen, **RECOMPUTE) if is_recomputed else run(x, inputs, *chosen)
             inputs = inputs.next_block(len(chosen))
         return x
+
+
+def _recompute_around_attention(block: Block, x: Tensor, inputs: BatchInputs) -> Tensor:
+    """Run a block whose backward pass recomputes all but the results of attention's kernel.
+
+    Compiled with its block: torch does not see the operations inside a compiled function.
+    """
+    keep = partial(create_selective_checkpoint_contexts, ATTENTION_KERNELS)
+    y: Tensor = checkpoint(Block.forward, block, x, inputs, context_fn=keep, **RECOMPUTE)
+    return y

@@ -6,6 +6,7 @@ waits for the device only where its result is read.
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -31,8 +32,8 @@ from pretraining.config.variants import model_shape
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.float8 import use_float8
 from pretraining.models.init import initial_weight
-from pretraining.models.llama import BatchInputs, Block, Head, Llama, loss_options
-from pretraining.models.ops import IGNORED, LossAndGradient, document_mask, loss_and_gradient
+from pretraining.models.llama import BatchInputs, Head, Llama, loss_options
+from pretraining.models.ops import IGNORED, Kernel, LossAndGradient, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator, torch_flat, torch_tensor
@@ -78,7 +79,9 @@ class TorchEngine:
         if self.precision.float8:
             accelerator.require_float8(self.device)
         accelerator.set_matmul_precision(self.device, self.precision.compute)
-        self.kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)
+        self.kernel: Kernel = "chunked"
+        if config.attention_impl != "chunked":
+            self.kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)
         self.attention = ""
         self._joined, self.context = False, None
         self.device_mesh = self._open_mesh(processes)
@@ -209,15 +212,13 @@ class TorchEngine:
             torch_flat.use_rows(root)
 
     def _compile(self, model: Llama) -> None:
-        """Compile one function for all blocks, so that compile time does not grow with depth.
+        """Compile one function for all blocks that run alike, so that compile time does not grow with depth.
 
         Only `forward` is compiled: FSDP's hooks stay outside, and parameters keep their names.
         """
-        compiled = partial(torch.compile, **(self.accelerator.compile or {}))
-        run_block, run_norm = compiled(Block.forward), compiled(type(model.model.norm).forward)
-        for block in model.model.layers:
-            block.forward = types.MethodType(run_block, block)
-        model.model.norm.forward = types.MethodType(run_norm, model.model.norm)
+        compiled = functools.cache(partial(torch.compile, **(self.accelerator.compile or {})))
+        for module in (*model.model.layers, model.model.norm):
+            module.forward = types.MethodType(compiled(module.forward.__func__), module)
         self._loss_and_gradient = compiled(loss_and_gradient)
         # Eagerly, all [T, T] pairs of a row exist at once: 1 GiB and several times that in between at 32768 tokens.
         self._document_mask = compiled(document_mask)
@@ -311,8 +312,8 @@ class TorchEngine:
     def _mask(self, batch: dict[str, Tensor]) -> Any:
         """Return the segments of a micro-batch; where a compiled kernel skips empty blocks of a mask, those blocks."""
         segments, window = batch.get("segments"), self.config.sliding_window
-        is_skipping = self.compiles and self.accelerator.skips_masked_blocks and not self.config.attention_dropout
-        if not is_skipping or (segments is None and not window):
+        is_skipping = self.compiles and self.accelerator.skips_masked_blocks and self.config.attention_impl == "auto"
+        if not is_skipping or self.config.attention_dropout or (segments is None and not window):
             return segments
         if segments is None:
             segments = torch.zeros_like(batch["labels"]).repeat(1, self.mesh.context)

@@ -102,8 +102,9 @@ def kept_activations(config: TrainConfig, mesh: Mesh) -> int:
 
 
 def _has_kernel(config: TrainConfig) -> bool:
-    is_tpu = config.plan_device_kind.startswith("tpu-")
-    return is_tpu and engine_of(config) == "xla" and choose_attention(config, "TPU").is_splash
+    if engine_of(config) == "torch":
+        return config.attention_impl == "auto" and not config.attention_dropout
+    return config.plan_device_kind.startswith("tpu-") and choose_attention(config, "TPU").is_splash
 
 
 def _attention_bytes(config: TrainConfig, mesh: Mesh) -> float:

@@ -24,8 +24,8 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("pipeline_balance", {"pipeline_parallel_size": 2, "pipeline_balance": True}),
     ("pipeline_schedule", {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"}),
     ("kv_replication", {"kv_replication": 2}),
-    ("attention_impl", {"attention_impl": "chunked"}),
-    ("save_attention", {"save_attention": True}),
+    ("attention_impl", {"attention_impl": "splash"}),
+    ("save_attention", {"save_attention": True, "checkpoint_num_layers": 2}),
     ("compile_cache_dir", {"compile_cache_dir": "there"}),
 ]
 

@@ -33,7 +33,7 @@ SMALL: Fields = {"num_layers": 2, "num_steps": 4, "global_batch_size": 4, "batch
 DROPOUT: Fields = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 BF16: Fields = {"mixed_precision": True}
 REFERENCES: dict[str, Fields] = {"fp32": {}, "dropout": DROPOUT, "bf16": BF16}
-RECOMPUTE: Fields = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}
+RECOMPUTE: Fields = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2", "save_attention": True}
 TENSOR: Fields = {"sharding_strategy": "ddp", "tensor_parallel_size": 2, "sequence_parallel": True, "batch_size": 2}
 # Processes -> case -> its reference on the CPU, and its fields
 CASES: dict[int, dict[str, tuple[str, Fields]]] = {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +103,7 @@ FORMS_ON_CONTEXT: dict[str, Fields] = {
     "window": {**CONTEXT, **A_THIRD},
 }
 ODD: Fields = {"vocab_size": 511}
+DUMPED = ("sequence", "stages x fsdp, a third")
 RESUMED = ("dropout, stages", "dropout, context", "three heads", "two heads, 4 ranks")
 UNPADDED: Fields = {**FORMS["padded"], "make_vocab_size_divisible_by": 1}
 CASES: dict[int, dict[str, Fields]] = {
@@ -119,13 +122,13 @@ CASES: dict[int, dict[str, Fields]] = {
         "ddp": {"sharding_strategy": "ddp", "batch_size": 4},
         "ddp, all blocks, accumulated": {"sharding_strategy": "ddp", **ALL_BLOCKS, "batch_size": 1},
         "fsdp": {**FSDP, "batch_size": 4},
-        "fsdp, a third": {**FSDP, **A_THIRD},
+        "fsdp, a third": {**FSDP, **A_THIRD, "save_attention": True},
         "fsdp, accumulated": {**FSDP, "batch_size": 1},
         "hsdp": {**HSDP, "batch_size": 4},
         "hsdp, all blocks, accumulated": {**HSDP, **ALL_BLOCKS, "batch_size": 1},
         "zero1": {"sharding_strategy": "zero1"},
         "zero1, all blocks, accumulated": {"sharding_strategy": "zero1", **ALL_BLOCKS, "batch_size": 1},
-        "zero2": {"sharding_strategy": "zero2"},
+        "zero2": {"sharding_strategy": "zero2", "attention_impl": "chunked"},
         "tensor 4": {**FSDP, "tensor_parallel_size": 4, "batch_size": 8},
         "fsdp x tensor, all blocks": {**FSDP, **TENSOR, **ALL_BLOCKS, "batch_size": 4},
         "sequence": {**FSDP, **TENSOR, "sequence_parallel": True, "batch_size": 4},
@@ -147,7 +150,7 @@ CASES: dict[int, dict[str, Fields]] = {
         "built first": {**FSDP, "low_cpu_fsdp": False},
         "bf16": {**FSDP, "mixed_precision": True},
         **BY_STAGES,
-        "context x fsdp, a third": {**FSDP, **CONTEXT, **A_THIRD},
+        "context x fsdp, a third": {**FSDP, **CONTEXT, **A_THIRD, "save_attention": True},
         "context 4, zero2": {"sharding_strategy": "zero2", "context_parallel_size": 4},
         **{f"{form}, stages": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_STAGES.items()},
         **{f"{form}, context": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_CONTEXT.items()},
@@ -169,6 +172,12 @@ EXACT = [
 
 
 @functools.cache
+def dump_of(case: str) -> str:
+    """The file that a case writes to dump_sharding."""
+    return f"{tempfile.mkdtemp()}/sharding.json"
+
+
+@functools.cache
 def outcome(processes: int) -> dict[str, Any]:
     cases = CASES[processes]
     if processes == 4:
@@ -177,6 +186,8 @@ def outcome(processes: int) -> dict[str, Any]:
         cases["instructions, packed"] = {**FSDP, **TENSOR, **packed, "batch_size": 4}
         cases["instructions, packed, stages"] = {**FSDP, **INTERLEAVED, **packed}
         cases["instructions, packed, context"] = {**FSDP, **CONTEXT, **TENSOR, **packed}
+        for case in DUMPED:
+            cases[case] |= {"dump_sharding": dump_of(case)}
         for case in RESUMED:
             cases[f"{case}, resumed"] = {**cases[case], "halfway": f"{tempfile.mkdtemp()}/run"}
     return run_on_torch(processes, cases)
@@ -255,6 +266,20 @@ def test_tensor_ranks_shard_all_parameters_but_the_norms(case: str, parts: int) 
     norms = (2 * 4 + 1) * 64 * 4  # bytes
     groups = 1 if case == "tensor 4" else 2  # FSDP splits the norms too
     assert outcome(4)[case]["bytes"]["parameters"] == (whole - norms) // parts + norms // groups
+
+
+@slow
+def test_dump_sharding_names_the_axes_and_bytes_of_every_parameter_of_all_stages() -> None:
+    held = outcome(4)["sequence"]["bytes"]
+    flat, staged = (json.loads(Path(dump_of(case)).read_text()) for case in DUMPED)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert flat["parameters"][query]["axes"] == ["tensor", "shard"]
+    assert flat["parameters"][query]["shape"] == staged["parameters"][query]["shape"] == [64, 64]
+    assert staged["parameters"][query]["axes"] == ["shard", None]
+    assert (flat["mesh"]["tensor"], staged["mesh"]["stage"]) == (2, 2)
+    for kind, copies in (("parameters", 1), ("moments", 2)):
+        assert flat[kind].keys() == staged[kind].keys()
+        assert copies * sum(tensor["bytes_per_device"] for tensor in flat[kind].values()) == held[kind]
 
 
 @slow
@@ -351,7 +376,7 @@ def test_a_cpu_without_virtual_devices_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("xla", "fields"),
     [
-        (False, {"kv_replication": 2, "attention_impl": "chunked"}),
+        (False, {"kv_replication": 2, "attention_impl": "splash"}),
         (False, {"cpu_offload": True, "memory_profiling": True, "compile_cache_dir": "x"}),
         (True, {"precision": "fp16", "cpu_offload": True, "collective_timeout": 5}),
     ],
