@@ -52,4 +52,4 @@ if ! (set_up requirements-newest.txt); then
     exit 1
 fi
 run_tests -m "not slow" tests/models tests/optim tests/parallel tests/checkpoint
-run_tests tests/golden tests/parallel/test_torch*.py
+run_tests tests/golden tests/parallel/test_torch*.py tests/plan/test_torch_engine.py

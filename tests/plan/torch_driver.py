@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 
 from pretraining.config.training import TrainConfig
@@ -66,13 +67,13 @@ def counted_functional(sent: Counter[str], name: str, operation: str) -> None:
 
 def counted_sends(sent: Counter[str]) -> None:
     """Have the tensors counted that stages of a pipeline send each other."""
-    real: Callable[..., Any] = dist.batch_isend_irecv
+    real: Callable[..., Any] = schedules._batch_p2p  # the same in torch 2.9 and 2.13, which send differently in it
 
-    def call(operations: list[dist.P2POp]) -> Any:
+    def call(operations: list[dist.P2POp], *how: Any, **named: Any) -> Any:
         sent["send"] += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
-        return real(operations)
+        return real(operations, *how, **named)
 
-    dist.batch_isend_irecv = call  # type: ignore[assignment]
+    schedules._batch_p2p = call  # type: ignore[assignment]
 
 
 def gathered_before_backward(model: Llama, gathered: dict[str, int]) -> Callable[[], None]:
