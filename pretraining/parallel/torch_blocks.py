@@ -39,15 +39,16 @@ class TorchBlocks:
         self._group = tensor_ranks.get_group() if tensor_ranks and config.sequence_parallel else None
 
     def recompute_modules(self, model: Llama) -> None:
-        """Checkpoint what is recomputed inside selected blocks: some modules, or all but attention's kernel."""
-        if self.config.checkpoint_granularity == "full" and not self.config.save_attention:
+        """Checkpoint selected blocks or modules of them, but for blocks that are recomputed together."""
+        if self.config.checkpoint_num_layers > 1:
             return
+        recompute = _recompute_around_attention if self.config.save_attention else _recompute
         for block, is_selected in zip(model.model.layers, self._is_recomputed, strict=True):
             for path in recomputed_modules(self.config, block) if is_selected else []:
                 module = block.get_submodule(path)
                 module.forward = partial(checkpoint, module.forward, **RECOMPUTE)
             if is_selected and self.config.checkpoint_granularity == "full":
-                block.forward = MethodType(_recompute_around_attention, block)
+                block.forward = MethodType(recompute, block)
         self._is_recomputed = (False,) * len(self._is_recomputed)
 
     def __call__(self, blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
@@ -83,11 +84,18 @@ class TorchBlocks:
         return x
 
 
-def _recompute_around_attention(block: Block, x: Tensor, inputs: BatchInputs) -> Tensor:
-    """Run a block whose backward pass recomputes all but the results of attention's kernel.
+# Compiled with their block, because a function that has been compiled is recomputed whole: with its last product, which
+# no gradient needs and which is a quarter of a Llama block's products, and with attention's kernel.
 
-    Compiled with its block: torch does not see the operations inside a compiled function.
-    """
+
+def _recompute(block: Block, x: Tensor, inputs: BatchInputs) -> Tensor:
+    """Run a block whose backward pass recomputes its activations."""
+    y: Tensor = checkpoint(Block.forward, block, x, inputs, **RECOMPUTE)
+    return y
+
+
+def _recompute_around_attention(block: Block, x: Tensor, inputs: BatchInputs) -> Tensor:
+    """Run a block whose backward pass recomputes all but the results of attention's kernel."""
     keep = partial(create_selective_checkpoint_contexts, ATTENTION_KERNELS)
     y: Tensor = checkpoint(Block.forward, block, x, inputs, context_fn=keep, **RECOMPUTE)
     return y
