@@ -115,6 +115,7 @@ def test_fp32_losses_equal_the_cpu_s(documents: bool, compiled: bool) -> None:
         {},
         {"use_torch_compile": False},
         {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"},
+        {"fsdp_activation_checkpointing": True, "save_attention": True},
         {"cpu_offload": True},
         {"batch_size": 8},
     ],
