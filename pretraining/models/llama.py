@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Rope(NamedTuple):
-    """Cosines and sines of the rotary angles, [T, E] each (or [B, T, E] where rows differ in positions), fp32."""
+    """Cosines and sines of the angles of R pairs of channels, [T, R] each (or [B, T, R] for given positions), fp32."""
 
     cos: Tensor
     sin: Tensor
@@ -378,19 +378,19 @@ def _llama3_scaled(frequency: float, config: TrainConfig) -> float:
 
 
 def rope_table(frequencies: tuple[float, ...], tokens: Tensor, positions: Tensor | None) -> Rope:
-    """Cosines and sines [T, E], or [B, T, E] for given positions; channel i pairs with channel i + E / 2."""
+    """Cosines and sines of the angles of R pairs of channels, [T, R], or [B, T, R] for given positions."""
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
     rates = torch.tensor(frequencies, dtype=torch.float32, device=tokens.device)
-    angles = positions.float()[..., None] * rates  # [.., T, E/2]
-    angles = torch.cat((angles, angles), -1)
+    angles = positions.float()[..., None] * rates  # [.., T, R]
     return Rope(angles.cos(), angles.sin())
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary positions on x [B, heads, T, E], in fp32; of a table narrower than E, on the first channels."""
-    cos, sin = (t if t.dim() == 2 else t[:, None] for t in rope)  # [T, R] or [B, 1, T, R], R <= E
-    rotated, rest = x.float().split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
-    first, second = rotated.chunk(2, -1)
-    rotated = rotated * cos + torch.cat((-second, first), -1) * sin
-    return (torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated).to(x.dtype)
+    """Rotary positions on x [B, heads, T, E], in fp32: channel i pairs with i + R, and those from 2 R on stay."""
+    cos, sin = (t if t.dim() == 2 else t[:, None] for t in rope)  # [T, R] or [B, 1, T, R]
+    pairs = cos.shape[-1]
+    first, second, rest = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), -1)
+    first, second = first.float(), second.float()
+    rotated = (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)
+    return torch.cat((*rotated, rest), -1)
