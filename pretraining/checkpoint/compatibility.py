@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, Problem
+from pretraining.config.lora import adapters_alone
 from pretraining.config.optimizers import FLAGS, hyperparameters
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import model_shape
@@ -71,7 +72,21 @@ def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     if not config.override_lr_on_resume:
         remedies[Resume.RATE] = "use that, or --override_lr_on_resume=True"
     _refuse(differing, remedies, "the checkpoint was trained with")
-    return differing
+    return [*differing, *_base_changes(saved, config)]
+
+
+def _base_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
+    """Return the change of the folder with the frozen weights, which a checkpoint of adapters does not have.
+
+    Raises ConfigError if only one of the two runs has such a folder: the other's are the initial weights.
+    """
+    change = Change("ckpt_load_path", saved.get("ckpt_load_path", ""), config.ckpt_load_path)
+    if not adapters_alone(config) or change.before == change.now:
+        return []
+    if not (change.before and change.now):
+        remedy = f"the adapter was trained on {change.before or 'the initial weights'}; use that, or another --run_name"
+        raise ConfigError([Problem(f"--ckpt_load_path={change.now}", remedy)])
+    return [change]
 
 
 def describe_rate_change(saved: Mapping[str, Any], config: TrainConfig, step: int) -> str:

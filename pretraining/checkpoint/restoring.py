@@ -40,18 +40,9 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
     check_policy(config, found)
     if adapter := adapter_folder(config):
         open_adapter(adapter, config)
+    if config.ckpt_load_path and (adapters_alone(config) or not found.committed):
+        check_other_run(config, shapes)
     if not found.committed:
-        if config.ckpt_load_path:
-            if not location(config.ckpt_load_path).exists():
-                raise UserError(f"--ckpt_load_path={config.ckpt_load_path}: there is no such folder; give another one")
-            source = open_any_checkpoint(location(config.ckpt_load_path))
-            check_start(source.facts.config, config)
-            names, differences = common_names(source, shapes, weights_only=True)
-            if differences and config.strict_load:
-                raise UserError(f"{source.path}: {differences}; --strict_load=False loads what both have")
-            check_fit(source, {name: shapes[name] for name in names})
-            if not all(map(is_weight, source.manifest.tensors)):
-                check_moments(source.facts.config, config)
         return None
     for path in found.committed:
         try:
@@ -63,6 +54,20 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
             check_resume(facts.config, config)
             return facts
     return None  # `restore` raises the error
+
+
+def check_other_run(config: TrainConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError if ckpt_load_path has no checkpoint, or one whose tensors this run cannot take."""
+    if not location(config.ckpt_load_path).exists():
+        raise UserError(f"--ckpt_load_path={config.ckpt_load_path}: there is no such folder; give another one")
+    source = open_any_checkpoint(location(config.ckpt_load_path))
+    check_start(source.facts.config, config)
+    names, differences = common_names(source, shapes, weights_only=True)
+    if differences and config.strict_load:
+        raise UserError(f"{source.path}: {differences}; --strict_load=False loads what both have")
+    check_fit(source, {name: shapes[name] for name in names})
+    if not all(map(is_weight, source.manifest.tensors)):
+        check_moments(source.facts.config, config)
 
 
 def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Location:
@@ -115,12 +120,12 @@ class Restoring:
         read; with resume=must, if the first that is not local cannot.
         """
         began = time.perf_counter()
+        if adapters_alone(self.config) and self.config.ckpt_load_path:
+            self._load_base()
         for number, path in enumerate(paths):
             try:
                 checkpoint = self._opened(path)
                 noted = check_resume(checkpoint.facts.config, self.config)
-                if adapters_alone(self.config):
-                    self._load_base()
                 restart = self._lacks_moments(checkpoint)
                 names = self._names_to_continue(checkpoint, weights_only=restart)
                 if path in local:
@@ -174,10 +179,10 @@ class Restoring:
         return replace(checkpoint.facts, step=0, tokens_seen=0, data=None), fresh
 
     def _load_base(self) -> None:
-        """Load the frozen weights below the adapters, if --ckpt_load_path is set."""
-        if self.config.ckpt_load_path:
-            base = self._opened(location(self.config.ckpt_load_path))
-            self._load(base, [name for name in self.state if is_weight(name) and name in base.manifest.tensors])
+        """Load the frozen weights below the adapters, which ckpt_load_path has."""
+        base = self._opened(location(self.config.ckpt_load_path))
+        self._load(base, self._shared_names(base, weights_only=True))
+        self.peers.say(f"the frozen weights are those of {base.path}")
 
     def _load_adapter(self, folder: Path) -> None:
         """Load an adapter in PEFT's format."""

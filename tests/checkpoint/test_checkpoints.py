@@ -215,6 +215,27 @@ def test_the_run_s_own_checkpoint_wins_over_ckpt_load_path(tmp_path: Path) -> No
     assert run(tmp_path / "c", ckpt_load_path=str(tmp_path / "a")) == whole[4:]
 
 
+def test_an_adapter_does_not_continue_without_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, other, adapter = (tmp_path / name for name in ("base", "other", "adapter"))
+    run(base, num_steps=2)
+    run(other, num_steps=2, seed=1)
+    fields: dict[str, Any] = {"lora_rank": 2, "ckpt_load_path": str(base)}
+    run(adapter, **fields, num_steps=2)
+    initial = {**fields, "ckpt_load_path": ""}
+    with pytest.raises(ConfigError, match=rf"--ckpt_load_path= .*the adapter was trained on {base}; use that"):
+        check_start_of(small_config(adapter, **initial), adapter)
+    run(adapter, **fields, num_steps=4)
+    printed = capsys.readouterr().out
+    assert f"the frozen weights are those of {base}/checkpoints/step_2" in printed and "ckpt_load_path" not in printed
+    run(adapter, **{**fields, "ckpt_load_path": str(other)})
+    assert f"ckpt_load_path {base} -> {other}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--num_layers=3"):  # some frozen weights would be the initial ones
+        check_start_of(small_config(adapter, **fields, num_layers=3), adapter)
+    shutil.rmtree(base)
+    with pytest.raises(UserError, match="there is no such folder"):
+        check_start_of(small_config(adapter, **fields), adapter)
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_load_path_without_a_checkpoint_is_an_error(tmp_path: Path, exists: bool) -> None:
     if exists:
