@@ -223,7 +223,7 @@ def _print_where_to_look(run: TrainingRun, code: int) -> None:
     """Print how to continue, and where metrics and checkpoints are."""
     config, folder = run.config, run.config.run_folder
     if code == FINISHED:
-        run.print(f"complete: {config.num_steps} steps; to continue, the same command with a larger --num_steps")
+        run.print(f"complete: {run.step} steps; to continue, the same command with a larger --num_steps")
     elif config.checkpoint_interval:
         run.print("the same command continues from the newest checkpoint")
     run.print(f"  metrics      {folder / 'metrics.jsonl'}")
@@ -298,12 +298,11 @@ def _test_once(run: TrainingRun) -> None:
     """Test after the last step, unless an earlier process of this run has written the result."""
     if "test" not in run.streams:
         return
-    last = run.config.num_steps
-    tested = [bool(run.metrics and run.metrics.has_test(last))]
+    tested = [bool(run.metrics and run.metrics.has_test(run.step))]
     if run.engine.process_count > 1:
         dist.broadcast_object_list(tested, src=0)
     if not tested[0]:
-        _evaluate(run, last, "test", run.config.test_steps)
+        _evaluate(run, run.step, "test", run.config.test_steps)
 
 
 def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, batch: Batch) -> bool:

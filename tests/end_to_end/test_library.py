@@ -34,11 +34,16 @@ def test_the_page_runs_and_its_models_learn_its_data(page: dict[str, Any]) -> No
     assert page["halved"].losses != page["counters"].losses
 
 
-def test_the_flags_of_the_script_train_as_the_configuration_does(page: dict[str, Any], tmp_path: Path) -> None:
+def test_the_flags_of_the_script_train_as_the_configuration_does(
+    page: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = {**page["tiny"], "use_dummy_dataset": True, "checkpoint_interval": 8, "log_dir": tmp_path}
     assert main_training.main(**{name: str(value) for name, value in flags.items()}) == 0
     again = train(flags)  # complete: nothing is trained, the figures are there
     assert again.losses == page["counters"].losses
+    fewer = train({**flags, "num_steps": 2, "test_steps": 1})  # than the checkpoint has, which is what is tested
+    assert [record["step"] for record in fewer.records if "test_loss" in record] == [8]
+    assert "complete: 8 steps" in capsys.readouterr().out.splitlines()[-5]
 
 
 def test_instruction_data_continue_bit_for_bit(page: dict[str, Any], tmp_path: Path) -> None:
