@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pretraining.config.errors import UserError
 from pretraining.config.flags import run
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
@@ -97,8 +98,13 @@ def sample(config: TrainConfig, split: str, step: int, rows: int) -> list[str]:
     """Return the first rows of a step, as text where tokenizer_path is set, otherwise as ids.
 
     In rows that are not trained throughout, trained tokens are between >>> and <<<, and every example begins a line.
+    Raises UserError if there is no such step.
     """
-    batch, path = open_stream(config, split=split).batch(step), config.tokenizer_path
+    stream, path = open_stream(config, split=split), config.tokenizer_path
+    if step < 0 or (stream.steps is not None and step >= stream.steps):
+        last = "" if stream.steps is None else f" to {stream.steps - 1}"
+        raise UserError(f"--step={step}: the {split} data have steps from 0{last}")
+    batch = stream.batch(step)
     decode = open_tokenizer(path).decode if path else (lambda ids: " ".join(map(str, ids)))
     lines = []
     for number, row in enumerate(batch["tokens"][:rows]):

@@ -238,6 +238,9 @@ def test_inspect_shows_the_datasets_and_the_text_of_a_step(
     assert re.search(r"train +1 +1,\d{3} +0 ", shown) and "16 to 31" in shown
     assert "1 files are unchanged" in shown and "---- step 3, row 1: 64 tokens" in shown
     assert sum(word in shown for word in ("quick", "brown", "lazy", "wizards")) == 4
+    for step, epochs, steps in ((-1, [], "0"), (10**6, ["--num_epochs=1", *more[:2]], r"0 to \d+")):
+        assert inspect_data.main([*flags, *epochs, f"--step={step}"]) == 2
+        assert re.search(rf"--step={step}: the train data have steps from {steps}$", capsys.readouterr().err.strip())
     shard = next((tmp_path / "train").glob("*.arrow"))
     raw = bytearray(shard.read_bytes())
     raw[len(raw) // 2] ^= 1
