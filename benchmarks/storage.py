@@ -4,8 +4,8 @@ Data: the corpus of benchmarks.data in Megatron's format, from a local folder an
 thread; then the ranges that the loader requested again, by as many threads and nothing else; then a consumer of
 10 M tokens/s, and how long its steps wait for either. They take turns. Checkpoints: how long a step waits for a save
 and how long a restore takes, to the server and to a local folder, as ratios to a plain copy of the same bytes to the
-same place. The server is moto's and shares the cores; because it answers a ranged read in 6 ms, reads of data are
-answered by a smaller one before it. The ratios count. Needs requirements-dev.txt.
+same place. The server is moto's and shares the cores; because it answers a ranged read in 6 ms, data are measured once
+more with a smaller server before it that answers reads. The ratios count. Needs requirements-dev.txt.
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ def file_server(port: int, folder: Path) -> Iterator[int]:
 def recorded() -> Iterator[list[Range]]:
     """Record the ranges of objects that are read."""
     ranges: list[Range] = []
-    original = ObjectFile.read_at
+    original = ObjectFile.read_unconfirmed
 
-    def read_at(file: ObjectFile, start: int, count: int) -> bytes:
+    def read_unconfirmed(file: ObjectFile, start: int, count: int) -> bytes:
         ranges.append((file.path, start, count))
         return original(file, start, count)
 
-    ObjectFile.read_at = read_at  # type: ignore[method-assign, assignment]
+    ObjectFile.read_unconfirmed = read_unconfirmed  # type: ignore[method-assign, assignment]
     yield ranges
-    ObjectFile.read_at = original  # type: ignore[method-assign]
+    ObjectFile.read_unconfirmed = original  # type: ignore[method-assign]
 
 
 def read_plainly(files: dict[ObjectPath, Any], ranges: list[Range]) -> None:
@@ -165,20 +165,27 @@ def waits(name: str, config: TrainConfig, batches: int) -> dict[str, float]:
 
 
 def measure_data(root: Path, port: int, batches: int, repeats: int) -> dict[str, Any]:
-    """Return seconds, rates in million tokens per second, the ratios, and what a consumer waits."""
+    """Return the measurements with moto's server, of an eighth of the batches, and with the smaller one."""
     write_corpus(root / "corpus", "megatron", 400)
-    with file_server(port, root) as reads:
-        os.environ |= environment(reads)
-        return measure_reads(root, port, batches, repeats)
-
-
-def measure_reads(root: Path, port: int, batches: int, repeats: int) -> dict[str, Any]:
-    """See measure_data. The measurements take turns; the figures are medians, the ratios those of neighbours."""
     local = settings(root / "corpus", root / "index")
     stored = replace(local, data_path=upload(root / "corpus", "corpus", port), index_dir=str(root / "stored"))
-    open_stream(stored)
+    open_stream(stored).close()
+    results = {"moto": measure_reads(local, stored, batches // 8, repeats)}
+    with file_server(port, root) as reads:
+        os.environ |= environment(reads)
+        storage._client.cache_clear()
+        results["file_server"] = measure_reads(local, stored, batches, repeats)
+        results["file_server"] |= measure_waits(local, stored, batches, repeats)
+    return results
+
+
+def measure_reads(local: TrainConfig, stored: TrainConfig, batches: int, repeats: int) -> dict[str, Any]:
+    """Return seconds, rates in million tokens per second, and ratios, by the clock and by CPU time of all processes.
+
+    The measurements take turns; the figures are medians, the ratios those of neighbours with their extremes.
+    """
     rounds = []
-    for number in range(repeats):
+    for _ in range(repeats):
         one = read_batches("local", local, batches)
         with recorded() as ranges:
             one |= read_batches("s3", stored, batches)
@@ -186,11 +193,28 @@ def measure_reads(root: Path, port: int, batches: int, repeats: int) -> dict[str
         one |= spent("plain", partial(read_plainly, files, ranges))
         for name in ("local", "s3", "plain"):
             one[name] = batches * TOKENS / one[f"{name}_s"] / 1e6
+            one[f"{name}_all_cpu_s"] = one[f"{name}_cpu_s"] + one[f"{name}_servers_cpu_s"]
         one |= {f"s3_over_{name}": one["s3"] / one[name] for name in ("local", "plain")}
-        one |= {"requests": len(ranges), "megabytes": sum(count for _, _, count in ranges) / 1e6}
-        for name, config in (("s3", stored), ("local", local)):
-            one |= waits(name, replace(config, seed=config.seed + number + 1), batches)
+        one |= {f"s3_over_{name}_cpu": one[f"{name}_all_cpu_s"] / one["s3_all_cpu_s"] for name in ("local", "plain")}
+        one["local_over_plain"] = one["local"] / one["plain"]
+        one |= {"ranges": len(ranges), "megabytes": sum(count for _, _, count in ranges) / 1e6}
         rounds.append(one)
+    extremes = {f"s3_over_plain_{act.__name__}": act(one["s3_over_plain"] for one in rounds) for act in (min, max)}
+    return medians(rounds) | extremes
+
+
+def measure_waits(local: TrainConfig, stored: TrainConfig, batches: int, repeats: int) -> dict[str, float]:
+    """Return medians of what `waits` returns, in turns."""
+    rounds = []
+    for number in range(repeats):
+        seed = local.seed + number + 1
+        one = waits("s3", replace(stored, seed=seed), batches)
+        rounds.append(one | waits("local", replace(local, seed=seed), batches))
+    return medians(rounds)
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each figure."""
     return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
@@ -205,7 +229,7 @@ def measure_checkpoints(root: Path, mebibytes: int, repeats: int) -> dict[str, A
         | measure_stored(location(f"s3://{BUCKET}/run"), state, replace(FACTS, step=number))
         for number in range(1, repeats + 1)
     ]
-    median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    median = medians(rounds)
     names = [f"{act}_{place}" for act in ("save", "restore") for place in ("local", "s3")]
     ratios = {f"{name}_over_plain": median[name] / median[f"plain_{name}"] for name in names}
     ratios["save_s3_over_local"] = median["save_s3"] / median["save_local"]

@@ -302,31 +302,40 @@ class ObjectFile(io.RawIOBase):
         if self.stamp != stamp:
             raise StorageError(f"{self.path}: changed while it is read: restore the indexed object, or start again")
 
-    def check(self, since: float) -> None:
+    def is_confirmed(self, since: float) -> bool:
+        """Whether the object is known to have been the same at the time `since` (time.monotonic()) or later.
+
+        Always in Google's storage, where pyarrow requests the version (generation) that was opened and no other.
+        """
+        return self._checked > since or self.path.uri.startswith(GOOGLE)
+
+    def confirm(self, since: float) -> None:
         """Raise StorageError if the object was not the same at the time `since` or later.
 
-        Does nothing in Google's storage, where pyarrow requests the version (generation) that was opened and no other.
+        Its version is requested, once for all threads, unless that is known.
         """
-        if self.path.uri.startswith(GOOGLE):
-            return
         with self._lock:
-            if self._checked <= since:
+            if not self.is_confirmed(since):
                 began = time.monotonic()
                 self._compare(self._open()[1])
                 self._checked = began
 
     def read_at(self, start: int, count: int) -> bytes:
-        """Return `count` bytes from `start` on. Raises StorageError if the object ends before or has changed.
+        """Return `count` bytes from `start` on. Raises StorageError if the object ends before or has changed."""
+        data = self.read_unconfirmed(start, count)
+        self.confirm(time.monotonic())
+        return data
 
-        Afterwards the version is requested, once for several threads: of an object that was replaced by a shorter one,
-        pyarrow 26 returns the bytes that are left and, without an error, whatever was in memory after them.
+    def read_unconfirmed(self, start: int, count: int) -> bytes:
+        """Return `count` bytes from `start` on, not to be used before `confirm` has proved them with a later time.
+
+        Of an object that was replaced by a shorter one, pyarrow 26 returns the bytes that are left and, without an
+        error, whatever was in memory after them.
         """
         if start + count > self.stamp.size:
             end = self.stamp.size
             raise StorageError(f"{self.path}: truncated at byte {end}, before byte {start + count}: copy it again")
-        data: bytes = self.path.request(lambda client, name: self._input.read_at(count, start)) if count else b""
-        self.check(time.monotonic())
-        return data
+        return self.path.request(lambda client, name: self._input.read_at(count, start)) if count else b""
 
     # ---- io.RawIOBase
 

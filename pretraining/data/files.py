@@ -18,7 +18,7 @@ _OPEN_OBJECTS = 4096
 
 
 class OpenFile:
-    """A file that is closed with the last reference to this object, or an object: only `read_at` can be used."""
+    """A file that is closed with the last reference to it, or an object: only `read_at` and `object` can be used."""
 
     def __init__(self, path: str, stamp: Stamp | None, shard: str) -> None:
         """stamp: of the file when it was indexed; None: changes are not checked. shard: named in messages."""
@@ -39,12 +39,17 @@ class OpenFile:
             os.close(self.descriptor)
 
     def read_at(self, start: int, count: int) -> bytes:
-        """See stores.shard.Readable. An object is opened by the first read, and compared with its stamp after each."""
+        """See stores.shard.Readable."""
         if not self.is_local:
-            with self._lock:
-                self._object = self._object or ObjectFile(ObjectPath(self.path), self.stamp)
-            return self._object.read_at(start, count)
+            return self.object.read_at(start, count)
         return read_exactly(self.descriptor, start, count, self.shard)
+
+    @property
+    def object(self) -> ObjectFile:
+        """The object. The first use opens it and compares it with its stamp."""
+        with self._lock:
+            self._object = self._object or ObjectFile(ObjectPath(self.path), self.stamp)
+            return self._object
 
     def check(self) -> None:
         """Raise UserError if a local file is no longer the one that was indexed."""

@@ -1,11 +1,13 @@
 """Ranges of shards in object storage: requested ahead by threads of their own, kept in memory or in a local folder.
 
 The order of the data does not depend on what is kept. Memory and folder are bounded; a range that is not kept is
-requested again.
+requested again. A range is returned only when its object is known to have had the indexed version after the range was
+read: one request for the version proves that for all ranges of the object that were read before the request.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from bisect import bisect_right
@@ -19,9 +21,15 @@ import numpy as np
 
 from pretraining.data.files import OpenFile, write_atomically
 from pretraining.data.hashing import short_hash
+from pretraining.storage import ObjectFile
 
 # Requests at once, for all datasets of a stream: 64 of 300 KiB, 50 ms each, are 400 MB/s.
 REQUESTS = 64
+# Requests at once for versions, in threads of their own: behind the requests for ranges they would be late.
+_VERSION_REQUESTS = 16
+# Seconds after a range was read until the version is requested, or earlier if a reader waits for it. At 10 M tokens/s a
+# range is used 0.4 s after it was requested (512 batches of 8192 tokens), and each of the two requests takes 50 ms.
+_CONFIRM_AFTER = 0.1
 # Bytes in memory for what is read ahead.
 _IN_FLIGHT = 64 << 20
 # Documents with at most so many bytes between them are read with one request, which takes as long as 1 MiB.
@@ -57,10 +65,20 @@ def coalesced(starts: np.ndarray, ends: np.ndarray) -> list[tuple[int, int]]:
     starts, ends = starts[order], ends[order]
     starts, ends = starts[ends > starts], np.maximum.accumulate(ends)[ends > starts]
     breaks = np.flatnonzero(starts[1:] - ends[:-1] > _GAP)
+    if not len(breaks):
+        return [(int(starts[0]), int(ends[-1]))]
     return list(zip(starts[np.r_[0, breaks + 1]].tolist(), ends[np.r_[breaks, len(ends) - 1]].tolist(), strict=True))
 
 
 RangeKey = tuple[str, int, int]  # path, first byte, the byte after the last
+
+
+class RangeData(NamedTuple):
+    """The bytes of a range, and when they were read (time.monotonic())."""
+
+    data: bytes
+    object: ObjectFile | None  # to be confirmed before the bytes are used; None: they are
+    read: float
 
 
 class RangeCache:
@@ -70,9 +88,12 @@ class RangeCache:
         """folder: that keeps at most `limit` bytes; if empty, memory does, and what is read ahead in any case."""
         self.limit, self._folder = limit, RangeFolder(Path(folder), limit) if folder else None
         self._memory = _IN_FLIGHT if folder else max(limit, _IN_FLIGHT)
-        self._ranges: dict[RangeKey, Future[bytes]] = {}  # the one used least lately first
+        self._ranges: dict[RangeKey, Future[RangeData]] = {}  # the one used least lately first
+        self._unconfirmed: dict[ObjectFile, float] = {}  # when a range was read that no version was requested after
+        self._confirm_at = math.inf  # when `begin` requests the versions of all of these
         self._bytes, self._requested, self._lock = 0, 0, Lock()
         self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="storage")
+        self._versions = ThreadPoolExecutor(_VERSION_REQUESTS, thread_name_prefix="versions")
 
     def has(self, file: OpenFile, ranges: list[tuple[int, int]]) -> bool:
         """Return whether all ranges are in memory or on their way."""
@@ -84,14 +105,22 @@ class RangeCache:
             before = self._requested
             for start, stop in ranges:
                 self._begin(file, start, stop)
-            return self._requested - before
+            size = self._requested - before
+        if time.monotonic() > self._confirm_at:
+            self._confirm_all()
+        return size
 
     def read(self, file: OpenFile, ranges: list[tuple[int, int]]) -> Ranges:
         """Return ranges of a file. StorageError names a file that cannot be read, or has changed."""
         with self._lock:
             futures = [self._begin(file, start, stop) for start, stop in ranges]
         try:
-            return Ranges([start for start, _ in ranges], [future.result() for future in futures])
+            results = [future.result() for future in futures]
+            for result in results:
+                if result.object and not result.object.is_confirmed(result.read):
+                    self._confirm_all(result.object)
+                    result.object.confirm(result.read)
+            return Ranges([start for start, _ in ranges], [result.data for result in results])
         except Exception:
             with self._lock:
                 for start, stop in ranges:  # the next attempt requests them again
@@ -105,9 +134,18 @@ class RangeCache:
             for future in self._ranges.values():
                 future.cancel()
             self._ranges.clear()
+            self._unconfirmed.clear()
             self._bytes = 0
 
-    def _begin(self, file: OpenFile, start: int, stop: int) -> Future[bytes]:
+    def _confirm_all(self, besides: ObjectFile | None = None) -> None:
+        """Begin to request the versions of all objects with unconfirmed ranges, besides one."""
+        with self._lock:
+            unconfirmed, self._unconfirmed, self._confirm_at = self._unconfirmed, {}, math.inf
+        for file, read in unconfirmed.items():
+            if file is not besides:
+                self._versions.submit(file.confirm, read)  # an error is raised again where a range is needed
+
+    def _begin(self, file: OpenFile, start: int, stop: int) -> Future[RangeData]:
         key = (file.path, start, stop)
         future = self._ranges.pop(key, None)
         if future is None or future.cancelled():
@@ -121,15 +159,20 @@ class RangeCache:
         self._ranges[key] = future
         return future
 
-    def _fetch(self, file: OpenFile, start: int, stop: int) -> bytes:
+    def _fetch(self, file: OpenFile, start: int, stop: int) -> RangeData:
         if self._folder is None:
-            return file.read_at(start, stop - start)
+            opened = file.object
+            data, read = opened.read_unconfirmed(start, stop - start), time.monotonic()
+            with self._lock:
+                self._unconfirmed[opened] = read
+                self._confirm_at = min(self._confirm_at, read + _CONFIRM_AFTER)
+            return RangeData(data, opened, read)
         name = f"{short_hash(file.path, str(file.stamp))}-{start}-{stop}"
-        data = self._folder.read(name, stop - start)
-        if data is None:
-            data = file.read_at(start, stop - start)
-            self._folder.write(name, data)
-        return data
+        kept = self._folder.read(name, stop - start)
+        if kept is None:
+            kept = file.read_at(start, stop - start)
+            self._folder.write(name, kept)
+        return RangeData(kept, None, -math.inf)
 
 
 class RangeFolder:

@@ -14,9 +14,11 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.flags import config_from_flags
 from pretraining.config.training import TrainConfig
 from pretraining.data import Prefetcher, open_stream, prepare
+from pretraining.data.files import OpenFile
 from pretraining.data.layouts import FLAGS, RECORDS
 from pretraining.data.prefetch import AHEAD, FETCH_AHEAD, FETCH_BYTES
-from pretraining.storage import RETRIES, ObjectPath, StorageError, location
+from pretraining.data.remote import RangeCache
+from pretraining.storage import RETRIES, ObjectPath, Stamp, StorageError, location
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
 from tests.object_storage import KEYS, FaultProxy, GoogleStorage, upload
 
@@ -247,6 +249,45 @@ def test_an_object_that_is_truncated_changed_or_gone_is_one_error_that_names_it(
     ObjectPath("s3://bucket/changed/set/s0.arrow").request(lambda client, name: client.delete_file(name))
     with pytest.raises(UserError, match=r"s3://bucket/changed/set/s0.arrow: (no such object|.*NO_SUCH_KEY)"):
         rows(stream, 100)
+
+
+def test_one_request_for_the_version_proves_all_ranges_that_were_read_before_it(
+    tmp_path: Path, proxy: FaultProxy
+) -> None:
+    (tmp_path / "object").write_bytes(content := bytes(range(250)) * 40)
+    uri = f"{upload(tmp_path, 'versions', proxy.server)}/object"
+    file, cache = OpenFile(uri, Stamp.of(uri), uri), RangeCache("", 1 << 20)
+
+    def wait_for(method: str, more: int) -> None:
+        """Read ahead what is in memory until so many requests were answered that were not when this was called."""
+        count, began = answered(method) + more, time.monotonic()
+        while answered(method) < count:
+            assert time.monotonic() < began + 60
+            cache.begin(file, ranges[:30])
+            time.sleep(0.01)
+        time.sleep(0.2)  # the client has the answers
+
+    def answered(method: str) -> int:
+        return sum(request[0] == method and request[2] >= (method == "GET") for request in proxy.requests)
+
+    def read(ranges: list[tuple[int, int]]) -> None:
+        for start, stop in ranges:
+            assert cache.read(file, [(start, stop)]).read_at(start, stop - start) == content[start:stop]
+
+    ranges = [(start, start + 100) for start in range(0, 9000, 100)]
+    wait_for("GET", 30)
+    read(ranges[:30])
+    assert answered("HEAD") <= 15  # 3 on a quiet machine: for the stamp, when the object is opened, when it is read
+    cache.begin(file, ranges[30:60])
+    wait_for("HEAD", 1)  # before the ranges are needed
+    read(ranges[:60])
+    cache.begin(file, ranges[60:])
+    time.sleep(1)  # nothing proves these before the object is replaced
+    (tmp_path / "object").write_bytes(content[::-1])
+    upload(tmp_path, "versions", proxy.server)
+    read(ranges[:60])
+    with pytest.raises(StorageError, match=f"^{uri}: changed while it is read"):
+        read(ranges[60:])
 
 
 def test_refused_credentials_are_an_error_that_does_not_show_them(
