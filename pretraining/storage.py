@@ -36,6 +36,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # s, before jitter; each pause is twice 
 # Errors in pyarrow's messages that no repetition cures.
 _PERMANENT = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "NO_SUCH_BUCKET", "EXPIRED_TOKEN",
               "INVALID_CLIENT_TOKEN_ID", "InvalidBucketName", "PERMISSION_DENIED", "HTTP status 403")  # fmt: skip
+_BEYOND_END = "HTTP status 416"  # of a range in an object that became shorter than it was when it was opened
+_CHANGED = "changed while it is read: restore the indexed object, or start again"
 GOOGLE = "gs://"
 BUFFER = 1 << 20  # bytes that a file object reads ahead: a request takes as long as a MiB at 50 MB/s
 
@@ -168,6 +170,8 @@ class ObjectPath:
                 raise MissingObjectError(f"{self}: no such object: check that it is still there") from error
             except OSError as error:
                 reason = str(error).splitlines()[0]
+                if _BEYOND_END in reason:
+                    raise StorageError(f"{self}: {_CHANGED}") from error
                 if isinstance(error, PermissionError) or any(text in reason for text in _PERMANENT):
                     remedy = "check the credentials that the environment gives, and what they may do"
                     raise StorageError(f"{self}: refused ({reason}): {remedy}") from error
@@ -300,7 +304,7 @@ class ObjectFile(io.RawIOBase):
 
     def _compare(self, stamp: Stamp) -> None:
         if self.stamp != stamp:
-            raise StorageError(f"{self.path}: changed while it is read: restore the indexed object, or start again")
+            raise StorageError(f"{self.path}: {_CHANGED}")
 
     def is_confirmed(self, since: float) -> bool:
         """Whether the object is known to have been the same at the time `since` (time.monotonic()) or later.
