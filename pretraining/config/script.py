@@ -18,7 +18,8 @@ _NO_MEMORY = ("allocate memory", "map segment", "start new thread", "bad_alloc",
 
 
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
-    """Call `main` and exit with its code; with 141 and no traceback if the reader of the output has gone (`| head`)."""
+    """Call `main` and exit with its code; without a traceback after Ctrl-C (130), and if the reader of the output has
+    gone (`| head`; 141)."""
     for stream in (sys.stdout, sys.stderr):  # a terminal may lack the letters of a path
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     threading.excepthook = _report_in_thread
@@ -27,6 +28,8 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
             code = exit_code(main)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except OSError as error:
         if isinstance(error, BrokenPipeError) and not _output_is_closed():
             raise
@@ -87,8 +90,10 @@ def refusal(error: BaseException) -> str | None:
             Path.cwd()
         except OSError:
             return "the working directory does not exist any more: start in another one"
+        if error.errno is None:  # the program's own words
+            return text
         name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "a file or the output"
-        return f"{name}: {error.strerror or text}"
+        return f"{name}: {error.strerror}"
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
         return f"this process may not have more memory or threads (ulimit -a): {text or 'an allocation failed'}"
     return None

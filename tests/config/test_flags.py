@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from hypothesis import strategies as st
 from pretraining.config.declaration import parse_value
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.flags import read, run
+from pretraining.config.script import exit_with, refusal
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import problems
 from pretraining.config.variants import VARIANTS
 from pretraining.configure import CHECKS, configure
+from pretraining.storage import StorageError
 
 ROOT = Path(__file__).parents[2]
 DUMMY = "--use_dummy_dataset"
@@ -341,6 +344,22 @@ def test_a_reader_that_closes_the_pipe_ends_the_script_without_traceback(script:
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() in (128 + signal.SIGPIPE, 0)  # 0: argparse ignores the error
+
+
+def test_ctrl_c_ends_a_script_with_its_exit_code_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # exit_with sets it
+    with pytest.raises(SystemExit) as ended:
+        exit_with(interrupted)
+    assert ended.value.code == 128 + signal.SIGINT
+
+
+def test_an_error_of_the_system_is_named_by_its_file_and_the_program_s_own_by_its_words() -> None:
+    assert refusal(FileNotFoundError(2, "No such file or directory", "a/b")) == "a/b: No such file or directory"
+    assert refusal(OSError(28, "No space left on device")) == "a file or the output: No space left on device"
+    assert refusal(StorageError("s3://b/c: cannot be reached")) == "s3://b/c: cannot be reached"
 
 
 def test_every_script_that_prints_ends_in_the_shared_way() -> None:
