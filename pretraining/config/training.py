@@ -370,8 +370,8 @@ class TrainConfig:
     lr_d_model: Annotated[int | None, AtLeast(1), Resume.RATE] = None
     """noam: width d of the factor 1 / sqrt(d); required there."""
     max_skipped_steps: Annotated[int, AtLeast(0)] = 0
-    """Optimizer steps with a loss or gradient that is not finite that may be skipped in the whole run, before training
-    stops with exit code 3. A skipped step does not change parameters or optimizer state."""
+    """Optimizer steps with a loss or gradient that is not finite that may be skipped before training stops with exit
+    code 3, counted anew at every start. A skipped step does not change parameters or optimizer state."""
 
     # ---- Adapters
     lora_rank: Annotated[int, AtLeast(0), Resume.STATE] = 0
