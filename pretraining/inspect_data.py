@@ -116,10 +116,10 @@ def sample(config: TrainConfig, split: str, step: int, rows: int) -> list[str]:
         lines[-1] += f", {np.count_nonzero(trained)} trained"
         example = batch["segments"][number] if "segments" in batch else np.zeros(len(row))
         edges = np.flatnonzero((np.diff(trained) != 0) | (np.diff(example) != 0)) + 1
-        for first, last in itertools.pairwise([0, *edges.tolist(), len(row)]):
-            text = decode(row[first:last].tolist())
-            is_new = first and example[first] != example[first - 1]
-            lines[-1] += ("\n" if is_new or not first else "") + (f">>>{text}<<<" if trained[first] else text)
+        for start, end in itertools.pairwise([0, *edges.tolist(), len(row)]):
+            text = decode(row[start:end].tolist())
+            is_new = start and example[start] != example[start - 1]
+            lines[-1] += ("\n" if is_new or not start else "") + (f">>>{text}<<<" if trained[start] else text)
     return lines
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import OBJECT_STORAGE
+from pretraining.config.script import TRY_AGAIN
 
 if TYPE_CHECKING:
     from pyarrow import fs
@@ -48,6 +49,12 @@ class StorageError(UserError, OSError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.strerror = message
+
+
+class UnreachableError(StorageError):
+    """Object storage did not answer. scripts/train.sh tries again, if the run has made a step since its start."""
+
+    code = TRY_AGAIN
 
 
 class MissingObjectError(StorageError, FileNotFoundError):
@@ -177,7 +184,9 @@ class ObjectPath:
                     raise StorageError(f"{self}: refused ({reason}): {remedy}") from error
                 if time.monotonic() - began + pause > RETRY_FOR:
                     tried = f"tried for {RETRY_FOR:.0f} s"
-                    raise StorageError(f"{self}: cannot be reached, {tried} ({reason}): check the network") from error
+                    raise UnreachableError(
+                        f"{self}: cannot be reached, {tried} ({reason}): check the network"
+                    ) from error
             RETRIES.add()
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.config.errors import UserError
-from pretraining.storage import StorageError
+from pretraining.storage import StorageError, UnreachableError
 
 T = TypeVar("T")
 SLOWEST = 1800.0  # s that one process may read or write longer than another, both with signs of life
@@ -142,10 +142,8 @@ def _attempt(act: Callable[[], T]) -> tuple[T | Failure, Exception | None]:
     try:
         return act(), None
     except Exception as error:  # whatever it is, the others wait to hear of it; `_raise` raises it again
-        kind = next(
-            (kind for kind in (UnreadableError, StorageError, UserError, OSError) if isinstance(error, kind)),
-            RuntimeError,
-        )
+        kinds = (UnreadableError, UnreachableError, StorageError, UserError, OSError)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
         return Failure(kind, str(error)), error
 
 

@@ -190,11 +190,19 @@ def train(texts: Iterable[str], vocabulary: int, target: Path, threads: int) -> 
 
     import sentencepiece
 
-    count = [0, 0]
+    count, unreadable = [0, 0], []
     model = io.BytesIO()
+
+    def sentences() -> Iterator[str]:
+        try:
+            yield from _sentences(texts, count)
+        except UserError as error:  # which sentencepiece would wrap in words of its own
+            unreadable.append(error)
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(texts, count),
+            sentence_iterator=sentences(),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocabulary,
@@ -211,6 +219,8 @@ def train(texts: Iterable[str], vocabulary: int, target: Path, threads: int) -> 
             minloglevel=2,
         )
     except RuntimeError as error:
+        if unreadable:
+            raise unreadable[0] from None
         reason = _size_remedy(str(error))
         text = f"a tokenizer trained on these {count[1]:,} characters"
         raise UserError(f"--vocab_size={vocabulary}: {text} {reason}, or give --tokenizer") from error

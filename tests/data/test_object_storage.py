@@ -224,8 +224,11 @@ def test_storage_that_stays_away_is_one_error_that_names_the_object(
     stream = open_stream(remote)
     monkeypatch.setattr(storage, "RETRY_FOR", 0.5)
     proxy.plan = lambda number, method, path: "503"
-    with pytest.raises(StorageError, match=r"^s3://bucket/away/set/s0.arrow: cannot be reached, .*check the network"):
+    with pytest.raises(
+        StorageError, match=r"^s3://bucket/away/set/s0.arrow: cannot be reached, .*check the network"
+    ) as away:
         stream.batch(0)
+    assert away.value.code == 5  # scripts/train.sh starts the run again
     proxy.plan = lambda number, method, path: ""
     stream.batch(0)
 

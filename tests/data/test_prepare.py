@@ -195,7 +195,9 @@ def test_input_that_cannot_be_read_is_named(
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_text(content)
     assert run(tmp_path) == 2
-    assert expected in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert expected in error
+    assert "--vocab_size" not in error  # whose tokenizer was being trained
 
 
 def test_a_shard_missing_from_what_was_prepared_is_named(prepared: Prepared, tmp_path: Path) -> None:
