@@ -225,17 +225,17 @@ def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialToken
         for dataset in datasets
         if dataset.description.get("separator") is not None
     }
-    flag = config.sep_token if config.sep_token is not None else config.eos_token
+    flag, name = (config.eos_token, "--eos_token") if config.sep_token is None else (config.sep_token, "--sep_token")
     separators = {*prepared.values(), *([] if flag is None else [flag])}
     if len(separators) > 1:
         listing = ", ".join(f"{folder} was prepared with separator {token}" for folder, token in prepared.items())
-        given = "" if flag is None else f"--sep_token={flag}, but "
+        given = "" if flag is None else f"{name}={flag}, but "
         raise UserError(f"{given}{listing}: leave the flag out, or prepare the data again with one separator")
     if not separators:
         for dataset in datasets:
             _check_endings(dataset)
     separator = separators.pop() if separators else DEFAULT_SEPARATOR
-    origin = "--sep_token" if flag is not None else DESCRIPTION if prepared else "the default, --sep_token sets another"
+    origin = name if flag is not None else DESCRIPTION if prepared else "the default, --sep_token sets another"
     eos = None if separator == NO_SEPARATOR else separator
     return SpecialTokens(eos, config.bos_token, config.bol_token, config.eol_token, origin)
 

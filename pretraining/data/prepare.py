@@ -148,6 +148,9 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         parser.error("give either --input or --stdlib")
     if options.sft and (options.stdlib or not options.tokenizer):
         parser.error("--sft needs --input, and --tokenizer of the model that is trained")
+    for name in ("vocab_size", "valid_every", "processes"):
+        if getattr(options, name) < 0:
+            parser.error(f"--{name}={getattr(options, name)}: use 0 or more")
     if options.longer not in LONGER:
         parser.error(f"--longer={options.longer}: choose one of {', '.join(LONGER)}")
     if not options.stdlib:

@@ -39,7 +39,8 @@ def check_memory(
         return
     if state > free:
         listed = ", ".join(f"{name} {size(count * host_devices)}" for name, count in per_device.items())
-        needs = f"at least {size(state)} for the state of {host_devices} devices ({listed})"
+        holders = "one device" if host_devices == 1 else f"{host_devices} devices"
+        needs = f"at least {size(state)} for the state of {holders} ({listed})"
     else:
         needs = f"{size(build)} to build the unsharded model in {host_processes} processes"
     subject = f"--model_variant={config.model_variant}, {amount(parameters)} parameters, needs {needs}"

@@ -121,7 +121,8 @@ def test_a_separator_that_the_documents_contradict_is_asked_for(tmp_path: Path) 
     corpus(tmp_path / "data", [[*document, EOS] for document in numbered([5, 30, 1] * 20)])
     with pytest.raises(UserError, match=f"end with id {EOS}, .*--sep_token={EOS} --strip_tokens={EOS}"):
         open_stream(settings(tmp_path / "data"))
-    for fields, separators in (({"sep_token": EOS, "strip_tokens": str(EOS)}, 1), ({"sep_token": 1}, 2)):
-        stream = open_stream(settings(tmp_path / "data", **fields))
+    given = (("sep_token", EOS, str(EOS), 1), ("sep_token", 1, "", 2), ("eos_token", 1, "", 2))
+    for name, token, strip, separators in given:
+        stream = open_stream(settings(tmp_path / "data", **{name: token, "strip_tokens": strip}))
         assert stream.facts()["datasets"][0]["tokens"] == 20 * 36 + separators * 60
-        assert stream.facts()["notes"] == [f"separator {fields['sep_token']} after every document (--sep_token)"]
+        assert stream.facts()["notes"] == [f"separator {token} after every document (--{name})"]

@@ -200,6 +200,13 @@ def test_input_that_cannot_be_read_is_named(
     assert "--vocab_size" not in error  # whose tokenizer was being trained
 
 
+@pytest.mark.parametrize("flag", ["--vocab_size=-1", "--valid_every=-1", "--processes=-2"])
+def test_negative_counts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main(["--stdlib", f"--output={tmp_path}", flag])
+    assert f"{flag}: use 0 or more" in capsys.readouterr().err
+
+
 def test_a_shard_missing_from_what_was_prepared_is_named(prepared: Prepared, tmp_path: Path) -> None:
     shutil.copytree(prepared.folder / "out" / "train", tmp_path / "train")
     next((tmp_path / "train").glob("*.arrow")).rename(tmp_path / "elsewhere")
