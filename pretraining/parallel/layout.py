@@ -33,6 +33,7 @@ from pretraining.parallel.sharding import (
     replicated_along_shard,
     shards_along,
     spec_of,
+    without_single,
 )
 from pretraining.parallel.stages import (
     layers_of_stage,
@@ -255,7 +256,7 @@ def _state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterato
         yield tensor("gradients", name, shape, layout.gradient(name), precision.gradients.itemsize)
         for moment in parameter.moment_specs().values():
             reduced = moment_shape(shape, moment)
-            spec = tuple(axis if n > 1 else None for axis, n in zip(layout.moment(name), reduced, strict=True))
+            spec = without_single(layout.moment(name), reduced)
             yield tensor("moments", name, reduced, spec, precision.optimizer_state.itemsize)
 
 

@@ -9,7 +9,7 @@ dimension that is not sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -108,6 +108,11 @@ def replicated_along_shard(spec: Spec) -> Spec:
 def on_mesh(spec: Spec, mesh: Mapping[str, int]) -> Spec:
     """Return `spec` without the axes that have a single rank in `mesh` (axis -> ranks)."""
     return tuple(_without(axis, [name for name, ranks in mesh.items() if ranks == 1]) for axis in spec)
+
+
+def without_single(spec: Spec, shape: Iterable[int]) -> Spec:
+    """Return `spec` of a tensor of this shape: dimensions of extent 1 are replicated."""
+    return tuple(axis if extent > 1 else None for axis, extent in zip(spec, shape, strict=True))
 
 
 def _without(axis: Axis, dropped: tuple[str, ...] | list[str]) -> Axis:

@@ -35,7 +35,6 @@ class TorchBlocks:
 
     def __init__(self, config: TrainConfig, tensor_ranks: DeviceMesh | None) -> None:
         self.config = config
-        self._is_recomputed = model_mask(config)
         self._group = tensor_ranks.get_group() if tensor_ranks and config.sequence_parallel else None
 
     def recompute_modules(self, model: Llama) -> None:
@@ -43,13 +42,12 @@ class TorchBlocks:
         if self.config.checkpoint_num_layers > 1:
             return
         recompute = _recompute_around_attention if self.config.save_attention else _recompute
-        for block, is_selected in zip(model.model.layers, self._is_recomputed, strict=True):
+        for block, is_selected in zip(model.model.layers, model_mask(self.config), strict=True):
             for path in recomputed_modules(self.config, block) if is_selected else []:
                 module = block.get_submodule(path)
                 module.forward = partial(checkpoint, module.forward, **RECOMPUTE)
             if is_selected and self.config.checkpoint_granularity == "full":
                 block.forward = MethodType(recompute, block)
-        self._is_recomputed = (False,) * len(self._is_recomputed)
 
     def __call__(self, blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
         """Run all blocks of the model, [B, T, D] -> [B, T, D]."""
@@ -66,7 +64,7 @@ class TorchBlocks:
     def run(self, blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs, first: int = 0) -> Tensor:
         """Run consecutive blocks, of which block `first` of the model is the first one.
 
-        Recomputes checkpoint_num_layers blocks together.
+        Recomputes checkpoint_num_layers blocks together, where that is several: all blocks are chosen then.
         """
 
         def run(x: Tensor, inputs: BatchInputs, *chosen: nn.Module) -> Tensor:
@@ -78,8 +76,7 @@ class TorchBlocks:
         layers, size, inputs = list(blocks), self.config.checkpoint_num_layers, inputs.next_block(first)
         for start in range(0, len(layers), size):
             chosen = layers[start : start + size]
-            is_recomputed = self._is_recomputed[first + start]
-            x = checkpoint(run, x, inputs, *chosen, **RECOMPUTE) if is_recomputed else run(x, inputs, *chosen)
+            x = checkpoint(run, x, inputs, *chosen, **RECOMPUTE) if size > 1 else run(x, inputs, *chosen)
             inputs = inputs.next_block(len(chosen))
         return x
 

@@ -6,13 +6,12 @@ waits for the device only where its result is read.
 
 from __future__ import annotations
 
-import functools
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +78,8 @@ class TorchEngine:
         if self.precision.float8:
             accelerator.require_float8(self.device)
         accelerator.set_matmul_precision(self.device, self.precision.compute)
-        self.kernel: Kernel = "chunked"
-        if config.attention_impl != "chunked":
-            self.kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)
+        kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)
+        self.kernel: Kernel = kernel if config.attention_impl == "auto" else "chunked"
         self.attention = ""
         self._joined, self.context = False, None
         self.device_mesh = self._open_mesh(processes)
@@ -216,7 +214,7 @@ class TorchEngine:
 
         Only `forward` is compiled: FSDP's hooks stay outside, and parameters keep their names.
         """
-        compiled = functools.cache(partial(torch.compile, **(self.accelerator.compile or {})))
+        compiled = cache(partial(torch.compile, **(self.accelerator.compile or {})))
         for module in (*model.model.layers, model.model.norm):
             module.forward = types.MethodType(compiled(module.forward.__func__), module)
         self._loss_and_gradient = compiled(loss_and_gradient)
@@ -233,9 +231,10 @@ class TorchEngine:
 
     def _dump_sharding(self) -> None:
         """Write the file that dump_sharding names, with the parameters of all stages."""
-        tables = [self.step.sharding()] * self.process_count
+        own = self.step.sharding()
+        tables = [own] * (self.process_count if self.mesh.stage > 1 else 1)
         if self.mesh.stage > 1:
-            dist.all_gather_object(tables, tables[self.process_index])
+            dist.all_gather_object(tables, own)
         if self.process_index == 0:
             write_sharding(self.config.dump_sharding, self.mesh, tables)
 

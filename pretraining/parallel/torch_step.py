@@ -22,6 +22,7 @@ from pretraining.noise import name_hashes, random_bits
 from pretraining.optim.optimizer import EMA, Optimizer, ParameterState
 from pretraining.optim.rules import Adam, Moments
 from pretraining.parallel.accelerator import ACCELERATORS
+from pretraining.parallel.sharding import without_single
 from pretraining.parallel.step import Gradients, OptimizerStep, TensorSharding
 from pretraining.parallel.torch_pipeline import EMBEDDING, TiedEmbedding
 from pretraining.parallel.torch_state import LocalShards, to_local
@@ -200,8 +201,7 @@ class TorchStep(OptimizerStep):
         name, layout = parameter.name, self.shards.layout
         shape = self.shards.unsharded_shape(name, tensor)
         spec = layout.moment(name) if is_moment else layout.parameter(name)
-        axes = tuple(axis if extent > 1 else None for axis, extent in zip(spec, shape, strict=True))
-        return TensorSharding(tuple(shape), tensor.dtype, axes, tensor.nbytes)
+        return TensorSharding(tuple(shape), tensor.dtype, without_single(spec, shape), tensor.nbytes)
 
     def random_bits(self, parameter: ParameterState, prefix: str, tensor: Tensor, update: Tensor) -> Tensor:
         """See OptimizerStep."""

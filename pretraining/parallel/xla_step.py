@@ -17,7 +17,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.noise import name_hashes, random_bits
 from pretraining.optim.optimizer import Optimizer, ParameterState
 from pretraining.parallel.layout import STACK, Layout
-from pretraining.parallel.sharding import Spec
+from pretraining.parallel.sharding import Spec, without_single
 from pretraining.parallel.stages import micro_batches_per_graph, stacked_layers
 from pretraining.parallel.step import Gradients, OptimizerStep, TensorSharding
 
@@ -96,7 +96,7 @@ class XlaStep(OptimizerStep):
     def moment_spec(self, parameter: ParameterState, moment: Tensor) -> Spec:
         """Return the layout's spec, with dimensions of extent 1 replicated."""
         spec = self.layout.stacked(parameter.name, self.layout.moment)
-        return tuple(axis if extent > 1 else None for axis, extent in zip(spec, moment.shape, strict=True))
+        return without_single(spec, moment.shape)
 
     def _mark(self, tensor: Tensor, parameter: ParameterState, spec_of: Callable[[str], Spec]) -> None:
         xs.mark_sharding(tensor, self.mesh, self.layout.stacked(parameter.name, spec_of))

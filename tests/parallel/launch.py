@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,12 @@ def launched(processes: int, *arguments: str) -> list[str]:
 def environment(**more: str) -> dict[str, str]:
     """Of a process started here: one thread each, so that four of them do not fight for two cores."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+@functools.cache
+def dump_of(case: str) -> str:
+    """The file that a case writes to dump_sharding."""
+    return f"{tempfile.mkdtemp()}/sharding.json"
 
 
 def run_on_torch(processes: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pretraining.parallel import accelerator, select
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine, refuse_variables
 from pretraining.parallel.torch_engine import TorchEngine
-from tests.parallel.launch import ALONE, run_on_torch
+from tests.parallel.launch import ALONE, dump_of, run_on_torch
 from tests.parallel.toy import RAMP, instruction_cases
 
 slow = pytest.mark.slow
@@ -172,12 +172,6 @@ EXACT = [
 
 
 @functools.cache
-def dump_of(case: str) -> str:
-    """The file that a case writes to dump_sharding."""
-    return f"{tempfile.mkdtemp()}/sharding.json"
-
-
-@functools.cache
 def outcome(processes: int) -> dict[str, Any]:
     cases = CASES[processes]
     if processes == 4:
@@ -187,7 +181,7 @@ def outcome(processes: int) -> dict[str, Any]:
         cases["instructions, packed, stages"] = {**FSDP, **INTERLEAVED, **packed}
         cases["instructions, packed, context"] = {**FSDP, **CONTEXT, **TENSOR, **packed}
         for case in DUMPED:
-            cases[case] |= {"dump_sharding": dump_of(case)}
+            cases[case] = {**cases[case], "dump_sharding": dump_of(case)}
         for case in RESUMED:
             cases[f"{case}, resumed"] = {**cases[case], "halfway": f"{tempfile.mkdtemp()}/run"}
     return run_on_torch(processes, cases)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.launch import ALONE, run, run_on_torch, run_on_xla
+from tests.parallel.launch import ALONE, dump_of, run, run_on_torch, run_on_xla
 from tests.parallel.toy import RAMP, instruction_cases
 
 pytest.importorskip("torch_xla")
@@ -173,6 +173,9 @@ CASES: dict[int, dict[str, Fields]] = {
 }
 
 
+DUMPED = "tensor and sequence"
+
+
 def instructions(devices: int) -> dict[str, Fields]:
     """Packed examples; on 8 devices, each micro-batch and device has another number of trained tokens."""
     sizes = {1: {"batch_size": 16}, 8: {"batch_size": 1, **RECOMPUTED["a third"]}}
@@ -190,17 +193,11 @@ def ramps(devices: int) -> dict[str, Fields]:
 
 
 @functools.cache
-def dump() -> str:
-    """The file that a case writes to dump_sharding."""
-    return f"{tempfile.mkdtemp()}/sharding.json"
-
-
-@functools.cache
 def outcome(devices: int) -> tuple[dict[str, Any], str]:
     """Every case on this many devices, and stderr. Level 0 lets warnings of XLA through, so that silence is absence."""
     cases = {**CASES[devices], **instructions(devices), **ramps(devices)}
     if devices == 8:
-        cases["tensor and sequence"] |= {"dump_sharding": dump()}
+        cases[DUMPED] = {**cases[DUMPED], "dump_sharding": dump_of(DUMPED)}
     return run_on_xla(devices, cases, TF_CPP_MIN_LOG_LEVEL="0")
 
 
@@ -264,8 +261,8 @@ def test_the_compiler_reports_no_involuntary_rematerialization(devices: int) -> 
 
 
 def test_dump_sharding_names_the_axes_and_bytes_of_every_parameter() -> None:
-    held = outcome(8)[0]["tensor and sequence"]["bytes"]
-    written = json.loads(Path(dump()).read_text())
+    held = outcome(8)[0][DUMPED]["bytes"]
+    written = json.loads(Path(dump_of(DUMPED)).read_text())
     assert written["mesh"]["tensor"] == 4
     query = written["parameters"]["model.layers.self_attn.q_proj.weight"]
     assert (query["shape"], query["axes"]) == ([4, 64, 64], [None, "tensor", "shard"])
