@@ -102,8 +102,8 @@ def sample(config: TrainConfig, split: str, step: int, rows: int) -> list[str]:
     """
     stream, path = open_stream(config, split=split), config.tokenizer_path
     if step < 0 or (stream.steps is not None and step >= stream.steps):
-        last = "" if stream.steps is None else f" to {stream.steps - 1}"
-        raise UserError(f"--step={step}: the {split} data have steps from 0{last}")
+        end = "" if stream.steps is None else f" to {stream.steps - 1}"
+        raise UserError(f"--step={step}: the {split} data have steps from 0{end}")
     batch = stream.batch(step)
     decode = open_tokenizer(path).decode if path else (lambda ids: " ".join(map(str, ids)))
     lines = []
@@ -116,10 +116,10 @@ def sample(config: TrainConfig, split: str, step: int, rows: int) -> list[str]:
         lines[-1] += f", {np.count_nonzero(trained)} trained"
         example = batch["segments"][number] if "segments" in batch else np.zeros(len(row))
         edges = np.flatnonzero((np.diff(trained) != 0) | (np.diff(example) != 0)) + 1
-        for start, end in itertools.pairwise([0, *edges.tolist(), len(row)]):
-            text = decode(row[start:end].tolist())
-            is_new = start and example[start] != example[start - 1]
-            lines[-1] += ("\n" if is_new or not start else "") + (f">>>{text}<<<" if trained[start] else text)
+        for first, last in itertools.pairwise([0, *edges.tolist(), len(row)]):
+            text = decode(row[first:last].tolist())
+            is_new = first and example[first] != example[first - 1]
+            lines[-1] += ("\n" if is_new or not first else "") + (f">>>{text}<<<" if trained[first] else text)
     return lines
 
 

@@ -183,10 +183,8 @@ class ObjectPath:
                     remedy = "check the credentials that the environment gives, and what they may do"
                     raise StorageError(f"{self}: refused ({reason}): {remedy}") from error
                 if time.monotonic() - began + pause > RETRY_FOR:
-                    tried = f"tried for {RETRY_FOR:.0f} s"
-                    raise UnreachableError(
-                        f"{self}: cannot be reached, {tried} ({reason}): check the network"
-                    ) from error
+                    tried = f"tried for {RETRY_FOR:.0f} s ({reason})"
+                    raise UnreachableError(f"{self}: cannot be reached, {tried}: check the network") from error
             RETRIES.add()
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)

@@ -190,19 +190,11 @@ def train(texts: Iterable[str], vocabulary: int, target: Path, threads: int) -> 
 
     import sentencepiece
 
-    count, unreadable = [0, 0], []
+    count, unreadable = [0, 0], list[UserError]()
     model = io.BytesIO()
-
-    def sentences() -> Iterator[str]:
-        try:
-            yield from _sentences(texts, count)
-        except UserError as error:  # which sentencepiece would wrap in words of its own
-            unreadable.append(error)
-            raise
-
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences(),
+            sentence_iterator=_sentences(texts, count, unreadable),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocabulary,
@@ -219,7 +211,7 @@ def train(texts: Iterable[str], vocabulary: int, target: Path, threads: int) -> 
             minloglevel=2,
         )
     except RuntimeError as error:
-        if unreadable:
+        if unreadable:  # sentencepiece has wrapped it in words of its own
             raise unreadable[0] from None
         reason = _size_remedy(str(error))
         text = f"a tokenizer trained on these {count[1]:,} characters"
@@ -237,10 +229,14 @@ def _size_remedy(message: str) -> str:
     return f"failed ({message}); use another size"
 
 
-def _sentences(texts: Iterable[str], count: list[int]) -> Iterator[str]:
-    """Yield the texts in sentences. count: documents and characters so far."""
-    for text in texts:
-        count[0] += 1
-        count[1] += len(text)
-        for start in range(0, len(text), _SENTENCE):
-            yield text[start : start + _SENTENCE]
+def _sentences(texts: Iterable[str], count: list[int], unreadable: list[UserError]) -> Iterator[str]:
+    """Yield the texts in sentences. count: documents and characters so far. unreadable: gets what ends the texts."""
+    try:
+        for text in texts:
+            count[0] += 1
+            count[1] += len(text)
+            for start in range(0, len(text), _SENTENCE):
+                yield text[start : start + _SENTENCE]
+    except UserError as error:
+        unreadable.append(error)
+        raise
