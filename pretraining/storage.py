@@ -40,6 +40,9 @@ _PERMANENT = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATC
 _BEYOND_END = "HTTP status 416"  # of a range in an object that became shorter than it was when it was opened
 _CHANGED = "changed while it is read: restore the indexed object, or start again"
 GOOGLE = "gs://"
+# Bytes of the smallest read, where the object has as many: the client puts the storage's answer to a read that fails
+# (of about 400 bytes) where the data would be, and reports a network error instead of it if there is no room.
+SMALLEST_READ = 4 << 10
 BUFFER = 1 << 20  # bytes that a file object reads ahead: a request takes as long as a MiB at 50 MB/s
 
 
@@ -346,7 +349,10 @@ class ObjectFile(io.RawIOBase):
         if start + count > self.stamp.size:
             end = self.stamp.size
             raise StorageError(f"{self.path}: truncated at byte {end}, before byte {start + count}: copy it again")
-        return self.path.request(lambda client, name: self._input.read_at(count, start)) if count else b""
+        first = min(start, max(0, self.stamp.size - SMALLEST_READ))
+        size = max(start + count - first, min(SMALLEST_READ, self.stamp.size))
+        data = self.path.request(lambda client, name: self._input.read_at(size, first)) if count else b""
+        return data[start - first : start - first + count]
 
     # ---- io.RawIOBase
 
