@@ -262,7 +262,8 @@ def neox(shape: Callable[[float], float]) -> Callable[[int, Schedule], float]:
 
     def rate(step: int, s: Schedule) -> float:
         if s.warmup and step <= s.warmup:
-            return s.peak * max(1, step) / s.warmup
+            # At most the peak: the source begins above it where the warm-up is shorter than a step.
+            return s.peak * min(max(1, step) / s.warmup, 1)
         return max(shape_of((min(step, s.total) - s.warmup) / (s.total - s.warmup), s), s.floor)
 
     def shape_of(done: float, s: Schedule) -> float:

@@ -146,6 +146,11 @@ VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
     ({**SHORT, "lr_schedule": "wsd", "lr_hold_steps": 60, "min_lr": 0.1}, {10: 1.0, 70: 1.0, 90: 0.55, 110: 0.1}),
     ({**SHORT, "lr_schedule": "neox_linear"}, {0: 0.1, 1: 0.1, 5: 0.5, 10: 1.0, 60: 0.5, 110: 0.0}),
     ({**SHORT, "lr_schedule": "neox_linear", "min_lr": 0.6}, {10: 1.0, 60: 0.6, 110: 0.6}),
+    # a fifth of a step of warm-up, which GPT-NeoX would begin with five times the peak
+    (
+        {"lr_schedule": "neox_linear", "learning_rate": 1.0, "lr_warmup_ratio": 0.01, "num_steps": 20},
+        {0: 1.0, 10: 10 / 19.8},
+    ),
     ({**SHORT, "lr_schedule": "neox_exponential"}, {10: 1.0, 110: math.exp(-0.693)}),
     ({**SHORT, "lr_schedule": "neox2022_linear"}, {0: 0.0, 5: 0.5, 10: 1.0, 65: 0.5, 100: 20 / 110, 110: 20 / 110}),
     # megatron/learning_rates.py: constant is the peak for good after max(1, step) / warmup (in 2022 step / warmup)
