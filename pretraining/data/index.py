@@ -129,8 +129,11 @@ def _load(file: ShardFile, sidecar: Path) -> ShardIndex | None:
     ):
         return None
     # the version of an object is that of its content; the time of a file is not
-    fresh = is_remote(file.path) or index.fingerprint == _fingerprint(file.path, index.tokens)
-    return index if fresh else None
+    if not is_remote(file.path) and index.fingerprint != _fingerprint(file.path, index.tokens):
+        return None
+    # the sidecar may have been built under another path of the shard: relative, or through a link
+    tokens = file.path if index.tokens == index.path else index.tokens
+    return replace(index, path=file.path, tokens=tokens)
 
 
 def _read_header(sidecar: Path) -> ShardIndex | None:

@@ -148,15 +148,15 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         parser.error("give either --input or --stdlib")
     if options.sft and (options.stdlib or not options.tokenizer):
         parser.error("--sft needs --input, and --tokenizer of the model that is trained")
-    for name in ("vocab_size", "valid_every", "processes"):
-        if getattr(options, name) < 0:
-            parser.error(f"--{name}={getattr(options, name)}: use 0 or more")
+    for name, least in (("vocab_size", 0), ("valid_every", 0), ("processes", 0), ("separator", -1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name}={getattr(options, name)}: use {least} or more")
     if options.longer not in LONGER:
         parser.error(f"--longer={options.longer}: choose one of {', '.join(LONGER)}")
-    if not options.stdlib:
-        return replace(options, vocab_size=options.vocab_size or 32_000)
-    vocab_size, valid_every = options.vocab_size or 4096, options.valid_every or 20
-    return replace(options, vocab_size=vocab_size, valid_every=valid_every, endings=".py")
+    options = replace(options, vocab_size=options.vocab_size or (4096 if options.stdlib else 32_000))
+    if not options.tokenizer and options.separator >= options.vocab_size:
+        parser.error(f"--separator={options.separator}: use an id below --vocab_size={options.vocab_size}")
+    return replace(options, valid_every=options.valid_every or 20, endings=".py") if options.stdlib else options
 
 
 def _truth(text: str) -> bool:
@@ -190,19 +190,21 @@ def _plan(options: Options, files: list[Path]) -> dict[str, Any]:
 
 
 def _claim(output: Path, plan: dict[str, Any]) -> None:
-    """Write the plan into the output folder. UserError if the folder holds anything else or another plan.
+    """Write the plan into the output folder. UserError if the folder holds anything else, or shards of another plan.
 
-    A plan that ended before its tokenizer was written is replaced: it left nothing behind.
+    What another plan left that ended before its first shard was complete is removed: a wrong setting may have ended it.
     """
-    path = output / PLAN
-    if path.is_file() and any(output.glob("tokenizer.*")):
+    path, content = output / PLAN, json.dumps(plan, indent=2) + "\n"
+    has_shards = (output / FLAGS).is_file() or any((output / RECORDS).glob("*.json"))
+    if has_shards or not path.is_file():
         _refuse_other(output, plan)
+    if path.is_file() and (has_shards or path.read_text() == content):
         return
-    if not path.is_file():
-        _refuse_other(output, plan)
+    for left in (*output.glob("tokenizer.*"), *output.glob("*/part-*.arrow"), *output.glob("*/.part-*.tmp")):
+        left.unlink(missing_ok=True)
     for folder in (RECORDS, *SPLIT_FLAGS):
         (output / folder).mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(plan, indent=2) + "\n")
+    write_atomically(path, content)
 
 
 def _refuse_other(output: Location, plan: dict[str, Any]) -> None:
@@ -215,6 +217,8 @@ def _refuse_other(output: Location, plan: dict[str, Any]) -> None:
                 f"{output}: prepared from something else ({', '.join(changed)} changed, see {PLAN}): choose another "
                 "--output or remove the folder"
             )
+    elif output.exists() and not output.is_dir():
+        raise UserError(f"{output}: not a folder: choose another --output")
     elif output.is_dir() and any(output.iterdir()):
         raise UserError(f"{output}: not empty and not prepared by this command: choose another --output")
 
@@ -273,7 +277,7 @@ def _copy_or_train(options: Options, sources: list[TextShard], output: Path) -> 
     if target.is_file():
         return target
     if options.tokenizer:
-        open_tokenizer(options.tokenizer)
+        open_tokenizer(options.tokenizer, "--tokenizer")
         write_atomically(target, Path(options.tokenizer).read_bytes())
         return target
     print(f"training a tokenizer of {options.vocab_size:,} ids on a sample of the text", flush=True)

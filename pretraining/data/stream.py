@@ -22,6 +22,7 @@ from pretraining.data.datasets import (
     SPLITS,
     Dataset,
     SpecialTokens,
+    SplitSource,
     dataset_weights,
     describe_labels,
     describe_separator,
@@ -37,6 +38,7 @@ from pretraining.data.remote import RangeCache
 from pretraining.data.state import consumed_at, open_state
 from pretraining.data.stores.labels import IGNORED, unmark
 from pretraining.data.text_bytes import ByteCounter
+from pretraining.data.tokenizer import check_tokenizer
 
 Batch = dict[str, np.ndarray]
 NO_ROWS: Mapping[str, Rows] = MappingProxyType({})  # split -> data of one's own
@@ -408,7 +410,7 @@ def open_stream(
         )
         for dataset in datasets
     ]
-    _check_not_empty(config, datasets, corpora, split)
+    _check_not_empty(source, datasets, corpora, split)
     schedule = mixture_schedule(dataset_weights(source, datasets, [corpus.tokens for corpus in corpora]))
     tokens = payload(config, special)
     if split == "train":
@@ -454,6 +456,8 @@ def splits_of(config: TrainConfig) -> list[str]:
 
 def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> None:
     """Raise UserError for everything about the run's data that can be known without the number of devices."""
+    if config.tokenizer_path and not config.use_dummy_dataset:  # checkpoints record it, also where training reads none
+        check_tokenizer(config.tokenizer_path)
     for split in splits_of(config):
         open_stream(config, split=split, own=own.get(split)).close()
 
@@ -528,11 +532,17 @@ def _order_settings(config: TrainConfig, special: SpecialTokens, shares: str) ->
     }
 
 
-def _check_not_empty(config: TrainConfig, datasets: list[Dataset], corpora: list[Corpus], split: str) -> None:
+def _check_not_empty(source: SplitSource, datasets: list[Dataset], corpora: list[Corpus], split: str) -> None:
+    flag = source.weights_flag.replace("weights", "datasets")
+    folder = "data_path" if split == "train" else f"{split}_data_path"
+    other = f"leave it out of --{flag}" if len(datasets) > 1 and flag else f"set another --{folder}"
     for dataset, corpus in zip(datasets, corpora, strict=True):
+        if not corpus.tokens and source.shares:
+            count = sum(shard.documents for shard in dataset.shards)
+            has = f"--split={source.shares} gives {split} no tokens of its {count:,} documents"
+            raise UserError(f"{dataset.folder}: {has}: raise that share, or {other}")
         if not corpus.tokens:
-            part = f" in its {split} split (--split={config.split})" if config.split else ""
-            raise UserError(f"{dataset.folder}: no tokens{part}: remove it from --datasets or fill it")
+            raise UserError(f"{dataset.folder}: no tokens: fill it, or {other}")
 
 
 def _check_batch(datasets: list[Dataset], corpora: list[Corpus], schedule: MixtureSchedule, tokens: int) -> None:
@@ -558,7 +568,10 @@ def _extent(
     if split == "train":
         return (None if config.num_epochs is None else config.num_epochs * tokens // length), None
     sequences = tokens // length
-    if not sequences or (config.drop_last_val and sequences < rows):
+    if not sequences:
+        have = f"the {split} data have {tokens:,} tokens, but a sequence has {length:,}"
+        raise UserError(f"{have}: lower --seq_length, or hold out more data")
+    if config.drop_last_val and sequences < rows:
         raise UserError(
             f"the {split} data are {sequences:,} sequences of {length:,} tokens, but a global batch takes {rows:,}: "
             "lower --global_batch_size or --seq_length, or give --drop_last_val=False"

@@ -166,17 +166,26 @@ def _piece_bytes(piece: str) -> int:
     return len(piece.replace(SPACE, " ").encode())
 
 
-def open_tokenizer(path: str) -> Tokenizer:
-    """Open the tokenizer at `path`: *.json is Hugging Face's, others sentencepiece's. UserError if it is neither."""
+def check_tokenizer(path: str, flag: str = "--tokenizer_path") -> None:
+    """Raise UserError if there is no file at `path`, which `flag` names."""
     if not location(path).is_file():
-        raise UserError(f"--tokenizer={path}: no such file")
-    model = location(path).read_bytes()
-    if path.endswith(".json"):
-        return HuggingFaceTokenizer(model)
+        raise UserError(f"{flag}={path}: no such file; give the tokenizer of the data, tokenizer.model or .json")
+
+
+def open_tokenizer(path: str, flag: str = "--tokenizer_path") -> Tokenizer:
+    """Open the tokenizer at `path`, which `flag` names: *.json is Hugging Face's, others sentencepiece's.
+
+    UserError if it is neither.
+    """
+    check_tokenizer(path, flag)
+    model, is_json = location(path).read_bytes(), path.endswith(".json")
     try:
-        return SentencePieceTokenizer(model)
-    except (RuntimeError, OSError, UnicodeDecodeError) as error:  # the last one: a damaged name in the message of it
-        raise UserError(f"--tokenizer={path}: not a sentencepiece model ({error})") from error
+        return HuggingFaceTokenizer(model) if is_json else SentencePieceTokenizer(model)
+    except UserError:  # of a missing package
+        raise
+    except (RuntimeError, OSError, ValueError) as error:
+        kind = "Hugging Face tokenizer.json" if is_json else "sentencepiece model"
+        raise UserError(f"{flag}={path}: not a {kind} ({error})") from error
 
 
 def train(texts: Iterable[str], vocabulary: int, target: Path, threads: int) -> tuple[int, int]:

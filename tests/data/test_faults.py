@@ -197,6 +197,14 @@ def test_a_dataset_without_tokens_is_an_error(tmp_path: Path) -> None:
     assert complaint(tmp_path / "data").startswith(f"{folder}: no tokens")
 
 
+def test_too_few_documents_for_a_split_are_counted(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([60] * 3))
+    config = settings(tmp_path / "data", split="949,50,1", val_interval=1)
+    message = "--split=949,50,1 gives valid no tokens of its 3 documents: .* --valid_data_path"
+    with pytest.raises(UserError, match=message):
+        open_stream(config, split="valid")
+
+
 def test_a_stale_index_is_built_again(tmp_path: Path) -> None:
     """Same name, same size, same time: only the content differs (Megatron's cached index is used all the same)."""
     folder = corpus(tmp_path / "data", numbered([10, 50] * 200))

@@ -112,6 +112,22 @@ def test_the_same_command_again_does_nothing_and_another_is_refused(
     assert "prepared from something else (settings changed" in capsys.readouterr().err
     assert prepare.main([f"--input={folder / 'in'}", f"--output={folder}"]) == 2
     assert "not empty and not prepared by this command" in capsys.readouterr().err
+    file = folder / "out" / "plan.json"
+    assert prepare.main([f"--input={folder / 'in'}", f"--output={file}"]) == 2
+    assert f"{file}: not a folder: choose another --output" in capsys.readouterr().err
+
+
+def test_a_text_key_that_was_wrong_can_be_corrected(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    wanted = texts(20)
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in wanted))
+    tokenizer = f"--tokenizer={prepared.folder / 'out' / 'tokenizer.model'}"
+    assert run(tmp_path, tokenizer) == 2
+    assert "choose the field with --text_key" in capsys.readouterr().err
+    assert run(tmp_path, tokenizer, "--text_key=body") == 0
+    assert delivered(tmp_path) == wanted
 
 
 def remain(group: int) -> bool:
@@ -200,11 +216,20 @@ def test_input_that_cannot_be_read_is_named(
     assert "--vocab_size" not in error  # whose tokenizer was being trained
 
 
-@pytest.mark.parametrize("flag", ["--vocab_size=-1", "--valid_every=-1", "--processes=-2"])
-def test_negative_counts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "remedy"),
+    [
+        *((f"--{name}=-2", "use 0 or more") for name in ("vocab_size", "valid_every", "processes")),
+        ("--separator=-2", "use -1 or more"),
+        ("--separator=5000", "use an id below --vocab_size=4096"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, remedy: str
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         prepare.main(["--stdlib", f"--output={tmp_path}", flag])
-    assert f"{flag}: use 0 or more" in capsys.readouterr().err
+    assert f"{flag}: {remedy}" in capsys.readouterr().err
 
 
 def test_a_shard_missing_from_what_was_prepared_is_named(prepared: Prepared, tmp_path: Path) -> None:

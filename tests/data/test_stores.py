@@ -92,6 +92,23 @@ def test_the_index_is_built_once_and_never_next_to_the_data(tmp_path: Path, monk
     assert np.array_equal(rows(open_stream(settings(tmp_path / "data")), 9), first)
 
 
+def test_data_are_the_same_under_every_path_to_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    for number, store in enumerate(("flat_uint32", "parquet", "megatron")):
+        STORES[store](tmp_path / "data" / "a" / f"s{number}", DOCUMENTS[32 * number : 32 * number + 32])
+    monkeypatch.chdir(tmp_path)
+    data, index = tmp_path / "data", str(tmp_path / "index")
+    first = open_stream(settings(Path("link"), index_dir=index))
+    want = rows(first, 9)
+    for path in (data, Path("data"), data):
+        stream = open_stream(settings(path, index_dir=index))
+        assert stream.state(9) == first.state(9)
+        assert np.array_equal(rows(stream, 9), want)
+        if path == Path("data"):
+            (tmp_path / "link").unlink()
+
+
 def test_data_in_a_folder_that_cannot_be_written_is_read(tmp_path: Path) -> None:
     folder = corpora.corpus(tmp_path / "data", DOCUMENTS)
     folder.chmod(0o555)

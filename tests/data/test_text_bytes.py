@@ -17,7 +17,7 @@ from hypothesis import settings as tries
 from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
-from pretraining.data import IGNORED, open_stream
+from pretraining.data import IGNORED, check_data, open_stream
 from pretraining.data.text_bytes import ByteCounter
 from pretraining.data.tokenizer import open_tokenizer, train
 from tests.data.corpora import corpus, numbered, settings
@@ -88,9 +88,16 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(tmp_path: Path) -> 
     )
     with pytest.raises(UserError, match=r"--tokenizer_path=.* has 320 ids, but the data have \d+"):
         stream.text_bytes(stream.batch(0))
-    with pytest.raises(UserError, match="no such file"):
-        open_stream(settings(tmp_path / "data", tokenizer_path="gone.model", split="1,1"), split="valid")
-    open_stream(settings(tmp_path / "data", tokenizer_path="gone.model"))  # training does not read it
+
+
+def test_a_tokenizer_that_is_missing_or_damaged_is_refused_also_where_training_does_not_read_it(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([40] * 20, 300))
+    with pytest.raises(UserError, match=r"--tokenizer_path=gone\.model: no such file"):
+        check_data(settings(tmp_path / "data", tokenizer_path="gone.model"))
+    damaged = tmp_path / "tokenizer.json"
+    damaged.write_text("{")
+    with pytest.raises(UserError, match=f"--tokenizer_path={damaged}: not a Hugging Face tokenizer.json"):
+        open_stream(settings(tmp_path / "data", tokenizer_path=str(damaged), split="1,1"), split="valid")
 
 
 def test_groups_of_one_dataset_have_the_sequences_of_the_batches_on_any_ranks(tmp_path: Path) -> None:
