@@ -21,7 +21,8 @@ from torch import Tensor
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.folder import newest_checkpoint
 from pretraining.checkpoint.huggingface import open_any_checkpoint
-from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.manifest import Checkpoint, open_checkpoint
+from pretraining.checkpoint.restoring import check_base
 from pretraining.checkpoint.store import is_weight, read_tensors, with_moving_averages
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone
@@ -108,7 +109,8 @@ def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig
         checkpoint = with_moving_averages(checkpoint)
     config = saved_config(checkpoint.facts.config)
     tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
-    return load_model(config, {**base_weights(config), **read_tensors(checkpoint, is_weight)}), tokenizer, config
+    weights = {**base_weights(checkpoint, config), **read_tensors(checkpoint, is_weight)}
+    return load_model(config, weights), tokenizer, config
 
 
 def decoded(tokenizer: Tokenizer, prompt: list[int], added: Iterable[int]) -> Iterator[str]:
@@ -130,16 +132,18 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(
             "no tokenizer in the run's configuration: give --tokenizer_path=FILE, the tokenizer of its data"
         )
-    if not location(path).is_file():
-        raise UserError(f"--tokenizer_path={path}: no such file; give the tokenizer of the run's data")
     return open_tokenizer(path)
 
 
-def base_weights(config: TrainConfig) -> dict[str, Tensor]:
-    """Return the frozen weights of a checkpoint that has only adapters: ckpt_load_path's, or the initial ones."""
+def base_weights(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Tensor]:
+    """Return the frozen weights of a checkpoint that has only adapters: ckpt_load_path's, or the initial ones.
+
+    Raises UserError if ckpt_load_path has other weights than the adapters were trained on.
+    """
     if not adapters_alone(config):
         return {}
     if config.ckpt_load_path:
+        check_base(checkpoint.path, checkpoint.facts, config, "put those there")
         return read_tensors(open_any_checkpoint(location(config.ckpt_load_path)), is_weight)
     return {name: weight.detach() for name, weight in build_model(config).named_parameters()}
 

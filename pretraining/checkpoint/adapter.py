@@ -39,6 +39,13 @@ def adapter_config(config: TrainConfig) -> dict[str, Any]:
     }
 
 
+def their_name(config: TrainConfig, name: str) -> str:
+    """Return PEFT's name of a trained parameter: the bias of a projection with an adapter is that of its base_layer."""
+    module, _, kind = name.rpartition(".")
+    is_wrapped = kind == "bias" and any(module.endswith(target) for target in adapted(config))
+    return f"{PREFIX}{module}.base_layer.bias" if is_wrapped else f"{PREFIX}{name}"
+
+
 def adapter_folder(config: TrainConfig) -> Path | None:
     """Return the folder of the adapter to start from, or None if --lora_load_path is not set."""
     return Path(config.lora_load_path) / config.lora_load_tag if config.lora_load_path else None
@@ -63,7 +70,10 @@ def open_adapter(folder: Path, config: TrainConfig) -> Checkpoint:
     ]
     if problems:
         raise ConfigError(problems)
-    entries = {name.removeprefix(PREFIX): entry for name, entry in safetensors_entries(folder / MODEL).items()}
+    entries = {
+        name.removeprefix(PREFIX).replace(".base_layer.", "."): entry
+        for name, entry in safetensors_entries(folder / MODEL).items()
+    }
     facts = Facts(0, 0, None, asdict(config), "none", {})
     return Checkpoint(folder, facts, Manifest(entries, {MODEL: shard_file(folder / MODEL)}))
 

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when to save, which to keep, and a lock against other runs.
+"""The checkpoints of one run: when to save, which to keep, and locks against other runs.
 
 The loop asks `due` and hands over the state; of the engine only the protocol is used. Steps are counted after the
 update: step_100 is the state after 100 updates.
@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from pretraining.checkpoint.files import LOCK, FolderLock, set_aside, write_file
-from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints, keep_newest, newest_first, sweep
+from pretraining.checkpoint.folder import find_checkpoints, keep_newest, newest_first, sweep
 from pretraining.checkpoint.local import LocalTier
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.restoring import Restoring, check_policy, checkpoint_folder
+from pretraining.checkpoint.restoring import Restoring, base_digest, check_policy, checkpoint_folder
 from pretraining.checkpoint.store import HostBuffer, LogicalTensors, PendingSave, is_weight
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import parse_steps
@@ -43,26 +43,36 @@ class Checkpoints:
     """One per run and process; every method is collective over the processes."""
 
     def __init__(self, config: TrainConfig, log_dir: Path) -> None:
-        """Lock the folder if this run saves. Raises UserError if another run has it or it cannot be written."""
+        """Lock `log_dir`, and the folder of checkpoints if this run saves.
+
+        Raises UserError if another run has one of them or it cannot be written.
+        """
         self._config, self._peers = config, Peers(timeout=config.collective_timeout)
-        self.folder, self._local = checkpoint_folder(config, log_dir), log_dir / CHECKPOINTS
+        self.folder = checkpoint_folder(config, log_dir)
         self._extra = set(parse_steps(config.extra_checkpoint_steps))
-        self._lock: FolderLock | None = None
+        self._locks: list[FolderLock] = []
         self._saved: int | None = None  # newest step that is committed, or being written
         self._failures = 0  # saves in a row
+        self._base = ""  # base_digest of the run
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None  # the asynchronous save that was started last
         self._buffer = HostBuffer()
-        if config.checkpoint_interval:
-            self._peers.lead(self._claim)
+        self._peers.lead(lambda: self._claim(log_dir))
         self._tier = LocalTier(config, self._peers) if config.ckpt_local_path else None
 
-    def _claim(self) -> None:
+    def _claim(self, log_dir: Path) -> None:
+        try:  # a run that saves nothing writes its metrics there
+            self._locks.append(FolderLock(log_dir, "log_dir" if self._config.log_dir else "run_name"))
+        except OSError as error:
+            raise UserError(
+                f"--log_dir={log_dir}: cannot be written ({error.strerror}); give another folder"
+            ) from error
+        if not self._config.checkpoint_interval:
+            return
         try:
             if isinstance(self.folder, Path):
-                self._lock = FolderLock(self.folder)
-            else:  # object storage has no locks; this one keeps a second process of the run out, on this host
-                self._lock = FolderLock(self._local)
+                self._locks.append(FolderLock(self.folder, "ckpt_save_path"))
+            else:  # object storage has no locks
                 write_file(self.folder / LOCK, f"last used from {socket.gethostname()}\n".encode())
             sweep(self.folder)
         except OSError as error:
@@ -88,6 +98,8 @@ class Checkpoints:
             facts: Facts | None = self._continue(restoring, found.committed, local)
         else:
             facts = restoring.start()
+        if self._config.checkpoint_interval:
+            self._base = self._peers.lead(lambda: base_digest(self._config))
         if self._tier:
             self._tier.forget_after(facts.step if facts else 0)
         return facts
@@ -129,7 +141,7 @@ class Checkpoints:
         kept = {name: value for name, value in state.items() if self._is_kept(name)}
         began, tier = time.perf_counter(), None if asked or self._is_durable(step) else self._tier
         try:
-            pending = self._planned(kept, replace(facts, step=step), tier)
+            pending = self._planned(kept, replace(facts, step=step, base=self._base), tier)
             if self._config.async_checkpointing and self._has_room(pending):
                 pending.stage(self._buffer)
                 self._writing = self._writer.submit(self._finish, pending, began, tier)
@@ -166,7 +178,7 @@ class Checkpoints:
         tier.retain() if tier else self._retain()
 
     def _retain(self) -> None:
-        if not self._config.keep_last_n_checkpoints or self._lock is None:
+        if not (self._config.checkpoint_interval and self._config.keep_last_n_checkpoints and self._locks):
             return
         try:
             keep_newest(self.folder, self._config.keep_last_n_checkpoints)
@@ -193,9 +205,9 @@ class Checkpoints:
         """Wait for the last save and release the folder. Raises SaveFailedError if that save failed."""
         self.wait()
         self._retain()  # the run may have been killed between its last save and the removal of old ones
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        for lock in self._locks:
+            lock.release()
+        self._locks.clear()
         if self._tier:
             self._tier.release()
         if self._failures:

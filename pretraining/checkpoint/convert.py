@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from pretraining.checkpoint import adapter
-from pretraining.checkpoint.adapter import MODEL, PREFIX, adapter_config, merge_adapter
+from pretraining.checkpoint.adapter import MODEL, adapter_config, merge_adapter, their_name
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.export_tokenizer import export_tokenizer
 from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
@@ -157,14 +157,17 @@ def to_huggingface(
     config = saved_config(checkpoint.facts.config)
     _check_average(checkpoint, config, others)
     names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
+    special_ids, tokenizer = export_tokenizer(tokenizer_path or config.tokenizer_path)
     if adapters_alone(config):
         folder = _new_folder(target)
         _write_adapter(folder, checkpoint, config, names, dtype)
+        for name, content in tokenizer.items():
+            write_file(folder / name, content)
         rename(folder, target)
         return target
     ours = _placeholders(checkpoint, filterfalse(is_adapter, names), dtype)
     stored = str(next(iter(ours.values())).dtype).removeprefix("torch.")
-    fields = config_json(replace(config, lora_rank=0), stored)
+    fields = config_json(replace(config, lora_rank=0), stored) | special_ids
     parts = their_names(ours) if fields["model_type"] == GPT_NEOX else {name: (name,) for name in ours}
     heads = fields["num_attention_heads"]
     state = {name: fuse([ours[part] for part in group], heads) for name, group in parts.items()}
@@ -178,7 +181,8 @@ def to_huggingface(
     if config.lora_rank and config.lora_save_mode == "base_and_adapter":
         (folder / ADAPTER).mkdir()
         _write_adapter(folder / ADAPTER, checkpoint, config, names, dtype)
-    fields |= export_tokenizer(tokenizer_path or config.tokenizer_path, folder)
+    for name, content in tokenizer.items():
+        write_file(folder / name, content)
     _write_json(folder / CONFIG, fields)
     if len(plans) > 1:
         total = sum(chunk.size for plan in plans for chunk in plan.chunks)
@@ -194,8 +198,8 @@ def _write_adapter(
 ) -> None:
     """Write the two files of PEFT's format."""
     tensors = {name: read_tensor(checkpoint, name) for name in names if is_trained(config, name)}
-    prefixed = {f"{PREFIX}{name}": tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
-    save_file(prefixed, folder / MODEL, {"format": "pt"})
+    renamed = {their_name(config, name): tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+    save_file(renamed, folder / MODEL, {"format": "pt"})
     _write_json(folder / adapter.CONFIG, adapter_config(config))
 
 

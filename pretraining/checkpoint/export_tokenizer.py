@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from pretraining.checkpoint.files import read_json, write_file
+from pretraining.checkpoint.files import read_json
 from pretraining.checkpoint.tokenizer_json import BPE, UNIGRAM, describe, tokenizer_json
 from pretraining.config.errors import UserError
 from pretraining.config.huggingface import END_OF_DOCUMENT
@@ -21,23 +20,23 @@ from pretraining.storage import Location, location
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # reads tokenizer.json
 
 
-def export_tokenizer(path: str, folder: Path) -> dict[str, Any]:
-    """Copy the tokenizer at `path` and describe it; return its special ids for config.json."""
+def export_tokenizer(path: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the special ids of the tokenizer at `path` for config.json, and its files by name; "": none."""
     if not path:
         print("no tokenizer in the checkpoint's configuration: add one with --tokenizer_path=FILE", file=sys.stderr)
-        return {}
+        return {}, {}
     file = location(path)
     if not file.is_file():
         raise UserError(f"--tokenizer_path={path}: no such file; give the tokenizer of the run's data")
     is_json = path.endswith(".json")
-    ids, usage = _tokenizer_json(file) if is_json else _sentencepiece(file, folder)
-    write_file(folder / ("tokenizer.json" if is_json else "tokenizer.model"), file.read_bytes())
-    write_file(folder / "tokenizer_config.json", json.dumps(usage, indent=2).encode() + b"\n")
-    return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}
+    files = {"tokenizer.json" if is_json else "tokenizer.model": file.read_bytes()}
+    ids, usage = _tokenizer_json(file) if is_json else _sentencepiece(file, files)
+    files["tokenizer_config.json"] = json.dumps(usage, indent=2).encode() + b"\n"
+    return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}, files
 
 
-def _sentencepiece(path: Location, folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the special ids and the tokenizer_config.json of a sentencepiece model; write tokenizer.json if needed.
+def _sentencepiece(path: Location, files: dict[str, bytes]) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return the special ids and the tokenizer_config.json of a sentencepiece model; add tokenizer.json if needed.
 
     Raises UserError for a model that no tokenizer of transformers follows.
     """
@@ -62,7 +61,7 @@ def _sentencepiece(path: Location, folder: Path) -> tuple[dict[str, int], dict[s
             print(f"{path} is a unigram model: {reason}", file=sys.stderr)
         pieces = [(model.id_to_piece(number), model.get_score(number)) for number in range(model.vocab_size())]
         tree = tokenizer_json(described, pieces, model.unk_id())
-        write_file(folder / "tokenizer.json", json.dumps(tree).encode())
+        files["tokenizer.json"] = json.dumps(tree).encode()
         return ids, {**FAST, **names}
     usage = {
         "tokenizer_class": "LlamaTokenizer",

@@ -202,8 +202,11 @@ class FolderLock:
     was killed. The kernel releases it with the process, so there is no stale lock to clean up.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Lock the folder. Raises UserError if another process holds the lock, OSError if it cannot be written."""
+    def __init__(self, folder: Path, setting: str = "run_name") -> None:
+        """Lock the folder, which `setting` can change.
+
+        Raises UserError if another process holds the lock, OSError if it cannot be written.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / LOCK
         self._opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -213,7 +216,7 @@ class FolderLock:
             holder = os.pread(self._opened, 256, 0).decode(errors="replace").strip() or "another process"
             os.close(self._opened)
             raise UserError(
-                f"{folder}: used by {holder}, which is still running; stop it, or set another --run_name"
+                f"{folder}: used by {holder}, which is still running; stop it, or set another --{setting}"
             ) from error
         os.ftruncate(self._opened, 0)
         os.pwrite(self._opened, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -29,7 +29,7 @@ class LocalTier:
 
     def _claim(self) -> None:
         try:
-            self._lock = FolderLock(self.folder)
+            self._lock = FolderLock(self.folder, "ckpt_local_path")
             sweep(self.folder)
         except OSError as error:
             raise UserError(

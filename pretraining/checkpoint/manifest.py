@@ -100,6 +100,7 @@ class Facts:
     config: dict[str, Any]  # effective TrainConfig, field by field
     engine: str
     mesh: dict[str, int]
+    base: str = ""  # restoring.base_digest of the frozen weights that a checkpoint of adapters does not have
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class Checkpoint:
 
 def write_commit(folder: Location, manifest: Manifest, facts: Facts) -> None:
     """Write manifest and facts, then the marker with their digests, each on the disk before the next."""
-    texts = {MANIFEST: _text(asdict(manifest)), FACTS: _text(asdict(facts))}
+    fields = {name: value for name, value in asdict(facts).items() if name != "base" or value}  # as before it existed
+    texts = {MANIFEST: _text(asdict(manifest)), FACTS: _text(fields)}
     for name, text in texts.items():
         write_file(folder / name, text)
     marker = _text({"format": FORMAT, "step": facts.step, **{name: digest(text) for name, text in texts.items()}})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretraining.checkpoint.adapter import adapter_folder, open_adapter
 from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start, describe_rate_change
-from pretraining.checkpoint.files import UnreadableError
+from pretraining.checkpoint.files import UnreadableError, digest
 from pretraining.checkpoint.folder import CHECKPOINTS, CheckpointList, find_checkpoints, newest_first
 from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, open_any_checkpoint
 from pretraining.checkpoint.manifest import Checkpoint, Facts
@@ -22,7 +22,9 @@ from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone, is_adapter
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.engine import OPTIONAL, TrainingState
-from pretraining.storage import Location, location
+from pretraining.storage import Location, location, opened
+
+SAMPLE = 4096  # bytes of a tensor
 
 
 def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> Facts | None:
@@ -52,6 +54,8 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
                 raise
         else:
             check_resume(facts.config, config)
+            if config.strict_load:
+                check_base(path, facts, config, "give those, or --strict_load=False to continue on these")
             return facts
     return None  # `restore` raises the error
 
@@ -68,6 +72,32 @@ def check_other_run(config: TrainConfig, shapes: Mapping[str, tuple[int, ...]]) 
     check_fit(source, {name: shapes[name] for name in names})
     if not all(map(is_weight, source.manifest.tensors)):
         check_moments(source.facts.config, config)
+
+
+def check_base(path: Location, facts: Facts, config: TrainConfig, remedy: str) -> None:
+    """Raise UserError if adapters in the checkpoint at `path` were trained on other weights than ckpt_load_path's."""
+    if facts.base and facts.base != base_digest(config):
+        subject = f"--ckpt_load_path={config.ckpt_load_path}: these are not the weights that the adapters"
+        raise UserError(f"{subject} of {path} were trained on; {remedy}")
+
+
+def base_digest(config: TrainConfig) -> str:
+    """Return a digest of the frozen weights in ckpt_load_path; "" if checkpoints have them, or they are initial ones.
+
+    Of a folder in Hugging Face's format, which has no digests, the beginning of every tensor is read.
+    """
+    if not (adapters_alone(config) and config.ckpt_load_path):
+        return ""
+    base = open_any_checkpoint(location(config.ckpt_load_path))
+    parts = []
+    for name, entry in sorted(base.manifest.tensors.items()):
+        if is_weight(name):
+            digests, first = [each for chunk in entry.pieces for each in chunk.digests], entry.pieces[0]
+            if not digests:
+                with opened(base.path / first.file) as file:
+                    digests = [digest(file.read_at(first.start, min(first.size, SAMPLE)))]
+            parts.append(f"{name} {entry.dtype} {entry.shape} {digests}")
+    return digest("\n".join(parts).encode())
 
 
 def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Location:

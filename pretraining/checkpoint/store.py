@@ -307,7 +307,7 @@ def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:
 
 
 def read_tensors(
-    source: Checkpoint | Location, is_wanted: Callable[[str], bool] = lambda name: True, workers: int = IO_WORKERS
+    source: Checkpoint | Location, is_wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
     """Return the unsharded tensors of a checkpoint whose names are wanted, in the dtype they were saved in.
 
@@ -316,7 +316,7 @@ def read_tensors(
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     entries = checkpoint.manifest.tensors.items()
     state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries if is_wanted(name)}
-    load(checkpoint, state, Peers(together=False), workers)
+    load(checkpoint, state, Peers(together=False))
     return state
 
 

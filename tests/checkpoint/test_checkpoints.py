@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_power, shortage
+from pretraining.checkpoint.convert import to_huggingface
 from pretraining.checkpoint.files import FolderLock
 from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
@@ -23,6 +25,7 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
 from pretraining.configure import CHECKS
+from pretraining.generate import base_weights
 from pretraining.preflight import parameter_shapes
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
 
@@ -366,18 +369,47 @@ def test_a_larger_num_steps_prints_the_rate_before_and_after_and_what_keeps_the_
         run(tmp_path, num_steps=12, **{**kept, "lr_decay_steps": 5})
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_adapters_do_not_continue_on_other_weights_than_they_were_trained_on(tmp_path: Path, is_ours: bool) -> None:
+    base, log_dir = tmp_path / "base", tmp_path / "lora"
+    run(base, num_steps=2)
+    exported = to_huggingface(open_checkpoint(newest_checkpoint(base)), tmp_path / "hf")
+    config = small_config(log_dir, num_steps=2, lora_rank=2, ckpt_load_path=str(base if is_ours else exported))
+    train(config, lambda step, loss: None)
+    shapes = parameter_shapes(config)
+    check_starting_point(config, log_dir, shapes)
+    assert base_weights(open_checkpoint(newest_checkpoint(log_dir)), config)
+    if is_ours:
+        run(base, num_steps=4)
+    else:
+        tensors = load_file(exported / "model.safetensors")
+        tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] += 1
+        save_file(tensors, exported / "model.safetensors")
+    with pytest.raises(UserError, match=r"--ckpt_load_path=.* not the weights that the adapters of .*step_2"):
+        check_starting_point(config, log_dir, shapes)
+    with pytest.raises(UserError, match=r"--ckpt_load_path=.* put those there"):
+        base_weights(open_checkpoint(newest_checkpoint(log_dir)), config)
+    check_starting_point(replace(config, strict_load=False), log_dir, shapes)
+
+
 # ---- One run to a folder
 
 
-def test_a_second_run_on_the_same_folder_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "settings", "setting"),
+    [("checkpoints", {}, "ckpt_save_path"), ("", {"checkpoint_interval": 0}, "log_dir")],
+)
+def test_a_second_run_on_the_same_folder_is_refused_while_the_first_lives(
+    tmp_path: Path, folder: str, settings: dict[str, Any], setting: str
+) -> None:
     holder = "import sys; from pathlib import Path; from pretraining.checkpoint.files import FolderLock;"
     holder += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     first = subprocess.Popen(
-        [sys.executable, "-c", holder, str(tmp_path / "checkpoints")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", holder, str(tmp_path / folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert first.stdin and first.stdout and first.stdout.readline() == b"held\n"
-    with pytest.raises(UserError, match=f"process {first.pid} on .*, which is still running"):
-        run(tmp_path)
+    with pytest.raises(UserError, match=f"process {first.pid} on .*, which is still running.* --{setting}"):
+        run(tmp_path, **settings)
     first.kill()
     first.wait()
     assert len(run(tmp_path)) == 8

@@ -204,6 +204,9 @@ def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: 
     assert {t.dtype for t in read_tensors(tmp_path / "back" / "step_0").values()} == {torch.bfloat16}
     assert main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 2
     assert "exists already" in capsys.readouterr().err
+    assert main([str(tmp_path / "run"), str(tmp_path / "other"), "--tokenizer_path=gone.model"]) == 2
+    assert "--tokenizer_path=gone.model: no such file" in capsys.readouterr().err
+    assert not list(tmp_path.glob("other*"))
 
 
 def test_the_average_of_checkpoints_is_the_mean_of_each_weight(
@@ -259,6 +262,9 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.separator == theirs.eos_token_id
     imported = open_checkpoint(to_checkpoint(open_any_checkpoint(exported), tmp_path / "back"))
     assert imported.facts.config["tokenizer_path"] == str(exported / file)
+    lora = saved(tmp_path / "lora", lora_rank=2)
+    adapters = to_huggingface(open_checkpoint(lora), tmp_path / "peft", tokenizer_path=str(tmp_path / file))
+    assert (adapters / file).read_bytes() == (exported / file).read_bytes()
 
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
@@ -287,7 +293,8 @@ def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepie
         **settings,
     )
     (tmp_path / "hf").mkdir()
-    export_tokenizer(str(tmp_path / "sp.model"), tmp_path / "hf")
+    for name, content in export_tokenizer(str(tmp_path / "sp.model"))[1].items():
+        (tmp_path / "hf" / name).write_bytes(content)
     ours, theirs = (
         open_tokenizer(str(tmp_path / "sp.model")),
         transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
@@ -311,7 +318,7 @@ def test_a_sentencepiece_model_that_transformers_cannot_follow_is_refused(tmp_pa
         sentence_iterator=sentences, model_prefix=prefix, vocab_size=60, model_type="char", minloglevel=2
     )
     with pytest.raises(UserError, match="only BPE and unigram models"):
-        export_tokenizer(f"{prefix}.model", tmp_path)
+        export_tokenizer(f"{prefix}.model")
 
 
 # ---- config.json

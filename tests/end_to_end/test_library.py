@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import main_training
 from pretraining import TrainConfig, train
 from pretraining.config.errors import UserError
 from pretraining.data import RowMarks
+from pretraining.monitor.metrics import FILE_NAME, read_metrics
 from tests.parallel.toy import instruction_cases
 
-PAGE = (Path(__file__).parents[2] / "configs.md").read_text().split("## From Python: own data, own model")[1]
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "configs.md").read_text().split("## From Python: own data, own model")[1]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +60,26 @@ def test_instruction_data_continue_bit_for_bit(page: dict[str, Any], tmp_path: P
     assert halves[1].losses == whole.losses
     hashes = [[record["data_hash"] for record in run.records if "loss" in record] for run in (halves[1], whole)]
     assert hashes[0] == hashes[1]
+
+
+class ThirdBatchUntrained:
+    """Counters, in global batches of 8; the third has no trained token."""
+
+    def row(self, sequence: int, out: Any) -> RowMarks:
+        out[:] = sequence % 7 + np.arange(len(out))
+        return RowMarks([], untrained=np.arange(len(out)) if sequence // 8 == 2 else None)
+
+
+@pytest.mark.slow
+def test_a_global_batch_without_trained_tokens_has_loss_0_on_both_engines(page: dict[str, Any], tmp_path: Path) -> None:
+    torch = train({**page["tiny"], "log_dir": tmp_path / "torch"}, data={"train": ThirdBatchUntrained()})
+    assert torch.code == 0 and torch.losses[3] == 0 < torch.losses[8] < torch.losses[1] - 0.2
+    flags = {**page["tiny"], "engine": "xla", "log_dir": str(tmp_path / "xla")}
+    code = f"from {__name__} import *; train({flags}, data={{'train': ThirdBatchUntrained()}})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env={**os.environ, "PJRT_DEVICE": "CPU"})
+    records = read_metrics(tmp_path / "xla" / FILE_NAME)
+    xla = {record["step"]: record["loss"] for record in records if "loss" in record}
+    assert xla == pytest.approx(torch.losses, abs=1e-5)
 
 
 def test_an_id_outside_the_vocabulary_and_missing_data_are_named(page: dict[str, Any], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from pretraining.checkpoint.convert import to_huggingface
 from pretraining.checkpoint.huggingface import open_any_checkpoint
+from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.lora import is_adapter
 from pretraining.config.training import TrainConfig
@@ -19,6 +20,7 @@ from pretraining.data import open_stream
 from pretraining.generate import base_weights, load_model
 from pretraining.models.llama import Llama
 from pretraining.models.ops import next_token_loss
+from pretraining.run import train as run_training
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +78,8 @@ def losses(folder: Path) -> list[float]:
 def adapted_model(run: Path) -> tuple[TrainConfig, Llama]:
     """Return the base with the adapter of the run's last checkpoint."""
     config = TrainConfig(**json.loads((run / "config.json").read_text()))
-    return config, load_model(config, {**base_weights(config), **weights(run, 8)})
+    checkpoint = open_checkpoint(run / "checkpoints" / "step_8")
+    return config, load_model(config, {**base_weights(checkpoint, config), **weights(run, 8)})
 
 
 @torch.inference_mode()
@@ -131,3 +134,24 @@ def test_the_adapter_loads_in_peft_and_back(base: Path, tuned: Path) -> None:
     flags = (*LORA[:2], "--num_steps=1", "--checkpoint_interval=0", f"--ckpt_load_path={exported}")
     train(again, *flags, f"--lora_load_path={adapter}")
     assert losses(again)[0] == pytest.approx(first_loss(config, ours), abs=1e-5)
+
+
+def test_trained_biases_load_in_peft_and_back(tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    toy = dict(flag.removeprefix("--").split("=", 1) for flag in TOY if "=" in flag)
+    toy |= {"use_dummy_dataset": "True", "attn_bias": "True", "checkpoint_interval": "9"}
+
+    def run(name: str, **flags: str) -> Path:
+        assert run_training({**toy, "log_dir": str(tmp_path / name), **flags}).code == 0
+        return to_huggingface(open_any_checkpoint(tmp_path / name), tmp_path / f"{name}_exported")
+
+    base = run("base", num_steps="1")
+    lora = {"lora_rank": "2", "lora_bias": "all", "ckpt_load_path": str(base)}
+    adapter = run("tuned", num_steps="8", **lora)
+    theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), str(adapter))
+    _, ours = adapted_model(tmp_path / "tuned")
+    tokens = torch.randint(0, 64, (2, 20))
+    torch.testing.assert_close(theirs.float().eval()(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)
+    run("again", num_steps="1", learning_rate="1e-30", lora_load_path=str(adapter), **lora)
+    for name, tensor in weights(tmp_path / "tuned", 8).items():
+        assert torch.equal(tensor, weights(tmp_path / "again", 1)[name]), name
