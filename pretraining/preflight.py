@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import uuid
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.restoring import check_starting_point, checkpoint_folder
 from pretraining.config.errors import UserError
-from pretraining.config.training import TrainConfig
+from pretraining.config.flags import first_rank
+from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data import NO_ROWS, Rows, Stream, check_data, open_stream, splits_of
 from pretraining.models.init import VOCABULARIES, on_meta
@@ -30,24 +32,56 @@ from pretraining.parallel.engine import Engine
 from pretraining.parallel.layout import state_bytes, unsharded_state_bytes
 from pretraining.parallel.mesh import notes
 from pretraining.parallel.recompute import model_mask
+from pretraining.storage import is_remote
 
 CONFIG_FILE = "config.json"
+OUTPUT_FOLDERS = ("ckpt_save_path", "ckpt_local_path", "tensorboard_dir", "tracker_dir", "data_cache_dir",
+                  "compile_cache_dir")  # fmt: skip
+# Settings that do nothing while the first is 0, False or empty
+SWITCHES = {
+    "val_interval": ("valid_data_path", "valid_datasets", "valid_weights", "val_steps"),
+    "test_steps": ("test_data_path",),
+    "tracker": ("tracker_dir", "tracker_project_name", "tracker_run_id"),
+    "use_profiler": ("profile_start_step", "profile_num_steps"),
+}
+IGNORED_BY_DUMMY = ("data_path", "num_epochs")
 VISIBLE_WITHIN = 10.0  # seconds in which a new file is visible on every host
 
 
 def check_inputs(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> Facts | None:
     """Return the facts of the checkpoint that the run continues from, before any device is opened.
 
-    Raises UserError if a checkpoint or the data would stop the run.
+    Raises UserError if a checkpoint, the data or a place that the run writes to would stop the run.
     """
     metrics = config.run_folder / METRICS_FILE
-    for path in (metrics, config.run_folder / CONFIG_FILE):
-        refuse_unusable(path)
+    if first_rank():
+        check_outputs(config)
     facts = check_starting_point(config, config.run_folder, parameter_shapes(config))
     if facts and facts.step:
         read_metrics(metrics)
     check_data(config, own)
     return facts
+
+
+def check_outputs(config: TrainConfig) -> None:
+    """Raise UserError that names a folder or file which this process cannot write."""
+    files, folders = [config.run_folder / name for name in (METRICS_FILE, CONFIG_FILE)], {"log_dir": config.run_folder}
+    if config.dump_sharding:
+        files.append(Path(config.dump_sharding))
+        folders["dump_sharding"] = files[-1].parent
+    for name in OUTPUT_FOLDERS:
+        is_used = config.checkpoint_interval or name != "ckpt_save_path"  # which a run may only read
+        if is_used and (folder := getattr(config, name)) and not is_remote(folder):
+            folders[name] = Path(folder)
+    for name, folder in folders.items():
+        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        subject = f"--{name}={getattr(config, name) or folder}"
+        if not there.is_dir():
+            raise UserError(f"{subject}: {there} is not a folder; give another one")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"{subject}: {there} cannot be written; change its permissions, or give another folder")
+    for file in files:
+        refuse_unusable(file)
 
 
 def parameter_shapes(config: TrainConfig) -> dict[str, tuple[int, ...]]:
@@ -149,7 +183,19 @@ def describe_run(config: TrainConfig, engine: Engine) -> str:
         attention=engine.attention,
         rates={step: learning_rate(config, step) for step in milestone_steps(config)},
     )
-    return "\n".join([facts, *notes(config, model_shape(config), engine.mesh, engine.name)])
+    lines = [*notes(config, model_shape(config), engine.mesh, engine.name), *settings_without_effect(config)]
+    return "\n".join([facts, *lines])
+
+
+def settings_without_effect(config: TrainConfig) -> list[str]:
+    """Return a line for each setting that has a value of its own and does nothing."""
+    reasons = {
+        name: f"without {switch}" for switch, names in SWITCHES.items() if not getattr(config, switch) for name in names
+    }
+    if config.use_dummy_dataset:
+        reasons |= dict.fromkeys(IGNORED_BY_DUMMY, "with use_dummy_dataset")
+    changed = (name for name in reasons if getattr(config, name) != SETTINGS[name].default)
+    return [f"{name}: no effect {reasons[name]}" for name in changed]
 
 
 def describe_placement(config: TrainConfig, bytes_per_device: Mapping[str, int]) -> str:

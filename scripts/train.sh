@@ -9,8 +9,8 @@
 #
 # After every other exit code, such as 5 (a step hung, or another process was lost), and after a kill, training starts
 # again from its newest checkpoint: at most MAX_RESTARTS times (default 100), and only if it made steps that no start
-# before it had made. Where there are several hosts, two starts in a row may fail to, also the first two: a host may come
-# later than the others.
+# before it had made. On several hosts, two starts in a row, including the first two, may make none: a host may come later
+# than the others.
 #
 # Several processes: NPROC or NPROC_PER_NODE (default: the number of CUDA GPUs of this host). Several hosts: NNODES,
 # NODE_RANK, MASTER_ADDR and MASTER_PORT on each. The xla engine runs one process per host, which uses all its devices.

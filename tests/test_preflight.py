@@ -70,6 +70,34 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_a_device_is_opene
         preflight.check_inputs(config)
 
 
+@pytest.mark.parametrize("name", ["log_dir", "tensorboard_dir", "ckpt_save_path", "dump_sharding"])
+def test_a_folder_that_cannot_be_written_is_refused_before_a_device_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    fields: dict[str, Any] = {"use_dummy_dataset": True, "checkpoint_interval": 1, "log_dir": str(tmp_path / "run")}
+    wrong = str(tmp_path / "file" / "deep" / "name")
+    with pytest.raises(UserError, match=f"--{name}={wrong}: {tmp_path / 'file'} is not a folder"):
+        preflight.check_inputs(TrainConfig(**{**fields, name: wrong}))
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "folder")  # root may write everywhere
+    new = str(tmp_path / "folder" / "new" / "name")
+    with pytest.raises(UserError, match=f"--{name}={new}: {tmp_path / 'folder'} cannot be written"):
+        preflight.check_inputs(TrainConfig(**{**fields, name: new}))
+
+
+def test_settings_without_effect_are_named() -> None:
+    config = TrainConfig(val_steps=5, test_data_path="held", profile_start_step=9, num_epochs=2, use_dummy_dataset=True)
+    assert preflight.settings_without_effect(config) == [
+        "val_steps: no effect without val_interval",
+        "test_data_path: no effect without test_steps",
+        "profile_start_step: no effect without use_profiler",
+        "num_epochs: no effect with use_dummy_dataset",
+    ]
+    used = TrainConfig(val_steps=5, val_interval=9, use_profiler=True, profile_start_step=9, num_epochs=2)
+    assert preflight.settings_without_effect(used) == []
+
+
 def test_an_error_of_the_file_system_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

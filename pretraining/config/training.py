@@ -206,7 +206,7 @@ class TrainConfig:
     key/value heads. The xla engine stores the weights of a head once, the torch engine in every tensor rank."""
     pipeline_parallel_size: Annotated[int, AtLeast(1)] = 1
     """Stages of a pipeline: groups of devices each of which has some of the layers. The micro-batches of a step pass
-    through them one behind the other, so there must be a multiple of this many (gradient_accumulation_steps); for
+    through them one after another, and their number (gradient_accumulation_steps) is a multiple of the stages; for
     (stages - 1) / (virtual_pipeline_size x micro-batches) of the time that a stage works, it idles. 1: none."""
     virtual_pipeline_size: Annotated[int, AtLeast(1), Needs("pipeline_parallel_size")] = 1
     """Pieces of consecutive layers that each stage has: every micro-batch passes through all stages as many times, and
@@ -507,7 +507,7 @@ class TrainConfig:
     begins at that step, and the change is recorded. False: an error that lists what changed."""
     skip_samples: Annotated[str, RANGES, Resume.NOTE] = ""
     """Sequences of the training data that are passed over, FIRST-LAST and comma-separated, as samples_seen of
-    metrics.jsonl counts them; they count there. A global batch that would have one of them begins behind it. See
+    metrics.jsonl counts them; they count there. A global batch that would have one of them begins after it. See
     "Loss spikes". Empty: none."""
     num_workers: Annotated[int, AtLeast(1), Resume.FREE] = 1
     """Threads that read batches ahead. The order of the data does not depend on it."""
@@ -583,7 +583,8 @@ class TrainConfig:
     """Load only the weights from ckpt_load_path and start with a new optimizer state."""
     strict_load: Annotated[bool, Resume.FREE] = True
     """True: the tensors in ckpt_load_path must be exactly those of the model, and its norm_eps and rotary settings
-    those of this run. False: load the tensors that both have, and print the differences."""
+    those of this run; adapters continue only on the weights that they were trained on. False: load the tensors that
+    both have, and print the differences."""
     override_lr_on_resume: Annotated[bool, Resume.FREE] = False
     """Continue with another learning rate schedule than the checkpoint was trained with, which is otherwise an
     error."""

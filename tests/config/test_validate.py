@@ -130,6 +130,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"checkpoint_scale": "log", "checkpoint_interval": 1}, ["--checkpoint_interval=1", "checkpoint_scale=log"]),
     ({"checkpoint_seconds": 60}, ["--checkpoint_seconds=60", "checkpoint_interval=0"]),
+    ({"extra_checkpoint_steps": "1,2"}, ["--extra_checkpoint_steps=1,2", "checkpoint_interval=0"]),
     ({"extra_checkpoint_steps": "1,x"}, ["--extra_checkpoint_steps=1,x", "0,100,1000"]),
     ({"use_profiler": True, "num_steps": 4}, ["--profile_start_step=5", "num_steps=4"]),
     ({"selective_checkpointing": "0"}, ["--selective_checkpointing=0", "every k-th block", "1/3"]),
