@@ -46,7 +46,7 @@ class Figures(NamedTuple):
     """One row of the table: bytes and operations of one device and step."""
 
     name: str
-    tokens: int  # of a sequence, one per device
+    tokens: int  # of a sequence
     temporaries: float
     peak: float
     flops: float
@@ -60,7 +60,7 @@ class Figures(NamedTuple):
         """Return the row, with the roofline on the plan's kind of device."""
         kind = plan.kind
         times = (self.flops / kind.peak_flops, self.hbm / kind.memory_rate, self.sent / kind.link)
-        mfu = plan.flops * self.tokens / kind.peak_flops / max(times)
+        mfu = plan.least_seconds / max(times)
         overlapped = "n/a" if self.overlapped is None else f"{self.overlapped:.0%}"
         cells = [self.name, str(self.tokens), f"{self.temporaries / 1e9:.2f}", f"{self.peak / 1e9:.2f}"]
         cells += [f"{self.flops / 1e12:.1f}", f"{self.kernel_flops / 1e12:.1f}", f"{self.hbm / 1e9:.0f}"]

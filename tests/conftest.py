@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from pretraining import storage
 from tests.object_storage import FaultProxy, GoogleStorage, environment, gcs_server, s3_server
+from tests.parallel.launch import CHEAP_TO_COMPILE
 
 # No deadline: the first example of a property includes imports, and a busy machine delays all of them.
 settings.register_profile("recipe", deadline=None)
@@ -19,8 +20,7 @@ settings.load_profile("recipe")
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores; set before torch is imported
-# LLVM's optimizations take two thirds of the time to compile a toy, and its few steps do not earn that back.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault("XLA_FLAGS", CHEAP_TO_COMPILE)
 SLOW = 10.0  # s; what pyproject.toml says of the marker
 
 

@@ -58,7 +58,7 @@ class Rope(NamedTuple):
 class BatchInputs(NamedTuple):
     """What the model reads of a micro-batch besides its tokens."""
 
-    positions: Tensor | None = None  # [B, T]; None: 0 .. T-1 in every row
+    positions: Tensor | None = None  # [B, T], or [T] of every row; None: 0 .. T-1
     # [B, T]: tokens attend within equal ids only; or what an engine made of the segments and the window for its kernel
     segments: Tensor | BlockMask | tuple[BlockMask, ...] | None = None
     noise: DropoutNoise | None = None  # None: no dropout

@@ -75,7 +75,7 @@ class _GroupedLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_x, None
         inputs = x.unflatten(0, (len(weight), -1))
-        return grad_x, contract("sbto,sbti->soi", groups.float(), inputs.float()).to(weight.dtype)
+        return grad_x, contract("sbto,sbti->soi", groups.to(weight.dtype), inputs.to(weight.dtype))
 
 
 def per_row(vector: Tensor, x: Tensor) -> Tensor:

@@ -13,18 +13,19 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from pretraining.config.errors import Problem
-from pretraining.config.grammar import parse_stages
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import multiples_around
 from pretraining.config.variants import model_shape
 from pretraining.models.init import on_meta
 from pretraining.optim.optimizer import build_optimizer, moment_shape
 from pretraining.optim.precision import precision_of
-from pretraining.parallel.mesh import Mesh, kv_repeats
+from pretraining.parallel.mesh import Mesh, kv_repeats, uneven_rows
 from pretraining.parallel.sharding import (
+    KEYS,
     SHARD,
     STREAM,
     STREAM_OF_SEQUENCE,
+    TOKENS,
     WHOLE_HEADS,
     Activations,
     Spec,
@@ -107,16 +108,17 @@ class Layout(NamedTuple):
         """Return a spec of the activations' tables on this mesh."""
         return self.stream() if spec is None else on_mesh(spec, self.mesh._asdict())
 
-    def of_gradient(self, name: str, spec: Spec | None) -> Spec:
+    def of_module(self, spec: Spec | None) -> Spec:
+        """Return the sharding of an activation that the tables declare for a module."""
+        return self.activation(WHOLE_HEADS if spec == KEYS and self.whole_heads else spec)
+
+    def of_gradient(self, spec: Spec | None) -> Spec:
         """Return the sharding of that activation's gradient: where tokens are gathered, it is scattered, and back."""
         if self.sequence_parallel and spec in (None, STREAM):
             return self.activation(STREAM) if spec is None else self.stream()
-        return self.of_module(name, spec)
-
-    def of_module(self, name: str, spec: Spec | None) -> Spec:
-        """Return the sharding of the activation that the tables declare for the module of this name."""
-        keys = name.rpartition(".")[2] in ("k_proj", "v_proj")
-        return self.activation(WHOLE_HEADS if keys and self.whole_heads else spec)
+        if spec == KEYS:
+            return self.activation((*TOKENS, *self.of_module(spec)[2:]))
+        return self.of_module(spec)
 
     def _spec(self, name: str, split: bool) -> Spec:
         spec = spec_of(name, repeated_heads=self.repeated_heads, tensor_ranks=self.mesh.tensor)
@@ -196,11 +198,9 @@ def uneven_shards(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
     if mesh.tensor > 1 and hidden % shards:
         remedy = f"needs hidden_size={hidden} to be a multiple of the {shards} data-parallel ranks of a group"
         yield Problem(f"--tensor_parallel_size={mesh.tensor}", f"{remedy}; use sharding_strategy=hsdp with fewer")
-    lengths = [config.seq_length, *(stage.length for stage in parse_stages(config.seq_length_stages))]
-    for length in lengths if mesh.context > 1 else ():
-        if length % chunks:
-            remedy = f"is not a multiple of {chunks}: two chunks for each of {mesh.context} context ranks"
-            yield Problem(f"a row of {length} tokens", f"{remedy}; use {multiples_around(length, chunks)}")
+    for length in uneven_rows(config):
+        remedy = f"is not a multiple of {chunks}: two chunks for each of {mesh.context} context ranks"
+        yield Problem(f"a row of {length} tokens", f"{remedy}; use {multiples_around(length, chunks)}")
 
 
 def shard_dimension(name: str) -> int:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem
-from pretraining.config.grammar import parse_rampup
+from pretraining.config.grammar import parse_rampup, parse_stages
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
 from pretraining.config.variants import ModelShape
 from pretraining.parallel.stages import describe_pipeline
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Mesh(NamedTuple):
@@ -61,6 +64,30 @@ def resolve_mesh(config: TrainConfig, devices: int, devices_per_host: int) -> Me
         remedy = f"does not divide the {devices} devices{of}; use {valid}, or 0 for the devices of one host"
         raise ConfigError([Problem(f"--sharding_group_size={group}", remedy)])
     return Mesh(stages, rest // group, group, context, tensor)
+
+
+def chunks_by_rank(ranks: int) -> list[int]:
+    """Return which chunks of a row context ranks have, two each, those of rank 0 first.
+
+    Of C ranks, rank c has chunks c and 2 C - 1 - c of the 2 C chunks, so that causal attention costs all ranks the same
+    (Llama 3, Grattafiori et al. 2024, section 3.3.2).
+    """
+    return [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
+
+
+def token_order(length: int, ranks: int) -> np.ndarray:
+    """Return the positions of the tokens of a row in the order of chunks_by_rank, int64 [length]."""
+    import numpy as np  # here, because the checks of the settings import this module: 0.2 s
+
+    chunks = np.array_split(np.arange(length), 2 * ranks)
+    return np.concatenate([chunks[i] for i in chunks_by_rank(ranks)])
+
+
+def uneven_rows(config: TrainConfig) -> list[int]:
+    """Return the lengths of rows that have no two equal chunks for each context rank."""
+    ranks, lengths = config.context_parallel_size, [config.seq_length]
+    lengths += [stage.length for stage in parse_stages(config.seq_length_stages)]
+    return [length for length in lengths if ranks > 1 and length % (2 * ranks)]
 
 
 MODEL_AXES = ("pipeline_parallel_size", "context_parallel_size", "tensor_parallel_size")

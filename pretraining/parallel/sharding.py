@@ -65,6 +65,9 @@ TOKENS: Spec = (BATCH_AXES, "context")  # [rows, tokens]
 STREAM: Spec = (*TOKENS, None)  # [rows, tokens, hidden], between blocks
 STREAM_OF_SEQUENCE: Spec = (BATCH_AXES, ("context", "tensor"), None)  # the same with sequence_parallel
 LOGITS: Spec = (*TOKENS, "tensor")  # [rows, tokens, vocabulary]
+# Every query attends to all keys and values: all-gathered along context, and their gradients reduce-scattered
+KEYS: Spec = (BATCH_AXES, None, "tensor")
+WHOLE_HEADS: Spec = (BATCH_AXES, None, None)  # the same if every tensor rank computes all heads
 
 # Module, its input or output [rows, tokens, features], and the sharding; None stands for the residual stream's.
 Activation = tuple[str, str, Spec | None]
@@ -76,9 +79,8 @@ Activations = tuple[Activation, ...]
 ACTIVATIONS: Activations = (
     ("self_attn", "input", STREAM),  # with sequence_parallel, tokens are all-gathered here
     ("self_attn.q_proj", "output", (*TOKENS, "tensor")),
-    # Every query attends to all keys and values: all-gathered along context
-    ("self_attn.k_proj", "output", (BATCH_AXES, None, "tensor")),
-    ("self_attn.v_proj", "output", (BATCH_AXES, None, "tensor")),
+    ("self_attn.k_proj", "output", KEYS),
+    ("self_attn.v_proj", "output", KEYS),
     ("self_attn.o_proj", "input", (*TOKENS, "tensor")),
     ("self_attn.o_proj", "output", None),  # partial sums are all-reduced or reduce-scattered here
     ("mlp", "input", STREAM),
@@ -86,9 +88,11 @@ ACTIVATIONS: Activations = (
     ("mlp.up_proj", "output", (*TOKENS, "tensor")),
     ("mlp.down_proj", "output", None),
 )
+# A fused kernel gathers the rotated keys, and the values, itself.
+KERNEL_ACTIVATIONS: Activations = tuple(
+    (name, side, (*TOKENS, "tensor") if spec == KEYS else spec) for name, side, spec in ACTIVATIONS
+)
 NORM_ACTIVATIONS: Activations = (("model.norm", "output", STREAM),)
-
-WHOLE_HEADS: Spec = (BATCH_AXES, None, None)  # of k_proj and v_proj if every tensor rank computes all heads
 
 
 def spec_of(name: str, *, repeated_heads: bool = False, tensor_ranks: int = 2) -> Spec:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.parallel.mesh import kv_repeats
+from pretraining.parallel.mesh import kv_repeats, uneven_rows
 
 LOWERING = "pretraining.parallel.splash_lowering"
 REQUIREMENTS = "pip install -r requirements-tpu-aot.txt"
@@ -33,12 +33,13 @@ class SplashShape(NamedTuple):
     rows: int
     heads: int
     kv_heads: int
-    length: int  # tokens of a row; any, because the programs pad
+    length: int  # tokens of a row, which all have keys; any, because the programs pad
     width: int  # of a head
     dtype: str  # of queries, keys, values and the result: "bfloat16" or "float32"
     window: int | None = None  # keys that a query attends to, its own included
     has_segments: bool = False  # whether tokens attend within equal segment ids only
     is_interpreted: bool = False  # plain operations in the kernel's order, for CPUs
+    context: int = 1  # ranks that share out the queries of a row
 
 
 class AttentionChoice(NamedTuple):
@@ -84,8 +85,9 @@ def obstacles(config: TrainConfig) -> Iterator[str]:
     shape = model_shape(config)
     if config.attention_dropout:
         yield f"splash attention has no dropout, and attention_dropout is {config.attention_dropout}"
-    if config.context_parallel_size > 1:
-        yield f"splash attention needs all tokens of a row, and context_parallel_size is {config.context_parallel_size}"
+    for length in uneven_rows(config):
+        chunks = 2 * config.context_parallel_size
+        yield f"splash attention needs {chunks} equal chunks of a row for context ranks, and one has {length} tokens"
     if shape.num_kv_heads * kv_repeats(config, shape) % config.tensor_parallel_size:
         yield f"splash attention needs a shard of the key/value heads, and kv_replication is {config.kv_replication}"
 

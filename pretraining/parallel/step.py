@@ -67,6 +67,7 @@ def write_sharding(path: str, mesh: Mesh, tables: Iterable[ShardingTable]) -> No
         for kind, tensors in table.items():
             for name, tensor in tensors.items():
                 report[kind][name] = {**tensor._asdict(), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(report, indent=1) + "\n")
 
 

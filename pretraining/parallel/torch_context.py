@@ -1,7 +1,6 @@
 """Context parallelism of the torch engine: a rank computes its tokens' attention to the keys and values of all ranks.
 
-Of C ranks, rank c has chunks c and 2 C - 1 - c of the 2 C chunks of every row, so that causal attention costs all ranks
-the same (Llama 3, Grattafiori et al. 2024, section 3.3.2). Keys and values are all-gathered, and their gradients
+A rank has two chunks of every row, see mesh.chunks_by_rank. Keys and values are all-gathered, and their gradients
 reduce-scattered; with grouped-query attention they are far smaller than the activations.
 """
 
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.models.chunked import AttentionMask
 from pretraining.models.ops import Kernel, attention
+from pretraining.parallel.mesh import chunks_by_rank
 from pretraining.parallel.torch_tensor import gather_to_tensor
 
 if TYPE_CHECKING:
@@ -28,10 +28,9 @@ class ContextRanks:
     def __init__(self, ranks: DeviceMesh, kernel: Kernel) -> None:
         self._group, self._kernel = ranks.get_group(), kernel
         rank, size = ranks.get_local_rank(), ranks.size()
-        self.chunks, self.own = 2 * size, (rank, 2 * size - 1 - rank)
-        # Chunks of rank 0, of rank 1, ... as they are gathered -> in the order of the row
-        gathered = [chunk for other in range(size) for chunk in (other, 2 * size - 1 - other)]
-        self._order = [gathered.index(chunk) for chunk in range(2 * size)]
+        gathered = chunks_by_rank(size)
+        self.chunks, self.own = 2 * size, gathered[2 * rank : 2 * rank + 2]
+        self._order = [gathered.index(chunk) for chunk in range(2 * size)]  # as they are in the row
 
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of x [B, T]: [B, T / ranks]."""

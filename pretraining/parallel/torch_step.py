@@ -98,13 +98,14 @@ class TorchStep(OptimizerStep):
         order = self.config.grad_clip_norm_type or math.inf
         sums = torch.cat((self.totals, self.power_sum(gradients, order)))
         sum_over_processes(sums)
-        count = sums[1] / mesh.tensor  # tensor ranks count the same tokens
+        trained = sums[1].clamp(min=1)  # a global batch without trained tokens has a loss and gradients of 0
+        count = trained / mesh.tensor  # tensor ranks count the same tokens
         divisor = count / mesh.data_ranks * (self.loss_factor() if self.loss_scale else 1)
         norm = self._largest(gradients) if math.isinf(order) else sums[2] ** (1 / order)
         self._sums = {}
         for weight in weights.values():
             weight.grad = None
-        return Gradients(gradients, divisor, sums[0] / sums[1], norm / divisor)
+        return Gradients(gradients, divisor, sums[0] / trained, norm / divisor)
 
     def power_sum(self, shards: dict[str, Tensor], order: float = 2.0) -> Tensor:
         """This process's share of the sum of |x|^order over tensors sharded like the parameters of these names, [1].

@@ -38,13 +38,13 @@ from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import STACK, layout_of
-from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh
+from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh, token_order
 from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
 from pretraining.parallel.sharding import LOGITS, NORM_ACTIVATIONS, REPLICAS, TOKENS
 from pretraining.parallel.splash import choose_attention
 from pretraining.parallel.stages import micro_batches_per_graph, piece_length, stacked_layers
 from pretraining.parallel.step import DeviceScalars, write_sharding
-from pretraining.parallel.xla_blocks import ScannedBlocks, narrowed, place_activations, stack_layers
+from pretraining.parallel.xla_blocks import ScannedBlocks, grouped, narrowed, place_activations, stack_layers
 from pretraining.parallel.xla_graph import GraphCache, wait_for_all
 from pretraining.parallel.xla_pipeline import PipelinedBlocks
 from pretraining.parallel.xla_splash import SplashAttention
@@ -78,6 +78,8 @@ class XlaEngine:
         devices = xr.global_runtime_device_count()
         self.mesh = resolve_mesh(config, devices, self.local_devices)
         self.layout = layout_of(config, self.mesh)
+        # Splash attention is told the positions of its queries; the chunked form takes rows in their order.
+        self.has_chunks = self.attention_choice.is_splash and self.mesh.context > 1
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
         # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
         self.data_size = min(self.process_count, self.mesh.stage * self.mesh.data_ranks)
@@ -224,6 +226,9 @@ class XlaEngine:
         """Yield this process's rows on the devices, those of one graph at a time, sharded as TOKENS says."""
         count, length = batch["tokens"].shape
         rows_of_graph = self.rows * self.config.seq_length // length
+        if self.has_chunks:
+            order = token_order(length, self.mesh.context)
+            batch = {name: array[:, order] for name, array in batch.items()}
         for start in range(0, count, rows_of_graph):
             rows = {name: torch.from_numpy(array[start : start + rows_of_graph]) for name, array in batch.items()}
             yield {name: self.send(tensor) for name, tensor in rows.items()}
@@ -243,15 +248,18 @@ class XlaEngine:
         noise = None
         if "global_token_index" in batch:
             noise = dropout_noise(self.config.seed, self.step.optimizer.updates, batch["global_token_index"])
-        inputs = BatchInputs(batch.get("positions"), batch.get("segments"), noise, self.precision.activations)
+        positions = batch.get("positions")
+        if self.has_chunks and positions is None:
+            positions = torch.tensor(token_order(batch["tokens"].shape[1], self.mesh.context), device=self.device)
+        inputs = BatchInputs(positions, batch.get("segments"), noise, self.precision.activations)
         hidden = model.hidden(self._for_lookup(batch["tokens"]), inputs, self.run_blocks)
         labels, vocabulary = batch["labels"], model.shape.vocab_size
         options = loss_options(self.config)
         if isinstance(self.run_blocks, PipelinedBlocks):
             loss = self.run_blocks.head_loss(hidden, model.lm_head.weight, labels, vocabulary, options)
         else:
-            # [B, T, V], with columns of padding
-            logits = linear(hidden, narrowed(model.lm_head.weight, self.reduction))
+            weight = grouped(narrowed(model.lm_head.weight, self.reduction), self.layout)
+            logits = linear(hidden, weight)  # [B, T, V], with columns of padding
             logits = xs.mark_sharding_with_gradients(logits, self.xla_mesh, self.layout.activation(LOGITS))
             loss = next_token_loss(logits, labels, vocabulary, options)
         return loss, (labels != IGNORED).sum().float()

@@ -10,10 +10,12 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
 import torch_xla.debug.profiler as xla_profiler
 import torch_xla.distributed.spmd as xs
 import torch_xla.experimental.scan as xla_scan
@@ -31,7 +33,7 @@ from pretraining.models.ops import Kernel
 from pretraining.noise import upper_bits
 from pretraining.parallel.layout import STACK, Layout
 from pretraining.parallel.recompute import ScanGroup
-from pretraining.parallel.sharding import ACTIVATIONS, REPLICAS, Activations, Spec, on_mesh
+from pretraining.parallel.sharding import ACTIVATIONS, KERNEL_ACTIVATIONS, REPLICAS, Activations, Spec, on_mesh
 
 # Under SPMD the scan's backward ties gradients to their inputs with shard_as, which needs jax and torchax (and
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.
@@ -81,8 +83,7 @@ class ScannedBlocks:
         self.mesh, self.layout = mesh, layout
         self.kv_heads, self.repeats, self.reduction = kv_heads, repeats, reduction
         self.compute = compute
-        is_sharded = layout.split.parameters and layout.mesh.shard * layout.mesh.context > 1
-        self.gathers = is_sharded and layout.mesh.stage == 1
+        self.gathers = layout.split.parameters and layout.mesh.shard * layout.mesh.context > 1
         # A meta copy names the weights; the stacked ones are passed in at each call.
         self.names = [name for name, _ in block.named_parameters()]
         # scan caches its traced graphs by the identity of these functions: made once, not per step.
@@ -90,9 +91,10 @@ class ScannedBlocks:
             has_dropout: [self._body(block, len(group.mask), has_dropout) for group in self.groups]
             for has_dropout in (False, True)
         }
-        markers = 1 + place_activations(block, ACTIVATIONS, mesh, layout)
+        table = ACTIVATIONS if kernel == "chunked" else KERNEL_ACTIVATIONS
+        markers = 1 + place_activations(block, table, mesh, layout)
         markers += 2 * sum(self._is_repeated(name) for name in self.names)
-        markers += sum(self._is_gathered(name) for name in self.names)
+        markers += 2 * sum(self._is_gathered(name) for name in self.names)
         for path in modules:
             mark_boundaries(block.get_submodule(path))
         self.partitions = [
@@ -123,7 +125,7 @@ class ScannedBlocks:
             for i in range(count):
                 # The marker keeps the rows on their devices, and tells _partition where a block begins.
                 x = xs.mark_sharding_with_gradients(x, self.mesh, self.layout.stream())
-                layer = {name: self._weight(name, weights[name][i]) for name in self.names}
+                layer = {name: grouped(self._weight(name, weights[name][i]), self.layout) for name in self.names}
                 x = functional_call(block, layer, (x, inputs), strict=True)
                 inputs = inputs.next_block()
             if has_dropout:
@@ -156,20 +158,30 @@ class ScannedBlocks:
 
     def _weight(self, name: str, weight: Tensor) -> Tensor:
         """`weight` as the block uses it: see narrowed; KV heads repeated as often as tensor ranks need them."""
+        stage: Spec = ("stage",) if self.layout.mesh.stage > 1 else ()  # a pipeline has a weight for each stage
         if self._is_gathered(name):
-            specs = (spec_of(f"{STACK}{name}") for spec_of in (self.layout.gathered, self.layout.parameter))
+            specs = ((*stage, *of(f"{STACK}{name}")) for of in (self.layout.gathered, self.layout.parameter))
             gathered: Tensor = _Gather.apply(weight, str(self.mesh), *map(str, specs), self.compute, self.reduction)
             return gathered
         weight = narrowed(weight, self.reduction)
         if not self._is_repeated(name):
             return weight
-        stage: Spec = ("stage",) if self.layout.mesh.stage > 1 else ()  # a pipeline has a weight for each stage
         dim, inputs = len(stage), (None,) * (weight.dim() - len(stage) - 1)
         # First replicated: in one step the compiler finds no way from columns to repeated heads.
         weight = xs.mark_sharding_with_gradients(weight, self.mesh, (*stage, None, *inputs))
         heads = weight.unflatten(dim, (self.kv_heads, -1)).repeat_interleave(self.repeats, dim).flatten(dim, dim + 1)
         spec = (*stage, None if self.layout.whole_heads else "tensor", *inputs)
         return xs.mark_sharding_with_gradients(heads, self.mesh, spec)
+
+
+def grouped(weight: Tensor, layout: Layout) -> Tensor:
+    """Return a matrix [O, I] as a group of one, [1, O, I], where context ranks share out the tokens of a row.
+
+    ops.linear then sums over rows and tokens apart. Merged into one dimension, no rank has a contiguous range of them,
+    and the compiler gathers all tokens on every rank. A pipeline's weights are groups already.
+    """
+    mesh = layout.mesh
+    return weight.unsqueeze(0) if mesh.context > 1 and mesh.stage == 1 and weight.dim() == 2 else weight
 
 
 def narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,7 +215,7 @@ def place_activations(root: nn.Module, table: Activations, mesh: xs.Mesh, layout
     modules = dict(root.named_modules())
     rows = [row for row in layout.activations(table) if row[0] in modules]  # not every feed-forward has a gate
     for name, side, spec in rows:
-        forward, backward = layout.of_module(name, spec), layout.of_gradient(name, spec)
+        forward, backward = layout.of_module(spec), layout.of_gradient(spec)
         mark = partial(mark_both_ways, mesh=mesh, forward=forward, backward=backward)
         if side == "input":
             modules[name].register_forward_pre_hook(lambda _, args, mark=mark: (mark(args[0]), *args[1:]))
@@ -242,13 +254,39 @@ class _Gather(torch.autograd.Function):
         ctx: Any, weight: Tensor, mesh: str, gathered: str, sharded: str, compute: torch.dtype, reduction: torch.dtype
     ) -> Tensor:
         ctx.mesh, ctx.sharded, ctx.dtype = mesh, sharded, weight.dtype
-        unsharded: Tensor = torch.ops.xla.aot_mark_sharding(weight.to(compute), mesh, gathered)
-        return unsharded.to(torch.bfloat16 if reduction == torch.bfloat16 else weight.dtype)
+        if weight.dtype != compute:
+            weight = opaque(weight).to(compute)
+        shard = torch.ops.xla.aot_mark_sharding(weight, mesh, sharded)
+        unsharded: Tensor = torch.ops.xla.aot_mark_sharding(shard, mesh, gathered)
+        return unsharded.to(torch.bfloat16 if reduction == torch.bfloat16 else ctx.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sharded: Tensor = torch.ops.xla.aot_mark_sharding(grad, ctx.mesh, ctx.sharded)
         return sharded.to(ctx.dtype), None, None, None, None, None
+
+
+@torch.library.custom_op("pretraining::opaque", mutates_args=())
+def opaque(x: Tensor) -> Tensor:
+    """Return `x`, fp32, which the compiler rounds here or later, but not before.
+
+    A TPU's compiler looks through slices and loops for what is only read in bf16, and rounds the shards of all layers
+    before the loop over them: a copy of 2 bytes per parameter that lives as long as the step.
+    """
+    bits = torch_xla._XLAC._xla_user_computation("xla::bitcast", [x], _bitcast(x.shape, "F32", "S32"))
+    torch_xla._XLAC._xla_optimization_barrier_(bits)
+    (same,) = torch_xla._XLAC._xla_user_computation("xla::bitcast", bits, _bitcast(x.shape, "S32", "F32"))
+    return same
+
+
+opaque.register_fake(torch.empty_like)
+
+
+@cache
+def _bitcast(shape: torch.Size, source: str, target: str) -> Any:
+    """Return the program that reads fp32 as integers, or back; a view does not within a scan."""
+    types = vars(xb.Type)
+    return xb.create_computation("bitcast", lambda x: x.bitcast(types[target]), [xb.mkshape(types[source], shape)])
 
 
 @torch.library.custom_op("pretraining::boundary", mutates_args=())
@@ -290,8 +328,8 @@ def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, save
 
     Sharding markers are recomputed in every block: they compute nothing, kept activations have their sharding in the
     backward pass again, where the compiler otherwise shards them like weights, and what a marker gathers, weights or
-    the tokens of tensor ranks, is gathered again instead of being kept. So are boundaries: a module's result is no
-    more kept than what lies inside.
+    the tokens of tensor ranks, is gathered again instead of being kept. So are opaque weights, and boundaries: a
+    module's result is no more kept than what lies inside.
     """
 
     def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -301,7 +339,7 @@ def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, save
             policy = None
             if saves_attention and _is_fused_attention(node):
                 policy = CheckpointPolicy.MUST_SAVE
-            elif is_recomputed or is_score or is_free or _is_marker(node) or _is_boundary(node):
+            elif is_recomputed or is_score or is_free or _is_marker(node) or _is_boundary(node) or _is_opaque(node):
                 policy = CheckpointPolicy.MUST_RECOMPUTE
             if policy:
                 node.meta["recompute"] = policy
@@ -318,6 +356,10 @@ def _is_marker(node: fx.Node) -> bool:
 
 def _is_boundary(node: fx.Node) -> bool:
     return "boundary" in str(node.target)
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    return "opaque" in str(node.target)
 
 
 def _is_fused_attention(node: fx.Node) -> bool:

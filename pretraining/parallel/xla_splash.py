@@ -1,7 +1,8 @@
 """Splash attention in the trace of torch-xla: the lowered programs of one device's shard, run by every device.
 
 The partitioner cannot shard a kernel. So the rows and heads of each device are taken out of its hands (manual sharding)
-and given back afterwards; no device communicates. Shapes as in models/chunked.py.
+and given back afterwards; no device communicates. A context rank has its own queries and all keys, and returns its part
+of the gradients of all keys, which the partitioner sums. Shapes as in models/chunked.py.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.sharding import BATCH_AXES, Spec, on_mesh, shards_along
 from pretraining.parallel.splash import SplashShape, lowered
 
-HEADS: Spec = (BATCH_AXES, "tensor", None, None)  # of q, k, v and y, [rows, heads, tokens, width]
-LOG_SUM_EXP: Spec = HEADS[:3]
-SEGMENTS: Spec = (BATCH_AXES, None)
+QUERIES: Spec = (BATCH_AXES, "tensor", "context", None)  # of q and y, [rows, heads, tokens, width]
+KEYS: Spec = (BATCH_AXES, "tensor", None, None)  # of k and v
+LOG_SUM_EXP: Spec = QUERIES[:3]
+TOKENS: Spec = (BATCH_AXES, "context")  # of the segments of queries
+ROWS: Spec = (BATCH_AXES, None)  # of those of keys
+RANK: Spec = ("context",)
 
 # The meshes of this process. Custom operations take tensors and numbers only, so they name a mesh by its place.
 _meshes: list[tuple[Mesh, xs.Mesh, bool]] = []
@@ -49,7 +53,7 @@ def splash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return attention [B, H, T, E] and the log-sum-exp of every query, fp32 [B, H, T]; `segments` is int32 [B, T]."""
     inputs = _inputs(q, k, v, segments)
-    y, logsumexp = _call(0, inputs, [(q.shape, HEADS), (q.shape[:3], LOG_SUM_EXP)], window, mesh)
+    y, logsumexp = _call(0, inputs, [(q.shape, QUERIES), (q.shape[:3], LOG_SUM_EXP)], window, mesh)
     return y, logsumexp
 
 
@@ -71,8 +75,12 @@ def splash_attention_backward(
     mesh: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, given the results of splash_attention and the gradient of the first."""
-    inputs = [*_inputs(q, k, v, segments), (y, HEADS), (logsumexp, LOG_SUM_EXP), (grad, HEADS)]
-    grad_q, grad_k, grad_v = _call(1, inputs, [(x.shape, HEADS) for x in (q, k, v)], window, mesh)
+    inputs = [*_inputs(q, k, v, segments), (y, QUERIES), (logsumexp, LOG_SUM_EXP), (grad, QUERIES)]
+    axes, xla_mesh, _ = _meshes[mesh]
+    of_ranks = (torch.Size((axes.context, *k.shape)), (*RANK, *KEYS))
+    grad_q, *grads = _call(1, inputs, [(q.shape, QUERIES), of_ranks, of_ranks], window, mesh)
+    tokens = on_mesh(QUERIES, axes._asdict())  # reduce-scattered
+    grad_k, grad_v = (xs.mark_sharding(grad.sum(0), xla_mesh, tokens).global_tensor for grad in grads)
     return grad_q, grad_k, grad_v
 
 
@@ -95,8 +103,8 @@ splash_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> list[tuple[Tensor, Spec]]:
-    inputs = [(q, HEADS), (k, HEADS), (v, HEADS)]
-    return inputs if segments is None else [*inputs, (segments, SEGMENTS)]
+    inputs = [(q, QUERIES), (k, KEYS), (v, KEYS)]
+    return inputs if segments is None else [*inputs, (segments, TOKENS), (segments, ROWS)]
 
 
 def _call(
@@ -110,7 +118,7 @@ def _call(
     mesh, xla_mesh, is_interpreted = _meshes[place]
     axes = mesh._asdict()
     (q, _), (k, _), *_ = inputs
-    rows, heads = (shards_along(axis, axes) for axis in HEADS[:2])
+    rows, heads = (shards_along(axis, axes) for axis in QUERIES[:2])
     assert q.shape[0] % rows == q.shape[1] % heads == k.shape[1] % heads == 0, (q.shape, k.shape, mesh)
     shape = SplashShape(
         rows=q.shape[0] // rows,
@@ -120,13 +128,15 @@ def _call(
         width=q.shape[3],
         dtype=str(q.dtype).removeprefix("torch."),
         window=window,
-        has_segments=any(spec == SEGMENTS for _, spec in inputs),
+        has_segments=any(spec == TOKENS for _, spec in inputs),
         is_interpreted=is_interpreted,
+        context=mesh.context,
     )
+    ranks = torch.arange(mesh.context, dtype=torch.int32, device=q.device)
     local = [
         # A copy, because marking changes the tensor itself
         xs.enable_manual_sharding(tensor.clone(), on_mesh(spec, axes), mesh=xla_mesh).global_tensor
-        for tensor, spec in inputs
+        for tensor, spec in [(ranks, RANK), *inputs]
     ]
     outputs = torch_xla._XLAC._xla_user_computation("xla::splash_attention", local, _computations(shape)[program])
     return [

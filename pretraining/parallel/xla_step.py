@@ -47,11 +47,11 @@ class XlaStep(OptimizerStep):
 
     def reduce_gradients(self) -> Gradients:
         """Divide by the trained tokens, in fp32 and sharded like the moments."""
-        loss, count = self.totals[0] / self.totals[1], self.totals[1]
+        count = self.totals[1].clamp(min=1)  # a global batch without trained tokens has a loss and gradients of 0
         means = {parameter.name: self._mean_gradient(parameter, count) for parameter in self.optimizer.parameters}
         order = self.config.grad_clip_norm_type or math.inf
         norm = nn.utils.get_total_norm(list(means.values()), order, foreach=False)
-        return Gradients(means, None, loss, norm)
+        return Gradients(means, None, self.totals[0] / count, norm)
 
     def _mean_gradient(self, parameter: ParameterState, count: Tensor) -> Tensor:
         if self.accumulates:

@@ -11,7 +11,7 @@ from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import amount, duration, flop, micro_batches, percent, size
 from pretraining.parallel.recompute import model_mask
 from pretraining.parallel.sharding import axes_of
-from pretraining.parallel.stages import describe_pipeline, idle_share
+from pretraining.parallel.stages import describe_pipeline, idle_share, micro_batches_per_graph
 from pretraining.plan.compiled import CompiledStep
 from pretraining.plan.engines import engine_of
 from pretraining.plan.plan import USABLE, Plan, best_cuts, nearest_fit, refusals
@@ -185,7 +185,7 @@ def _comparison(plan: Plan, compiled: CompiledStep) -> list[tuple[str, int, int]
     for one in plan.collectives:
         planned[one.operation] += one.bytes
     operations = sorted(planned.keys() | compiled.sent.keys())
-    accumulates = (plan.config.gradient_accumulation_steps or 1) > 1
+    accumulates = (plan.config.gradient_accumulation_steps or 1) > micro_batches_per_graph(plan.config)
     state = plan.memory.parameters + plan.memory.moments + accumulates * plan.memory.gradients
     return [
         ("bytes of state", state, compiled.state_bytes),

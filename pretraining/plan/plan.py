@@ -72,10 +72,14 @@ class Plan(NamedTuple):
         return max(self.compute_seconds, self.overlapped_seconds) + self.exposed_seconds
 
     @property
+    def least_seconds(self) -> float:
+        """Seconds of a step that the model's own operations take at the peak."""
+        return self.flops * self.config.tokens_per_step / (self.kind.peak_flops * self.config.plan_devices)
+
+    @property
     def mfu(self) -> float:
         """Share of the peak that the model's own operations reach."""
-        work = self.flops * self.config.tokens_per_step / (self.kind.peak_flops * self.config.plan_devices)
-        return work / self.step_seconds
+        return self.least_seconds / self.step_seconds
 
     @property
     def tokens_per_second(self) -> float:

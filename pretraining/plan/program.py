@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -203,14 +202,6 @@ def _sums_padded_shards(line: str, lines: list[str], parts: Computations) -> boo
         source = next((other for other in lines if f"%{element[2]} = " in other), "")
     body = re.search(r"calls=%([\w.-]+)", source or "")
     return any(" dynamic-update-slice(" in other for other in (parts[body[1]] if body else [source or ""]))
-
-
-def bytes_by_purpose(found: list[CompiledCollective]) -> Counter[str]:
-    """Return purpose -> bytes that leave one device."""
-    sums: Counter[str] = Counter()
-    for collective in found:
-        sums[collective.purpose] += collective.bytes
-    return sums
 
 
 def estimated_cycles(text: str) -> int:

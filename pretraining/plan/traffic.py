@@ -80,23 +80,18 @@ def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor]) -
     ranks = mesh.shard * mesh.context
     if split.parameters:
         weights = [weight for weight in weights if "embed_" not in weight.name]
-    blocks, _ = _divided(weights)
     stored = _matrix_bytes(weights, mesh, precision.parameters.itemsize)
     summed = _run_bytes(config, weights, mesh, _gradient_width(config))
     scatter = ring(_matrix_bytes(weights, mesh, _gradient_width(config)), ranks)
     if split.parameters:
-        # Gathered once for the forward and once for the backward pass of every micro-batch. In a pipeline, products by
-        # a weight and by its transpose gather separately, so that a recomputed block gathers once more; not down_proj,
-        # whose product is not needed.
-        mask, width = block_mask(config, piece_length(config)), precision.compute.itemsize
+        # Gathered once for the forward and once for the backward pass of every micro-batch.
+        width = precision.compute.itemsize
         gathers = ring(_run_bytes(config, weights, mesh, width), ranks)
-        repeated = [w for w in blocks if "_proj" in w.name and "down_proj" not in w.name and mesh.stage > 1]
-        again = ring(_run_bytes(config, repeated, mesh, width), ranks) * sum(mask) // len(mask)
         least = ring(_matrix_bytes(weights, mesh, width), ranks)
         return [
             _embedding_lookup(config, mesh),
             Collective("parameters, forward", "all-gather", SHARDS, gathers, least),
-            Collective("parameters, backward", "all-gather", SHARDS, gathers + again, least),
+            Collective("parameters, backward", "all-gather", SHARDS, gathers, least),
             Collective("gradients", "reduce-scatter", SHARDS, ring(summed, ranks), scatter),
             _all_reduce(config, weights, mesh, ("replica",), ranks),
         ]
@@ -234,16 +229,12 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
 
 
 def _of_keys(config: TrainConfig, again: list[bool], gathered: int) -> list[Collective]:
-    """Return the all-gathers of keys and values over context ranks, `again` backward, and of their gradients.
-
-    The XLA engine gathers where the torch engine reduce-scatters the gradients: the same bytes.
-    """
+    """Return the all-gathers of keys and values over context ranks, `again` backward, and their gradients' sums."""
     runs, least = piece_runs(config), len(again) * gathered
     gathers = runs * sum(1 + repeated for repeated in again) * gathered
-    summed = "reduce-scatter" if engine_of(config) == "torch" else "all-gather"
     return [
         Collective("keys and values", "all-gather", ("context",), gathers, least),
-        Collective("key/value gradients", summed, ("context",), runs * least, least),
+        Collective("key/value gradients", "reduce-scatter", ("context",), runs * least, least),
     ]
 
 

@@ -20,13 +20,12 @@ import psutil
 
 from tests.faults.server import WITHIN
 from tests.object_storage import free_port
-from tests.parallel.launch import ROOT
+from tests.parallel.launch import CHEAP_TO_COMPILE, ROOT
 
 HERE = Path(__file__).parent
 REFUSED = (2, 3)  # exit codes
 TRY_AGAIN = 5  # where another process of the run was lost
 KILLED = -9
-CHEAP_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 XLA = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "XLA_FLAGS": CHEAP_TO_COMPILE}
 
 

@@ -442,7 +442,7 @@ def test_files_with_stages_train_with_them_to_the_losses_without(tmp_path: Path)
 def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
-        'model_variant = "tiny"\nuse_dummy_dataset = true\nseq_length = 64\n'
+        'model_variant = "tiny"\nuse_dummy_dataset = true\nseq_length = 64\ncheckpoint_interval = 9\n'
         "learning_rate = 1e-3\nextra_checkpoint_steps = [1, 2]\n"
     )
     result = from_flags({"config_file": str(path), "learning_rate": "2e-3"})

@@ -16,6 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ALONE = 0  # without torchrun; 1 is a process group of one, which is how a single GPU trains
+# Flags of XLA for toys, whose few steps do not earn the compiler's work back. Without LLVM's optimizations a program of
+# the toy compiles in a third of the time; with the older emitter a case of xla_driver.py takes three quarters of it.
+CHEAP_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:

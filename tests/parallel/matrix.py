@@ -4,10 +4,11 @@
     python -m tests.parallel.matrix torch 2|4|8 [part of a case's name]
 
 Cases: stages and pieces, with every strategy, tensor, sequence and context ranks, blocks recomputed, numbers of layers,
-and on the torch engine every schedule. A pipeline gets at least twice as many micro-batches as it has stages. Cases
-that combine two settings for the first time run first, so that an interrupted run has tried every pair. Prints a line
-per case: the largest relative differences over 8 steps of its losses and of its gradient norms from those of one
-process. Exits with 1 if a case failed or one is larger than TOLERANCE.
+on the torch engine every schedule, and on the XLA engine splash attention, interpreted. A pipeline gets at least twice
+as many micro-batches as it has stages. Cases that combine two settings for the first time run first, so that an
+interrupted run has tried every pair. Prints a line per case: the largest relative differences over 8 steps of its
+losses and of its gradient norms from those of one process. Exits with 1 if a case failed or one is larger than
+TOLERANCE.
 
 The toy's AdamW has an eps of 1e-3. With 1e-8 an update depends on little more than the signs of the gradient, and an
 element near 0 has its sign by rounding: sums in another order, which differ by 4e-7 in the first norm, differed by 4e-5
@@ -46,6 +47,8 @@ PLACEMENTS: dict[str, Fields] = {
     "zero1": {"sharding_strategy": "zero1"},
     "sequence": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "sequence_parallel": True},
     "context": {"sharding_strategy": "fsdp", "context_parallel_size": 2},
+    "splash": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "attention_impl": "splash"},
+    "context with splash": {"sharding_strategy": "fsdp", "context_parallel_size": 2, "attention_impl": "splash"},
 }
 RECOMPUTED: dict[str, Fields] = {
     "kept": {},

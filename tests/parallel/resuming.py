@@ -6,6 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import load
 from pretraining.config.training import TrainConfig
@@ -22,6 +25,21 @@ def prepare_run(engine: Any, config: TrainConfig) -> Live:
     optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)
     return model, optimizer
+
+
+@torch.no_grad()
+def poisoned(model: Any) -> Tensor:
+    """Make the model's losses and gradients not finite; return what `restore` needs."""
+    weight = model.model.norm.weight
+    kept: Tensor = weight.detach().clone()
+    weight.fill_(torch.nan)
+    return kept
+
+
+@torch.no_grad()
+def restore(model: Any, kept: Tensor) -> None:
+    """Undo `poisoned`."""
+    model.model.norm.weight.copy_(kept)
 
 
 def save_run(engine: Any, config: TrainConfig, live: Live, step: int, folder: Path) -> None:

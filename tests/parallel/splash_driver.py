@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pretraining.models.chunked import AttentionMask
 from pretraining.models.ops import AttentionKernel
-from pretraining.parallel.mesh import Mesh
+from pretraining.parallel.mesh import Mesh, token_order
 from pretraining.parallel.xla_splash import SplashAttention
 
 
@@ -42,7 +42,7 @@ def differences(
     """Return the largest differences of one case: rows and heads are sharded over `mesh`."""
     torch.manual_seed(length)
     axes = Mesh(**mesh)
-    rows, width = axes.size // axes.tensor, 16
+    rows, width = axes.size // axes.tensor // axes.context, 16
     shapes = [(rows, count, length, width) for count in (heads[0], heads[1], heads[1])]
     inputs, direction = [torch.randn(shape) for shape in shapes], torch.randn(shapes[0])
     segments = torch.randint(0, 3, (rows, length)).sort(1).values.float() if packed else None
@@ -52,8 +52,16 @@ def differences(
         y = kernel(q, k, v, AttentionMask(None if segments is None else segments.to(device), window))
         return [tensor.detach().cpu() for tensor in (y, *torch.autograd.grad(y, (q, k, v), direction.to(device)))]
 
+    def by_rank(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        """Splash attention of tokens in the order in which context ranks have them."""
+        order = torch.from_numpy(token_order(length, axes.context)).to(q.device)
+        segments = None if mask.segments is None else mask.segments[:, order]
+        splash = SplashAttention(axes, xla_mesh, is_interpreted=True)
+        y = splash(q[:, :, order], k[:, :, order], v[:, :, order], mask._replace(segments=segments))
+        return y[:, :, order.argsort()]
+
     xla_mesh = xs.Mesh(np.arange(axes.size), tuple(axes), axes._fields)
-    got = results(SplashAttention(axes, xla_mesh, is_interpreted=True), torch_xla.device())
+    got = results(by_rank, torch_xla.device())
     expected = results(plain, torch.device("cpu"))
     return [(one - other).abs().max().item() for one, other in zip(got, expected, strict=True)]
 

@@ -9,6 +9,7 @@ import functools
 import math
 import re
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,16 @@ CASES: dict[str, dict[str, Any]] = {
         "batch_size": ROWS // 8,
     },
 }
+CONTEXT: dict[str, Any] = {
+    **FSDP,
+    **BLOCKS,
+    "context_parallel_size": 2,
+    "batch_size": ROWS // 4,
+    "num_kv_heads": 4,
+    "attention_impl": "splash",
+}
+if find_spec("jax"):
+    CASES["context"] = CONTEXT
 
 
 @functools.cache
@@ -100,6 +111,19 @@ def test_collectives_of_a_step_with_sharded_parameters(folder: Path, case: str) 
         ("reduce-scatter", 1): 1,
         ("all-reduce", 1): 1,
     }
+
+
+@pytest.mark.skipif("context" not in CASES, reason="needs jax")
+def test_context_ranks_send_keys_and_values_and_no_other_activations_of_a_block(folder: Path) -> None:
+    rows = CONTEXT["batch_size"]
+    found = [one for one in collectives(compiled(folder)["context"]) if one.times == LAYERS]
+    of_tokens = [one for one in found if any(shape[:1] == (rows,) for shape in one.shapes)]
+    keys = rows * LENGTH * HIDDEN // 2 * 4  # bytes of the keys, half as wide as the stream, in fp32
+    sent: Counter[str] = Counter()
+    for one in of_tokens:
+        sent[one.purpose] += one.bytes
+    halves = LAYERS * 2 * keys // 2  # a rank has the half of keys and values
+    assert sent == {"all-gather": 2 * halves, "reduce-scatter": halves}  # gathered again for the backward pass
 
 
 def test_neither_attention_scores_nor_weight_copies_are_saved_for_the_backward_pass(folder: Path) -> None:

@@ -36,6 +36,14 @@ CASES: dict[str, dict[str, Any]] = {
         "window": 300,
         "packed": True,
     },
+    "context": {"mesh": {"shard": 2, "context": 4}, "heads": [4, 2], "length": 512},
+    "context x tensor, window, documents, odd length": {
+        "mesh": {"shard": 2, "context": 2, "tensor": 2},
+        "heads": [4, 2],
+        "length": 1400,
+        "window": 300,
+        "packed": True,
+    },
 }
 SHAPE = SplashShape(rows=1, heads=2, kv_heads=1, length=128, width=64, dtype="bfloat16")
 
@@ -101,7 +109,7 @@ def test_a_cache_that_cannot_be_written_is_one_error(tmp_path: Path, monkeypatch
 TINY = {"model_variant": "tiny", "use_dummy_dataset": True}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention_dropout": 0.1}, "has no dropout, and attention_dropout is 0.1"),
-    ({"context_parallel_size": 2}, "context_parallel_size is 2"),
+    ({"context_parallel_size": 2, "seq_length": 66}, "equal chunks of a row for context ranks, and one has 66 tokens"),
     ({"tensor_parallel_size": 2, "num_kv_heads": 1, "kv_replication": 1}, "kv_replication is 1"),
 ]
 

@@ -62,8 +62,8 @@ MODULES: Fields = {
     "checkpoint_modules": "mlp,norm,core_attention",
 }
 TOGETHER: Fields = {**RECOMPUTED["all"], "checkpoint_num_layers": 3}  # of 4: a remainder
-# The TPU's kernel, interpreted; it needs requirements-tpu-aot.txt
-SPLASH: dict[str, Fields] = {
+# The TPU's kernel, interpreted
+WITH_SPLASH: dict[str, Fields] = {
     "splash, fsdp x tensor, a third": {
         **STRATEGIES["fsdp"],
         **TENSOR,
@@ -71,13 +71,23 @@ SPLASH: dict[str, Fields] = {
         "attention_impl": "splash",
         "save_attention": True,
     },
-    "splash, stages, all": {
+    "splash, stages x context, all": {
         **STRATEGIES["fsdp"],
         **STAGES,
         **RECOMPUTED["all"],
+        "context_parallel_size": 2,
+        "batch_size": 2,
+        "attention_impl": "splash",
+    },
+    "splash, context x tensor": {
+        **STRATEGIES["fsdp"],
+        **TENSOR,
+        "context_parallel_size": 2,
+        "batch_size": 4,
         "attention_impl": "splash",
     },
 }
+SPLASH = WITH_SPLASH if find_spec("jax") else {}  # of requirements-tpu-aot.txt
 # Every strategy with every way of recomputing once, and not every pair of them
 PAIRS = (
     *((strategy, "none") for strategy in STRATEGIES),
@@ -165,7 +175,7 @@ CASES: dict[int, dict[str, Fields]] = {
             "context_parallel_size": 2,
             "batch_size": 4,
         },
-        **(SPLASH if find_spec("jax") else {}),
+        **SPLASH,
         "bf16": {**STRATEGIES["fsdp"], "mixed_precision": True},
         "poisoned": {**STRATEGIES["fsdp"], "poison_step": 2},
         "poisoned, skipped": {**STRATEGIES["fsdp"], "poison_step": 2, "max_skipped_steps": 1},
@@ -180,7 +190,15 @@ def instructions(devices: int) -> dict[str, Fields]:
     """Packed examples; on 8 devices, each micro-batch and device has another number of trained tokens."""
     sizes = {1: {"batch_size": 16}, 8: {"batch_size": 1, **RECOMPUTED["a third"]}}
     packed = {**STRATEGIES["fsdp"], **instruction_cases()["packed"]}
-    return {"instructions": {**packed, **sizes[devices]}} if devices in sizes else {}
+    cases = {"instructions": {**packed, **sizes[devices]}} if devices in sizes else {}
+    if devices == 8 and SPLASH:
+        cases["instructions, context"] = {
+            **packed,
+            "batch_size": 2,
+            "context_parallel_size": 2,
+            "attention_impl": "splash",
+        }
+    return cases
 
 
 def ramps(devices: int) -> dict[str, Fields]:
@@ -314,9 +332,12 @@ def test_every_model_option_has_the_same_losses_on_another_mesh(form: str, mesh:
     assert plain["loss"][-1] < plain["loss"][0]
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_packed_examples_have_the_losses_of_the_same_examples_one_per_row(devices: int) -> None:
-    padded, packed = one_process()["instructions, padded"], outcome(devices)[0]["instructions"]
+PACKED = [(1, "instructions"), (8, "instructions"), *([(8, "instructions, context")] if SPLASH else [])]
+
+
+@pytest.mark.parametrize(("devices", "case"), PACKED)
+def test_packed_examples_have_the_losses_of_the_same_examples_one_per_row(devices: int, case: str) -> None:
+    padded, packed = one_process()["instructions, padded"], outcome(devices)[0][case]
     for figure in ("loss", "grad_norm", "evaluation"):
         assert packed[figure] == pytest.approx(padded[figure], abs=1e-5)
     assert packed["loss"][-1] < packed["loss"][0] - 0.3

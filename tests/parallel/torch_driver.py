@@ -24,7 +24,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.torch_engine import TorchEngine
-from tests.parallel.resuming import prepare_run, resume_run, save_run
+from tests.parallel.resuming import poisoned, prepare_run, restore, resume_run, save_run
 from tests.parallel.toy import HALFWAY, TOY
 
 
@@ -62,10 +62,10 @@ def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) ->
         batch = stream.batch(step)
         if alike:
             batch = {name: array[:1].repeat(len(array), axis=0) for name, array in batch.items()}
-        if step == poison:
-            batch = {name: array.copy() for name, array in batch.items()}
-            batch["labels"][:] = -100  # no trained token: 0 / 0
+        kept = poisoned(model) if step == poison else None
         read = engine.train_step(model, optimizer, batch, learning_rate(config, step)).read()
+        if kept is not None:
+            restore(model, kept)
         losses.append(read["loss"])
         norms.append(read["grad_norm"])
         refused.append([read["refused"], read["first_refused"]])

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.xla import XlaEngine
-from tests.parallel.resuming import prepare_run, resume_run, save_run
+from tests.parallel.resuming import poisoned, prepare_run, restore, resume_run, save_run
 from tests.parallel.toy import HALFWAY, TOY
 
 
@@ -37,7 +38,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     engine = XlaEngine(config)
     model, optimizer = prepare_run(engine, config)
     stream = open_stream(config)
-    losses, norms, compiled, refused = [], [], [], []
+    losses, norms, compiled, refused, before = [], [], [], [], 0
     for step in range(config.num_steps):
         if halfway and step == HALFWAY:
             save_run(engine, config, (model, optimizer), step, Path(halfway))
@@ -46,19 +47,24 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
         batch = stream.batch(step)
         if alike:
             batch = {name: array[:1].repeat(len(array), axis=0) for name, array in batch.items()}
-        if step == poison:
-            batch = {name: array.copy() for name, array in batch.items()}
-            batch["labels"][:] = -100  # no trained token: 0 / 0
+        kept = poisoned(model) if step == poison else None
+        if kept is not None:
+            engine.sync(wait=True)
+            before = engine.compilations()  # what poisoning compiled is none of the step's
         read = engine.train_step(model, optimizer, batch, rate).read()
         losses.append(read["loss"])
         norms.append(read["grad_norm"])
         refused.append([read["refused"], read["first_refused"]])
-        compiled.append(engine.compilations())
+        compiled.append(engine.compilations() - before)
+        if kept is not None:
+            restore(model, kept)
+            engine.sync(wait=True)
+        before = engine.compilations()
     outcome = {
         "loss": losses,
         "grad_norm": norms,
         "refused": refused,
-        "compilations": [count - compiled[0] for count in compiled],
+        "compilations": list(accumulate(compiled[1:], initial=0)),
         "bytes": engine.bytes_per_device(model, optimizer),
     }
     if not evaluates:

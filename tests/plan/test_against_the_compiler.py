@@ -24,6 +24,10 @@ pytestmark = pytest.mark.slow
 
 Fields = dict[str, Any]
 RECOMPUTED: Fields = {"fsdp_activation_checkpointing": True}
+STAGES: Fields = {
+    **{"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
+    **{"gradient_accumulation_steps": 4, "batch_size": 1},
+}
 PROGRAMS: dict[str, Fields] = {
     "ddp": {"sharding_strategy": "ddp", "batch_size": 2},
     "zero1": {"sharding_strategy": "zero1", "batch_size": 2},
@@ -36,10 +40,8 @@ PROGRAMS: dict[str, Fields] = {
     "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 4, "batch_size": 2},
     "tensor": {"sharding_strategy": "ddp", "tensor_parallel_size": 8, "batch_size": 16, "num_kv_heads": 8},
     "fsdp x tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 4},
-    "fsdp x stages": {
-        **{"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
-        **{"gradient_accumulation_steps": 4, "batch_size": 1},
-    },
+    "fsdp x stages": STAGES,
+    "fsdp x stages, recomputed": {**STAGES, **RECOMPUTED},
 }
 HELD: dict[str, Fields] = {
     **PROGRAMS,

@@ -76,6 +76,15 @@ def test_what_is_held_and_sent_and_multiplied_is_what_the_plan_says(tmp_path: Pa
     assert [program["name"] for program in truth["programs"]] == ["step"]
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_between_stages_nothing_is_sent_but_what_the_plan_says(tmp_path: Path) -> None:
+    _, plan = compiled(tmp_path, sharding_strategy="ddp", pipeline_parallel_size=4, gradient_accumulation_steps=8)
+    sent = plan["compiled"]["sent"]
+    assert [c["bytes"] for c in plan["collectives"] if c["axes"] == ["stage"]] == [sent["collective-permute"]]
+    assert sent["all-gather"] < 100  # of rows: none
+
+
 # No extent fills a tile of the device, 8 x 128 values: most of what is held is padding.
 NARROW: dict[str, Any] = {
     "hidden_size": 72, "intermediate_size": 160, "num_attention_heads": 6, "num_kv_heads": 3, "num_layers": 3,

@@ -22,9 +22,10 @@ from pretraining.config.training import TrainConfig
 from pretraining.configure import configure
 from pretraining.monitor.figures import duration, flop
 from pretraining.parallel.stages import idle_share, pieces
+from pretraining.plan.compiled import CompiledProgram, CompiledStep
 from pretraining.plan.engines import engine_of
 from pretraining.plan.memory import stream_bytes
-from pretraining.plan.page import VARIED, page, ranking
+from pretraining.plan.page import VARIED, compiled_page, page, ranking
 from pretraining.plan.plan import USABLE, Plan, best_cuts, nearest_fit, plan_of, refusals, search
 from pretraining.plan.traffic import ring
 
@@ -35,6 +36,16 @@ def config(**fields: Any) -> TrainConfig:
     base = {"model_variant": "llama3_8b", "sharding_strategy": "fsdp", "batch_size": 1, "seq_length": 4096}
     planned = {"plan": True, "plan_devices": 64, "plan_device_kind": "h100"}
     return TrainConfig(**{**base, **planned, **fields})
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_sums_of_gradients_are_compared_as_state_unless_stages_run_all_micro_batches_at_once(stages: int) -> None:
+    fields = {"plan_device_kind": "tpu-v6e", "plan_devices": 16, "gradient_accumulation_steps": 4}
+    plan = plan_of(config(**fields, pipeline_parallel_size=stages))
+    state = plan.memory.parameters + plan.memory.moments + (plan.memory.gradients if stages == 1 else 0)
+    compiled = CompiledStep("v6e:4x4", 0.0, [CompiledProgram("step", 1)], {}, {}, 0, 0, 0, 0, 0)
+    (row,) = (line for line in compiled_page(plan, compiled).splitlines() if line.startswith("bytes of state"))
+    assert row.split()[3] == f"{state:,}"
 
 
 @pytest.mark.parametrize("kind", PLAN_KINDS)
