@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Bring a run of another trainer: bash docs/journeys/migrant.sh FILE [--vocab_size=N and other flags]
 #
-# FILE is a configuration of NxD Training, NeMo or GPT-NeoX. Prints what becomes of each of its keys, plans it on GPUs
-# (DEVICES of them, 8 unless it is set), trains three steps of a small model of the same kind on this host, and exports
-# that to Hugging Face's format.
+# FILE is a configuration of NxD Training, NeMo or GPT-NeoX. Prints what becomes of each of its keys, plans it on GPUs,
+# trains three steps of a small model of the same kind on this host, and exports that to Hugging Face's format. DEVICES
+# is the number of GPUs, 8 unless it is set; if the file's mesh or batch cannot be divided by it, the error says what can.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 imported=(--import_config="${1:?give a configuration file}" "${@:2}")

@@ -2,8 +2,9 @@
 # Plan a run before renting devices: bash docs/journeys/planner.sh [MODEL [KIND TOPOLOGY [flags of the run]]]
 #
 # Prints the plan of llama3_8b on a slice of TPUs, ranks the meshes for the same global batch, plans again with the
-# flags of the best one, and lets the TPU's own compiler check it, which needs no TPU: 4 minutes and 6 GB for 8 B
-# parameters. For GPUs, replace the topology by --plan_devices and leave out the compiler.
+# flags of the best one, and lets the TPU's own compiler check it, which needs no TPU: two to four minutes on two idle
+# cores and 5 to 6 GB of memory for 8 B parameters. For GPUs, replace the topology by --plan_devices and leave out the
+# compiler.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 model=${1:-llama3_8b} kind=${2:-v6e} topology=${3:-4x4}
