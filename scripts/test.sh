@@ -15,10 +15,19 @@ set_up requirements-dev.txt
 # The tests set the accelerator and the number of devices themselves.
 unset PJRT_DEVICE CPU_NUM_DEVICES XLA_FLAGS RANK WORLD_SIZE
 
-# A subshell, because the environment is another one.
+# Subshells, because the environments are others.
+set_up_newest() (
+    use_environment .venv-newest
+    set_up requirements-newest.txt
+)
+
+# 6 GB that only test_emulated_tpu.py needs: what a failed installation leaves is removed.
 set_up_torch_tpu() (
     use_torch_tpu
-    find_python > /dev/null && set_up requirements-torchtpu-emulator.txt
+    find_python > /dev/null || exit
+    (set_up requirements-torchtpu-emulator.txt) && exit
+    rm -rf "$venv"
+    exit 1
 )
 
 # Two processes, each of which takes whole files, slow ones first.
@@ -34,8 +43,14 @@ esac
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-if [[ $all_tests == yes && ${NEWEST_TORCH:-yes} != no ]] && ! set_up_torch_tpu; then
-    log "TorchTPU is not installed: see the messages above; the tests with it (tests/parallel/test_emulated_tpu.py) are skipped"
+if [[ $all_tests == yes && ${NEWEST_TORCH:-yes} != no ]]; then
+    if ! set_up_newest; then
+        log "$(grep ^torch== requirements-newest.txt) could not be installed, so no tests ran;" \
+            "NEWEST_TORCH=no bash scripts/test.sh skips those with it"
+        exit 1
+    fi
+    set_up_torch_tpu || log "TorchTPU is not installed: see the messages above; the tests with it" \
+        "(tests/parallel/test_emulated_tpu.py) are skipped"
 fi
 run_tests "$@"
 [[ $all_tests == yes ]] || exit 0
@@ -44,12 +59,6 @@ if [[ ${NEWEST_TORCH:-yes} == no ]]; then
     exit 0
 fi
 
-venv=$PWD/.venv-newest
-python=$venv/bin/python
-if ! (set_up requirements-newest.txt); then
-    log "$(grep ^torch== requirements-newest.txt) could not be installed, so the tests with it did not run;" \
-        "NEWEST_TORCH=no bash scripts/test.sh skips them"
-    exit 1
-fi
+use_environment .venv-newest
 run_tests -m "not slow" tests/models tests/optim tests/parallel tests/checkpoint
 run_tests tests/golden tests/parallel/test_torch*.py tests/plan/test_torch_engine.py
