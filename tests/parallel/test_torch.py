@@ -242,7 +242,9 @@ def test_a_run_resumes_bitwise(case: str) -> None:
 def test_every_model_option_has_the_same_losses_on_tensor_context_and_pipeline_ranks(form: str, mesh: str) -> None:
     reference, got = outcome(ALONE)[form], outcome(4)[f"{form}{mesh}"]
     for figure in ("loss", "grad_norm", "evaluation"):
-        assert got[figure] == pytest.approx(reference[figure], abs=1e-5)
+        # Norms are up to 5 here; with dropout on context ranks, one of 3.03 differs by 3.8e-6 of it on an Intel CPU.
+        near = 1e-5 if figure == "grad_norm" else None
+        assert got[figure] == pytest.approx(reference[figure], abs=1e-5, rel=near)
     assert got["loss"][-1] < got["loss"][0]
 
 
