@@ -32,7 +32,9 @@ FEW: dict[str, Fields] = {
     "fsdp, a third, accumulated": {**FSDP, **A_THIRD, "batch_size": 1},
 }
 HSDP: Fields = {"sharding_strategy": "hsdp", "sharding_group_size": 2}
-TENSOR: Fields = {"tensor_parallel_size": 2}
+# Two micro-batches: the processes wait for one another in many collectives of each
+TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
+TENSOR_4: Fields = {"tensor_parallel_size": 4, "batch_size": 8}
 # What a tensor rank must not count twice, and what it has a part of the gradient of.
 BIASES: Fields = {"attn_bias": True, "mlp_bias": True, "norm_type": "layernorm", "norm_bias": True}
 FORMS: dict[str, Fields] = {
@@ -90,14 +92,15 @@ FORMS_ON_STAGES: dict[str, Fields] = {
     "whole tensors": IN_A_V,
 }
 FORMS_ON_FOUR: dict[str, Fields] = {
-    "two heads": {"tensor_parallel_size": 4, "sequence_parallel": True},
+    "two heads": {**TENSOR_4, "sequence_parallel": True},
     "three heads": {**TENSOR, **STAGES, "sharding_strategy": "ddp"},
 }
-CONTEXT: Fields = {"context_parallel_size": 2}
+CONTEXT: Fields = {"context_parallel_size": 2, "batch_size": 4}
+CONTEXT_4: Fields = {"context_parallel_size": 4, "batch_size": 8}
 FORMS_ON_CONTEXT: dict[str, Fields] = {
-    "biases, sequence": {**CONTEXT, **TENSOR, "sequence_parallel": True, **ALL_BLOCKS},
+    "biases, sequence": {**CONTEXT, **TENSOR, "sequence_parallel": True, **ALL_BLOCKS, "batch_size": 8},
     "dropout": {**CONTEXT, "sharding_strategy": "ddp"},
-    "adapters": {"context_parallel_size": 4},
+    "adapters": CONTEXT_4,
     "padded": {**CONTEXT, **STAGES},
     "whole tensors": {**CONTEXT, **HSDP, "sharding_group_size": 1},
     "window": {**CONTEXT, **A_THIRD},
@@ -129,13 +132,13 @@ CASES: dict[int, dict[str, Fields]] = {
         "zero1": {"sharding_strategy": "zero1"},
         "zero1, all blocks, accumulated": {"sharding_strategy": "zero1", **ALL_BLOCKS, "batch_size": 1},
         "zero2": {"sharding_strategy": "zero2", "attention_impl": "chunked"},
-        "tensor 4": {**FSDP, "tensor_parallel_size": 4, "batch_size": 8},
-        "fsdp x tensor, all blocks": {**FSDP, **TENSOR, **ALL_BLOCKS, "batch_size": 4},
-        "sequence": {**FSDP, **TENSOR, "sequence_parallel": True, "batch_size": 4},
-        "sequence, all blocks": {**FSDP, "tensor_parallel_size": 4, "sequence_parallel": True, **ALL_BLOCKS},
+        "tensor 4": {**FSDP, **TENSOR_4},
+        "fsdp x tensor, all blocks": {**FSDP, **TENSOR, **ALL_BLOCKS},
+        "sequence": {**FSDP, **TENSOR, "sequence_parallel": True},
+        "sequence, all blocks": {**FSDP, **TENSOR_4, "sequence_parallel": True, **ALL_BLOCKS},
         "hsdp x tensor, built first": {**HSDP, "sharding_group_size": 1, **TENSOR, "low_cpu_fsdp": False},
         **{
-            name: {**FSDP, **TENSOR, **ALL_BLOCKS, "batch_size": 2, **fields, "sequence_parallel": "seq" in name}
+            name: {**FSDP, **TENSOR, **ALL_BLOCKS, **fields, "sequence_parallel": "seq" in name}
             for name, fields in FORMS.items()
         },
         "modules": {
@@ -151,7 +154,7 @@ CASES: dict[int, dict[str, Fields]] = {
         "bf16": {**FSDP, "mixed_precision": True},
         **BY_STAGES,
         "context x fsdp, a third": {**FSDP, **CONTEXT, **A_THIRD, "save_attention": True},
-        "context 4, zero2": {"sharding_strategy": "zero2", "context_parallel_size": 4},
+        "context 4, zero2": {"sharding_strategy": "zero2", **CONTEXT_4},
         **{f"{form}, stages": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_STAGES.items()},
         **{f"{form}, context": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_CONTEXT.items()},
         **{f"{form}, 4 ranks": {**FSDP, **FORMS[form], **fields} for form, fields in FORMS_ON_FOUR.items()},
