@@ -90,7 +90,7 @@ class Stream:
 
     def __init__(
         self,
-        source: Mixture | Counters | OwnRows,
+        source: Mixture | OwnRows,
         rank_slice: RankSlice,
         fields: BatchFields,
         *,
@@ -242,32 +242,17 @@ class Counters:
     def __init__(self, seed: int, vocabulary: int) -> None:
         self._seed, self._vocabulary = seed, vocabulary
 
-    def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> RowMarks:
-        """Fill `out` (int32 [seq_length + 1]); a sequence is one document. See Mixture.row."""
+    def row(self, sequence: int, out: np.ndarray) -> None:
+        """Fill `out`; a sequence is one document. See Rows.row."""
         start = key_of(self._seed, sequence) % self._vocabulary
         out[:] = (np.arange(len(out), dtype=np.int64) + start) % self._vocabulary
-        return RowMarks([])
-
-    def fetch(self, sequence: int, rows: int, length: int) -> int:
-        """Return 0: no file is read."""
-        return 0
-
-    def check(self, sequences: Sequence[int], rows: np.ndarray) -> None:
-        """Do nothing: counters are below the vocabulary."""
-
-    def by_dataset(self, sequences: np.ndarray) -> dict[str, np.ndarray]:
-        """See Mixture.by_dataset."""
-        return {"dummy": sequences}
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 class OwnRows:
-    """The user's data, checked."""
+    """The user's data, or counters, checked. See Mixture for the methods."""
 
-    def __init__(self, own: Rows, vocabulary: int) -> None:
-        self._own, self._vocabulary = own, vocabulary
+    def __init__(self, own: Rows, name: str, vocabulary: int) -> None:
+        self._own, self._name, self._vocabulary = own, name, vocabulary
 
     def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> RowMarks:
         """See Rows.row."""
@@ -278,18 +263,17 @@ class OwnRows:
         return 0
 
     def by_dataset(self, sequences: np.ndarray) -> dict[str, np.ndarray]:
-        """See Mixture.by_dataset."""
-        return {type(self._own).__qualname__: sequences}
+        """Return all sequences under the one name."""
+        return {self._name: sequences}
 
     def check(self, sequences: Sequence[int], rows: np.ndarray) -> None:
         """Raise UserError with an id outside the vocabulary."""
         wrong = rows[(rows < 0) | (rows >= self._vocabulary)]
         if len(wrong):
-            data = type(self._own).__qualname__
-            raise UserError(f"{data}: token id {wrong[0]}, but the model's vocabulary is {self._vocabulary:,}")
+            raise UserError(f"{self._name}: token id {wrong[0]}, but the model's vocabulary is {self._vocabulary:,}")
 
     def close(self) -> None:
-        """Do nothing: the data are the user's."""
+        """Do nothing: no file is open."""
 
 
 class Mixture:
@@ -503,7 +487,7 @@ def _open_endless(
     name = order.get("data", "dummy")
     facts = {"datasets": [{"name": name, "tokens": None, "share": 1.0, "epochs": None}], "vocabulary": rows}
     seed = config.seed if split == "train" else config.seed + 1 + SPLITS.index(split)
-    source = OwnRows(own, rows) if own else Counters(seed, rows)
+    source = OwnRows(own or Counters(seed, rows), name, rows)
     batches = _batches(config, split, rank_slice, first_state)
     return Stream(source, rank_slice, fields, state=first_state, facts=facts, batches=batches)
 
