@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -134,8 +135,8 @@ def _open(path: str) -> IO[bytes]:
         return Path(path).open("rb")
     import pyarrow as pa
 
-    stream: IO[bytes] = pa.CompressedInputStream(pa.OSFile(path), compression)
-    return stream
+    stream: Any = pa.CompressedInputStream(pa.OSFile(path), compression)
+    return io.BufferedReader(stream, 1 << 20)  # pyarrow's stream has no line iterator
 
 
 def _lines(part: FileRange) -> Iterator[tuple[str, bytes]]:
@@ -146,22 +147,12 @@ def _lines(part: FileRange) -> Iterator[tuple[str, bytes]]:
         if at:  # a line that begins before belongs to the range before
             file.seek(at - 1, os.SEEK_SET)
             at += len(file.readline()) - 1
-        for line in _split_lines(file) if compressed else file:
+        for line in file:
             if not compressed and at >= part.stop:
                 return
             if line.strip():
                 yield f"{part.path}, byte {at}", line
             at += len(line)
-
-
-def _split_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a decompressing stream, which has no line iterator of its own."""
-    rest = b""
-    while block := file.read(1 << 20):
-        *lines, rest = (rest + block).split(b"\n")
-        yield from (line + b"\n" for line in lines)
-    if rest:
-        yield rest
 
 
 def _record_of(line: bytes, place: str) -> dict[str, Any]:
