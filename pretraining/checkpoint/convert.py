@@ -35,14 +35,7 @@ from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.export_tokenizer import export_tokenizer
 from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
 from pretraining.checkpoint.gpt_neox import fuse, their_names
-from pretraining.checkpoint.huggingface import (
-    EMBEDDING,
-    HEAD,
-    INDEX,
-    SINGLE,
-    is_huggingface,
-    open_any_checkpoint,
-)
+from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, INDEX, SINGLE, is_huggingface, open_any_checkpoint
 from pretraining.checkpoint.manifest import DTYPES, Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.pickles import LAYOUTS, Weights, describe_moments, layout_of, open_pickles

@@ -22,12 +22,7 @@ from pretraining.config.errors import UserError
 from pretraining.data.hashing import short_hash
 from pretraining.data.stores.find import FORMATS
 from pretraining.data.stores.labels import unmark
-from pretraining.data.stores.shard import (
-    DiskArray,
-    ShardContents,
-    chunks,
-    in_memory,
-)
+from pretraining.data.stores.shard import DiskArray, ShardContents, chunks, in_memory
 from pretraining.storage import OpenedFile, Stamp, StorageError, in_order, is_remote, location, opened
 
 # Documents whose tokens are summed in the sidecar; blocks of the shuffled order consist of whole groups.

@@ -8,16 +8,7 @@ from typing import Any
 from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
-from pretraining.importing.mappings import (
-    KeyMapping,
-    choice,
-    each,
-    ignore,
-    must_be_off,
-    same_names,
-    to,
-    to_one_of,
-)
+from pretraining.importing.mappings import KeyMapping, choice, each, ignore, must_be_off, same_names, to, to_one_of
 from pretraining.importing.shared import betas, optimizer_arguments, vocabulary_multiple
 
 GATED = ("swiglu", "geglu", "reglu")

@@ -12,12 +12,7 @@ import struct
 import numpy as np
 
 from pretraining.config.errors import UserError
-from pretraining.data.stores.shard import (
-    DiskArray,
-    ShardContents,
-    chunks,
-    in_memory,
-)
+from pretraining.data.stores.shard import DiskArray, ShardContents, chunks, in_memory
 from pretraining.storage import Stamp, location, opened
 
 MAGIC = b"MMIDIDX\x00\x00"
