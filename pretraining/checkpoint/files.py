@@ -106,7 +106,7 @@ def read_into(opened: int | ObjectFile, target: memoryview, start: int, path: Lo
         try:
             count = os.preadv(opened, [target], start)
         except OSError as error:
-            raise _unreadable(error, path, f" at byte {start}") from error
+            raise unreadable(error, path, f" at byte {start}") from error
         if count == 0:
             raise UnreadableError(f"{path}: ends at byte {start}, before the saved data does")
         target, start = target[count:], start + count
@@ -123,10 +123,10 @@ def read_file(path: Location) -> bytes:
         with descriptor(path, os.O_RDONLY) as opened, open(opened, "rb", closefd=False) as file:
             return file.read() or b""  # None of a pipe
     except OSError as error:
-        raise _unreadable(error, path) from error
+        raise unreadable(error, path) from error
 
 
-def _unreadable(error: OSError, path: Location, place: str = "") -> Exception:
+def unreadable(error: OSError, path: Location, place: str = "") -> Exception:
     """Return the error to raise where a checkpoint is not readable; another one if the checkpoint may be sound."""
     if isinstance(error, StorageError) and not isinstance(error, FileNotFoundError):
         return error

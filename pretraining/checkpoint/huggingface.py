@@ -12,7 +12,7 @@ import math
 import re
 from typing import Any
 
-from pretraining.checkpoint.files import UnreadableError, digest, parse_json, read_json
+from pretraining.checkpoint.files import UnreadableError, digest, parse_json, read_json, unreadable
 from pretraining.checkpoint.folder import newest_checkpoint
 from pretraining.checkpoint.gpt_neox import our_entries
 from pretraining.checkpoint.manifest import (
@@ -104,7 +104,7 @@ def _header_bytes(path: Location) -> bytes:
             size = int.from_bytes(length, "little")
             header = length + file.read(min(size, LONGEST_HEADER))
     except OSError as error:
-        raise UnreadableError(f"{path}: {error.strerror}") from error
+        raise unreadable(error, path) from error
     if len(length) < 8 or len(header) != 8 + size:
         raise UnreadableError(f"{path}: is not a safetensors file, or is truncated")
     return header

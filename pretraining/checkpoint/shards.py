@@ -29,6 +29,7 @@ from pretraining.checkpoint.files import (
     finish,
     read_into,
     sync_folder,
+    unreadable,
     write_at,
 )
 from pretraining.checkpoint.manifest import (
@@ -41,7 +42,7 @@ from pretraining.checkpoint.manifest import (
     Manifest,
     ShardFile,
 )
-from pretraining.storage import Location, ObjectFile, ObjectPath, StorageError, Upload, is_remote
+from pretraining.storage import Location, ObjectFile, ObjectPath, Upload, is_remote
 
 # Host copies waiting for the disk may take this much, or one chunk if that is more: the disk is busy with 64 MiB
 # already, and what a save adds to a host's memory stays a few of the largest chunks.
@@ -240,9 +241,7 @@ def _open(stack: ExitStack, path: Location, expected: ShardFile) -> OpenFile:
             opened = stack.enter_context(descriptor(path, os.O_RDONLY))
             size = os.fstat(opened).st_size
     except OSError as error:
-        if isinstance(error, StorageError) and not isinstance(error, FileNotFoundError):
-            raise
-        raise UnreadableError(f"{path}: {error.strerror}") from error
+        raise unreadable(error, path) from error
     if size != expected.size:
         raise UnreadableError(f"{path}: has {size} bytes, {expected.size} were saved")
     header = memoryview(bytearray(expected.header_size))

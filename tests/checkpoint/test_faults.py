@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import resource
 import shutil
 from pathlib import Path
 
@@ -47,6 +48,19 @@ def test_a_flipped_bit_anywhere_is_detected(copy: Path, name: str) -> None:
         with pytest.raises(UnreadableError, match=name.replace(".", r"\.")):
             read_tensors(copy)
     (copy / name).write_bytes(sound)
+    read_tensors(copy)
+
+
+def test_a_checkpoint_is_not_corrupt_because_the_process_has_too_many_open_files(copy: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))  # one file at a time, and a load has two
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            read_tensors(copy)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     read_tensors(copy)
 
 
