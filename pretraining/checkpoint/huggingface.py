@@ -27,11 +27,11 @@ from pretraining.checkpoint.manifest import (
 )
 from pretraining.config.errors import UserError
 from pretraining.config.huggingface import CONFIG, DIMENSIONS, ModelDescription, describes_model
+from pretraining.config.variants import REQUIRED_OF_CUSTOM
 from pretraining.storage import Location, size_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "intermediate_size")
 FILE_NAME = re.compile(r"[\w.+-]*\.safetensors", re.ASCII)
 # Saved by old versions, and not parameters
 BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
@@ -148,7 +148,7 @@ def model_fields(path: Location) -> dict[str, Any]:
     config = read_json(path)
     model = ModelDescription(config)
     problems = [f"{problem.subject}: {problem.remedy}" for problem in model.problems]
-    required = (key for key, field in DIMENSIONS.items() if field in REQUIRED)
+    required = (key for key, field in DIMENSIONS.items() if field in REQUIRED_OF_CUSTOM)
     problems += [f"{key} is missing" for key in required if config.get(key) is None]
     if problems:
         raise UserError(f"{path}: {'; '.join(problems)}")
