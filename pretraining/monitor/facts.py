@@ -37,7 +37,7 @@ def describe(
         ("model", _model(config)),
         ("FLOP/token", _flops(config)),
         ("devices", _devices(mesh, device_name)),
-        ("batch", _batch(config, mesh)),
+        ("batch", _batch(config)),
         ("precision", dtypes),
         *([("attention", attention)] if attention else []),
         ("memory/device", _memory(per_device)),
@@ -66,7 +66,7 @@ def _devices(mesh: Mapping[str, int], device_name: str) -> str:
     return f"{math.prod(mesh.values())} x {device_name}{axes and ': '}{axes}"
 
 
-def _batch(config: TrainConfig, mesh: Mapping[str, int]) -> str:
+def _batch(config: TrainConfig) -> str:
     assert config.global_batch_size and config.gradient_accumulation_steps
     tokens = config.tokens_per_step
     rows = f"{config.global_batch_size} sequences of {config.seq_length}"
