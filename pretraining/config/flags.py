@@ -55,17 +55,13 @@ def _call(main: Callable[..., int | None], line: CommandLine, checks: Iterable[C
     if line.problems:
         raise ConfigError([*line.problems, *read_values(line.flags, checks, missing_matters=False).problems])
     for note in line.notes:
-        _print_once(f"note: {note}")
+        if first_rank():
+            print(f"note: {note}", file=sys.stderr, flush=True)
     import fire
 
     command = [f"--{name}={value}" for name, value in line.flags.items()]
     code = fire.Fire(fire.decorators.SetParseFn(str)(main), command, serialize=lambda _: None)
     return code if isinstance(code, int) else 0
-
-
-def _print_once(text: str) -> None:
-    if first_rank():
-        print(text, file=sys.stderr, flush=True)
 
 
 def first_rank() -> bool:

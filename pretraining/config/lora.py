@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pretraining.config.training import TrainConfig
+from pretraining.config.training import TrainConfig
 
 PROJECTIONS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
+from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-
-if TYPE_CHECKING:
-    from pretraining.config.training import TrainConfig
 
 MUP_OPTIMIZERS = ("adamw", "muon")
 HIDDEN_MATRICES = "model.layers.*_proj.weight"  # map hidden states to hidden states: the projections of the blocks
