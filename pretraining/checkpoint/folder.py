@@ -50,13 +50,11 @@ def _matches(folder: Location) -> list[tuple[Location, re.Match[str]]]:
     return [(path, match) for path, match in named if match]
 
 
-def keep_newest(folder: Location, count: int) -> list[Location]:
-    """Remove all but the `count` newest committed checkpoints, oldest first, and return those removed."""
+def keep_newest(folder: Location, count: int) -> None:
+    """Remove all but the `count` newest committed checkpoints, oldest first."""
     assert count >= 1
-    doomed = find_checkpoints(folder).committed[count:]
-    for path in reversed(doomed):
+    for path in reversed(find_checkpoints(folder).committed[count:]):
         remove_folder(path)
-    return doomed
 
 
 def sweep(folder: Location) -> None:
