@@ -222,5 +222,4 @@ class FolderLock:
         os.pwrite(self._opened, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Release the lock."""
         os.close(self._opened)

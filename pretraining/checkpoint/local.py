@@ -66,7 +66,6 @@ class LocalTier:
         self._peers.lead_hosts(lambda: keep_newest(self.folder, 1))
 
     def release(self) -> None:
-        """Release the folder."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

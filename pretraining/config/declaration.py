@@ -40,12 +40,10 @@ class AtLeast:
 
     @property
     def requirement(self) -> str:
-        """The values that are accepted; see Constraint."""
         upper = "" if self.below == math.inf else f" and below {self.below}"
         return f"at least {self.minimum}{upper}" + ("" if self.special is None else f", or {self.special}")
 
     def accepts(self, value: Any) -> bool:
-        """Return whether `value` satisfies the condition."""
         return bool(value == self.special or self.minimum <= value < self.below)
 
 
@@ -58,11 +56,9 @@ class Above:
 
     @property
     def requirement(self) -> str:
-        """The values that are accepted; see Constraint."""
         return f"above {self.bound}" + ("" if self.at_most == math.inf else f" and at most {self.at_most}")
 
     def accepts(self, value: Any) -> bool:
-        """Return whether `value` satisfies the condition."""
         return bool(self.bound < value <= self.at_most)
 
 
@@ -74,11 +70,10 @@ class OneOf:
 
     @property
     def requirement(self) -> str:
-        """The values that are accepted, without the empty text, which stands for "not set"; see Constraint."""
+        """The choices without the empty text, which stands for "not set"."""
         return f"one of {', '.join(filter(None, self.choices))}"
 
     def accepts(self, value: Any) -> bool:
-        """Return whether `value` satisfies the condition."""
         return value in self.choices
 
 
@@ -90,7 +85,6 @@ class Grammar:
     requirement: str
 
     def accepts(self, value: Any) -> bool:
-        """Return whether `value` satisfies the condition."""
         with suppress(ValueError):
             self.parse(value)
             return True

@@ -32,7 +32,6 @@ class Limit(NamedTuple):
 
     @property
     def values_text(self) -> str:
-        """The values in words."""
         return self.values or f"all but {SETTINGS[self.setting].default!r}"
 
     def applies(self, config: TrainConfig) -> bool:

@@ -39,7 +39,6 @@ class OpenFile:
             os.close(self.descriptor)
 
     def read_at(self, start: int, count: int) -> bytes:
-        """See stores.shard.Readable."""
         if not self.is_local:
             return self.object.read_at(start, count)
         return read_exactly(self.descriptor, start, count, self.shard)

@@ -48,7 +48,6 @@ class Row:
     positions: list[int] = field(default_factory=list)  # in the example
 
     def add(self, example: Example) -> None:
-        """Append an example."""
         self.tokens += example.tokens
         self.labels += [token if is_trained else IGNORED for token, is_trained in zip(*example, strict=True)]
         self.positions += range(len(example.tokens))

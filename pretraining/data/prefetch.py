@@ -42,7 +42,6 @@ class Prefetcher:
         self.wait_seconds = 0.0  # spent in `batch` so far
 
     def batch(self, step: int) -> Batch:
-        """See Stream.batch."""
         began = time.perf_counter()
         if not self._first <= step < self._first + len(self._ready):
             self._next_group(step)

@@ -55,7 +55,6 @@ class Ranges(NamedTuple):
         return len(data)
 
     def read_at(self, start: int, count: int) -> bytes:
-        """See stores.shard.Readable."""
         return self.pread(count, start)
 
 

@@ -255,15 +255,12 @@ class OwnRows:
         self._own, self._name, self._vocabulary = own, name, vocabulary
 
     def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> RowMarks:
-        """See Rows.row."""
         return self._own.row(sequence, out) or RowMarks([])
 
     def fetch(self, sequence: int, rows: int, length: int) -> int:
-        """Return 0: no file is read."""
-        return 0
+        return 0  # no file is read
 
     def by_dataset(self, sequences: np.ndarray) -> dict[str, np.ndarray]:
-        """Return all sequences under the one name."""
         return {self._name: sequences}
 
     def check(self, sequences: Sequence[int], rows: np.ndarray) -> None:
@@ -348,7 +345,6 @@ class Mixture:
         )
 
     def close(self) -> None:
-        """Close open files."""
         self._files.close()
         self._ranges.close()
 

@@ -100,7 +100,7 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer.json, read by the tokenizers package. See SentencePieceTokenizer."""
+    """A Hugging Face tokenizer.json, read by the tokenizers package. See SentencePieceTokenizer for the methods."""
 
     def __init__(self, model: bytes) -> None:
         try:
@@ -124,21 +124,18 @@ class HuggingFaceTokenizer:
         return ids
 
     def trace(self, text: str) -> TracedTokens:
-        """See SentencePieceTokenizer.trace."""
         encoding = self._model.encode(text, add_special_tokens=False)
         return TracedTokens(encoding.ids, encoding.offsets)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each text, without special tokens."""
         return [encoding.ids for encoding in self._model.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids, without special tokens."""
         text: str = self._model.decode(ids)
         return text
 
     def byte_lengths(self) -> list[int]:
-        """See SentencePieceTokenizer.byte_lengths. Raises UserError for a decoder whose bytes are not known."""
+        """Raises UserError for a decoder whose bytes are not known."""
         decoder = json.dumps(json.loads(self._model.to_str())["decoder"], ensure_ascii=False)
         if '"ByteLevel"' in decoder:
             length: Callable[[str], int] = len  # a character stands for a byte
@@ -152,7 +149,6 @@ class HuggingFaceTokenizer:
         return lengths
 
     def adds_space(self) -> bool:
-        """See SentencePieceTokenizer.adds_space."""
         return self._model.encode("a", add_special_tokens=False).tokens[0].startswith((SPACE, BYTE_LEVEL_SPACE))
 
 

@@ -41,7 +41,6 @@ class Account:
         self._taken: dict[str, float] = {}
 
     def begin(self, activity: str) -> None:
-        """End the current activity and begin another one."""
         now = time.perf_counter()
         self._seconds[self._activity] += now - self._since
         self._activity, self._since = activity, now

@@ -36,7 +36,6 @@ class DeviceMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum of all of them."""
         return sum(self)
 
 
