@@ -16,14 +16,13 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.files import LOCK, FolderLock, set_aside, write_file
+from pretraining.checkpoint.files import LOCK, FolderLock, set_aside, write_file, writing_to
 from pretraining.checkpoint.folder import find_checkpoints, keep_newest, newest_first, sweep
 from pretraining.checkpoint.local import LocalTier
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.restoring import Restoring, base_digest, check_policy, checkpoint_folder
 from pretraining.checkpoint.store import HostBuffer, LogicalTensors, PendingSave, is_weight
-from pretraining.config.errors import UserError
 from pretraining.config.grammar import parse_steps
 from pretraining.config.lora import adapters_alone, is_trained
 from pretraining.config.training import TrainConfig
@@ -61,25 +60,17 @@ class Checkpoints:
         self._tier = LocalTier(config, self._peers) if config.ckpt_local_path else None
 
     def _claim(self, log_dir: Path) -> None:
-        try:  # a run that saves nothing writes its metrics there
+        with writing_to("log_dir", log_dir):  # a run that saves nothing writes its metrics there
             self._locks.append(FolderLock(log_dir, "log_dir" if self._config.log_dir else "run_name"))
-        except OSError as error:
-            raise UserError(
-                f"--log_dir={log_dir}: cannot be written ({error.strerror}); give another folder"
-            ) from error
         if not self._config.checkpoint_interval:
             return
-        try:
+        remedy = "give another folder, or --checkpoint_interval=0 to save nothing"
+        with writing_to("ckpt_save_path", self.folder, remedy):
             if isinstance(self.folder, Path):
                 self._locks.append(FolderLock(self.folder, "ckpt_save_path"))
             else:  # object storage has no locks
                 write_file(self.folder / LOCK, f"last used from {socket.gethostname()}\n".encode())
             sweep(self.folder)
-        except OSError as error:
-            raise UserError(
-                f"--ckpt_save_path={self.folder}: cannot be written ({error.strerror or error}); "
-                "give another folder, or --checkpoint_interval=0 to save nothing"
-            ) from error
 
     # ---- Continuing
 

@@ -40,6 +40,15 @@ def digest(data: bytes | memoryview) -> str:
 
 
 @contextlib.contextmanager
+def writing_to(flag: str, folder: Location, remedy: str = "give another folder") -> Iterator[None]:
+    """Raise UserError that names the flag of `folder` where the body cannot write there."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--{flag}={folder}: cannot be written ({error.strerror or error}); {remedy}") from error
+
+
+@contextlib.contextmanager
 def descriptor(path: Path, flags: int) -> Iterator[int]:
     """Open a file descriptor and close it on leaving. A named pipe in the place of a file is not waited for."""
     opened = os.open(path, flags | os.O_NONBLOCK, 0o644)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from pretraining.checkpoint.files import FolderLock, remove_folder
+from pretraining.checkpoint.files import FolderLock, remove_folder, writing_to
 from pretraining.checkpoint.folder import find_checkpoints, keep_newest, step_of, sweep
 from pretraining.checkpoint.peers import Peers
-from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 
 
@@ -28,13 +27,9 @@ class LocalTier:
         peers.lead_hosts(self._claim)
 
     def _claim(self) -> None:
-        try:
+        with writing_to("ckpt_local_path", self.folder):
             self._lock = FolderLock(self.folder, "ckpt_local_path")
             sweep(self.folder)
-        except OSError as error:
-            raise UserError(
-                f"--ckpt_local_path={self.folder}: cannot be written ({error.strerror}); give another folder"
-            ) from error
 
     def due(self, step: int) -> bool:
         """Return whether the state after `step` updates is to be saved here."""
