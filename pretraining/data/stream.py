@@ -481,7 +481,7 @@ def _open_endless(
     order |= {"data": type(own).__qualname__} if own else {}
     first_state = open_state(order, {}, previous=state, accept_changes=config.accept_data_changes)
     name = order.get("data", "dummy")
-    facts = {"datasets": [{"name": name, "tokens": None, "share": 1.0, "epochs": None}], "vocabulary": rows}
+    facts = {"datasets": [{"name": name, "tokens": None, "share": 1.0, "epochs": None}]}
     seed = config.seed if split == "train" else config.seed + 1 + SPLITS.index(split)
     source = OwnRows(own or Counters(seed, rows), name, rows)
     batches = _batches(config, split, rank_slice, first_state)
@@ -571,7 +571,6 @@ def _facts(
     return [
         {
             "name": dataset.name,
-            "folder": str(dataset.folder),
             "shards": len(dataset.shards),
             "documents": len(dataset.documents),
             "empty_documents": sum(shard.documents - shard.nonempty for shard in dataset.shards),
