@@ -82,6 +82,9 @@ def _by_era(old: float, new: float) -> Callable[[ForeignConfig], float]:
     return lambda source: new if source.era == "head" else old
 
 
+_DEFAULTS_BY_ERA = {key: _by_era(old, new) for key, _, old, new in CHANGED_DEFAULTS}
+
+
 # ---- parallelism
 
 
@@ -192,10 +195,10 @@ FORMAT = Format(
     },
     {
         # The defaults that decide what is trained (`megatron/neox_arguments/neox_args.py`).
-        **{key: _by_era(old, new) for key, _, old, new in CHANGED_DEFAULTS},
-        "gradient_clipping": lambda source: None if _clips(source) else _by_era(0.0, 1.0)(source),
+        **_DEFAULTS_BY_ERA,
+        "gradient_clipping": lambda source: None if _clips(source) else _DEFAULTS_BY_ERA["gradient_clipping"](source),
         "weight_decay": lambda source: (
-            None if source.get(f"{PARAMS}weight_decay") is not None else _by_era(0.01, 0.1)(source)
+            None if source.get(f"{PARAMS}weight_decay") is not None else _DEFAULTS_BY_ERA["weight_decay"](source)
         ),
         "norm": "layernorm",
         "layernorm_epsilon": 1e-5,
