@@ -18,7 +18,7 @@ BLANK = "\u2581"  # stands for a space in pieces
 
 
 class Description(NamedTuple):
-    """What a sentencepiece model says of itself (sentencepiece_model.proto)."""
+    """The description that a sentencepiece model contains (sentencepiece_model.proto)."""
 
     kind: int
     byte_fallback: bool

@@ -1,6 +1,6 @@
 """Low-rank adaptation: which parameters are trained, by name alone (Hu et al. 2021; the rules are PEFT's).
 
-Stands beside the configuration, so that a target that names nothing is reported before torch is imported.
+Part of the configuration, so that a target that names nothing is reported before torch is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ USUAL = "q_proj,v_proj"  # where nothing is said: PEFT's for Llama
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is one of the two small matrices beside a frozen one."""
+    """Whether a parameter is one of the two small matrices next to a frozen one."""
     return ".lora_" in name
 
 
@@ -56,5 +56,5 @@ def is_trained(config: TrainConfig, name: str) -> bool:
         return True
     if kind != "bias":
         return False
-    beside = any(module.endswith(target) for target in adapted(config))
-    return config.lora_bias == "all" or (config.lora_bias == "lora_only" and beside)
+    has_adapter = any(module.endswith(target) for target in adapted(config))
+    return config.lora_bias == "all" or (config.lora_bias == "lora_only" and has_adapter)

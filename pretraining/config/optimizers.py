@@ -1,7 +1,7 @@
 """The optimizer table: what each takes, and what it is set to where nothing is said.
 
-Stands beside the configuration, not beside the optimizers, so that a setting which one does not have is reported with
-all other mistakes before torch is imported. Defaults are torch.optim's or the named source's; those of adamw, and the
+Part of the configuration, not of the optimizers, so that a setting which one does not have is reported with all other
+mistakes before torch is imported. Defaults are torch.optim's or the named source's; those of adamw, and the
 second decay of Adam's kind, are the usual ones of pretraining.
 """
 

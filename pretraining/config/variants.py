@@ -1,7 +1,7 @@
 """The variant table: the dimensions of every Llama that has a name.
 
-Stands beside the configuration, not beside the model, so that a head count that does not divide is reported with
-every other mistake before torch is imported. Sources: Hugging Face's config.json of Llama 2 and 3, fms-fsdp's
+Part of the configuration, not of the model, so that a head count that does not divide is reported with every other
+mistake before torch is imported. Sources: Hugging Face's config.json of Llama 2 and 3, fms-fsdp's
 `config_utils.py` (1.4b, 34b, 194m, 1.8b, 3.2b); tiny and mini are ours, for CPUs.
 """
 
@@ -45,7 +45,7 @@ class ModelShape:
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward layer has a gate beside its first matrix."""
+        """Whether the feed-forward layer has a gate next to its first matrix."""
         return self.activation in GATED
 
     @property
