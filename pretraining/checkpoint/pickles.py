@@ -93,7 +93,7 @@ def open_pickles(path: Path, layout: Layout, import_config: str = "", model_conf
     if missing := missing_dimensions(config):
         raise UserError(f"{import_config}: has no {', '.join(missing)}")
     layers, expected = model_shape(config).num_layers, config.tensor_parallel_size
-    by_name = read_ranks(path, layout, layers)
+    by_name = _by_name(layout.read(path), layers if layout.counts_from_stage else 0)
     if others := [f"{name} in {len(tensors)}" for name, tensors in by_name.items() if len(tensors) != expected]:
         raise UserError(f"{path}: {others[0]} tensor ranks; the configuration has {expected}")
     tensors = ranks.merge(by_name, layout.table(config), layers)
@@ -249,12 +249,6 @@ def layout_of(path: Path) -> Layout | None:
     if any(path.glob("*.safetensors")):
         return None
     return next((layout for layout in LAYOUTS if any(path.glob(layout.pattern))), None)
-
-
-def read_ranks(path: Path, layout: Layout, layers: int | None = None) -> dict[str, list[Tensor]]:
-    """Return each tensor of every tensor rank, with the layers' numbers. layers: of the model, if they are counted
-    from the stage's first."""
-    return _by_name(layout.read(path), (layers or 0) if layout.counts_from_stage else 0)
 
 
 def _by_name(parts: Iterable[tuple[int, int, dict[str, Any]]], layers: int) -> dict[str, list[Tensor]]:
