@@ -130,7 +130,7 @@ def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: 
     parts = [str(PurePath(shard.path).relative_to(str(folder))) if has_folder else "" for shard in shards]
     parts += [f"{shard.fingerprint} {shard.documents} {shard.token_count}" for shard in shards]
     total = sum(shard.documents for shard in shards)
-    description = _read_description(folder)
+    description = read_json(folder / DESCRIPTION) if (folder / DESCRIPTION).is_file() else {}
     _check_description(folder, description, shards, vocabulary(config))
     _check_labels(config, folder, description, shards)
     first, last = 0, total
@@ -160,12 +160,6 @@ def split_edges(text: str, documents: int) -> list[int]:
 
 
 # ---- What prepare.py wrote next to the shards
-
-
-def _read_description(folder: Location) -> dict[str, Any]:
-    """Return the contents of meta.json, empty if there is none."""
-    path = folder / DESCRIPTION
-    return read_json(path) if path.is_file() else {}
 
 
 def _check_description(

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from pretraining.plan.program import OPERATIONS, WIDTHS, Computations, collectives, computations, executed
+from pretraining.plan.program import OPERATIONS, WIDTHS, collectives, computations, executed
 
 ARRAY = re.compile(rf"\b({'|'.join(WIDTHS)})\[([\d,]*)\](\{{[^}}]*\}})?")
 ON_CHIP = re.compile(r"S\([1-9]")  # memory space of a layout
@@ -53,14 +52,12 @@ def hbm_bytes(text: str) -> int:
     """Return the bytes that one device reads and writes in one execution of the program."""
     parts = computations(text)
     bodies = {name: _instructions(lines) for name, lines in parts.items()}
-    local = sum(times * _traffic(bodies[name], line, bodies) for name, line, times in _outside_fusions(parts))
+    local = sum(
+        times * _traffic(bodies[name], instruction, bodies)
+        for name, line, times in executed(parts, enters_fusions=False)
+        if (instruction := _instruction(line))
+    )
     return local + 2 * sum(collective.bytes for collective in collectives(text))
-
-
-def _outside_fusions(parts: Computations) -> Iterator[tuple[str, Instruction, int]]:
-    for name, line, times in executed(parts, enters_fusions=False):
-        if instruction := _instruction(line):
-            yield name, instruction, times
 
 
 def _instructions(lines: list[str]) -> dict[str, Instruction]:
