@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
+from pretraining.config.validate import multiples_around
 from pretraining.importing import shared
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
@@ -451,9 +452,8 @@ def _check_divides(source: ForeignConfig, section: str, ranks: int) -> Iterator[
     if source.has_flag("global_batch_size", "batch_size") or total < 1 or micro < 1 or not total % (micro * ranks):
         return
     step = micro * ranks
-    down, up = total // step * step, (total // step + 1) * step
     remedy = f"is no multiple of micro_batch_size={micro} x {ranks} data-parallel ranks = {step}; "
-    remedy += f"use {down} or {up}" if down else f"use {up}"
+    remedy += f"use {multiples_around(total, step)}"
     if sizes := shared.micro_batches(total, ranks):
         remedy += f", or micro_batch_size {sizes}"
     remedy += "; or give --source_world_size, the devices that it ran on"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
+from pretraining.config.validate import multiples_around
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, precision, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
 from pretraining.importing.mappings import KeyMapping, choice, each, ignore, read_with, same_names, to, to_one_of
@@ -73,9 +74,8 @@ def batch_agrees(source: ForeignConfig) -> Iterator[Problem]:
     ranks = _data_ranks(source)
     if total is None or micro is None or steps is None or ranks is None or total == micro * steps * ranks:
         return
-    down, up = total // ranks * ranks, (total // ranks + 1) * ranks
     sizes = micro_batches(total, ranks)
-    remedy = f"micro batches that divide: {sizes}" if sizes else f"use {down or up} or {up}"
+    remedy = f"micro batches that divide: {sizes}" if sizes else f"use {multiples_around(total, ranks)}"
     yield Problem(
         f"train_batch_size={total}",
         f"is not micro batch {micro} x accumulation {steps} x {ranks} data-parallel ranks; {remedy}",
