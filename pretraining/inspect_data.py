@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def inspect(**given: str) -> int:
         config = configure(given, report=False)
+        if config.use_dummy_dataset:
+            raise UserError("--use_dummy_dataset=True: these are counters, and no data to inspect; leave the flag out")
         print("\n".join(report(config, options.part)))
         if options.verify:
             print("\n".join(verify(config, options.part)))
@@ -63,7 +65,7 @@ def report(config: TrainConfig, split: str) -> list[str]:
         )
     if any(row["epochs"] is None for row in facts):
         lines.append("epochs are known with --global_batch_size, --seq_length and --num_steps")
-    for dataset in [] if config.use_dummy_dataset else open_datasets(config, split):
+    for dataset in open_datasets(config, split):
         lines += ["", f"{dataset.name}: documents by length in tokens", *histogram(dataset)]
     return lines
 

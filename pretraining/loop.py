@@ -270,7 +270,7 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt, cl
         run.reached(step)
         reports = step in (1, config.num_steps) or step % config.report_interval == 0
         saves = run.checkpoints.due(step) or any(agreed)
-        if (reports or saves) and not _may_continue(run, result.read(), step, batch):
+        if (reports or saves) and not _may_continue(run, result.read(), step):
             return STOPPED_ITSELF
         if reports:
             record = _record(run, step, result.read(), rate, watch, batch)
@@ -311,7 +311,7 @@ def _test_once(run: TrainingRun) -> None:
         _evaluate(run, run.step, "test", run.config.test_steps)
 
 
-def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, batch: Batch) -> bool:
+def _may_continue(run: TrainingRun, figures: dict[str, float], step: int) -> bool:
     """Return whether no more updates were skipped, because loss or gradient was not finite, than are allowed."""
     skipped = int(figures["refused"])
     if skipped == run.skipped_updates:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pretraining.checkpoint.files import writing_to
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.restoring import check_starting_point, checkpoint_folder
 from pretraining.config.errors import UserError
@@ -211,10 +212,8 @@ def open_run_folder(config: TrainConfig, start_step: int, began: float | None = 
     folder = config.run_folder
     if start_step and (lost := missing_history(folder / METRICS_FILE, start_step, config.report_interval)):
         print(f"note: {lost}", flush=True)
-    try:
+    with writing_to("log_dir", folder):
         trains = start_step < config.num_steps
         metrics = open_metrics(config, folder, start_step, began if trains else None)
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"--log_dir={folder}: cannot be written ({error.strerror}); give another folder") from error
     return metrics

@@ -281,6 +281,8 @@ def test_inspect_shows_the_datasets_and_the_text_of_a_step(
     shard.write_bytes(raw)
     assert inspect_data.main([*flags, "--verify"]) == 2
     assert f"{shard}: its checksum is not the recorded one" in capsys.readouterr().err
+    assert inspect_data.main(["--use_dummy_dataset=True"]) == 2
+    assert "--use_dummy_dataset=True: these are counters" in capsys.readouterr().err
 
 
 def test_the_output_folder_is_recognised_as_training_and_validation_data(prepared: Prepared, tmp_path: Path) -> None:
