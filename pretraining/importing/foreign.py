@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pretraining.config.training import SETTINGS
 
 MISSING = "???"  # OmegaConf: a value that the user must give
 
@@ -41,6 +44,12 @@ class ForeignConfig:
         """Return the whole number that `key` holds; `otherwise` where it holds none, which is an error of that key."""
         value = self.get(key, otherwise)
         return value if is_integer(value) else otherwise
+
+    def integer_flag(self, name: str) -> int:
+        """Return the whole number from 1 that a flag holds; 0 where it holds none, which is an error of that flag."""
+        with suppress(KeyError, ValueError):
+            return max(SETTINGS[name].read(self.flags[name]) or 0, 0)
+        return 0
 
     def has_flag(self, *names: str) -> bool:
         """Return whether the command line gives one of these flags."""

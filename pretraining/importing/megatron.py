@@ -434,8 +434,8 @@ def batch_check(section: str, degrees: str) -> Callable[[ForeignConfig], Iterato
     """
 
     def check(source: ForeignConfig) -> Iterator[Problem]:
-        world = source.integer("trainer.devices") * source.integer("trainer.num_nodes")
-        world = int(str(source.flags.get("source_world_size", world)))
+        devices = source.integer("trainer.devices") * source.integer("trainer.num_nodes")
+        world = source.integer_flag("source_world_size") or devices
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         model_ranks = math.prod(source.integer(degrees + name) for name in names)
         if model_ranks < 1 or world < 1 or world % model_ranks:

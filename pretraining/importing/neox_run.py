@@ -37,16 +37,20 @@ def _batch(source: ForeignConfig) -> tuple[int | None, int | None, int | None]:
 
 
 def _data_ranks(source: ForeignConfig) -> int | None:
-    """Return the data-parallel ranks of the source: its devices, or --source_world_size, by the model's ranks."""
-    given = source.flags.get("source_world_size")
-    devices = int(str(given)) if given else _size("global_num_gpus", source)
+    """Return the data-parallel ranks of the source: its devices by the model's ranks."""
+    devices = _devices(source)
+    return None if devices is None else max(devices // _model_ranks(source), 1)
+
+
+def _devices(source: ForeignConfig) -> int | None:
+    """Return the devices of the source: --source_world_size, or those of the file."""
     nodes, each = _size("num_nodes", source), _size("num_gpus", source)
-    if devices is None and nodes and each:
-        devices = nodes * each
-    if devices is None:
-        return None
-    model = max(source.integer("pipe_parallel_size"), 1) * max(source.integer("model_parallel_size"), 1)
-    return max(devices // model, 1)
+    in_file = _size("global_num_gpus", source) or (nodes * each if nodes and each else None)
+    return source.integer_flag("source_world_size") or in_file
+
+
+def _model_ranks(source: ForeignConfig) -> int:
+    return max(source.integer("pipe_parallel_size"), 1) * max(source.integer("model_parallel_size"), 1)
 
 
 def _size(key: str, source: ForeignConfig) -> int | None:
@@ -69,13 +73,21 @@ def _batch_key(value: Any, source: ForeignConfig) -> Conversion:
 
 
 def batch_agrees(source: ForeignConfig) -> Iterator[Problem]:
-    """Check that the three sizes of a batch are one arithmetic."""
+    """Check that the devices hold whole models, and that the three sizes of a batch are one arithmetic."""
+    if source.has_flag("global_batch_size", "batch_size"):
+        return
+    devices, model = _devices(source), _model_ranks(source)
+    if devices and devices % model:
+        remedy = f"is no multiple of pipe_parallel_size x model_parallel_size = {model}; give --source_world_size"
+        yield Problem(f"devices of the source = {devices}", f"{remedy}, the devices that it ran on")
+        return
     total, micro, steps = _batch(source)
     ranks = _data_ranks(source)
     if total is None or micro is None or steps is None or ranks is None or total == micro * steps * ranks:
         return
+    step = max(micro, 1) * max(steps, 1) * ranks
     sizes = micro_batches(total, ranks)
-    remedy = f"micro batches that divide: {sizes}" if sizes else f"use {multiples_around(total, ranks)}"
+    remedy = f"micro batches that divide: {sizes}" if sizes else f"use {multiples_around(total, step)}"
     yield Problem(
         f"train_batch_size={total}",
         f"is not micro batch {micro} x accumulation {steps} x {ranks} data-parallel ranks; {remedy}",

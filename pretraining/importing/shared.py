@@ -55,7 +55,7 @@ def vocabulary_multiple(tensor_key: str) -> KeyMapping:
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         theirs = max(source.integer(tensor_key), 1)
-        ours = int(str(source.flags.get("tensor_parallel_size", theirs)))
+        ours = source.integer_flag("tensor_parallel_size") or theirs
         if not is_integer(value) or value < 1:
             return unsupported("expected a whole number, at least 1")
         rows = f"rows are padded to a multiple of {value * theirs} = {value} x {theirs} tensor ranks, as in the source"

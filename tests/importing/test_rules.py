@@ -188,6 +188,29 @@ def test_three_sizes_that_disagree_are_refused_with_what_divides(tmp_path: Path)
     assert problem.remedy.endswith("micro batches that divide: 1, 2, 5, 10")
 
 
+def test_a_batch_that_no_micro_batch_divides_is_refused_with_batches_that_work(tmp_path: Path) -> None:
+    """5 ranks of 4 sequences."""
+    sizes = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": None}
+    (problem,) = imported_file("neox", tmp_path, sizes, source_world_size="5").problems
+    assert problem.remedy.endswith("use 20 or 40")
+    assert config("neox", tmp_path, sizes, source_world_size="5", global_batch_size="24").global_batch_size == 24
+
+
+def test_devices_that_do_not_hold_whole_models_are_refused(tmp_path: Path) -> None:
+    """NeoX asserts that 6 devices are a multiple of 4 tensor ranks."""
+    (problem,) = imported_file("neox", tmp_path, {"model_parallel_size": 4}, source_world_size="6").problems
+    assert (problem.subject, "= 4" in problem.remedy) == ("devices of the source = 6", True)
+
+
+@pytest.mark.parametrize("kind", ["nxdt", "neox"])
+def test_the_devices_of_the_source_are_read_like_every_other_flag(kind: str, tmp_path: Path) -> None:
+    assert config(kind, tmp_path, {}, source_world_size="0.8e1").global_batch_size == 32
+    report = imported_file(kind, tmp_path, {}, tensor_parallel_size="two")
+    assert [problem.subject for problem in [*report.problems, *report.config_problems]] == [
+        "--tensor_parallel_size=two"
+    ]
+
+
 def test_without_the_number_of_devices_the_global_batch_is_the_runs(tmp_path: Path) -> None:
     imported = config("neox", tmp_path, {"num_gpus": None})
     assert (imported.global_batch_size, imported.batch_size, imported.gradient_accumulation_steps) == (None, 2, 2)
