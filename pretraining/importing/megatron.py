@@ -427,6 +427,17 @@ def tokenizer_section(prefix: str) -> dict[str, KeyMapping]:
 # ---- across keys
 
 
+def required(batch: str, data: str) -> dict[tuple[str, ...], str]:
+    """Return the keys without a default. batch, data: prefixes of the batch sizes and of the data section."""
+    return {
+        (f"{batch}micro_batch_size",): "batch_size",
+        (f"{batch}global_batch_size",): "global_batch_size",
+        ("model.encoder_seq_length", f"{data}seq_length"): "seq_length",
+        ("model.optim.name",): "optimizer",
+        ("model.optim.lr", "model.optim.relative_step"): "learning_rate",
+    }
+
+
 def batch_check(section: str, degrees: str) -> Callable[[ForeignConfig], Iterator[Problem]]:
     """Return the check that the global batch is a multiple of what the source's data-parallel ranks take at once.
 

@@ -231,6 +231,11 @@ FORMAT = Format(
         ),
     },
     (batch_agrees, era_is_known),
+    required={
+        ("seq_length",): "seq_length",
+        ("train_iters", "train_epochs"): "num_steps",
+        ("train_micro_batch_size_per_gpu", "train_batch_size"): "batch_size",
+    },
 )
 
 

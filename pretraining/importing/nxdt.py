@@ -244,4 +244,5 @@ FORMAT = Format(
         megatron_optim.schedule_is_indented,
         megatron.batch_check("data.", "distributed_strategy."),
     ),
+    required=megatron.required("data.", "data."),
 )

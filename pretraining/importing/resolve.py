@@ -93,6 +93,7 @@ def import_foreign(flags: Mapping[str, object], checks: Iterable[Check] = ()) ->
     format_, foreign = open_foreign(comma_separated(str(flags["import_config"])), own.config.import_format, flags)
     keys = [_report(key, format_, foreign) for key in foreign.values]
     defaults = [report for key in format_.defaults for report in _report_default(key, format_, foreign)]
+    defaults += _report_missing(format_, foreign)
     merged, origins = _merge([*keys, *defaults], foreign)
     _override([*keys, *defaults], flags)
     below, below_origins, problems, notes = model_flags({**merged, **flags})
@@ -151,21 +152,35 @@ def _report_default(key: str, format_: Format, foreign: ForeignConfig) -> list[K
     return [] if report.status == "ignored" else [report]
 
 
+def _report_missing(format_: Format, foreign: ForeignConfig) -> list[KeyReport]:
+    """Return a refusal for each key that the trainer itself cannot do without, and the file does not have."""
+    remedy = f"is not in the file, and {format_.title} has no default: give"
+    return [
+        KeyReport(keys[0], None, None, "unsupported", {name: None}, f"{remedy} --{name}")
+        for keys, name in format_.required.items()
+        if all(foreign.values.get(key) is None for key in keys)
+    ]
+
+
 def convert(mapping: KeyMapping, value: Any, foreign: ForeignConfig) -> Conversion:
     """Return the conversion, or why this recipe cannot do what it asks for."""
+    if isinstance(value, str) and value.lower() in ("true", "false"):  # which every trainer takes for True
+        return unsupported("this is text: remove the quotes")
     try:
         conversion = mapping.convert(value, foreign)
     except (TypeError, ValueError, ArithmeticError):  # a converter computed with what is no number
         return unsupported("this value is of another kind than the key takes")
     for name, setting in conversion.values.items():
-        if conversion.status != "unsupported" and (mistake := _mistake(name, setting)):
+        if conversion.status != "unsupported" and (mistake := _mistake(name, setting, value)):
             return Conversion("unsupported", {name: setting}, mistake)
     return conversion
 
 
-def _mistake(name: str, value: Any) -> str:
+def _mistake(name: str, value: Any, source_value: Any) -> str:
     """Return what is wrong with a field's value, or nothing. Ranges of numbers are checked with all other settings."""
     setting = SETTINGS.get(name)
+    if setting and setting.kind is int and value is source_value and isinstance(value, str | list):
+        return f"{name}={value}: {setting.expected}, without quotes or brackets"
     if setting is None:
         return "" if value in FIXED.get(name, ()) else f"this recipe has no {name}={value} yet"
     try:
@@ -186,7 +201,7 @@ def _merge(reports: list[KeyReport], foreign: ForeignConfig) -> tuple[dict[str, 
     for report in reports:
         if report.status == "unsupported":
             continue
-        clash = next((name for name, value in report.values.items() if merged.get(name, value) != value), None)
+        clash = next((name for name, value in report.values.items() if name in merged and merged[name] != value), None)
         if clash:
             report.status = "unsupported"
             report.note = f"contradicts {setters[clash][0]}, which is {clash}={merged[clash]}"

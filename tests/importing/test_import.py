@@ -198,6 +198,7 @@ JUNK: tuple[Any, ...] = (
     0.5,
     1e30,
     float("inf"),
+    float("nan"),
     [],
     [1, "a"],
     {"z": 1},
@@ -293,6 +294,16 @@ REFUSED = [
     ("neox", "fp16_lm_cross_entropy", True, "fp32"),
     ("neox", "cooldown", 0.1, "hybrid_cosine_inv_sqrt_2 alone"),
     ("neox", "init_method", "orthogonal", "known are"),
+    ("nemo", "model.tensor_model_parallel_size", "1", "without quotes"),
+    ("nemo", "model.num_layers", [2], "without quotes or brackets"),
+    ("nemo", "model.use_cpu_initialization", "False", "remove the quotes"),
+    ("nxdt", "exp_manager.resume_if_exists", "false", "remove the quotes"),
+    ("nemo", "model.optim.lr", None, "give --learning_rate"),
+    ("nemo", "model.optim.name", None, "give --optimizer"),
+    ("nxdt", "data.micro_batch_size", None, "give --batch_size"),
+    ("nxdt", "data.global_batch_size", None, "give --global_batch_size"),
+    ("neox", "train_iters", None, "give --num_steps"),
+    ("neox", "seq_length", None, "give --seq_length"),
 ]
 
 

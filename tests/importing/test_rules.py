@@ -523,3 +523,7 @@ def test_another_fp8_is_refused(key: str, value: Any, remains: str, tmp_path: Pa
     assert not imported_file("nemo", tmp_path, {**changes, "model.fp8": False}).problems
     if problem.subject.startswith("model.fp8="):
         assert config("nemo", tmp_path, changes, precision="fp8").precision_mode == "fp8"
+
+
+def test_a_value_that_no_number_equals_is_not_a_contradiction(tmp_path: Path) -> None:
+    assert config("nxdt", tmp_path, {"compiler_cache_url": math.nan}).compile_cache_dir == "nan"

@@ -278,7 +278,7 @@ def test_the_page_shows_speed_duration_and_operations_that_agree() -> None:
 
 def test_an_imported_configuration_is_planned_without_data(tmp_path: Path) -> None:
     neox = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}
-    neox |= {"max_position_embeddings": 128, "train_micro_batch_size_per_gpu": 1}
+    neox |= {"max_position_embeddings": 128, "train_micro_batch_size_per_gpu": 1, "train_iters": 10}
     (tmp_path / "neox.yml").write_text(json.dumps(neox))
     imported = {"import_config": str(tmp_path / "neox.yml"), "import_format": "neox", "neox_era": "head"}
     imported |= {"vocab_size": "1000"}
