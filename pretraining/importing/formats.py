@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import UserError
+from pretraining.config.huggingface import describes_model
 from pretraining.importing import nemo, neox, nxdt
 from pretraining.importing.foreign import ForeignConfig
 from pretraining.importing.mappings import Format
@@ -63,6 +64,8 @@ def format_of(trees: Sequence[Mapping[str, Any]], paths: Sequence[str]) -> str:
             return "nemo"
         if "num_layers" in {str(key).replace("-", "_") for key in tree}:
             return "neox"
+        if describes_model(tree):
+            raise UserError(f"{','.join(paths)}: is Hugging Face's description of a model: use --model_config_path")
     keys = "distributed_strategy (nxdt), model.micro_batch_size (nemo) or a top-level num_layers (neox)"
     raise UserError(f"{','.join(paths)}: the format is unknown because there is no {keys}; set --import_format")
 

@@ -93,14 +93,15 @@ def must_be_off(reason: str) -> KeyMapping:
 def choice(conversions: Mapping[Any, Conversion], description: str = "") -> KeyMapping:
     """One conversion for each value that the key may hold, text in any case; another value is refused."""
     names = tuple(dict.fromkeys(name for conversion in conversions.values() for name in conversion.values))
-    known = ", ".join(str(value) for value, conversion in conversions.items() if conversion.status != "unsupported")
+    supported = (str(value) for value, conversion in conversions.items() if conversion.status != "unsupported")
+    known = ", ".join(dict.fromkeys(supported))  # 32 may be text, too
 
     def convert(value: Any, _: ForeignConfig) -> Conversion:
         key = value.lower() if isinstance(value, str) else value
         chosen = conversions.get(key) if isinstance(key, str | bool | int | float) else None
         return chosen or unsupported(f"this value is not known; known are {known}")
 
-    parts = (f"{value}: {_describe(conversion)}" for value, conversion in conversions.items())
+    parts = dict.fromkeys(f"{value}: {_describe(conversion)}" for value, conversion in conversions.items())
     return KeyMapping(convert, names, description or "; ".join(parts))
 
 

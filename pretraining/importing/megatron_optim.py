@@ -126,7 +126,9 @@ def _warmup(value: Any, source: ForeignConfig) -> Conversion:
 
 def _schedule_steps(value: Any, source: ForeignConfig) -> Conversion:
     steps = source.get("trainer.max_steps", -1)
-    if steps in (-1, value):
+    if steps == value:
+        return unchanged("as trainer.max_steps")
+    if steps == -1:
         return mapped(lr_decay_steps=value)
     return implied(f"trainer.max_steps={steps} counts: it overrides this when training starts")
 

@@ -177,7 +177,8 @@ def _validation(field: str) -> KeyMapping:
 def _eval_iters(value: Any, source: ForeignConfig) -> Conversion:
     values = _validation("val_steps").convert(value, source).values
     shares = str(source.get("split", "")).replace("/", ",").split(",")
-    tested = (len(shares) > 2 and shares[2].strip() not in ("", "0")) or _named(source.get("test_data_paths"))
+    has_share = len(shares) > 2 and shares[2].strip() not in ("", "0")
+    tested = has_share or _named(source.get("test_data_path") or source.get("test_data_paths"))
     note = "batches of a validation, and of the test at the end" + _budget(value, source)
     return implied(note, **values, test_steps=value if tested else 0)
 

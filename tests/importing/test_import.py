@@ -567,6 +567,11 @@ def test_a_file_of_an_unknown_format_is_refused(tmp_path: Path) -> None:
         resolved({"lr": 1}, tmp_path)
 
 
+def test_a_description_of_a_model_is_no_configuration_of_a_trainer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="use --model_config_path"):
+        resolved({"model_type": "llama", "hidden_size": 8}, tmp_path)
+
+
 def test_neox_files_are_merged_in_any_order_and_a_key_in_two_of_them_is_an_error(tmp_path: Path) -> None:
     node = tree("neox")
     rest = {key: node.pop(key) for key in ("train_iters", "optimizer")}

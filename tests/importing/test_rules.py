@@ -235,6 +235,13 @@ def test_neox_mixtures_keep_their_weights(tmp_path: Path) -> None:
     assert (imported.valid_data_path, imported.test_data_path) == ("/c/v.idx", "/c/t.idx")
 
 
+@pytest.mark.parametrize("ending", ["", "s"])
+def test_neox_tests_on_the_data_that_a_file_names(ending: str, tmp_path: Path) -> None:
+    paths = {f"{kind}_data_path{ending}": f"/c/{kind}" for kind in ("train", "valid", "test")}
+    imported = config("neox", tmp_path, {**paths, "eval_iters": 10})
+    assert (imported.test_data_path, imported.test_steps) == ("/c/test.idx", 10)
+
+
 def test_a_list_of_no_paths_leaves_the_data_to_the_flags(tmp_path: Path) -> None:
     changes = {f"{kind}_data_paths": paths for kind, paths in (("train", []), ("valid", [""]), ("test", []))}
     imported = imported_file("neox", tmp_path, {**changes, "train_data_weights": [1.0, 2.0]})
@@ -431,6 +438,17 @@ def test_the_trainers_steps_count_and_not_the_schedules(tmp_path: Path) -> None:
     assert imported.config.lr_decay_steps is None
     (row,) = (row for row in imported.keys if row.source_key == "model.optim.sched.max_steps")
     assert (row.status, "trainer.max_steps=12 counts" in row.note) == ("implied", True)
+
+
+def test_the_schedule_has_the_steps_of_the_run_although_a_flag_changes_them(tmp_path: Path) -> None:
+    changes = {"model.optim.sched.max_steps": "${trainer.max_steps}"}
+    imported = config("nxdt", tmp_path, changes, num_steps="20")
+    assert (imported.num_steps, imported.lr_decay_steps, learning_rate(imported, 19)) == (
+        20,
+        None,
+        learning_rate(config("nxdt", tmp_path, {"trainer.max_steps": 20}), 19),
+    )
+    assert config("nxdt", tmp_path, {**changes, "trainer.max_steps": -1}, num_steps="20").lr_decay_steps is None
 
 
 @pytest.mark.parametrize(
