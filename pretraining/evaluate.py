@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretraining.config.errors import UserError
+from pretraining.config.errors import UserError, counted
 from pretraining.config.grammar import comma_separated
 from pretraining.config.script import exit_with
 from pretraining.config.training import SETTINGS
@@ -174,7 +174,7 @@ def run_harness(scorer: Scorer, tasks: list[str], flags: argparse.Namespace) -> 
         bootstrap_iters=0,
     )
     if scorer.truncated:
-        print(f"note: {scorer.truncated} requests are longer than {scorer.longest} tokens: the last were read")
+        print(f"note: {counted(scorer.truncated, 'request')} longer than {scorer.longest} tokens: the last were read")
     results: Mapping[str, Mapping[str, Any]] = found["results"]
     return {
         task: {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}

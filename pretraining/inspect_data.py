@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pretraining.config.errors import UserError
+from pretraining.config.errors import UserError, counted
 from pretraining.config.flags import run
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
@@ -91,8 +91,8 @@ def verify(config: TrainConfig, split: str) -> list[str]:
     lines = []
     for dataset in open_datasets(config, split):
         compared, recorded = verify_dataset(dataset, config)
-        first = f"; {recorded} checksums recorded for the next time, none existed" if recorded else ""
-        lines.append(f"{dataset.name}: {compared} files are unchanged{first}")
+        first = f"; {counted(recorded, 'checksum')} recorded for the next time, none existed" if recorded else ""
+        lines.append(f"{dataset.name}: {counted(compared, 'file')} unchanged{first}")
     return lines
 
 

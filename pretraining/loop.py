@@ -25,7 +25,7 @@ from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.batches import row_length
 from pretraining.config.devices import kind_of
-from pretraining.config.errors import UserError
+from pretraining.config.errors import UserError, counted
 from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, TRY_AGAIN
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -137,7 +137,8 @@ class TrainingRun:
         """Run a step that is traced and compiled, with a sign of life while that lasts."""
         began, length = time.perf_counter(), row_length(self.config, self.step + 1)
         name = "first step" + (f" with rows of {length} tokens" if self.config.seq_length_stages else "")
-        with self.heartbeat(f"compiling and running the {name}, {model_shape(self.config).num_layers} layers"):
+        layers = counted(model_shape(self.config).num_layers, "layer")
+        with self.heartbeat(f"compiling and running the {name}, {layers}"):
             result = self.engine.train_step(*arguments)
             result.read()
         # What torch and its compilers have made by now stays: 300,000 to 500,000 objects, which a full collection looks
@@ -229,7 +230,7 @@ def _print_where_to_look(run: TrainingRun, code: int) -> None:
     """Print how to continue, and where metrics and checkpoints are."""
     config, folder = run.config, run.config.run_folder
     if code == FINISHED:
-        run.print(f"complete: {run.step} steps; to continue, the same command with a larger --num_steps")
+        run.print(f"complete: {counted(run.step, 'step')}; to continue, the same command with a larger --num_steps")
     elif config.checkpoint_interval:
         run.print("the same command continues from the newest checkpoint")
     run.print(f"  metrics      {folder / 'metrics.jsonl'}")

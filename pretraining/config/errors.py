@@ -15,6 +15,11 @@ class UserError(ValueError):
     is_printed_by_all = False  # by every process of a run, and not by rank 0 alone
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 shard" or "1,024 shards" of the singular noun."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 class Problem(NamedTuple):
     """One mistake in the configuration."""
 
@@ -28,9 +33,8 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
-        count = len(self.problems)
         width = max(len(problem.subject) for problem in self.problems)
-        lines = [f"{count} problem{'s' * (count > 1)} with the configuration:"]
+        lines = [f"{counted(len(self.problems), 'problem')} with the configuration:"]
         lines += [f"  {problem.subject:<{width}}  {problem.remedy}" for problem in self.problems]
         super().__init__("\n".join(lines))
 

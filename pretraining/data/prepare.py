@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
-from pretraining.config.errors import UserError
+from pretraining.config.errors import UserError, counted
 from pretraining.config.script import exit_with
 from pretraining.data.chat import find_template
 from pretraining.data.datasets import DESCRIPTION, NO_SEPARATOR
@@ -121,7 +121,7 @@ def prepare(options: Options) -> list[str]:
     if not any((folder / FLAGS).is_file() for folder in (place, output)):
         if ignored:
             endings = ", ".join(sorted({file.suffix or file.name for file in ignored})[:10])
-            print(f"ignored: {len(ignored)} files ending in {endings} (--endings=... reads them as text)")
+            print(f"ignored: {counted(len(ignored), 'file')} ending in {endings} (--endings=... reads them as text)")
         _prepare_shards(options, files, output)
     if isinstance(place, ObjectPath) and (output / FLAGS).is_file():
         _move(output, place)
@@ -286,7 +286,7 @@ def _copy_or_train(options: Options, sources: list[TextShard], output: Path) -> 
     sample = _sample(sources, options.text_key, characters)
     documents, characters = train(sample, options.vocab_size, target, os.cpu_count() or 1)
     seconds = time.perf_counter() - began
-    read = f"{documents:,} documents, {characters:,} characters"
+    read = f"{counted(documents, 'document')}, {counted(characters, 'character')}"
     print(f"tokenizer of {options.vocab_size:,} ids trained on {read} in {seconds:.1f} s")
     return target
 
@@ -463,7 +463,8 @@ def _describe(
         content = {**description, **counts, "shards": hashes}
         write_atomically(output / split / DESCRIPTION, json.dumps(content, indent=2) + "\n")
         flags.append(f"--{flag}={output / split}")
-        print(f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {len(shards)} shards")
+        parts = {"document": counts["documents"], "token": counts["tokens"], "shard": len(shards)}
+        print(f"{split}: {', '.join(counted(number, noun) for noun, number in parts.items())}")
     counts = sum((Counter(record.get("counts", {})) for record in records), Counter[str]())
     for what, count in counts.items():
         print(f"{count:,} {what}")

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pretraining.config.errors import counted
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
 from pretraining.importing.mappings import KeyMapping, choice, each, ignore, must_be_off, only, to, to_one_of
@@ -21,7 +22,8 @@ def _devices(value: Any, source: ForeignConfig) -> Conversion:
     devices, nodes = source.integer("trainer.devices"), source.integer("trainer.num_nodes")
     if not is_integer(value) or value < 1:
         return unsupported("expected a whole number, at least 1")
-    return implied(f"{devices} devices on each of {nodes} nodes", source_world_size=devices * nodes)
+    note = f"{counted(devices, 'device')} on each of {counted(nodes, 'node')}"
+    return implied(note, source_world_size=devices * nodes)
 
 
 def _max_steps(value: Any, source: ForeignConfig) -> Conversion:

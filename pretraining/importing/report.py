@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.errors import UserError
+from pretraining.config.errors import UserError, counted
 from pretraining.config.grammar import parse_steps
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -93,8 +93,8 @@ def as_text(result: ImportResult, report: Mapping[str, Any]) -> str:
     size = f"{report['parameters']:,} parameters" if report["parameters"] else "parameters unknown: give --vocab_size"
     lines += [f"{size}; learning rate {rates or 'unknown'} (updates from 0)"]
     lines += [f"warning: {problem.subject}: {problem.remedy}" for problem in result.warnings]
-    total = sum(counts.values())
-    return "\n".join([*lines, f"{total} keys: {', '.join(f'{count} {status}' for status, count in counts.items())}"])
+    parts = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return "\n".join([*lines, f"{counted(sum(counts.values()), 'key')}: {parts}"])
 
 
 def _lines(reports: list[KeyReport]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pretraining.config.batches import describe_growth, describe_stages, tokens_of_run
 from pretraining.config.devices import kind_of
+from pretraining.config.errors import counted
 from pretraining.config.mup import HIDDEN_MATRICES, output_scale, query_scale, rate_scale, width_ratio
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -51,8 +52,9 @@ def describe(
 
 def _model(config: TrainConfig) -> str:
     shape = model_shape(config)
-    heads = f"{shape.num_attention_heads} heads ({shape.num_kv_heads} key/value) of {shape.head_dim}"
-    sizes = f"{shape.num_layers} layers, hidden {shape.hidden_size}, {heads}, feed-forward {shape.intermediate_size}"
+    heads = f"{counted(shape.num_attention_heads, 'head')} ({shape.num_kv_heads} key/value) of {shape.head_dim}"
+    blocks = f"{counted(shape.num_layers, 'layer')}, hidden {shape.hidden_size}, {heads}"
+    sizes = f"{blocks}, feed-forward {shape.intermediate_size}"
     return f"{config.model_variant}: {shape.parameters:,} parameters; {sizes}, vocabulary {shape.vocab_size}"
 
 
@@ -69,9 +71,9 @@ def _devices(mesh: Mapping[str, int], device_name: str) -> str:
 def _batch(config: TrainConfig) -> str:
     assert config.global_batch_size and config.gradient_accumulation_steps
     tokens = config.tokens_per_step
-    rows = f"{config.global_batch_size} sequences of {config.seq_length}"
+    rows = f"{counted(config.global_batch_size, 'sequence')} of {config.seq_length}"
     split = micro_batches(config.gradient_accumulation_steps, config.batch_size)
-    total = f"{amount(tokens_of_run(config))} tokens in {config.num_steps:,} steps"
+    total = f"{amount(tokens_of_run(config))} tokens in {counted(config.num_steps, 'step')}"
     return f"{tokens:,} tokens/step = {rows} ({split}){describe_growth(config)}{describe_stages(config)}; {total}"
 
 
@@ -114,7 +116,7 @@ def data_lines(facts: Mapping[str, Any]) -> str:
 def _dataset(dataset: Mapping[str, Any]) -> str:
     if dataset["tokens"] is None:
         return "counters, deterministic (use_dummy_dataset)" if dataset["name"] == "dummy" else dataset["name"]
-    counts = f"{dataset['tokens']:,} tokens, {dataset['documents']:,} documents, {dataset['shards']} shards"
+    counts = ", ".join(counted(dataset[f"{noun}s"], noun) for noun in ("token", "document", "shard"))
     epochs = "" if dataset["epochs"] is None else f", {dataset['epochs']:.3g} epochs in this run"
     return f"{dataset['name']}: {counts}, {dataset['share']:.1%} of the mixture{epochs}"
 

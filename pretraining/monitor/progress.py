@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from pretraining.config.errors import counted
 from pretraining.monitor.figures import duration, flop, number, percent, size
 from pretraining.monitor.flops import Meter
 
@@ -33,7 +34,7 @@ def progress_line(record: Mapping[str, Any], num_steps: int, steps_left: float |
             f"MFU {percent(record['mfu'])}",
             f"ETA {duration(remaining)}",
             *(("loss spike",) if record["loss_spike"] else ()),
-            *((f"{record['outliers']:.0f} updates skipped",) if record.get("outliers") else ()),
+            *((f"{counted(int(record['outliers']), 'update')} skipped",) if record.get("outliers") else ()),
         )
     )
 
@@ -99,8 +100,8 @@ def summary(meter: Meter, first_step: float, step_times: Sequence[float], memory
     kind = meter.kind
     peak = f"of {flop(kind.peak_flops)}/s, {kind.title}, dense {kind.dtype}" if kind else "peak unknown"
     rows = [
-        ("median step", f"{median:.4g} s over {len(step_times)} reports"),
-        ("tokens/s", f"{speed['tokens_per_second']:,.0f} on {meter.devices} devices"),
+        ("median step", f"{median:.4g} s over {counted(len(step_times), 'report')}"),
+        ("tokens/s", f"{speed['tokens_per_second']:,.0f} on {counted(meter.devices, 'device')}"),
         ("tokens/s/device", f"{speed['tokens_per_second_per_device']:,.0f}"),
         ("MFU (6N + 12LdS)", f"{percent(speed['mfu'])} ({peak})"),
         ("MFU (causal)", percent(speed["mfu_causal"])),

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from pretraining.config.errors import UserError
+from pretraining.config.errors import UserError, counted
 from pretraining.config.script import TRY_AGAIN
 
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -54,7 +54,7 @@ def read_processes(environment: Mapping[str, str] = os.environ) -> Processes:
         subjects = {name: f"{name}={environment[name]}" if name in environment else name for name in problems}
         width = max(map(len, subjects.values()))
         lines = [f"  {subjects[name]:<{width}}  {problem}" for name, problem in problems.items()]
-        headline = f"{len(problems)} problem{'s' * (len(problems) > 1)} with the environment:"
+        headline = f"{counted(len(problems), 'problem')} with the environment:"
         raise ProcessError("\n".join([headline, *lines, HOW_TO_START]))
     rank, world_size, local_rank, local_world_size = (int(environment[name]) for name in COUNTS)
     return Processes(rank, world_size, local_rank, local_world_size, is_launched=True)

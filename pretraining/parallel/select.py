@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.errors import ConfigError, UserError, counted
 from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.parallel import accelerator
@@ -46,7 +46,7 @@ def choose_engine(config: TrainConfig) -> tuple[str, str]:
     if config.device != "auto":
         return "torch", f"--device={kind}{caveat}"
     if count:
-        return "torch", f"{count} {ACCELERATORS[kind].title}{'s' * (count > 1)} found{caveat}"
+        return "torch", f"{counted(count, ACCELERATORS[kind].title)} found{caveat}"
     if read_processes().world_size > 1:
         return "torch", "several processes per host, and xla uses one"
     if _has_xla():

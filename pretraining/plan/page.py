@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from pretraining.config.batches import describe_growth, tokens_of_run
+from pretraining.config.errors import counted
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import amount, duration, flop, micro_batches, percent, size
@@ -48,12 +49,12 @@ def page(plan: Plan) -> str:
 def _head(plan: Plan) -> list[str]:
     config, shape = plan.config, model_shape(plan.config)
     axes = " x ".join(f"{axis} {count}" for axis, count in plan.mesh._asdict().items() if count > 1) or "1"
-    mask = model_mask(config)
+    mask, rows = model_mask(config), config.global_batch_size or 0
     lines = [
         f"plan           {config.model_variant}, {shape.parameters:,} parameters, {config.sharding_strategy}",
         f"devices        {config.plan_devices:,} x {plan.kind.name} ({size(plan.kind.memory)}): {axes}; "
         f"{engine_of(config)} engine",
-        f"batch          {config.tokens_per_step:,} tokens/step = {config.global_batch_size:,} sequences of "
+        f"batch          {config.tokens_per_step:,} tokens/step = {counted(rows, 'sequence')} of "
         f"{config.seq_length:,}; {micro_batches(config.gradient_accumulation_steps or 1, config.batch_size)}"
         f"{describe_growth(config)}",
         f"recomputed     {sum(mask)} of {len(mask)} blocks",
@@ -122,10 +123,10 @@ def _time(plan: Plan) -> list[str]:
         f"{computation} and {overlapped} of communication that overlaps with it, and {plan.exposed_seconds:.3f} s of "
         "communication that does not",
         f"speed          {plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / devices:,.0f} per device",
-        f"run            {config.num_steps:,} steps: {duration(tokens / plan.tokens_per_second)}, "
+        f"run            {counted(config.num_steps, 'step')}: {duration(tokens / plan.tokens_per_second)}, "
         f"{amount(tokens)} tokens, {flop(plan.flops * tokens)}",
         f"assumed        {kind.efficiency:.0%} of {flop(kind.peak_flops)}/s, recomputation included; "
-        f"{kind.link / 1e9:,.0f} GB/s within {kind.per_host} devices, {kind.network / 1e9:,.0f} GB/s beyond",
+        f"{kind.link / 1e9:,.0f} GB/s within {counted(kind.per_host, 'device')}, {kind.network / 1e9:,.0f} GB/s beyond",
     ]
 
 

@@ -91,7 +91,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(prepared: Prepared, tmp_path: Path) -> None:
     assert sorted(delivered(prepared.folder)) == sorted(prepared.texts)
-    assert "ignored: 1 files ending in .png" in prepared.printed
+    assert "ignored: 1 file ending in .png" in prepared.printed
     flags = dict(line[2:].split("=", 1) for line in prepared.flags())
     data = {"data_path", "valid_data_path", "tokenizer_path", "vocab_size"}
     assert set(flags) == {*data, "val_interval", "val_steps", "drop_last_val"}
@@ -270,7 +270,7 @@ def test_inspect_shows_the_datasets_and_the_text_of_a_step(
     assert inspect_data.main([*flags, *more]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"train +1 +1,\d{3} +0 ", shown) and "16 to 31" in shown
-    assert "1 files are unchanged" in shown and "---- step 3, row 1: 64 tokens" in shown
+    assert "1 file unchanged" in shown and "---- step 3, row 1: 64 tokens" in shown
     assert sum(word in shown for word in ("quick", "brown", "lazy", "wizards")) == 4
     for step, epochs, steps in ((-1, [], "0"), (10**6, ["--num_epochs=1", *more[:2]], r"0 to \d+")):
         assert inspect_data.main([*flags, *epochs, f"--step={step}"]) == 2
