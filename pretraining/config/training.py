@@ -455,7 +455,8 @@ class TrainConfig:
     sep_token: Annotated[int | None, AtLeast(-1)] = None
     """Token id put after every document; -1: none, for rows that are packed already. None: the one that preparation
     recorded in meta.json next to the shards, otherwise 1, as in fms-fsdp; an error where the documents end with
-    another id."""
+    another id. Documents that end with the separator already need strip_tokens, which is an error otherwise, except in
+    object storage with sep_token set."""
     eos_token: Annotated[int | None, AtLeast(0)] = None
     """fms-fsdp's newer name of sep_token; set only one of the two."""
     bos_token: Annotated[int | None, AtLeast(0)] = None

@@ -21,7 +21,7 @@ from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardFile, ShardIndex, index_folder, last_tokens, open_indexes
 from pretraining.data.layouts import read_json, split_folders
 from pretraining.data.stores.find import FORMATS, find_datasets, find_shards
-from pretraining.storage import Location, location
+from pretraining.storage import Location, ObjectPath, location
 
 SPLITS = ("train", "valid", "test")
 DESCRIPTION = "meta.json"  # what prepare.py writes next to the shards
@@ -211,8 +211,8 @@ def describe_labels(dataset: Dataset) -> str:
 def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialTokens:
     """Return the ids in use: the flags', and for the separator the one that the data was prepared with.
 
-    UserError if two datasets, or a flag and a dataset, disagree on the separator, or if nothing sets it and the
-    documents end with another id.
+    UserError if two datasets, or a flag and a dataset, disagree on the separator, if the documents end with it already,
+    or if nothing sets it and they end with another id.
     """
     prepared = {
         str(dataset.folder): int(dataset.description["separator"])
@@ -225,10 +225,12 @@ def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialToken
         listing = ", ".join(f"{folder} was prepared with separator {token}" for folder, token in prepared.items())
         given = "" if flag is None else f"{name}={flag}, but "
         raise UserError(f"{given}{listing}: leave the flag out, or prepare the data again with one separator")
-    if not separators:
-        for dataset in datasets:
-            _check_endings(dataset)
-    separator = separators.pop() if separators else DEFAULT_SEPARATOR
+    is_set = bool(separators)
+    separator = separators.pop() if is_set else DEFAULT_SEPARATOR
+    for dataset in datasets:
+        is_remote = isinstance(dataset.folder, ObjectPath)  # whose documents are not read twice for a check
+        if str(dataset.folder) not in prepared and not (is_set and is_remote):
+            _check_endings(dataset, separator, is_set)
     origin = name if flag is not None else DESCRIPTION if prepared else "the default, --sep_token sets another"
     eos = None if separator == NO_SEPARATOR else separator
     return SpecialTokens(eos, config.bos_token, config.bol_token, config.eol_token, origin)
@@ -240,19 +242,24 @@ def describe_separator(special: SpecialTokens) -> str:
     return f"{token} ({special.origin})"
 
 
-def _check_endings(dataset: Dataset) -> None:
-    """Raise UserError if nearly all documents end with the same id and it is not the default separator."""
+def _check_endings(dataset: Dataset, separator: int, is_set: bool) -> None:
+    """Raise UserError if nearly all documents end with the same id, and it is the separator, or should be.
+
+    is_set: whether a flag chose the separator.
+    """
     endings = last_tokens(dataset.shards[0], _SAMPLED_ENDINGS)
     tokens, counts = np.unique(endings, return_counts=True)
     if len(endings) < _FEWEST_ENDINGS or counts.max() < 0.9 * len(endings):
         return
     token = int(tokens[counts.argmax()])
-    if token != DEFAULT_SEPARATOR:
+    subject = f"{dataset.folder}: {counts.max()} of {len(endings)} documents end with id {token}"
+    if token == separator:
+        raise UserError(f"{subject}, the separator, which would be there twice: give --strip_tokens={token}")
+    if not is_set:
         raise UserError(
-            f"{dataset.folder}: {counts.max()} of {len(endings)} documents end with id {token}, but the separator "
-            f"would be {DEFAULT_SEPARATOR}: give --sep_token={token} --strip_tokens={token} if {token} separates "
-            f"documents, --sep_token={NO_SEPARATOR} for rows that are packed already, or "
-            f"--sep_token={DEFAULT_SEPARATOR}"
+            f"{subject}, but the separator would be {separator}: give --sep_token={token} --strip_tokens={token} if "
+            f"{token} separates documents, --sep_token={NO_SEPARATOR} for rows that are packed already, or "
+            f"--sep_token={separator}"
         )
 
 

@@ -117,6 +117,17 @@ def test_packed_rows_are_read_without_separators(tmp_path: Path, kind: str, bos:
         assert stream.facts()["notes"] == ["no separator between documents (--sep_token)"]
 
 
+@pytest.mark.parametrize("flags", [{}, {"sep_token": 1}, {"eos_token": 1}])
+def test_a_separator_that_the_documents_have_already_is_not_repeated(flags: dict[str, int], tmp_path: Path) -> None:
+    """Megatron's --append-eod, with the id that separates documents here."""
+    documents = [[*document, 1] for document in numbered([5, 30, 7] * 20)]
+    corpus(tmp_path / "data", documents)
+    with pytest.raises(UserError, match=r"end with id 1, the separator, .*--strip_tokens=1"):
+        open_stream(settings(tmp_path / "data", **flags))
+    stream = open_stream(settings(tmp_path / "data", strip_tokens="1", **flags))
+    assert stream.facts()["datasets"][0]["tokens"] == sum(map(len, documents))
+
+
 def test_a_separator_that_the_documents_contradict_is_asked_for(tmp_path: Path) -> None:
     corpus(tmp_path / "data", [[*document, EOS] for document in numbered([5, 30, 1] * 20)])
     with pytest.raises(UserError, match=f"end with id {EOS}, .*--sep_token={EOS} --strip_tokens={EOS}"):
