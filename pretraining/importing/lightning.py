@@ -14,6 +14,7 @@ from pretraining.config.errors import counted
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
 from pretraining.importing.mappings import KeyMapping, choice, each, ignore, must_be_off, only, to, to_one_of
+from pretraining.importing.shared import names_parts
 
 # ---- trainer
 
@@ -45,6 +46,8 @@ def _has_data(part: int, source: ForeignConfig) -> bool:
     name, folder = {1: ("validation", "data.val_dir"), 2: ("test", "data.test_dir")}[part]
     if any(source.get(key) for key in (folder, f"data.data_prefix.{name}", f"model.data.data_prefix.{name}")):
         return True
+    if names_parts(source):
+        return False
     shares = str(source.get("data.splits_string") or source.get("model.data.splits_string") or "").split(",")
     return len(shares) > part and shares[part].strip() not in ("", "0")
 

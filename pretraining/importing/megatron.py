@@ -391,7 +391,7 @@ def data_section(prefix: str) -> dict[str, KeyMapping]:
         **each("exchange_indices_distributed mmap_bin_files", ignore("every process reads the files itself")),
         "add_fim": must_be_off("documents with their middle at the end"),
         "fim.*": read_with("add_fim"),
-        "splits_string": to("split"),
+        "splits_string": shared.SPLIT,
         "index_mapping_dir": ignore("the index is cached in index_dir"),
         "skip_warmup": ignore("files are not read ahead"),
         "num_workers": shared.WORKERS,

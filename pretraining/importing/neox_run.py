@@ -10,7 +10,7 @@ from pretraining.config.validate import multiples_around
 from pretraining.importing.conversions import Conversion, ignored, implied, mapped, precision, unchanged, unsupported
 from pretraining.importing.foreign import ForeignConfig, is_integer
 from pretraining.importing.mappings import KeyMapping, choice, each, ignore, read_with, same_names, to, to_one_of
-from pretraining.importing.shared import WORKERS, corpora, micro_batches, profiled_steps
+from pretraining.importing.shared import SPLIT, WORKERS, corpora, micro_batches, names_parts, profiled_steps
 
 KINDS = ("train", "valid", "test")
 
@@ -177,7 +177,7 @@ def _validation(field: str) -> KeyMapping:
 def _eval_iters(value: Any, source: ForeignConfig) -> Conversion:
     values = _validation("val_steps").convert(value, source).values
     shares = str(source.get("split", "")).replace("/", ",").split(",")
-    has_share = len(shares) > 2 and shares[2].strip() not in ("", "0")
+    has_share = len(shares) > 2 and shares[2].strip() not in ("", "0") and not names_parts(source)
     tested = has_share or _named(source.get("test_data_path") or source.get("test_data_paths"))
     note = "batches of a validation, and of the test at the end" + _budget(value, source)
     return implied(note, **values, test_steps=value if tested else 0)
@@ -196,9 +196,9 @@ RUN = {
     "train_epochs": to("num_epochs"),
     **each("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gas", BATCH),
     **same_names(
-        "split checkpoint_scale keep_last_n_checkpoints tensorboard_dir log_dir log_param_norm log_grad_norm "
-        "memory_profiling"
+        "checkpoint_scale keep_last_n_checkpoints tensorboard_dir log_dir log_param_norm log_grad_norm memory_profiling"
     ),
+    "split": SPLIT,
     "data_path": KeyMapping(_corpus, ("data_path",), "and .idx"),
     **{f"{kind}_data_path{ending}": _paths(kind) for kind in KINDS for ending in ("", "s")},
     **{f"{kind}_data_weights": read_with(f"{kind}_data_paths") for kind in KINDS},

@@ -80,7 +80,7 @@ def corpora(paths: list[str], weights: list[str], part: str = "") -> Conversion:
 
     part: prefix of our fields, "" for training, "valid_" or "test_".
     """
-    if not paths or any("," in path for path in paths):
+    if not paths or not all(isinstance(path, str) and "," not in path for path in paths):
         return unsupported("expected a path, or weights and paths in turn")
     note = "the folder that holds them all, and each of them"
     if weights and len(set(paths)) < len(paths):
@@ -99,6 +99,19 @@ def corpora(paths: list[str], weights: list[str], part: str = "") -> Conversion:
     if weights:
         values[f"{part}weights"] = ",".join(weights)
     return implied(note, **values)
+
+
+def names_parts(source: ForeignConfig) -> bool:
+    """Return whether the file names the data of training, validation and test apart: no trainer reads shares then."""
+    keys = ("data.train_dir", "data.data_prefix.train", "model.data.data_prefix.train", "train_data_path")
+    return any(source.values.get(key) for key in (*keys, "train_data_paths"))
+
+
+def _shares(value: Any, source: ForeignConfig) -> Conversion:
+    return ignored("the data of each part are named") if names_parts(source) else mapped(split=value)
+
+
+SPLIT = KeyMapping(_shares, ("split",), "not where each part has data of its own")
 
 
 def _workers(value: Any, _: ForeignConfig) -> Conversion:

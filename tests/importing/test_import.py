@@ -268,6 +268,7 @@ REFUSED = [
     ("nemo", "model.activation", "softsign", "known are gelu"),
     ("nemo", "model.num_layers", "???", "give --num_layers"),
     ("nemo", "model.sqrt_query_pre_attn_scalar", 15.0, "root of head_dim"),
+    ("nemo", "model.data.data_prefix", [0.5, "/c/a", 0.5], "weights and paths in turn"),
     ("nemo", "model.data.add_fim", True, "their middle"),
     ("nemo", "model.cpu_offloading", True, "on the devices"),
     ("nemo", "model.name", "te_gpt_hyena", "known are"),

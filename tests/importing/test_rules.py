@@ -25,6 +25,7 @@ from pretraining.importing.resolve import ImportResult, import_foreign
 from pretraining.optim.schedule import learning_rate
 from tests.importing.files import put, tree, write
 
+PARTS = ("train", "validation", "test")
 ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True", "import_only": "True"}
 
 
@@ -233,6 +234,23 @@ def test_neox_mixtures_keep_their_weights(tmp_path: Path) -> None:
     imported = config("neox", tmp_path, changes)
     assert (imported.data_path, imported.datasets, imported.weights) == ("/c", "a.idx,d/b.idx", "1.0,3.0")
     assert (imported.valid_data_path, imported.test_data_path) == ("/c/v.idx", "/c/t.idx")
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "parts"),
+    [
+        ("nemo", "model.data.splits_string", {f"model.data.data_prefix.{part}": ["/c/a"] for part in PARTS}),
+        ("nxdt", "data.splits_string", {"data.train_dir": "/c/a", "data.val_dir": "/c/b", "data.test_dir": "/c/c"}),
+        ("neox", "split", {f"{part[:5]}_data_paths": ["/c/a"] for part in PARTS}),
+    ],
+)
+def test_shares_are_not_read_where_every_part_has_data_of_its_own(
+    kind: str, share: str, parts: dict[str, Any], tmp_path: Path
+) -> None:
+    """NeMo says that it ignores splits_string then; a share of the training data was left out otherwise."""
+    imported = config(kind, tmp_path, {share: "900,50,50", **parts})
+    assert (imported.split, bool(imported.valid_data_path), bool(imported.test_data_path)) == ("", True, True)
+    assert config(kind, tmp_path, {share: "900,50,50"}, data_path="/c").split == "900,50,50"
 
 
 @pytest.mark.parametrize("ending", ["", "s"])
