@@ -124,6 +124,15 @@ def _warmup(value: Any, source: ForeignConfig) -> Conversion:
     return _unless_zero("lr_warmup_steps").convert(value, source)
 
 
+def _constant(value: Any, source: ForeignConfig) -> Conversion:
+    """Steps at min_lr at the end, which in files that were shortened are more than there are after the warm-up."""
+    conversion, warmup = _unless_zero("lr_constant_steps").convert(value, source), f"{SCHED}warmup_steps"
+    steps = source.integer("trainer.max_steps", -1)
+    if not conversion.values or not is_integer(value) or steps < 1 or value < steps - source.integer(warmup, 0):
+        return conversion
+    return implied("leaves no cosine: the rate falls to min_lr after the warm-up, as in NeMo", **conversion.values)
+
+
 def _schedule_steps(value: Any, source: ForeignConfig) -> Conversion:
     steps = source.get("trainer.max_steps", -1)
     if steps == value:
@@ -162,7 +171,7 @@ MAPPINGS = {
     f"{SCHED}warmup_ratio": to("lr_warmup_ratio"),
     f"{SCHED}hold_steps": _unless_zero("lr_hold_steps"),
     f"{SCHED}hold_ratio": _share("lr_hold_steps"),
-    f"{SCHED}constant_steps": _unless_zero("lr_constant_steps"),
+    f"{SCHED}constant_steps": KeyMapping(_constant, ("lr_constant_steps",), "0: none"),
     f"{SCHED}constant_ratio": _share("lr_constant_steps"),
     f"{SCHED}min_lr": _unless_zero("min_lr"),
     f"{SCHED}d_model": to("lr_d_model"),

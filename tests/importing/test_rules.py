@@ -440,6 +440,16 @@ def test_absent_hyperparameters_are_the_optimizers_own(name: str, eps: float, de
     assert (imported.optimizer_eps, imported.weight_decay) == (eps, decay)
 
 
+def test_a_cosine_without_steps_is_named_in_the_report(tmp_path: Path) -> None:
+    """NeMo's megatron_gpt_config.yaml with fewer steps: 1.5e-4 at 750, 1e-5 at 751."""
+    changes = {"trainer.max_steps": 20_000, "model.optim.lr": 1.5e-4, "model.optim.sched.min_lr": 1e-5}
+    changes |= {"model.optim.sched.warmup_steps": 750, "model.optim.sched.constant_steps": 80_000}
+    imported = imported_file("nemo", tmp_path, changes)
+    (row,) = (row for row in imported.keys if row.source_key == "model.optim.sched.constant_steps")
+    assert (row.status, row.note.startswith("leaves no cosine")) == ("implied", True)
+    assert [learning_rate(imported.config, step) for step in (750, 751)] == [1.5e-4, 1e-5]
+
+
 def test_phases_may_be_shares_of_the_steps(tmp_path: Path) -> None:
     changes = {"model.optim.sched.warmup_steps": None, "model.optim.sched.warmup_ratio": 0.25}
     changes |= {"model.optim.sched.constant_steps": None, "model.optim.sched.constant_ratio": 0.26}
