@@ -6,7 +6,7 @@ unsupported, so a row of a table works from the day its field exists.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -44,6 +44,10 @@ ALTERNATIVES = (
     ("lr_warmup_steps", "lr_warmup_ratio"),
     ("global_batch_size", "gradient_accumulation_steps"),
 )
+
+# What --data_path makes meaningless: it names other data than the file, and shards are recognised without file_type.
+# A mixture stays, because its folder may be at another place on this machine.
+DESCRIBES_DATA = {"file_type", "use_dummy_dataset"}
 
 # Fields that a file may leave open with ???: without its data a run is refused anyway, or needs no tokenizer.
 LEFT_OPEN = {"data_path", "datasets", "weights", "tokenizer_path"}
@@ -99,9 +103,11 @@ def import_foreign(flags: Mapping[str, object], checks: Iterable[Check] = ()) ->
     below, below_origins, problems, notes = model_flags({**merged, **flags})
     given = {name: value for name, value in flags.items() if name not in ORIGIN}
     idle = {other for pair in ALTERNATIVES for other in pair if set(pair) & given.keys() and other not in given}
+    idle |= DESCRIBES_DATA - given.keys() if given.get("data_path") else set()
+    _leave_out([*keys, *defaults], idle)
     values = {"model_variant": "custom", "lr_schedule": "constant", **below, **merged, **given}
     values = {name: value for name, value in values.items() if name not in ORIGIN and name not in idle}
-    origins = {name: text for name, text in {**below_origins, **origins}.items() if name not in given}
+    origins = {name: text for name, text in {**below_origins, **origins}.items() if name not in {*given, *idle}}
     if own.config.import_only:
         values["import_only"] = True
     refused = [Problem(str(report), report.note) for report in [*keys, *defaults] if report.status == "unsupported"]
@@ -232,6 +238,15 @@ def _override(reports: list[KeyReport], flags: Mapping[str, object]) -> None:
             report.note = ""
         report.values = {**report.values, **given}
         report.note = "; ".join(part for part in (report.note, f"overridden by command line: {words}") if part)
+
+
+def _leave_out(reports: list[KeyReport], idle: Collection[str]) -> None:
+    """Take the fields that the flags make meaningless out of the report."""
+    for report in reports:
+        if report.status != "unsupported" and report.values.keys() & idle:
+            report.values = {name: value for name, value in report.values.items() if name not in idle}
+            report.status = "implied"
+            report.note = "; ".join(part for part in (report.note, "left out because of other flags") if part)
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:

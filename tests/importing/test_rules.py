@@ -260,6 +260,27 @@ def test_neox_tests_on_the_data_that_a_file_names(ending: str, tmp_path: Path) -
     assert (imported.test_data_path, imported.test_steps) == ("/c/test.idx", 10)
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("nemo", "model.data.data_impl", "mmap"), ("nemo", "model.data.data_impl", "mock"), ("neox", "data_impl", "mmap")],
+)
+def test_shards_of_the_command_line_need_not_be_of_the_files_kind(
+    kind: str, key: str, value: str, tmp_path: Path
+) -> None:
+    flags = {"import_config": write(tmp_path, put(tree(kind), key, value)), "vocab_size": "100", "import_only": "True"}
+    imported = import_foreign({**flags, "data_path": "/mine"})
+    assert (imported.config.file_type, imported.config.use_dummy_dataset) == ("auto", False)
+    (row,) = (row for row in imported.keys if row.source_key == key)
+    assert (row.values, "left out because of other flags" in row.note) == ({}, True)
+    assert import_foreign({**flags, "data_path": "/mine", "file_type": "parquet"}).config.file_type == "parquet"
+
+
+def test_a_mixture_may_be_in_another_folder(tmp_path: Path) -> None:
+    changes = {"model.data.data_prefix": [1, "/c/a", 2, "/c/b"]}
+    imported = config("nemo", tmp_path, changes, data_path="/mine")
+    assert (imported.data_path, imported.datasets, imported.weights) == ("/mine", "a.idx,b.idx", "1,2")
+
+
 def test_a_list_of_no_paths_leaves_the_data_to_the_flags(tmp_path: Path) -> None:
     changes = {f"{kind}_data_paths": paths for kind, paths in (("train", []), ("valid", [""]), ("test", []))}
     imported = imported_file("neox", tmp_path, {**changes, "train_data_weights": [1.0, 2.0]})
