@@ -175,7 +175,8 @@ def check_batch(config: TrainConfig) -> Iterator[Problem]:
 
 def check_recomputed_blocks(config: TrainConfig) -> Iterator[Problem]:
     """Activation checkpointing recomputes at least one block."""
-    if config.fsdp_activation_checkpointing:
+    has_layers = config.pipeline_parallel_size * config.virtual_pipeline_size <= model_shape(config).num_layers
+    if config.fsdp_activation_checkpointing and has_layers:  # of every piece; otherwise check_pipeline refuses them
         layers, choice = piece_length(config), parse_selective(config.selective_checkpointing)
         if choice > layers if isinstance(choice, int) else choice * layers < Fraction(1, 2):
             group = f"the {layers} layers of a piece" if config.pipeline_parallel_size > 1 else f"num_layers={layers}"

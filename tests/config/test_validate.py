@@ -278,6 +278,10 @@ def test_every_fraction_up_to_one_is_its_own_value(numerator: int, denominator: 
         ({"pipeline_parallel_size": 2}, r"=2 +needs --gradient_accumulation_steps: a multiple of 2, such as 8"),
         (STAGES | {"gradient_accumulation_steps": 6}, r"=6 +is not a multiple of pipeline_parallel_size=4; use 4 or 8"),
         (STAGES | {"num_layers": 3}, r"--pipeline_parallel_size=4 +is more than num_layers=3"),
+        (  # checked without a list of them
+            STAGES | {"pipeline_parallel_size": 10**12, "fsdp_activation_checkpointing": True},
+            r"=1000000000000 +is more than num_layers=8",
+        ),
         (STAGES | {"virtual_pipeline_size": 3}, r"x virtual_pipeline_size=3 = 12 is more than num_layers=8"),
         ({"virtual_pipeline_size": 2}, r"--virtual_pipeline_size=2 +needs --pipeline_parallel_size"),
         (STAGES | {"pipeline_cuts": "1,3"}, r"8 layers into 4 pieces; use 3 numbers below 7, such as 1,3,5"),
