@@ -8,6 +8,7 @@ benchmarks/maxtext.json has that case, MaxText's row and its source. Figures are
 
 The last columns are a roofline: the times that the device's published rates (pretraining/config/devices.py) need for
 the products, for the bytes to and from HBM and for the bytes sent, and the MFU if the longest of them were the step.
+MFU counts all pairs of tokens in attention, of which the kernel computes half, so that it can be above 100 %.
 """
 
 from __future__ import annotations
