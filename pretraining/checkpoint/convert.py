@@ -17,7 +17,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import filterfalse
@@ -152,10 +152,8 @@ def to_huggingface(
     names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
     special_ids, tokenizer = export_tokenizer(tokenizer_path or config.tokenizer_path)
     if adapters_alone(config):
-        folder = _new_folder(target)
+        folder = _new_folder(target, tokenizer)
         _write_adapter(folder, checkpoint, config, names, dtype)
-        for name, content in tokenizer.items():
-            write_file(folder / name, content)
         rename(folder, target)
         return target
     ours = _placeholders(checkpoint, filterfalse(is_adapter, names), dtype)
@@ -164,7 +162,7 @@ def to_huggingface(
     parts = their_names(ours) if fields["model_type"] == GPT_NEOX else {name: (name,) for name in ours}
     heads = fields["num_attention_heads"]
     state = {name: fuse([ours[part] for part in group], heads) for name, group in parts.items()}
-    folder = _new_folder(target)  # after what can be refused, so that nothing is left of a refusal
+    folder = _new_folder(target, tokenizer)  # after what can be refused, so that nothing is left of a refusal
     plans = _plan_shards(state, shard_size)
 
     def read(item: WriteItem) -> Tensor:
@@ -174,8 +172,6 @@ def to_huggingface(
     if config.lora_rank and config.lora_save_mode == "base_and_adapter":
         (folder / ADAPTER).mkdir()
         _write_adapter(folder / ADAPTER, checkpoint, config, names, dtype)
-    for name, content in tokenizer.items():
-        write_file(folder / name, content)
     _write_json(folder / CONFIG, fields)
     if len(plans) > 1:
         total = sum(chunk.size for plan in plans for chunk in plan.chunks)
@@ -201,11 +197,14 @@ def _refuse_used(target: Location) -> None:
         raise UserError(f"{target}: exists already; give a new folder")
 
 
-def _new_folder(target: Path) -> Path:
+def _new_folder(target: Path, files: Mapping[str, bytes]) -> Path:
+    """Return the folder with these files that becomes `target`."""
     _refuse_used(target)
     partial = target.with_name(target.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    for name, content in files.items():
+        write_file(partial / name, content)
     return partial
 
 
