@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from pretraining import configure as configuring
+from pretraining import run as running
+from pretraining.config.extension import installed
 from pretraining.config.flags import run
 from pretraining.config.script import exit_with
-from pretraining.configure import CHECKS
-from pretraining.run import train
+
+EXTENSIONS = installed(("tools.importing", "tools.plan"))
+CHECKS = configuring.checks_of(EXTENSIONS)
+configure = partial(configuring.configure, extensions=EXTENSIONS)
+train = partial(running.train, extensions=EXTENSIONS)
 
 
 def main(**flags: str) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+OUTSIDE = ("tools", "extensions")  # folders of pretraining/ that the core does not need
 LONGEST = 60  # lines of one function: a screen
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -68,11 +69,12 @@ def tracked_files() -> list[Path]:
 
 
 def room(path: Path) -> str:
-    """Return the folder below `pretraining/`, or the top-level folder of anything else."""
+    """Return the folder below `pretraining/` and its `tools` and `extensions`, or the top-level folder of the rest."""
     parts = path.relative_to(ROOT).parts
-    if parts[0] == "pretraining":
-        return f"pretraining/{parts[1]}" if len(parts) > 2 else "pretraining"
-    return parts[0]
+    if parts[0] != "pretraining":
+        return parts[0]
+    depth = 3 if parts[1] in OUTSIDE else 2
+    return "/".join(parts[: min(depth, len(parts) - 1)])
 
 
 def main() -> None:
@@ -88,11 +90,14 @@ def main() -> None:
             if not is_annotated(function):
                 findings.append(f"{path.relative_to(ROOT)}: {function.name} is not fully annotated")
     for name, count in sorted(sizes.items()):
-        print(f"{name:<24} {count:>7,}")
+        print(f"{name:<32} {count:>7,}")
     product = {name: count for name, count in sizes.items() if name.startswith("pretraining")}
-    outside = sum(product.get(f"pretraining/{name}", 0) for name in ("importing", "plan"))
-    print(f"{'pretraining, all':<24} {sum(product.values()):>7,}")
-    print(f"{'without importing, plan':<24} {sum(product.values()) - outside:>7,}")
+    core = dict(product)
+    for part in OUTSIDE:
+        inside = {name: core.pop(name) for name in list(core) if name.startswith(f"pretraining/{part}")}
+        print(f"{part + ', all':<32} {sum(inside.values()):>7,}")
+    print(f"{'core, all':<32} {sum(core.values()) + sizes['main_training.py']:>7,}")
+    print(f"{'pretraining, all':<32} {sum(product.values()):>7,}")
     if "--functions" in sys.argv[1:]:
         print("\n".join(findings) or "every function is annotated and fits a screen")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from pretraining.config.training import TrainConfig
-from pretraining.plan.plan import plan_of
+from pretraining.tools.plan.plan import plan_of
 
 
 class Published(NamedTuple):

@@ -17,9 +17,9 @@ from plotly.graph_objects import Figure, Scatter
 
 from pretraining.config.training import TrainConfig
 from pretraining.monitor.figures import size
-from pretraining.plan.checks import topology_devices
-from pretraining.plan.compiled import compile_step
-from pretraining.plan.plan import plan_of
+from pretraining.tools.plan.checks import topology_devices
+from pretraining.tools.plan.compiled import compile_step
+from pretraining.tools.plan.plan import plan_of
 
 TOPOLOGIES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8")
 # Wide enough that on 64 devices no shard is smaller than a tile of the device (8 x 128).

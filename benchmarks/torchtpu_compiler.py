@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-# As pretraining/plan/compiler.py
+# As pretraining/tools/plan/compiler.py
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 import jaxlib.mlir.ir
@@ -32,12 +32,12 @@ from jax._src.interpreters import mlir
 from jax._src.lib import _jax, xla_client
 
 from benchmarks.tpu_compiler import CASE, figures_of, print_figures
+from main_training import configure
 from pretraining.config.training import TrainConfig
-from pretraining.configure import configure
-from pretraining.plan.checks import topology_devices
-from pretraining.plan.compiled import CompiledProgram, compiler_target, read_step, visible_share
-from pretraining.plan.compiler import record, slice_devices
-from pretraining.plan.plan import plan_of
+from pretraining.tools.plan.checks import topology_devices
+from pretraining.tools.plan.compiled import CompiledProgram, compiler_target, read_step, visible_share
+from pretraining.tools.plan.compiler import record, slice_devices
+from pretraining.tools.plan.plan import plan_of
 
 ir: Any = jaxlib.mlir.ir  # its stubs are incomplete
 

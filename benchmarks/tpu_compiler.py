@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from main_training import configure
 from pretraining.config.training import TrainConfig
-from pretraining.configure import configure
-from pretraining.plan.checks import topology_devices
-from pretraining.plan.compiled import CompiledStep, compile_step
-from pretraining.plan.plan import Plan, plan_of
+from pretraining.tools.plan.checks import topology_devices
+from pretraining.tools.plan.compiled import CompiledStep, compile_step
+from pretraining.tools.plan.plan import Plan, plan_of
 
 CASE: dict[str, Any] = {
     "model_variant": "llama3_8b",

@@ -7,8 +7,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from main_training import train
     from pretraining.config.training import TrainConfig
-    from pretraining.run import train
 
 __all__ = ["TrainConfig", "train"]
 
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> object:
 
         return TrainConfig
     if name == "train":
-        from pretraining.run import train
+        from main_training import train
 
         return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,47 +1,50 @@
-"""From flags and files to the configuration of a run, validated by the checks of every room.
-
-    python -m pretraining.configure --name=value ...
-
-validates a command line without opening a device, and prints the folder of its run. scripts/train.sh calls it before it
-launches anything, because torchrun turns every exit code into 1. Imports no torch.
-"""
+"""From flags and files to the configuration of a run, validated by the checks of every room. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from pretraining.checkpoint.checks import CHECKS as CHECKPOINT
-from pretraining.config.flags import config_from_flags, first_rank, is_script_setting, run
-from pretraining.config.script import exit_with
+from pretraining.config.extension import Extension, FileFlags
+from pretraining.config.flags import config_from_flags, first_rank, is_script_setting
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 from pretraining.data.checks import CHECKS as DATA
-from pretraining.importing.flags import flags_from_files
 from pretraining.models.checks import CHECKS as MODELS
 from pretraining.monitor.checks import CHECKS as MONITOR
 from pretraining.optim.checks import CHECKS as OPTIM
 from pretraining.parallel.checks import CHECKS as PARALLEL
-from pretraining.plan.checks import CHECKS as PLAN
 
-CHECKS = (*MODELS, *PARALLEL, *OPTIM, *DATA, *CHECKPOINT, *MONITOR, *PLAN)
+CHECKS = (*MODELS, *PARALLEL, *OPTIM, *DATA, *CHECKPOINT, *MONITOR)
 
 
 def configure(
     flags: Mapping[str, object],
+    extensions: Sequence[Extension] = (),
+    *,
     report: bool = True,
-    checks: Iterable[Check] = CHECKS,
+    without: Collection[Check] = (),
     origin: str = "command line",
 ) -> TrainConfig:
     """Return the configuration of `flags` and of the files that they name. Raises ConfigError with every mistake.
 
-    report: print the report of --import_config, and the settings of a run that are not the default. checks: rules
-    across settings. origin: of the flags.
+    report: print the report of --import_config, and the settings of a run that are not the default. without: checks
+    that do not apply. origin: of the flags.
     """
-    values, origins, problems = flags_from_files(flags, report, checks)
+    checks = [check for check in checks_of(extensions) if check not in without]
+    values, origins, problems = FileFlags(dict(flags), {}, [])
+    for extension in extensions:
+        if extension.resolve:
+            values, origins, problems = extension.resolve(flags, report, checks)
     config = config_from_flags(values, checks, origins, problems)
     if report and config.reads_data and first_rank():
         print("\n".join(describe_settings(config, flags, origins, origin)), flush=True)
     return config
+
+
+def checks_of(extensions: Sequence[Extension]) -> tuple[Check, ...]:
+    """Return the rules across settings of every room and extension."""
+    return (*CHECKS, *(check for extension in extensions for check in extension.checks))
 
 
 def describe_settings(
@@ -55,12 +58,3 @@ def describe_settings(
         sources[name] = "scripts/train.sh" if is_script_setting(name, raw) else origin
     width = max((len(f"--{name}={value}") for name, value in changed.items()), default=0)
     return [f"{f'--{name}={value}':<{width}}  {sources[name]}" for name, value in changed.items()]
-
-
-def print_run_folder(**flags: str) -> None:
-    """Print the folder that a run with these flags writes to."""
-    print(configure(flags, report=False).run_folder)
-
-
-if __name__ == "__main__":
-    exit_with(lambda: run(print_run_folder, checks=CHECKS))

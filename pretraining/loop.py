@@ -234,7 +234,7 @@ def _print_where_to_look(run: TrainingRun, code: int) -> None:
     elif config.checkpoint_interval:
         run.print("the same command continues from the newest checkpoint")
     run.print(f"  metrics      {folder / 'metrics.jsonl'}")
-    run.print(f"  curves       python -m pretraining.monitor.report {folder}")
+    run.print(f"  curves       python -m pretraining.tools.report {folder}")
     if find_spec("tensorboard"):
         run.print(f"               tensorboard --logdir {config.tensorboard_dir or folder / 'tensorboard'}")
     if config.checkpoint_interval:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pretraining.config.extension import Extension
 from pretraining.config.flags import first_rank
 from pretraining.config.training import TrainConfig
-from pretraining.configure import CHECKS, configure
+from pretraining.configure import configure
 from pretraining.data.checks import INPUTS
 from pretraining.monitor.account import Account
 from pretraining.monitor.progress import heartbeat
@@ -37,28 +38,26 @@ def train(
     *,
     data: Mapping[str, Rows] | None = None,
     build: Callable[[TrainConfig], Llama] | None = None,
+    extensions: Sequence[Extension] = (),
 ) -> TrainingResult:
     """Train, and return the run's figures: configuration, engine, data, model, optimizer, checkpoint, loop.
 
     settings: a configuration, or flags. data: by split, in place of the shards that settings name. build: returns the
-    model, whose parameters have the names and shapes of Llama's; None: models.init.build_model. UserError names every
-    mistake, before a device is opened.
+    model, whose parameters have the names and shapes of Llama's; None: models.init.build_model. extensions: what
+    the run adds to the core. UserError names every mistake, before a device is opened.
     """
     account = Account()
 
     # Configuration: the files that flags name are reported key by key; every mistake at once, before torch is imported
     read_processes()
-    checks = [check for check in CHECKS if not (data and check in INPUTS)]
+    without = INPUTS if data else ()
     if isinstance(settings, TrainConfig):
-        config = configure(_changed(settings), checks=checks, origin="TrainConfig")
+        config = configure(_changed(settings), extensions, without=without, origin="TrainConfig")
     else:
-        config = configure(settings, checks=checks)
-    if config.import_only:
-        return TrainingResult(config, 0, [])
-    if config.plan:
-        from pretraining.plan.show import show
-
-        return TrainingResult(config, show(config), [])
+        config = configure(settings, extensions, without=without)
+    for extension in extensions:
+        if extension.instead and (code := extension.instead(config)) is not None:
+            return TrainingResult(config, code, [])
 
     # Everything before the first step; importing torch and torch-xla alone takes 6.6 s of CPU time
     with heartbeat("starting", shown=first_rank()):

@@ -61,4 +61,4 @@ fi
 
 use_environment .venv-newest
 run_tests -m "not slow" tests/models tests/optim tests/parallel tests/checkpoint
-run_tests tests/golden tests/parallel/test_torch*.py tests/plan/test_torch_engine.py
+run_tests tests/golden tests/parallel/test_torch*.py tests/tools/plan/test_torch_engine.py

@@ -75,7 +75,7 @@ main() {
 # Does nothing if the corpus exists. Appends the flags that train on it to `flags`.
 prepare_corpus() {
     lock
-    "$python" -m pretraining.data.prepare --stdlib --output="$corpus"
+    "$python" -m pretraining.tools.prepare --stdlib --output="$corpus"
     unlock
     while IFS= read -r flag; do
         flags+=("$flag")
@@ -117,7 +117,7 @@ choose_devices() {
 # because training prints them again.
 run_folder() {
     local output
-    if ! output=$("$python" -m pretraining.configure "$@" 2>&1); then
+    if ! output=$("$python" -m pretraining.tools.run_folder "$@" 2>&1); then
         log "$output"
         exit 2
     fi
@@ -241,7 +241,7 @@ first_failure() {
 
 print_sample() {
     log $'\na sample of the model, token by token on the CPU:'
-    "$python" -m pretraining.generate "$1" --prompt="def main(" --max_new_tokens=120
+    "$python" -m pretraining.tools.generate "$1" --prompt="def main(" --max_new_tokens=120
 }
 
 main "$@"

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from main_training import main
+from main_training import CHECKS, main
 from pretraining.config.flags import run
-from pretraining.configure import CHECKS
-from tests.importing.files import put, tree, write
+from tests.tools.importing.files import put, tree, write
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -21,11 +21,11 @@ from pretraining.data import IGNORED, open_stream
 from pretraining.data.choices import Request, request_batch
 from pretraining.data.tokenizer import open_tokenizer
 from pretraining.data.tokenizer import train as train_tokenizer
-from pretraining.evaluate import Scorer, main
-from pretraining.generate import load_model
 from pretraining.models.llama import BatchInputs, Llama
 from pretraining.monitor.held_out import HeldOut, held_out_figures
 from pretraining.monitor.metrics import read_metrics
+from pretraining.tools.evaluate import Scorer, main
+from pretraining.tools.generate import load_model
 from tests.data.corpora import corpus
 from tests.parallel.launch import ALONE, ROOT, environment, launched
 

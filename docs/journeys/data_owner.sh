@@ -24,13 +24,13 @@ with gzip.open(folder / "half.jsonl.gz", "wt") as file:
     file.writelines(json.dumps({"text": document}) + "\n" for document in documents[::2])
 pq.write_table(pa.table({"text": documents[1::2]}), folder / "half.parquet")
 END
-$python -m pretraining.data.prepare --input=$text --output=data/journey/tokens --vocab_size=1024 --valid_every=20
+$python -m pretraining.tools.prepare --input=$text --output=data/journey/tokens --vocab_size=1024 --valid_every=20
 
 echo "== Train, sample, export"
 read -ra data <<< "$(tr '\n' ' ' < data/journey/tokens/flags.txt)"
 $python main_training.py "${data[@]}" "${tiny[@]}" --num_steps=20 --checkpoint_interval=20 --log_dir=runs/journey
-$python -m pretraining.generate runs/journey --prompt="The " --max_new_tokens=20
-$python -m pretraining.checkpoint.convert runs/journey runs/journey/exported
+$python -m pretraining.tools.generate runs/journey --prompt="The " --max_new_tokens=20
+$python -m pretraining.tools.convert runs/journey runs/journey/exported
 
 if $python -c "import transformers" 2> /dev/null; then
     echo "== In transformers"
@@ -49,7 +49,7 @@ for store in "$@"; do
     echo "== $store"
     number=$((number + 1))
     read -ra flags <<< "$store"
-    $python -m pretraining.inspect_data "${tiny[@]}" "${flags[@]}"
+    $python -m pretraining.tools.inspect_data "${tiny[@]}" "${flags[@]}"
     $python main_training.py "${tiny[@]}" "${flags[@]}" --vocab_size=1024 --num_steps=3 \
         --log_dir="runs/journey-$number"
 done

@@ -27,5 +27,5 @@ steps=(--num_steps=3 --lr_warmup_steps=1 --lr_decay_steps=3 --batch_size=1 --glo
     --use_dummy_dataset --log_dir="$run"
 
 echo "== Exported"
-.venv/bin/python -m pretraining.checkpoint.convert "$run" "$run/exported"
+.venv/bin/python -m pretraining.tools.convert "$run" "$run/exported"
 ls "$run/exported"

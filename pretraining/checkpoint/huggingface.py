@@ -74,7 +74,7 @@ def _weight_files(path: Location) -> dict[str, set[str]]:
         if (path / SINGLE).is_file():
             return {SINGLE: set()}
         is_pickled = any(file.suffix == ".bin" or file.suffix.startswith(".pt") for file in path.iterdir())
-        remedy = f"convert them: python -m pretraining.checkpoint.convert {path} TARGET"
+        remedy = f"convert them: python -m pretraining.tools.convert {path} TARGET"
         raise UserError(f"{path}: contains {f'weights as pickles; {remedy}' if is_pickled else 'no weights'}")
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -1,6 +1,6 @@
 """The documentation of every field, read from the source of the dataclass: `--help` and the tables of configs.md.
 
-pretraining/document.py writes the pages.
+pretraining/tools/document.py writes the pages.
 """
 
 from __future__ import annotations

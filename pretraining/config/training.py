@@ -397,7 +397,7 @@ class TrainConfig:
         "adapter"
     )
     """"adapter": checkpoints have only what is trained, and a resumed run reads the other weights from ckpt_load_path.
-    "base_and_adapter", "merged": checkpoints have all weights; python -m pretraining.checkpoint.convert then writes
+    "base_and_adapter", "merged": checkpoints have all weights; python -m pretraining.tools.convert then writes
     PEFT's files and the base model, or W + s B A in Hugging Face's format."""
     lora_load_path: Annotated[str, Needs("lora_rank")] = ""
     """Folder of an adapter in PEFT's format (adapter_model.safetensors) to start from. Empty: a new one."""
@@ -450,8 +450,8 @@ class TrainConfig:
     in turn, so consecutive sequences come from different places of the data. It need not divide anything."""
     tokenizer_path: Annotated[str, STORABLE] = ""
     """The tokenizer that made the tokens: a sentencepiece model or a tokenizer.json. Validation and test read it to
-    report bits per byte (special tokens count 0 bytes); pretraining.generate turns a prompt into tokens and back with
-    it. Empty: none."""
+    report bits per byte (special tokens count 0 bytes); pretraining.tools.generate turns a prompt into tokens and back
+    with it. Empty: none."""
     sep_token: Annotated[int | None, AtLeast(-1)] = None
     """Token id put after every document; -1: none, for rows that are packed already. None: the one that preparation
     recorded in meta.json next to the shards, otherwise 1, as in fms-fsdp; an error where the documents end with
@@ -501,8 +501,8 @@ class TrainConfig:
     room for a block of documents of every logical shard, each block is read once per epoch."""
     verify_data: Annotated[Literal["off", "first_read", "always"], Resume.FREE] = "first_read"
     """When the bytes of a block of documents are compared with the checksum that the index folder has recorded at its
-    first read ever: at its first read in a run, at every read, or never. pretraining.inspect_data --verify compares
-    whole files with the checksums in meta.json before a run."""
+    first read ever: at its first read in a run, at every read, or never. pretraining.tools.inspect_data --verify
+    compares whole files with the checksums in meta.json before a run."""
     accept_data_changes: bool = False
     """Continue although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture
     begins at that step, and the change is recorded. False: an error that lists what changed."""
@@ -538,8 +538,8 @@ class TrainConfig:
     "choices": ["blue", "green"], "answer": 0}. Needs tokenizer_path. Empty: none."""
     eval_interval: Annotated[int, AtLeast(0), Needs("eval_tasks")] = 0
     """Optimizer steps between evaluations on eval_tasks, and another one after the last step: eval_acc/NAME and
-    eval_acc_norm/NAME, as pretraining.evaluate computes them, in the precision of training. Every choice takes the
-    forward pass of a micro-batch. 0: none."""
+    eval_acc_norm/NAME, as pretraining.tools.evaluate computes them, in the precision of training. Every choice takes
+    the forward pass of a micro-batch. 0: none."""
     test_data_path: Annotated[str, STORABLE] = ""
     """Folder of token shards for the test at the end, laid out like data_path. test_steps needs this or the third
     fraction of split, except with use_dummy_dataset."""

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from main_training import CHECKS
 from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_power, shortage
-from pretraining.checkpoint.convert import to_huggingface
 from pretraining.checkpoint.files import FolderLock
 from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
@@ -24,9 +24,9 @@ from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
-from pretraining.configure import CHECKS
-from pretraining.generate import base_weights
 from pretraining.preflight import parameter_shapes
+from pretraining.tools.convert.convert import to_huggingface
+from pretraining.tools.generate import base_weights
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
 
 

@@ -15,8 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pretraining.checkpoint.checkpoints import Checkpoints
-from pretraining.checkpoint.convert import main, to_checkpoint, to_huggingface
-from pretraining.checkpoint.export_tokenizer import export_tokenizer
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.huggingface import is_huggingface, open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
@@ -27,7 +25,9 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.data.tokenizer import open_tokenizer
 from pretraining.data.tokenizer import train as train_tokenizer
-from pretraining.importing.huggingface import model_flags
+from pretraining.tools.convert.convert import main, to_checkpoint, to_huggingface
+from pretraining.tools.convert.export_tokenizer import export_tokenizer
+from pretraining.tools.importing.huggingface import model_flags
 from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
@@ -197,7 +197,7 @@ def test_the_shards_are_as_small_as_asked_and_the_index_names_every_tensor(tmp_p
 
 def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path / "run" / "checkpoints")
-    command = [sys.executable, "-m", "pretraining.checkpoint.convert", str(tmp_path / "run"), str(tmp_path / "hf")]
+    command = [sys.executable, "-m", "pretraining.tools.convert", str(tmp_path / "run"), str(tmp_path / "hf")]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == f"{tmp_path / 'hf'}\n"
     assert is_huggingface(tmp_path / "hf") and not is_huggingface(tmp_path / "run")
     assert main([str(tmp_path / "hf"), str(tmp_path / "back"), "--dtype=bf16"]) == 0

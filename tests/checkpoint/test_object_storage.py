@@ -11,12 +11,12 @@ import torch
 
 from pretraining import storage
 from pretraining.checkpoint.checkpoints import SaveFailedError
-from pretraining.checkpoint.convert import main as convert
 from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
 from pretraining.storage import location
+from pretraining.tools.convert.convert import main as convert
 from tests.checkpoint.small_run import small_config, train
 from tests.object_storage import FaultProxy
 

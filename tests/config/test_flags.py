@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from main_training import CHECKS, configure
 from pretraining.config.declaration import parse_value
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.flags import read, run
@@ -22,7 +23,6 @@ from pretraining.config.script import exit_with, refusal
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import problems
 from pretraining.config.variants import VARIANTS
-from pretraining.configure import CHECKS, configure
 from pretraining.storage import StorageError
 
 ROOT = Path(__file__).parents[2]
@@ -225,7 +225,7 @@ def test_every_word_is_a_flag_or_a_problem(words: list[str]) -> None:
 def test_all_mistakes_are_listed_at_once_quickly_and_without_torch() -> None:
     words = ["--batch_sise=4", "--num_heads=7", "--sharding_strategy=foo", "--seq_length=two"]
     code = (
-        "import sys; from pretraining.config.flags import run; from pretraining.configure import CHECKS, configure\n"
+        "import sys; from pretraining.config.flags import run; from main_training import CHECKS, configure\n"
         "code = run(lambda **flags: configure(flags), checks=CHECKS)\n"
         "assert not {'torch', 'numpy', 'pyarrow'} & sys.modules.keys(), 'heavy'\n"
         "sys.exit(code)"
@@ -332,10 +332,11 @@ def test_a_variant_brings_its_own_sequence_length(variant: str) -> None:
     assert TrainConfig(model_variant=variant, seq_length=7).seq_length == 7
 
 
-SCRIPTS = ["main_training.py", *(f"-m pretraining.{name}" for name in ("configure", "document", "inspect_data"))]
+TOOLS = ("run_folder", "document", "inspect_data", "report")
+SCRIPTS = ["main_training.py", *(f"-m pretraining.tools.{name}" for name in TOOLS)]
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "-m pretraining.monitor.report"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_reader_that_closes_the_pipe_ends_the_script_without_traceback(script: str) -> None:
     words = [] if "document" in script else ["--help"]
     command = [sys.executable, *script.split(), *words]
@@ -363,7 +364,7 @@ def test_an_error_of_the_system_is_named_by_its_file_and_the_program_s_own_by_it
 
 
 def test_every_script_that_prints_ends_in_the_shared_way() -> None:
-    inner = {"compiler.py", "xla_export.py", "splash_lowering.py"}  # processes that plan and engine start
+    inner = {"compiler.py", "export.py", "splash_lowering.py"}  # processes that plan and engine start
     for path in (ROOT / "main_training.py", *(ROOT / "pretraining").rglob("*.py")):
         _, main, end = path.read_text().partition('if __name__ == "__main__":\n')
         assert not main or path.name in inner or end.startswith("    exit_with("), path
@@ -377,7 +378,7 @@ def test_the_start_of_a_run_prints_each_setting_that_is_not_the_default_and_its_
         "use_dummy_dataset": "True",
         "config_file": f"{tmp_path}/own.toml",
     }
-    code = f"from pretraining.configure import configure; configure({flags})"
+    code = f"from main_training import configure; configure({flags})"
     environment = {**os.environ, "SCRIPT_SETTINGS": "--num_steps=3 --model_variant=mini"}
     command = [sys.executable, "-c", code]
     printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout

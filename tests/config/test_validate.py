@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from main_training import CHECKS
 from pretraining.config.declaration import Above, AtLeast, OneOf, Setting
 from pretraining.config.flags import read_values
 from pretraining.config.grammar import parse_selective
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import problems
 from pretraining.config.variants import VARIANTS, model_shape
-from pretraining.configure import CHECKS
 
 CUSTOM: dict[str, Any] = {
     "model_variant": "custom",

@@ -173,7 +173,7 @@ def test_a_file_that_is_no_shard_is_not_skipped(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "data", DOCUMENTS)
     (folder / "more.jsonl").write_text('{"text": "a"}\n')
     message = complaint(tmp_path / "data")
-    assert str(folder / "more.jsonl") in message and "pretraining.data.prepare" in message
+    assert str(folder / "more.jsonl") in message and "pretraining.tools.prepare" in message
 
 
 def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) -> None:

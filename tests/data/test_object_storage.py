@@ -13,12 +13,13 @@ from pretraining import storage
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.flags import config_from_flags
 from pretraining.config.training import TrainConfig
-from pretraining.data import Prefetcher, open_stream, prepare
+from pretraining.data import Prefetcher, open_stream
 from pretraining.data.files import OpenFile
 from pretraining.data.layouts import FLAGS, RECORDS
 from pretraining.data.prefetch import AHEAD, FETCH_AHEAD, FETCH_BYTES
 from pretraining.data.remote import RangeCache
 from pretraining.storage import RETRIES, ObjectPath, Stamp, StorageError, location
+from pretraining.tools.prepare import prepare
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
 from tests.object_storage import KEYS, FaultProxy, GoogleStorage, upload
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pretraining.checkpoint.convert import main
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
+from pretraining.tools.convert.convert import main
 from tests.end_to_end.small import FLAGS, finish
 
 pytestmark = pytest.mark.slow

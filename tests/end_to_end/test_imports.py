@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.small import ROOT, environment
-from tests.importing.files import put, tree, write
+from tests.tools.importing.files import put, tree, write
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ DRIVER = """
 import json, sys
 from main_training import main
 from pretraining.config.flags import run
-from pretraining.configure import CHECKS
+from main_training import CHECKS
 sys.exit(max(run(main, words, CHECKS) for words in json.loads(sys.argv[1])))
 """
 
@@ -169,7 +169,7 @@ QUICKSTART = {
 
 
 def test_text_trains_through_a_file_as_it_does_with_flags(tmp_path: Path) -> None:
-    prepare = [sys.executable, "-m", "pretraining.data.prepare", "--input=pretraining", "--endings=.py"]
+    prepare = [sys.executable, "-m", "pretraining.tools.prepare", "--input=pretraining", "--endings=.py"]
     subprocess.run([*prepare, f"--output={tmp_path / 'data'}", "--vocab_size=1024"], cwd=ROOT, check=True)
     data = [f"--data_path={tmp_path / 'data' / 'train'}", "--vocab_size=1024", f"--index_dir={tmp_path / 'index'}"]
     parts = ["--split=8,1,1", "--val_interval=1000", "--val_steps=1", "--test_steps=1"]

@@ -9,8 +9,8 @@ import pytest
 
 from tests.data.corpora import write_lists, write_megatron
 from tests.end_to_end.checkout import run
-from tests.importing.files import put, tree, write
 from tests.parallel.launch import needs
+from tests.tools.importing.files import put, tree, write
 
 pytestmark = pytest.mark.slow
 

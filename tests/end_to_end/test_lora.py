@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretraining.checkpoint.convert import to_huggingface
+from main_training import train as run_training
 from pretraining.checkpoint.huggingface import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.lora import is_adapter
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
-from pretraining.generate import base_weights, load_model
 from pretraining.models.llama import Llama
 from pretraining.models.ops import next_token_loss
-from pretraining.run import train as run_training
+from pretraining.tools.convert.convert import to_huggingface
+from pretraining.tools.generate import base_weights, load_model
 
 pytestmark = pytest.mark.slow
 

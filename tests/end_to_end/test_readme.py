@@ -49,7 +49,7 @@ def test_every_command_of_the_readme_succeeds_and_the_quickstart_learns(checkout
     )  # batches differ by 0.3
     assert reached < lines[1, "loss"]["loss"] - 4.0  # nats
     assert lines[last, "val_loss"]["val_loss"] == pytest.approx(reached, abs=1.0)
-    for what in ("metrics.jsonl", "checkpoints", "pretraining.monitor.report", "def main("):  # the last is the sample
+    for what in ("metrics.jsonl", "checkpoints", "pretraining.tools.report", "def main("):  # the last is the sample
         assert what in quickstart.partition("complete:")[2]
     assert "complete:" in run("bash scripts/train.sh", checkout)
     (sample,) = (text for command, text in outputs.items() if "generate runs/mine" in command)

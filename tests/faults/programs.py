@@ -18,7 +18,7 @@ from pretraining.storage import location
 from tests.data import corpora
 from tests.end_to_end.small import figures
 from tests.faults.harness import Programs
-from tests.importing import files
+from tests.tools.importing import files
 
 STEPS = 8
 SMALL = {
@@ -111,13 +111,13 @@ def write_texts(folder: Path) -> None:
 def scripts(programs: Programs, folder: Path) -> dict[str, list[str]]:
     """Return commands that read every other kind of file: texts, tokenizers, prepared data, Hugging Face's folders."""
     write_texts(folder / "text")
-    prepare = ["pretraining.data.prepare", f"--input={folder}/text", "--processes=1", "--valid_every=4"]
+    prepare = ["pretraining.tools.prepare", f"--input={folder}/text", "--processes=1", "--valid_every=4"]
     again = [*prepare, f"--tokenizer={folder}/out/tokenizer.model", f"--output={folder}/again"]
     prepare += [f"--output={folder}/out", "--vocab_size=400"]
     train = training(folder, data_path=f"{folder}/out", vocab_size=400, tokenizer_path=f"{folder}/out/tokenizer.model")
     train = [word for word in train if not word.startswith(("--valid_data", "--test_"))]
     imported = files.write(folder, files.tree("nemo"), "nemo.yaml")
-    convert = ["pretraining.checkpoint.convert", f"{folder}/run"]
+    convert = ["pretraining.tools.convert", f"{folder}/run"]
     for words in (prepare, train, [*convert, f"{folder}/hf"]):
         ended = programs.run(*words)
         assert ended.code == 0, ended
@@ -126,9 +126,9 @@ def scripts(programs: Programs, folder: Path) -> dict[str, list[str]]:
         "prepare": again,
         "prepared": prepare,
         "start from Hugging Face": [*train, f"--ckpt_load_path={folder}/hf", f"--log_dir={folder}/other"],
-        "generate": ["pretraining.generate", f"{folder}/run", "--prompt=a", "--max_new_tokens=2"],
-        "report": ["pretraining.monitor.report", f"{folder}/run"],
-        "inspect": ["pretraining.inspect_data", *read_only, "--verify"],
+        "generate": ["pretraining.tools.generate", f"{folder}/run", "--prompt=a", "--max_new_tokens=2"],
+        "report": ["pretraining.tools.report", f"{folder}/run"],
+        "inspect": ["pretraining.tools.inspect_data", *read_only, "--verify"],
         "convert": [*convert, f"{folder}/hf2"],
         "import": ["main_training.py", f"--import_config={imported}", "--import_only", "--use_dummy_dataset"],
     }

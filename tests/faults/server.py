@@ -20,14 +20,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("preflight", "loop", "parallel.torch_engine", "data.prepare", "generate", "monitor.report", "inspect_data")
+TOOLS = ("prepare.prepare", "generate", "report", "inspect_data", "convert.convert")
+ROOMS = ("preflight", "loop", "parallel.torch_engine", *(f"tools.{name}" for name in TOOLS))
 PACKAGES = ("fire", "pyarrow.parquet", "sentencepiece", "tokenizers", "torch._refs")
 WITHIN = 60.0  # seconds that any outcome may take
 
 
 def import_everything(engine: str) -> None:
     """Import what the scripts import. No device is opened: the threads of its client would not be in a fork."""
-    for name in (*PACKAGES, *(f"pretraining.{room}" for room in ROOMS), "pretraining.checkpoint.convert"):
+    for name in (*PACKAGES, *(f"pretraining.{room}" for room in ROOMS)):
         importlib.import_module(name)
     if engine == "xla":
         importlib.import_module("pretraining.parallel.xla")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from main_training import configure
 from pretraining.config.errors import ConfigError
 from pretraining.config.lora import adapted, is_adapter, lora_scale
 from pretraining.config.training import TrainConfig
-from pretraining.configure import configure
 from pretraining.models.init import build_model
 
 SIZES: dict[str, Any] = {

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from main_training import configure
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.configure import configure
 from pretraining.models.init import build_model, deviation, initial_weight
 from pretraining.models.llama import ACTIVATIONS, BatchInputs, LayerNorm, Llama, rope_frequencies
 from pretraining.monitor.flops import flops_per_token

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from main_training import configure
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.configure import configure
 from pretraining.monitor import sinks
 from pretraining.monitor.metrics import open_metrics, read_metrics
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from main_training import configure
 from pretraining.config.errors import ConfigError
 from pretraining.config.schedules import SCHEDULES as READ
 from pretraining.config.training import TrainConfig
-from pretraining.configure import configure
 from pretraining.optim.schedule import SCHEDULES, Schedule, fms_annealing, fms_cosine, learning_rate, milestone_steps
 
 totals = st.integers(1, 10**7)

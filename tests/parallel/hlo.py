@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pretraining.plan.program import collectives
+from pretraining.tools.plan.program import collectives
 from tests.parallel.launch import run_on_xla
 from tests.parallel.toy import TOY
 

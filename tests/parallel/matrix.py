@@ -24,8 +24,8 @@ import subprocess
 import sys
 from typing import Any
 
+from main_training import configure
 from pretraining.config.errors import ConfigError
-from pretraining.configure import configure
 from pretraining.parallel.layout import uneven_shards
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from tests.parallel.launch import ALONE, run_on_torch, run_on_xla

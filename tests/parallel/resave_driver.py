@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from main_training import main
+from main_training import CHECKS, main
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.config.flags import run
 from pretraining.config.training import TrainConfig
-from pretraining.configure import CHECKS
 from pretraining.parallel.select import open_engine
 from tests.checkpoint.saving import save
 from tests.parallel.resuming import resume_run

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from main_training import configure
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.configure import configure
 from pretraining.models.float8 import E4M3, E5M2, Float8, float8_linear, quantize
 from pretraining.parallel import accelerator
 from tests.parallel.launch import ALONE, run_on_torch

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pretraining.plan.program import collectives, product_flops
+from pretraining.tools.plan.program import collectives, product_flops
 from tests.parallel.hlo import (
     HIDDEN,
     LAYERS,

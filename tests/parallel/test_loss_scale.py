@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from main_training import configure
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
-from pretraining.configure import configure
 from pretraining.parallel.step import LossScale
 from tests.parallel.launch import ALONE, run_on_torch
 from tests.parallel.toy import TOY

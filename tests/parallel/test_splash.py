@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from main_training import configure
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
-from pretraining.configure import configure
 from pretraining.parallel.splash import SplashShape, choose_attention, lowered
 from tests.parallel.launch import ROOT, needs, run
 from tests.parallel.toy import TOY
@@ -74,7 +74,7 @@ def test_a_recomputed_block_runs_the_kernel_once_where_its_results_are_saved(
     tmp_path: Path, fields: dict[str, Any], kernels: int
 ) -> None:
     config = {**TOY, "mixed_precision": True, "fsdp_activation_checkpointing": True, **fields}
-    command = [sys.executable, "-m", "pretraining.parallel.xla_export", str(tmp_path)]
+    command = [sys.executable, "-m", "pretraining.tools.plan.export", str(tmp_path)]
     variables = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
     subprocess.run(command, input=json.dumps(config), cwd=ROOT, env=variables, text=True, check=True)
     assert (tmp_path / "step.pb").read_bytes().count(b"tpu_custom_call") == kernels

@@ -84,7 +84,7 @@ def test_a_slice_of_tpus_is_created_waited_for_filled_used_and_deleted(tmp_path:
 
 def accepts(arguments: list[str]) -> bool:
     """Return whether the flags are valid ones of the training."""
-    command = [sys.executable, "-m", "pretraining.configure", *arguments]
+    command = [sys.executable, "-m", "pretraining.tools.run_folder", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.returncode == 0 and not done.stderr
 

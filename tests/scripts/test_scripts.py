@@ -20,7 +20,7 @@ import pytest
 
 from pretraining.monitor.account import goodput, totals
 from pretraining.monitor.metrics import read_metrics
-from pretraining.monitor.report import main
+from pretraining.tools.report import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [path for folder in ("scripts", "docs/journeys") for path in sorted((ROOT / folder).iterdir())]

@@ -82,7 +82,7 @@ def find_shards(folder: Location, file_type: str) -> list[tuple[str, str]]:
         if name is None and not _is_companion(file):
             raise UserError(
                 f"{file}: {size_of(file)} bytes, neither an Arrow, Parquet nor Megatron shard: remove it, "
-                "complete it, or turn text into shards with python -m pretraining.data.prepare"
+                "complete it, or turn text into shards with python -m pretraining.tools.prepare"
             )
     return [(str(file), name) for file, name in formats.items() if name and file_type in ("auto", name)]
 

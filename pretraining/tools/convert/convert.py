@@ -1,0 +1,295 @@
+"""Convert between checkpoints of this recipe and folders in Hugging Face's format, a few tensors at a time.
+
+    python -m pretraining.tools.convert SOURCE TARGET [--dtype=bf16] [--tokenizer_path=FILE] [--shard_size=5e9]
+        [--average_with=RUN/checkpoints/step_900,RUN/checkpoints/step_800] [--use_ema]
+
+SOURCE is a run, a checkpoints folder or a step_N folder, and TARGET becomes a Hugging Face folder: config.json,
+safetensors with an index, the tokenizer. With --average_with, the weights are the mean of several checkpoints; with
+--use_ema, they are the moving averages of a run with ema_decay. Or SOURCE is a Hugging Face folder, and TARGET/step_0
+becomes a checkpoint without moments; so does a checkpoint of GPT-NeoX, NxD Training or NeMo with --import_config=FILE,
+its trainer's configuration. Training starts from a Hugging Face folder with safetensors as it is: give it as
+--ckpt_load_path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import filterfalse
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
+
+from pretraining.checkpoint import adapter
+from pretraining.checkpoint.adapter import MODEL, adapter_config, merge_adapter, their_name
+from pretraining.checkpoint.compatibility import saved_config
+from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
+from pretraining.checkpoint.gpt_neox import fuse, their_names
+from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, INDEX, SINGLE, is_huggingface, open_any_checkpoint
+from pretraining.checkpoint.manifest import DTYPES, Checkpoint, Facts
+from pretraining.checkpoint.peers import Peers
+from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
+from pretraining.checkpoint.store import (
+    IO_WORKERS,
+    PendingSave,
+    is_weight,
+    read_tensors,
+    with_moving_averages,
+    write_items,
+)
+from pretraining.config.errors import UserError
+from pretraining.config.grammar import comma_separated
+from pretraining.config.huggingface import CONFIG, GPT_NEOX, config_json
+from pretraining.config.lora import adapters_alone, is_adapter, is_trained
+from pretraining.config.mup import folded_scale
+from pretraining.config.training import TrainConfig
+from pretraining.storage import Location, location
+from pretraining.tools.convert.export_tokenizer import export_tokenizer
+from pretraining.tools.convert.pickles import LAYOUTS, Weights, describe_moments, layout_of, open_pickles
+
+CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHARD_SIZE = 5e9  # bytes of one file, transformers' default before version 5
+ADAPTER = "lora_adapter"  # folder next to the base model
+ALONE = Peers(together=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert and print the folder of the result. Returns exit code 2 on a mistake of the user."""
+    flags = parse(arguments)
+    try:
+        dtype = CHOICES[flags.dtype] if flags.dtype else None
+        layout = layout_of(flags.source) if isinstance(flags.source, Path) else None
+        if (flags.average_with or flags.use_ema) and (layout or is_huggingface(flags.source)):
+            raise UserError(f"{flags.source}: --average_with and --use_ema take checkpoints of this recipe")
+        if flags.import_config and not layout:
+            raise UserError(f"--import_config: {flags.source} is no checkpoint of GPT-NeoX, NxD Training or NeMo")
+        if layout:
+            weights = open_pickles(flags.source, layout, flags.import_config, flags.model_config_path)
+            _print_note(weights.note)
+            print(from_pickles(weights, flags.source, flags.target, dtype))
+            return 0
+        source = open_any_checkpoint(flags.source)
+        if is_huggingface(flags.source):
+            _print_note(describe_moments(flags.source, LAYOUTS[0]) if isinstance(flags.source, Path) else "")
+            print(to_checkpoint(source, flags.target, dtype))
+        else:
+            if not isinstance(flags.target, Path):
+                raise UserError(f"{flags.target}: a folder in Hugging Face's format must be local: copy it afterwards")
+            sources = [source, *(open_any_checkpoint(location(name)) for name in comma_separated(flags.average_with))]
+            source, *others = map(with_moving_averages, sources) if flags.use_ema else sources
+            print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print_note(note: str) -> None:
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m pretraining.tools.convert", allow_abbrev=False)
+    parser.add_argument("source", type=location, help="a run, a checkpoint, or a folder in Hugging Face's format")
+    parser.add_argument("target", type=location, help="folder to write; must be new or empty")
+    parser.add_argument("--dtype", choices=CHOICES, help="of the written tensors (default: unchanged)")
+    parser.add_argument(
+        "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json to add (default: the run's)"
+    )
+    parser.add_argument("--average_with", default="", help="more checkpoints, comma-separated, for the mean of all")
+    parser.add_argument("--use_ema", action="store_true", help="write the moving averages of the weights (ema_decay)")
+    parser.add_argument("--import_config", default="", help="configuration file of the trainer that wrote `source`")
+    parser.add_argument("--model_config_path", default="", help="config.json that --import_config refers to")
+    parser.add_argument(
+        "--shard_size", type=float, default=SHARD_SIZE, help="bytes of a file at most (default: %(default)g)"
+    )
+    return parser.parse_args(arguments)
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read one unsharded tensor and check it."""
+    return read_tensors(checkpoint, name.__eq__)[name]
+
+
+def _placeholders(checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Tensors without memory that describe those of these names, floating ones as `dtype` if given."""
+    entries = {name: checkpoint.manifest.tensors[name] for name in names}
+    return {
+        name: torch.empty(entry.shape, dtype=dtype or DTYPES[entry.dtype], device="meta")
+        for name, entry in entries.items()
+    }
+
+
+# ---- To Hugging Face
+
+
+def to_huggingface(
+    checkpoint: Checkpoint,
+    target: Path,
+    dtype: torch.dtype | None = None,
+    tokenizer_path: str = "",
+    shard_size: int = int(SHARD_SIZE),
+    others: Sequence[Checkpoint] = (),
+) -> Path:
+    """Write the weights of `checkpoint` to the new folder `target`, which appears when it is complete.
+
+    others: the mean of their weights and its own is written.
+    """
+    config = saved_config(checkpoint.facts.config)
+    _check_average(checkpoint, config, others)
+    names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
+    special_ids, tokenizer = export_tokenizer(tokenizer_path or config.tokenizer_path)
+    if adapters_alone(config):
+        folder = _new_folder(target, tokenizer)
+        _write_adapter(folder, checkpoint, config, names, dtype)
+        rename(folder, target)
+        return target
+    ours = _placeholders(checkpoint, filterfalse(is_adapter, names), dtype)
+    stored = str(next(iter(ours.values())).dtype).removeprefix("torch.")
+    fields = config_json(replace(config, lora_rank=0), stored) | special_ids
+    parts = their_names(ours) if fields["model_type"] == GPT_NEOX else {name: (name,) for name in ours}
+    heads = fields["num_attention_heads"]
+    state = {name: fuse([ours[part] for part in group], heads) for name, group in parts.items()}
+    folder = _new_folder(target, tokenizer)  # after what can be refused, so that nothing is left of a refusal
+    plans = _plan_shards(state, shard_size)
+
+    def read(item: WriteItem) -> Tensor:
+        return fuse([_mean([checkpoint, *others], name) for name in parts[item.index.fqn]], heads)
+
+    write_files(folder, plans, read, IO_WORKERS)
+    if config.lora_rank and config.lora_save_mode == "base_and_adapter":
+        (folder / ADAPTER).mkdir()
+        _write_adapter(folder / ADAPTER, checkpoint, config, names, dtype)
+    _write_json(folder / CONFIG, fields)
+    if len(plans) > 1:
+        total = sum(chunk.size for plan in plans for chunk in plan.chunks)
+        weight_map = {chunk.item.index.fqn: plan.name for plan in plans for chunk in plan.chunks}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    sync_folder(folder)
+    rename(folder, target)
+    return target
+
+
+def _write_adapter(
+    folder: Path, checkpoint: Checkpoint, config: TrainConfig, names: list[str], dtype: torch.dtype | None
+) -> None:
+    """Write the two files of PEFT's format."""
+    tensors = {name: read_tensor(checkpoint, name) for name in names if is_trained(config, name)}
+    renamed = {their_name(config, name): tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+    save_file(renamed, folder / MODEL, {"format": "pt"})
+    _write_json(folder / adapter.CONFIG, adapter_config(config))
+
+
+def _refuse_used(target: Location) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target}: exists already; give a new folder")
+
+
+def _new_folder(target: Path, files: Mapping[str, bytes]) -> Path:
+    """Return the folder with these files that becomes `target`."""
+    _refuse_used(target)
+    partial = target.with_name(target.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name, content in files.items():
+        write_file(partial / name, content)
+    return partial
+
+
+def _plan_shards(state: dict[str, Tensor], limit: int) -> list[FilePlan]:
+    """Plan files of at most `limit` bytes of tensors each, or one tensor if that is larger."""
+    groups: list[list[WriteItem]] = [[]]
+    room = limit
+    for item in write_items(state):
+        size = state[item.index.fqn].nbytes
+        if groups[-1] and size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(item)
+        room -= size
+    count = len(groups)
+    names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    return [plan_file(name, group, None) for name, group in zip(names, groups, strict=True)]
+
+
+def _exported_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read an unsharded tensor, with its adapter merged if lora_save_mode says so, and with its factor of muP."""
+    config, weight = saved_config(checkpoint.facts.config), read_tensor(checkpoint, name)
+    if (scale := folded_scale(config, name)) != 1:
+        return weight * scale
+    if not config.lora_rank or config.lora_save_mode != "merged":
+        return weight
+    return merge_adapter(config, name, weight, partial(read_tensor, checkpoint))
+
+
+def _check_average(checkpoint: Checkpoint, config: TrainConfig, others: Sequence[Checkpoint]) -> None:
+    """Raise UserError if the mean of the weights is not a model."""
+    if others and config.lora_rank and config.lora_save_mode != "merged":
+        raise UserError("--average_with: the mean of two adapters is another function than their mean; merge them")
+    shapes = [{name: entry.shape for name, entry in each.manifest.tensors.items() if is_weight(name)}
+              for each in (checkpoint, *others)]  # fmt: skip
+    for other, theirs in zip(others, shapes[1:], strict=True):
+        if different := sorted(name for name in {*shapes[0], *theirs} if shapes[0].get(name) != theirs.get(name)):
+            raise UserError(f"--average_with: {other.path} has another {different[0]} than {checkpoint.path}")
+
+
+def _mean(checkpoints: Sequence[Checkpoint], name: str) -> Tensor:
+    """Return the mean of one exported tensor, summed in fp32."""
+    first = _exported_tensor(checkpoints[0], name)
+    total = first.float()
+    for checkpoint in checkpoints[1:]:
+        total = total + _exported_tensor(checkpoint, name).float()
+    return (total / len(checkpoints)).to(first.dtype)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_file(path, json.dumps(value, indent=2).encode() + b"\n")
+
+
+# ---- From Hugging Face
+
+
+def to_checkpoint(source: Checkpoint, folder: Location, dtype: torch.dtype | None = None) -> Location:
+    """Write the tensors of a Hugging Face folder as `folder`/step_0."""
+    names = dict(source.manifest.tensors)
+    tied = HEAD in names and names[HEAD] is names.get(EMBEDDING)
+    if tied:
+        del names[HEAD]
+    config = replace(saved_config(source.facts.config), tie_word_embeddings=tied)
+    state = _placeholders(source, names)
+    return _write_step_0(folder, source.path, config, state, partial(read_tensor, source), dtype)
+
+
+def from_pickles(weights: Weights, source: Path, folder: Location, dtype: torch.dtype | None = None) -> Location:
+    """Write the tensors of another trainer's folder `source` as `folder`/step_0."""
+    state = {name: tensor.description for name, tensor in weights.tensors.items()}
+    return _write_step_0(folder, source, weights.config, state, lambda name: weights.tensors[name].read(), dtype)
+
+
+def _write_step_0(
+    folder: Location,
+    source: Location,
+    config: TrainConfig,
+    state: dict[str, Tensor],
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype | None,
+) -> Location:
+    """Write the tensors that `state` describes, with the tokenizer next to the source."""
+    _refuse_used(folder)
+    tokenizers = [path for name in ("tokenizer.model", "tokenizer.json") if (path := source / name).is_file()]
+    config = replace(config, tokenizer_path=str(tokenizers[0]) if tokenizers else "")
+    facts = Facts(step=0, tokens_seen=0, data=None, config=asdict(config), engine="none", mesh={})
+    pending = PendingSave(folder, state, facts, ALONE, dtype=dtype)
+    pending.fetch_from(lambda item: read(item.index.fqn))
+    return pending.write()

@@ -1,0 +1,82 @@
+"""A run's tokenizer in a Hugging Face folder, so that transformers encodes texts with the ids of the training data.
+
+transformers' LlamaTokenizer encodes like a BPE model of sentencepiece without normalization, which is the kind that
+pretraining.tools.prepare trains: the ids of 1,000 random texts are the same. It does not normalize (353 of 701 texts
+differed) and takes a unigram model for BPE (643 of 701), so such a model is also written as tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from pretraining.checkpoint.files import read_json
+from pretraining.config.errors import UserError
+from pretraining.config.huggingface import END_OF_DOCUMENT
+from pretraining.storage import Location, location
+from pretraining.tools.convert.tokenizer_json import BPE, UNIGRAM, describe, tokenizer_json
+
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # reads tokenizer.json
+
+
+def export_tokenizer(path: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the special ids of the tokenizer at `path` for config.json, and its files by name; "": none."""
+    if not path:
+        print("no tokenizer in the checkpoint's configuration: add one with --tokenizer_path=FILE", file=sys.stderr)
+        return {}, {}
+    file = location(path)
+    if not file.is_file():
+        raise UserError(f"--tokenizer_path={path}: no such file; give the tokenizer of the run's data")
+    is_json = path.endswith(".json")
+    files = {"tokenizer.json" if is_json else "tokenizer.model": file.read_bytes()}
+    ids, usage = _tokenizer_json(file) if is_json else _sentencepiece(file, files)
+    files["tokenizer_config.json"] = json.dumps(usage, indent=2).encode() + b"\n"
+    return {f"{kind}_token_id": number for kind, number in ids.items() if kind != "unk"}, files
+
+
+def _sentencepiece(path: Location, files: dict[str, bytes]) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return the special ids and the tokenizer_config.json of a sentencepiece model; add tokenizer.json if needed.
+
+    Raises UserError for a model that no tokenizer of transformers follows.
+    """
+    import sentencepiece
+
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+    except (RuntimeError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--tokenizer_path={path}: is not a sentencepiece model ({error})") from error
+    every = {"bos": model.bos_id(), "eos": model.eos_id(), "unk": model.unk_id(), "pad": model.pad_id()}
+    ids = {kind: number for kind, number in every.items() if number >= 0}
+    described = describe(model.serialized_model_proto())
+    if described.kind not in (BPE, UNIGRAM) or described.is_exotic:
+        raise UserError(
+            f"--tokenizer_path={path}: transformers has no such tokenizer; only BPE and unigram models "
+            "with spaces before words can be exported"
+        )
+    names = {f"{kind}_token": model.id_to_piece(number) for kind, number in ids.items()}
+    if described.kind == UNIGRAM or described.normalizes:
+        if described.kind == UNIGRAM:
+            reason = "of two segmentations with the same score, transformers may choose the other one"
+            print(f"{path} is a unigram model: {reason}", file=sys.stderr)
+        pieces = [(model.id_to_piece(number), model.get_score(number)) for number in range(model.vocab_size())]
+        tree = tokenizer_json(described, pieces, model.unk_id())
+        files["tokenizer.json"] = json.dumps(tree).encode()
+        return ids, {**FAST, **names}
+    usage = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "add_prefix_space": described.adds_prefix,
+        "legacy": False,
+        **names,
+    }
+    return ids, usage
+
+
+def _tokenizer_json(path: Location) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return the special ids and the tokenizer_config.json of a tokenizer.json."""
+    added = read_json(path).get("added_tokens") or []
+    known = {token["content"]: token["id"] for token in added}
+    end = next((token for token in END_OF_DOCUMENT if token in known), None)
+    return ({"eos": known[end]}, {**FAST, "eos_token": end}) if end else ({}, FAST)

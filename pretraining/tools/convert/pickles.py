@@ -1,0 +1,268 @@
+"""Read the weights that other trainers save as pickles: Hugging Face's .bin, GPT-NeoX's, NxD Training's and NeMo's.
+
+torch.load(weights_only=True) reads them and nothing else: objects of other classes become empty stand-ins, so that no
+code of a file runs. Tensors are mapped, not read, where the file is a zip archive. Of optimizer states, those are
+read that have a name (nemo_states.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+from zipfile import is_zipfile
+
+import torch
+from torch import Tensor
+
+from pretraining.checkpoint.files import UnreadableError, read_json
+from pretraining.checkpoint.gpt_neox import our_name
+from pretraining.checkpoint.huggingface import BUFFERS, EMBEDDING, HEAD, model_fields
+from pretraining.config.declaration import Resume
+from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.huggingface import CONFIG
+from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.variants import CUSTOM, missing_dimensions, model_shape
+from pretraining.tools.convert import ranks
+from pretraining.tools.convert.nemo_states import STEP, named_states
+from pretraining.tools.importing.mappings import Format
+from pretraining.tools.importing.resolve import KeyReport, import_foreign
+
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+NXDT_FILE = re.compile(r"dp_rank_00(?:_ep_rank_00)?_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
+MODEL = [name for name, setting in SETTINGS.items() if setting.resume in (Resume.SHAPE, Resume.FUNCTION)]
+# Tensor rank, pipeline rank and name -> tensor
+Read = Iterator[tuple[int, int, dict[str, Any]]]
+
+
+class StandIn(dict[Any, Any]):
+    """An object of a class that is not loaded."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the dictionary in a pickle. Raises UnreadableError if it is none or cannot be read."""
+    loaded = _unpickle(path)
+    if not isinstance(loaded, dict):
+        raise UnreadableError(f"{path}: holds {type(loaded).__name__}, not tensors by name")
+    return loaded
+
+
+def _unpickle(path: Path) -> Any:
+    try:
+        is_zip = is_zipfile(path)
+        others = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+        with torch.serialization.safe_globals([(StandIn, name) for name in others]):
+            return torch.load(path, map_location=lambda storage, _: storage, weights_only=True, mmap=is_zip)  # on host
+    except UnpicklingError as error:  # torch's message advises weights_only=False
+        raise UnreadableError(f"{path}: holds more than tensors and could execute a program: not read") from error
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise UnreadableError(f"{path}: cannot be read as weights: {error}") from error
+
+
+# ---- Weights
+
+
+class Weights(NamedTuple):
+    """A model's settings and tensors."""
+
+    config: TrainConfig
+    tensors: dict[str, ranks.MergedTensor]
+    note: str = ""  # on the optimizer states
+
+
+def open_pickles(path: Path, layout: Layout, import_config: str = "", model_config_path: str = "") -> Weights:
+    """Open a folder of one of the layouts. import_config: file of the trainer that wrote it, "" for Hugging Face's.
+
+    model_config_path: the config.json that such a file may refer to. Raises UserError where the tensors are not those
+    of the configuration.
+    """
+    if layout is LAYOUTS[0]:
+        config = TrainConfig(**model_fields(path / CONFIG))
+    else:
+        config = _imported(layout, import_config, model_config_path)
+    if missing := missing_dimensions(config):
+        raise UserError(f"{import_config}: has no {', '.join(missing)}")
+    layers, expected = model_shape(config).num_layers, config.tensor_parallel_size
+    by_name = _by_name(layout.read(path), layers if layout.counts_from_stage else 0)
+    if others := [f"{name} in {len(tensors)}" for name, tensors in by_name.items() if len(tensors) != expected]:
+        raise UserError(f"{path}: {others[0]} tensor ranks; the configuration has {expected}")
+    tensors = ranks.merge(by_name, layout.table(config), layers)
+    if config.tie_word_embeddings:
+        tensors.pop(HEAD, None)
+    needed = (EMBEDDING,) if config.tie_word_embeddings else (EMBEDDING, HEAD)
+    if absent := [name for name in needed if name not in tensors]:
+        raise UserError(f"{path}: holds no {absent[0]}")
+    fields = {name: getattr(config, name) for name in MODEL}
+    fields |= {"model_variant": CUSTOM, "tie_word_embeddings": config.tie_word_embeddings}
+    fields |= {"vocab_size": tensors[EMBEDDING].description.shape[0], "make_vocab_size_divisible_by": 1}
+    if layout.read is _nemo and (states := _nemo_states(path, layout, config, tensors)):
+        fields["optimizer"] = config.optimizer
+        note = f"{path}: with the optimizer's state after {int(states[STEP].read())} updates"
+        return Weights(TrainConfig(**fields), tensors | states, note)
+    return Weights(TrainConfig(**fields), tensors, describe_moments(path, layout))
+
+
+def _nemo_states(
+    path: Path, layout: Layout, config: TrainConfig, weights: Mapping[str, object]
+) -> dict[str, ranks.MergedTensor]:
+    """Return the optimizer's state and its fp32 weights; nothing unless every one of `weights` has them."""
+    found = [(rank, stage, named_states(loaded)) for rank, stage, loaded in _nemo_files(path)]
+    if not all(states for *_, states in found):
+        return {}
+    merged: dict[str, ranks.MergedTensor] = {}
+    layers = model_shape(config).num_layers
+    for prefix in next(states.tensors for *_, states in found if states):
+        parts = [(rank, stage, states.tensors[prefix]) for rank, stage, states in found if states]
+        tensors = ranks.merge(_by_name(parts, layers), layout.table(config), layers)
+        if tensors.keys() - {HEAD} != weights.keys() - {HEAD}:
+            return {}
+        merged |= {prefix + name: tensor for name, tensor in tensors.items() if name in weights}
+    updates = torch.tensor(float(max(states.updates for *_, states in found if states)))
+    return {**merged, STEP: ranks.MergedTensor(updates.to("meta"), lambda: updates)}
+
+
+def _imported(layout: Layout, import_config: str, model_config_path: str) -> TrainConfig:
+    """Return the model's settings in the trainer's file. Keys that are refused for training alone do not matter."""
+    if not import_config:
+        raise UserError(f"this is a checkpoint of {layout.title}: give its configuration file as --import_config")
+    flags = {"import_config": import_config, "neox_era": "head"}
+    result = import_foreign(flags | ({"model_config_path": model_config_path} if model_config_path else {}))
+    idle = [str(report) for report in [*result.keys, *result.defaults] if not _concerns_model(result.format, report)]
+    if problems := [problem for problem in result.problems if problem.subject not in idle]:
+        raise ConfigError(problems)
+    one_less = result.foreign.get("model.layernorm_zero_centered_gamma")
+    if one_less or result.foreign.get("model.normalization") == "layernorm1p":
+        raise UserError(f"{import_config}: norms are stored minus 1 (layernorm1p), which is not undone here")
+    if result.foreign.get("model.rotary_interleaved"):
+        raise UserError(f"{import_config}: rotary_interleaved has channels in another order, which is not undone here")
+    return replace(result.config, vocab_size=1)  # the embedding says how many rows there are
+
+
+def _concerns_model(format_: Format, report: KeyReport) -> bool:
+    """Return whether a key may change the model: it has no field of ours, or one of the model's."""
+    mapping = format_.mapping_of(report.source_key)
+    fields = set(mapping.fields if mapping else ())
+    return not fields or bool(fields & {*MODEL, "model_config_path"})
+
+
+# ---- Folders
+
+
+def _bins(path: Path) -> Read:
+    index = path / BIN_INDEX
+    files = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else [BIN]
+    for file in files:
+        loaded = load(path / file).items()
+        yield 0, 0, {our_name(name): tensor for name, tensor in loaded if not name.endswith(BUFFERS)}
+
+
+def _neox(path: Path) -> Read:
+    """One file for each layer and tensor rank, or without a pipeline one for each rank; the blocks begin at layer 2."""
+    for file in sorted(path.glob("layer_*-model_*-model_states.pt")):
+        layer, rank = map(int, re.findall(r"\d+", file.name))
+        yield rank, layer, {_neox_name(layer, name): tensor for name, tensor in load(file).items()}
+    for file in sorted(path.glob("mp_rank_*_model_states.pt")):
+        module = load(file).get("module") or {}
+        parts = ((name.split(".", 2), tensor) for name, tensor in module.items() if name.startswith("sequential."))
+        yield int(re.findall(r"\d+", file.name)[0]), 0, {_neox_name(int(n), rest): t for (_, n, rest), t in parts}
+
+
+def _neox_name(layer: int, name: str) -> str:
+    name = name.replace(".scale", ".weight")
+    in_block = name.startswith(("input_layernorm", "post_attention_layernorm", "attention.", "mlp."))
+    return f"layers.{layer - 2}.{name}" if in_block else name
+
+
+def _nxdt(path: Path) -> Read:
+    """One file for each rank, or with xser one of references and a folder of tensors; layers have their numbers."""
+    folder = path / "model" if (path / "model").is_dir() else path
+    for file in sorted(folder.glob("dp_rank_00_*.pt")):
+        if not (match := NXDT_FILE.fullmatch(file.name)):
+            continue
+        tensors = load(file)
+        for name, value in tensors.items():
+            if isinstance(value, StandIn):
+                tensors[name] = _unpickle(Path(f"{file}.tensors") / f"tensor_{value.__dict__.get('tid')}.pt")
+        yield int(match[1]), int(match[2]), tensors
+
+
+def _nemo(path: Path) -> Read:
+    """Layers are counted from the stage's first."""
+    for rank, stage, loaded in _nemo_files(path):
+        yield rank, stage, loaded.get("state_dict", loaded)
+
+
+def _nemo_files(path: Path) -> Read:
+    """One file for each rank, in a folder of its own unless there is one rank."""
+    for file in sorted(path.rglob("model_optim_rng.ckpt")) or sorted(path.rglob("model_weights.ckpt")):
+        numbers = [int(number) for number in re.findall(r"\d+", file.parent.name)] if file.parent != path else []
+        tensor_rank, stage = [*numbers, 0, 0][:2]
+        yield tensor_rank, stage, load(file)
+
+
+_FLAT = "flat partitions of data-parallel ranks"
+_NUMBERED = "numbered in the order of that program's parameter groups, without names"
+_NEOX_MOMENTS = (("*optim_states.pt", ""), ("mp_rank_*_model_states.pt", "optimizer"))
+_NEMO_MOMENTS = (("**/model_optim_rng.ckpt", "optimizer_states"),)
+
+
+class Layout(NamedTuple):
+    """The folders of one trainer."""
+
+    title: str
+    pattern: str  # of a file in the folder
+    read: Callable[[Path], Read]
+    table: Callable[[TrainConfig], Sequence[ranks.Row]]
+    moments: str  # why optimizer states are not read
+    moment_files: tuple[tuple[str, str], ...]  # patterns of the files that hold them, below a key or "" as a whole
+    counts_from_stage: bool = False  # layer numbers start at 0 on every pipeline rank
+
+
+LAYOUTS = (
+    Layout("Hugging Face", f"{BIN}*", _bins, ranks.huggingface, _NUMBERED, (("optimizer.*", ""),)),
+    Layout("GPT-NeoX", "*model_states.pt", _neox, ranks.neox, _FLAT, _NEOX_MOMENTS),
+    Layout("NxD Training", "**/dp_rank_00_*.pt", _nxdt, ranks.nxdt, _FLAT, (("optim/*", ""),)),
+    Layout("NeMo", "**/model_*.ckpt", _nemo, ranks.nemo, _NUMBERED, _NEMO_MOMENTS, counts_from_stage=True),
+)
+
+
+def describe_moments(path: Path, layout: Layout) -> str:
+    """Return why the optimizer states in the folder `path` are not converted, "" if it has none."""
+    files = ((next(path.glob(pattern), None), key) for pattern, key in layout.moment_files)
+    if not any(file and (not key or load(file).get(key)) for file, key in files):
+        return ""
+    return f"{path}: the optimizer states of {layout.title} are {layout.moments}; training starts with moments of 0"
+
+
+def layout_of(path: Path) -> Layout | None:
+    """Return the layout of the folder `path`, None if it is not one of these or holds safetensors too."""
+    if any(path.glob("*.safetensors")):
+        return None
+    return next((layout for layout in LAYOUTS if any(path.glob(layout.pattern))), None)
+
+
+def _by_name(parts: Iterable[tuple[int, int, dict[str, Any]]], layers: int) -> dict[str, list[Tensor]]:
+    """Return each tensor of every tensor rank. layers: of the model, 0 where the parts count them from the first."""
+    found: dict[str, dict[int, Tensor]] = {}
+    read = sorted(parts, key=lambda part: part[:2])
+    stages = 1 + max((stage for _, stage, _ in read), default=0)
+    for rank, stage, tensors in read:
+        first = stage * layers // stages
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor):
+                found.setdefault(_shifted(name, first), {}).setdefault(rank, tensor)
+    return {name: [by_rank[rank] for rank in sorted(by_rank)] for name, by_rank in found.items()}
+
+
+def _shifted(name: str, first: int) -> str:
+    return re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + first}.", name, count=1)

@@ -1,0 +1,229 @@
+"""Evaluate a checkpoint on tasks, in plain PyTorch, whatever engine and mesh trained it.
+
+    python -m pretraining.tools.evaluate RUN_DIR --tasks=hellaswag,own.jsonl [--num_fewshot=N] [--limit=N]
+        [--output=FILE] [--include_path=FOLDER] [--batch_size=N] [--device=cuda] [--tokenizer_path=FILE] [--use_ema]
+
+A task that ends with .jsonl is a file of multiple-choice questions (data/choices.py). Any other is a task of
+EleutherAI's lm-evaluation-harness, which `pip install lm_eval==0.4.13` installs; its numbers are those that the harness
+computes for the model that pretraining.tools.convert exports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretraining.config.errors import UserError, counted
+from pretraining.config.grammar import comma_separated
+from pretraining.config.script import exit_with
+from pretraining.config.training import SETTINGS
+from pretraining.data.choices import Request, accuracies, open_tasks
+from pretraining.data.tokenizer import Tokenizer
+from pretraining.models.llama import Llama
+from pretraining.parallel.accelerator import open_device
+from pretraining.storage import location
+from pretraining.tools.generate import open_model, positive, sample
+
+HARNESS = "lm_eval==0.4.13"
+OWN = ".jsonl"
+Results = dict[str, dict[str, float]]  # task -> metric -> value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line for each metric of each task. Returns exit code 2 on a mistake of the user."""
+    flags = parse(arguments)
+    try:
+        results = evaluate(flags)
+        if flags.output:
+            flags.output.write_text(json.dumps(results, indent=2) + "\n")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"--output={flags.output}: cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    for task, metrics in results.items():
+        for name, value in metrics.items():
+            print(f"{task}  {name}  {value:.6g}")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m pretraining.tools.evaluate", allow_abbrev=False)
+    parser.add_argument("run_dir", type=location, help="the run's folder, its checkpoints' folder, or one checkpoint")
+    parser.add_argument("--tasks", required=True, help="files *.jsonl and tasks of the harness, comma-separated")
+    parser.add_argument("--num_fewshot", type=int, help="examples before each question (default: the task's)")
+    parser.add_argument("--limit", type=positive, help="questions of each task of the harness (default: all)")
+    parser.add_argument("--include_path", help="folder with tasks of the harness of one's own, YAML")
+    parser.add_argument("--batch_size", type=positive, default=8, help="sequences at a time")
+    parser.add_argument("--device", choices=SETTINGS["device"].constraint.choices, default="auto")  # type: ignore[union-attr]
+    parser.add_argument(
+        "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json (default: the run's)"
+    )
+    parser.add_argument("--use_ema", action="store_true", help="take the moving averages of the weights (ema_decay)")
+    parser.add_argument("--output", type=Path, help="file that the results are written to, as JSON")
+    return parser.parse_args(arguments)
+
+
+def evaluate(flags: argparse.Namespace) -> Results:
+    """Return the metrics of every task. Raises UserError."""
+    names = comma_separated(flags.tasks)
+    files = [name for name in names if name.endswith(OWN)]
+    others = [name for name in names if not name.endswith(OWN)]
+    if others:
+        import_harness(others)
+    model, tokenizer, _ = open_model(flags)
+    scorer = Scorer(model.to(open_device(flags.device)), tokenizer, flags.batch_size)
+    results: Results = {}
+    for name, task in open_tasks(",".join(files), tokenizer, scorer.longest, model.shape.vocab_size).items():
+        scores = iter(scorer.score([request for choices in task.requests for request in choices]))
+        results[name] = accuracies(task, [[next(scores)[0] for _ in choices] for choices in task.requests])
+    return results | (run_harness(scorer, others, flags) if others else {})
+
+
+class Scorer:
+    """Log-likelihoods of texts under a model."""
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer, batch_size: int) -> None:
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.device = next(model.parameters()).device
+        self.longest = model.shape.max_position_embeddings  # tokens that the model sees at a time
+        self.truncated = 0  # requests of which it did not see the beginning
+
+    @torch.inference_mode()
+    def score(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation in nats, and whether its tokens are the likeliest ones.
+
+        Of a request that is too long, the last tokens are seen.
+        """
+        rows = [(*request.context, *request.continuation)[-self.longest - 1 :] for request in requests]
+        self.truncated += sum(
+            len(row) < len(request.context) + len(request.continuation)
+            for row, request in zip(rows, requests, strict=True)
+        )
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(rows)
+        for start in range(0, len(order), self.batch_size):
+            chosen = order[start : start + self.batch_size]
+            width = len(rows[chosen[0]]) - 1
+            padded = [[*rows[number][:-1], *[0] * (width + 1 - len(rows[number]))] for number in chosen]
+            logits = self.model(torch.tensor(padded, device=self.device))  # [B, T, V]
+            for row, number in zip(logits, chosen, strict=True):
+                results[number] = _likelihood(row, rows[number], len(requests[number].continuation))
+        return results
+
+    def continue_text(self, text: str, until: Sequence[str], count: int) -> str:
+        """Return what follows `text`: the likeliest tokens, at most `count`, until one of the texts `until`."""
+        tokens = self.tokenizer.encode_prompt(text)[-(self.longest - count) :]
+        added: list[int] = []
+        likeliest = sample(self.model, tokens, self.tokenizer.vocab_size, self.longest, lambda row: int(row.argmax()))
+        for token in likeliest:
+            if token == self.tokenizer.separator or len(added) == count:
+                break
+            added.append(token)
+            if any(stop in self.tokenizer.decode(added) for stop in until):
+                break
+        written = self.tokenizer.decode(added)
+        return min((written.split(stop)[0] for stop in until if stop), key=len, default=written)
+
+
+def _likelihood(logits: Tensor, row: Sequence[int], count: int) -> tuple[float, bool]:
+    """Return the log-likelihood of the last `count` tokens of `row`, and whether they are likeliest; logits [T, V]."""
+    predicted = logits[len(row) - 1 - count : len(row) - 1].float()  # [count, V]
+    target = torch.tensor(row[-count:], device=logits.device)
+    chosen = predicted.log_softmax(-1).gather(-1, target[:, None])
+    return chosen.sum().item(), bool((predicted.argmax(-1) == target).all())
+
+
+# ---- lm-evaluation-harness
+
+
+def import_harness(tasks: Iterable[str]) -> Any:
+    """Return the package lm_eval. Raises UserError if it is not installed."""
+    try:
+        import lm_eval
+    except ModuleNotFoundError as error:
+        remedy = f"pip install {HARNESS}, or give files of questions (*{OWN})"
+        raise UserError(f"--tasks={','.join(tasks)} needs lm-evaluation-harness: {remedy}") from error
+    return lm_eval
+
+
+def run_harness(scorer: Scorer, tasks: list[str], flags: argparse.Namespace) -> Results:
+    """Return the metrics of tasks of lm-evaluation-harness. Raises UserError for a task that it does not have."""
+    lm_eval = import_harness(tasks)
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=flags.include_path)
+    if missing := [name for name in tasks if not manager.match_tasks([name])]:
+        raise UserError(f"--tasks={','.join(missing)}: lm-evaluation-harness has no such task; see --include_path")
+    found = lm_eval.simple_evaluate(
+        model=harness_model(scorer),
+        tasks=tasks,
+        num_fewshot=flags.num_fewshot,
+        limit=flags.limit,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
+    if scorer.truncated:
+        print(f"note: {counted(scorer.truncated, 'request')} longer than {scorer.longest} tokens: the last were read")
+    results: Mapping[str, Mapping[str, Any]] = found["results"]
+    return {
+        task: {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}
+        for task, metrics in results.items()
+    }
+
+
+def harness_model(scorer: Scorer) -> Any:
+    """Return the model as the harness calls it."""
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+
+    class CheckpointModel(TemplateLM):  # type: ignore[misc]
+        """Follows the harness's own class for exported models, HFLM."""
+
+        eot_token_id = scorer.tokenizer.separator
+        prefix_token_id = scorer.tokenizer.document_start
+        tokenizer_name = "run"
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            if add_special_tokens is False:
+                return scorer.tokenizer.encode([string])[0]
+            return scorer.tokenizer.encode_prompt(string)
+
+        def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+            return scorer.score([Request(context, continuation) for _, context, continuation in requests])
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+            totals = []
+            for request in requests:
+                tokens = self.tok_encode(request.args[0])
+                windows = utils.get_rolling_token_windows(tokens, self.prefix_token_id, scorer.longest, context_len=1)
+                pairs = [Request(*utils.make_disjoint_window(window)) for window in windows]
+                totals.append(sum(likelihood for likelihood, _ in scorer.score(pairs)))
+            return totals
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            texts = []
+            for request in requests:
+                context, options = request.args
+                if options.get("do_sample") and options.get("temperature", 1.0) > 0:
+                    raise UserError("a task samples its answers; only those with the likeliest tokens can be evaluated")
+                until = options.get("until") or []
+                stops = [until] if isinstance(until, str) else list(until)
+                texts.append(scorer.continue_text(context, stops, options.get("max_gen_toks", 256)))
+            return texts
+
+    return CheckpointModel()
+
+
+if __name__ == "__main__":
+    exit_with(main)

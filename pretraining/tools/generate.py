@@ -1,0 +1,181 @@
+"""Sample text from a run, in plain PyTorch on the CPU, whatever engine and mesh trained it.
+
+    python -m pretraining.tools.generate RUN_DIR --prompt=TEXT [--max_new_tokens=N] [--temperature=T] [--top_k=K]
+        [--seed=S] [--use_ema]
+
+There is no cache of keys and values: every token recomputes its context, which is fast enough for models of a size
+that a CPU trains, and keeps the model free of code that training does not need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice, takewhile
+
+import torch
+from torch import Tensor
+
+from pretraining.checkpoint.compatibility import saved_config
+from pretraining.checkpoint.folder import newest_checkpoint
+from pretraining.checkpoint.huggingface import open_any_checkpoint
+from pretraining.checkpoint.manifest import Checkpoint, open_checkpoint
+from pretraining.checkpoint.restoring import check_base
+from pretraining.checkpoint.store import is_weight, read_tensors, with_moving_averages
+from pretraining.config.errors import UserError
+from pretraining.config.lora import adapters_alone
+from pretraining.config.script import exit_with
+from pretraining.config.training import TrainConfig
+from pretraining.data.tokenizer import Tokenizer, open_tokenizer
+from pretraining.models.init import build_model
+from pretraining.models.llama import Llama
+from pretraining.storage import location
+
+INCOMPLETE = "\ufffd"  # what tokenizers decode the first bytes of a character to
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the prompt and its continuation as it is drawn. Returns exit code 2 on a mistake of the user."""
+    flags = parse(arguments)
+    try:
+        for piece in generate(flags):
+            print(piece, end="", flush=True)
+        print()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m pretraining.tools.generate", allow_abbrev=False)
+    parser.add_argument("run_dir", type=location, help="the run's folder, its checkpoints' folder, or one checkpoint")
+    parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
+    parser.add_argument("--max_new_tokens", type=positive, default=100, help="tokens to add at most")
+    parser.add_argument("--temperature", type=not_negative, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--top_k", type=whole, default=50, help="choose among the k likeliest tokens; 0: among all")
+    parser.add_argument("--seed", type=whole, default=0, help="the same seed gives the same text")
+    parser.add_argument("--use_ema", action="store_true", help="sample the moving averages of the weights (ema_decay)")
+    parser.add_argument(
+        "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json (default: the run's)"
+    )
+    return parser.parse_args(arguments)
+
+
+def whole(text: str) -> int:
+    """Read a whole number, 0 or above."""
+    if (value := int(text)) < 0:
+        raise ValueError
+    return value
+
+
+def positive(text: str) -> int:
+    """Read a whole number above 0."""
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
+
+def not_negative(text: str) -> float:
+    """Read a number, 0 or above."""
+    if not (value := float(text)) >= 0:
+        raise ValueError
+    return value
+
+
+def generate(flags: argparse.Namespace) -> Iterator[str]:
+    """Yield the prompt and its continuation, in pieces. Raises UserError if there is no checkpoint or no tokenizer."""
+    model, tokenizer, config = open_model(flags)
+    prompt = tokenizer.encode([flags.prompt])[0]
+    document_start = [] if tokenizer.separator is None else [tokenizer.separator]
+    source = torch.Generator().manual_seed(flags.seed)
+    choose = partial(draw, temperature=flags.temperature, top_k=flags.top_k, generator=source)
+    context = document_start + prompt
+    drawn = sample(model, context, tokenizer.vocab_size, config.seq_length, choose)
+    added = takewhile(lambda token: token != tokenizer.separator, islice(drawn, flags.max_new_tokens))
+    yield from decoded(tokenizer, prompt, added)
+
+
+def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig]:
+    """Return model, tokenizer and configuration of the newest checkpoint of `run_dir`, as the flags ask.
+
+    Raises UserError.
+    """
+    checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir))
+    if flags.use_ema:
+        checkpoint = with_moving_averages(checkpoint)
+    config = saved_config(checkpoint.facts.config)
+    tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
+    weights = {**base_weights(checkpoint, config), **read_tensors(checkpoint, is_weight)}
+    return load_model(config, weights), tokenizer, config
+
+
+def decoded(tokenizer: Tokenizer, prompt: list[int], added: Iterable[int]) -> Iterator[str]:
+    """Yield the text of `prompt`, then what each token of `added` appends; together the text of all of them."""
+    tokens, shown = list(prompt), tokenizer.decode(prompt)
+    yield shown
+    for token in added:
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        if not text.endswith(INCOMPLETE):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(tokens)[len(shown) :]
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Open the tokenizer at `path`. Raises UserError if there is none."""
+    if not path:
+        raise UserError(
+            "no tokenizer in the run's configuration: give --tokenizer_path=FILE, the tokenizer of its data"
+        )
+    return open_tokenizer(path)
+
+
+def base_weights(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Tensor]:
+    """Return the frozen weights of a checkpoint that has only adapters: ckpt_load_path's, or the initial ones.
+
+    Raises UserError if ckpt_load_path has other weights than the adapters were trained on.
+    """
+    if not adapters_alone(config):
+        return {}
+    if config.ckpt_load_path:
+        check_base(checkpoint.path, checkpoint.facts, config, "put those there")
+        return read_tensors(open_any_checkpoint(location(config.ckpt_load_path)), is_weight)
+    return {name: weight.detach() for name, weight in build_model(config).named_parameters()}
+
+
+def load_model(config: TrainConfig, weights: dict[str, Tensor]) -> Llama:
+    """Return the model with these weights, without a second copy of them."""
+    with torch.device("meta"):
+        model = Llama(config)
+    model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
+    return model.eval()
+
+
+@torch.inference_mode()
+def sample(
+    model: Llama, context: Sequence[int], vocabulary: int, window: int, choose: Callable[[Tensor], int]
+) -> Iterator[int]:
+    """Yield tokens after `context` without end, from its last `window` tokens and with ids below `vocabulary`."""
+    tokens, device = list(context), next((weight.device for weight in model.parameters()), None)
+    while True:
+        logits = model(torch.tensor([tokens[-window:]], device=device))[0, -1, :vocabulary]  # [V]
+        tokens.append(choose(logits))
+        yield tokens[-1]
+
+
+def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """Draw a token from logits [V]: the likeliest at temperature 0, else from the softmax over the top k (0: all)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    values, ids = logits.topk(min(top_k or len(logits), len(logits)))
+    chosen = torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)
+    return int(ids[chosen])
+
+
+if __name__ == "__main__":
+    exit_with(main)

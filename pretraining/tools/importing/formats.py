@@ -1,0 +1,88 @@
+"""Open the files of another trainer: recognise the format, and read the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pretraining.config.errors import UserError
+from pretraining.config.huggingface import describes_model
+from pretraining.tools.importing import nemo, neox, nxdt
+from pretraining.tools.importing.foreign import ForeignConfig
+from pretraining.tools.importing.mappings import Format
+from pretraining.tools.importing.reading import leaves, read_file
+
+FORMATS: dict[str, Format] = {format.name: format for format in (nxdt.FORMAT, nemo.FORMAT, neox.FORMAT)}
+STAGE = "training"  # of NeMo's launcher
+
+
+def open_foreign(paths: Sequence[str], asked: str, flags: Mapping[str, object]) -> tuple[Format, ForeignConfig]:
+    """Read the configuration in `paths`. asked: --import_format. Raises UserError if it cannot be read."""
+    trees = [read_file(Path(path)) for path in paths]
+    name = format_of(trees, paths) if asked == "auto" else asked
+    if name == "neox":
+        return FORMATS[name], _open_neox(trees, paths, flags)
+    if len(trees) > 1:
+        raise UserError(f"--import_config={','.join(paths)}: several files are one configuration in GPT-NeoX alone")
+    return FORMATS[name], _open_nemo(trees[0], Path(paths[0]), FORMATS[name], flags)
+
+
+def _open_nemo(tree: dict[str, Any], path: Path, format_: Format, flags: Mapping[str, object]) -> ForeignConfig:
+    """Replace the references. NeMo's launcher has the training's keys under "training", or in a file of their own."""
+    from pretraining.tools.importing.references import resolve  # see there for the time that it takes
+
+    is_composed = isinstance(tree.get(STAGE), dict)
+    from_launcher = is_composed or "run" in tree
+    others: list[Any] = []
+    resolved = list(resolve({**tree, STAGE: tree} if from_launcher and not is_composed else tree))
+    written = dict(leaves(tree))
+    if from_launcher:
+        written = {key.removeprefix(f"{STAGE}."): value for key, value in written.items()}
+        stage = [leaf for leaf in resolved if leaf.key.startswith(f"{STAGE}.")]
+        others = [leaf for leaf in resolved if is_composed and leaf not in stage]
+        resolved = [leaf._replace(key=leaf.key.removeprefix(f"{STAGE}.")) for leaf in stage] + others
+    return ForeignConfig(
+        values={leaf.key: leaf.value for leaf in resolved},
+        defaults=format_.defaults,
+        flags=flags,
+        written=written,
+        errors={leaf.key: leaf.error for leaf in resolved if leaf.error},
+        from_launcher=from_launcher,
+        other_stages={leaf.key for leaf in others},
+        files={leaf.key: path for leaf in resolved},
+    )
+
+
+def format_of(trees: Sequence[Mapping[str, Any]], paths: Sequence[str]) -> str:
+    """Return the name of the format, by the keys that only one of them has, in any of the files."""
+    for tree in trees:
+        model = tree.get("model") or (tree.get(STAGE) or {}).get("model")
+        if "distributed_strategy" in tree:
+            return "nxdt"
+        if isinstance(model, dict) and "micro_batch_size" in model:
+            return "nemo"
+        if "num_layers" in {str(key).replace("-", "_") for key in tree}:
+            return "neox"
+        if describes_model(tree):
+            raise UserError(f"{','.join(paths)}: is Hugging Face's description of a model: use --model_config_path")
+    keys = "distributed_strategy (nxdt), model.micro_batch_size (nemo) or a top-level num_layers (neox)"
+    raise UserError(f"{','.join(paths)}: the format is unknown because there is no {keys}; set --import_format")
+
+
+def _open_neox(trees: Sequence[Mapping[str, Any]], paths: Sequence[str], flags: Mapping[str, object]) -> ForeignConfig:
+    """Merge the keys of all files, with underscores for dashes.
+
+    As in NeoX, one spelling in two files is an error, and of two spellings the later file's wins.
+    """
+    values: dict[str, Any] = {}
+    files: dict[str, Path] = {}
+    spellings: dict[str, str] = {}
+    for tree, path in zip(trees, paths, strict=True):
+        for written, value in leaves(tree):
+            name = written.replace("-", "_")
+            if spellings.get(name) == written:
+                raise UserError(f"{written}: is both in {files[name]} and in {path}; leave one out")
+            values[name], files[name], spellings[name] = value, Path(path), written
+    era, reason = neox.era_of(values, str(flags.get("neox_era", "auto")))
+    return ForeignConfig(values, neox.FORMAT.defaults, flags, written=values, files=files, era=era, era_reason=reason)

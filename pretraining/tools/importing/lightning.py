@@ -1,0 +1,305 @@
+"""The keys that NeMo and NxD Training share because both run on PyTorch Lightning: `trainer.*` and `exp_manager.*`.
+
+Meanings: NeMo 1.14 `utils/exp_manager.py` and Lightning 1.9. Steps are optimizer updates: one batch of the data loader
+is one global batch in both.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pretraining.config.errors import counted
+from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.tools.importing.foreign import ForeignConfig, is_integer
+from pretraining.tools.importing.mappings import KeyMapping, choice, each, ignore, must_be_off, only, to, to_one_of
+from pretraining.tools.importing.shared import names_parts
+
+# ---- trainer
+
+
+def _devices(value: Any, source: ForeignConfig) -> Conversion:
+    devices, nodes = source.integer("trainer.devices"), source.integer("trainer.num_nodes")
+    if not is_integer(value) or value < 1:
+        return unsupported("expected a whole number, at least 1")
+    note = f"{counted(devices, 'device')} on each of {counted(nodes, 'node')}"
+    return implied(note, source_world_size=devices * nodes)
+
+
+def _max_steps(value: Any, source: ForeignConfig) -> Conversion:
+    if value != -1:
+        return mapped(num_steps=value)
+    if source.has_flag("num_steps"):
+        return implied("no limit in the file", num_steps=source.flags["num_steps"])
+    if source.get("trainer.max_epochs", -1) == -1:
+        return unsupported("no stopping criterion: max_epochs is -1 too; give --num_steps")
+    return implied("no limit in steps; max_epochs ends the run")
+
+
+def _max_epochs(value: Any, source: ForeignConfig) -> Conversion:
+    return implied("-1: max_steps ends the run", num_epochs=None) if value == -1 else mapped(num_epochs=value)
+
+
+def _has_data(part: int, source: ForeignConfig) -> bool:
+    """Return whether the file names data to validate on (part 1) or to test on (part 2)."""
+    name, folder = {1: ("validation", "data.val_dir"), 2: ("test", "data.test_dir")}[part]
+    if any(source.get(key) for key in (folder, f"data.data_prefix.{name}", f"model.data.data_prefix.{name}")):
+        return True
+    if names_parts(source):
+        return False
+    shares = str(source.get("data.splits_string") or source.get("model.data.splits_string") or "").split(",")
+    return len(shares) > part and shares[part].strip() not in ("", "0")
+
+
+def _val_interval(value: Any, source: ForeignConfig) -> Conversion:
+    if not source.get("trainer.limit_val_batches", 1.0):
+        return implied("limit_val_batches is 0: no validation", val_interval=0)
+    if isinstance(value, float):
+        return unsupported("a share of an epoch, whose length only the data have; give --val_interval in steps")
+    steps = source.integer("trainer.max_steps", -1)
+    if is_integer(value) and value > steps > 0:
+        return implied(f"never reached within max_steps={steps}: no validation", val_interval=0)
+    if not source.has_flag("valid_data_path", "split", "use_dummy_dataset") and not _has_data(1, source):
+        return implied("the file names no validation data: none", val_interval=0)
+    return mapped(val_interval=value)
+
+
+def _validates(source: ForeignConfig) -> bool:
+    """Return whether val_check_interval leaves any validation."""
+    return bool(_val_interval(source.get("trainer.val_check_interval", 1.0), source).values.get("val_interval"))
+
+
+def _count_batches(value: Any) -> int | None:
+    """Return Lightning's limit as a number of batches, -1 for all (1.0); None for a share of them, such as 0.5."""
+    if is_integer(value):
+        return value
+    return {0.0: 0, 1.0: -1}.get(value) if isinstance(value, float) else None
+
+
+def _batches(field: str) -> KeyMapping:
+    """Batches of a validation or of the test."""
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        if (count := _count_batches(value)) is None:
+            return unsupported("a share of the data; give a whole number, or 1.0 for all")
+        if field == "test_steps" and count and not _has_data(2, source):
+            return implied("the file names no test data: none", test_steps=0)
+        return mapped(**{field: count})
+
+    return KeyMapping(convert, (field,), "1 is one batch, 1.0 all of them (-1)")
+
+
+def _sanity_steps(value: Any, source: ForeignConfig) -> Conversion:
+    if value and not _validates(source):
+        return implied("without validation there is nothing to check", val_sanity_steps=0)
+    return mapped(val_sanity_steps=value)
+
+
+def _each_epoch(value: Any, source: ForeignConfig) -> Conversion:
+    if value == 1 and not _validates(source):
+        return ignored("without validation")
+    return unsupported("validation by epochs; make it null and give --val_interval in steps")
+
+
+def _clip(value: Any, _: ForeignConfig) -> Conversion:
+    if isinstance(value, int | float) and value <= 0:
+        return implied("0 or less: gradients are not clipped", grad_clip_thresh=0.0)
+    return mapped(grad_clip_thresh=value)
+
+
+def _max_time(value: Any, source: ForeignConfig) -> Conversion:
+    """Lightning's timer counts the whole run, NeMo's (max_time_per_run, in its place) each start, as here."""
+    value = source.get("exp_manager.max_time_per_run", value)
+    match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", str(value).strip())
+    if not match:
+        return unsupported("expected DD:HH:MM:SS")
+    days, hours, minutes, seconds = map(int, match.groups())
+    return mapped(max_run_seconds=((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+_ENGINE = "part of Lightning's own engine"
+TRAINER = {
+    "trainer.devices": KeyMapping(_devices, ("source_world_size",), "per node; times num_nodes"),
+    "trainer.num_nodes": KeyMapping(_devices, ("source_world_size",), "times devices"),
+    "trainer.max_epochs": KeyMapping(_max_epochs, ("num_epochs",), "-1: none"),
+    "trainer.max_steps": KeyMapping(_max_steps, ("num_steps",), "optimizer steps; -1: max_epochs ends the run"),
+    "trainer.log_every_n_steps": to("report_interval"),
+    "trainer.val_check_interval": KeyMapping(_val_interval, ("val_interval",), "steps; beyond max_steps: 0"),
+    "trainer.check_val_every_n_epoch": KeyMapping(_each_epoch, (), "null alone"),
+    "trainer.num_sanity_val_steps": KeyMapping(_sanity_steps, ("val_sanity_steps",), "-1: as many as val_steps"),
+    "trainer.limit_val_batches": _batches("val_steps"),
+    "trainer.limit_test_batches": _batches("test_steps"),
+    "trainer.gradient_clip_val": KeyMapping(_clip, ("grad_clip_thresh",), "null: 0, never"),
+    "trainer.accumulate_grad_batches": only((1,), "accumulation follows from the batch sizes"),
+    "trainer.gradient_clip_algorithm": only(("norm",), "gradients are clipped by their norm"),
+    "trainer.overfit_batches": only((0.0, 0), "a debugging aid of Lightning's"),
+    "trainer.fast_dev_run": must_be_off("a debugging aid of Lightning's"),
+    "trainer.max_time": KeyMapping(_max_time, ("max_run_seconds",), "DD:HH:MM:SS of each start"),
+    "trainer.profiler": only((), "use --use_profiler"),
+    **each(
+        "accelerator logger enable_checkpointing benchmark use_distributed_sampler replace_sampler_ddp "
+        "enable_model_summary strategy enable_progress_bar plugins",
+        ignore(_ENGINE),
+        "trainer.",
+    ),
+}
+
+# ---- exp_manager
+
+CALLBACK = "exp_manager.checkpoint_callback_params"
+
+
+def _callback(value: Any, _: ForeignConfig) -> Conversion:
+    return (
+        implied("checkpoint_interval decides how often") if value else implied("no checkpoints", checkpoint_interval=0)
+    )
+
+
+def _save_interval(value: Any, source: ForeignConfig) -> Conversion:
+    saves = source.get("exp_manager.create_checkpoint_callback", True) and source.get(f"{CALLBACK}.save_top_k") != 0
+    return mapped(checkpoint_interval=value) if saves else implied("no checkpoints", checkpoint_interval=0)
+
+
+def _default_save_interval(source: ForeignConfig) -> Any:
+    """Lightning saves after each validation where no interval is given."""
+    interval = source.get("trainer.val_check_interval")
+    return interval if is_integer(interval) else None
+
+
+def _top_k(value: Any, _: ForeignConfig) -> Conversion:
+    if value == 0:
+        return implied("no checkpoints", checkpoint_interval=0)
+    return mapped(keep_last_n_checkpoints=0 if value == -1 else value)
+
+
+def _monitor(value: Any, source: ForeignConfig) -> Conversion:
+    if value == "step" or source.get(f"{CALLBACK}.save_top_k") == -1:
+        return implied("the newest checkpoints are kept, or all")
+    if value == "val_loss":
+        return implied("the newest are kept: the best by val_loss is not reproduced")
+    return unsupported("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
+
+
+def _resume(_: Any, source: ForeignConfig) -> Conversion:
+    if not source.get("exp_manager.resume_if_exists", False):
+        return implied("a checkpoint that is there already is an error", resume="never")
+    alone = source.get("exp_manager.resume_ignore_no_checkpoint", False)
+    return implied("resume_if_exists with resume_ignore_no_checkpoint", resume="auto" if alone else "must")
+
+
+def _resume_alone(value: Any, source: ForeignConfig) -> Conversion:
+    if not source.get("exp_manager.resume_if_exists", False):
+        return ignored("without resume_if_exists")
+    return _resume(value, source)
+
+
+def _log_dir(_: Any, source: ForeignConfig) -> Conversion:
+    explicit = source.get("exp_manager.explicit_log_dir") or source.get("exp_manager.exp_log_dir")
+    if explicit:
+        return mapped(log_dir=explicit)
+    parts = [source.get("exp_manager.exp_dir"), source.get("exp_manager.name") or source.get("name") or "default"]
+    return implied("exp_dir / name", log_dir=str(Path(*map(str, parts))))
+
+
+def _load_xser(value: Any, source: ForeignConfig) -> Conversion:
+    same = bool(value) == bool(source.get("exp_manager.save_xser", False))
+    return implied("a checkpoint names its own format" + ("" if same else ", whatever save_xser is"))
+
+
+def _tensorboard(value: Any, _: ForeignConfig) -> Conversion:
+    note = (
+        "events are written to <log_dir>/tensorboard" if value else "events are always written to <log_dir>/tensorboard"
+    )
+    return implied(note, tensorboard_dir="")
+
+
+def _ema(_: Any, source: ForeignConfig) -> Conversion:
+    """NeMo 1.14 to 1.23, EMAParams: off unless enable, decay 0.999."""
+    if not source.get("exp_manager.ema.enable", False):
+        return unchanged("off")
+    note = "validation runs on the weights themselves; generate and convert take --use_ema"
+    return implied(note, ema_decay=source.get("exp_manager.ema.decay", 0.999))
+
+
+EXP_MANAGER = {
+    "exp_manager.max_time_per_run": KeyMapping(_max_time, ("max_run_seconds",), "wins over trainer.max_time"),
+    "exp_manager.explicit_log_dir": KeyMapping(_log_dir, ("log_dir",), "wins over exp_dir"),
+    "exp_manager.exp_log_dir": KeyMapping(_log_dir, ("log_dir",), "another spelling of explicit_log_dir"),
+    "exp_manager.exp_dir": KeyMapping(_log_dir, ("log_dir",), "exp_dir / name"),
+    "exp_manager.name": to("run_name"),
+    "exp_manager.create_tensorboard_logger": KeyMapping(_tensorboard, ("tensorboard_dir",), "always written"),
+    "exp_manager.resume_if_exists": KeyMapping(_resume, ("resume",), "auto or must; false: never"),
+    "exp_manager.resume_ignore_no_checkpoint": KeyMapping(_resume_alone, ("resume",), "true: auto, false: must"),
+    "exp_manager.create_checkpoint_callback": KeyMapping(_callback, ("checkpoint_interval",), "false: 0"),
+    "exp_manager.log_parameter_norm": to("log_param_norm"),
+    "exp_manager.log_gradient_norm": to("log_grad_norm"),
+    "exp_manager.log_step_timing": to("log_step_timing"),
+    "exp_manager.enable_recovery_time_instrumentation": choice(
+        {True: implied("checkpoints are timed too", log_step_timing=True), False: unchanged("off")}
+    ),
+    "exp_manager.save_xser": ignore("checkpoints are always written shard by shard"),
+    "exp_manager.load_xser": KeyMapping(_load_xser, (), "implied: a checkpoint names its own format"),
+    "exp_manager.save_bf16": choice({True: mapped(checkpoint_dtype="bf16"), False: unchanged("as in memory")}),
+    "exp_manager.async_checkpointing": to("async_checkpointing"),
+    "exp_manager.resume_from_checkpoint": to("ckpt_load_path"),
+    "exp_manager.create_wandb_logger": to_one_of("tracker", {True: "wandb", False: ""}),
+    "exp_manager.wandb_logger_kwargs.project": to("tracker_project_name"),
+    "exp_manager.wandb_logger_kwargs.name": ignore("the run is named by run_name"),
+    "exp_manager.create_early_stopping_callback": must_be_off("training does not stop early"),
+    "exp_manager.ema": must_be_off("give its keys"),
+    **each("ema.enable ema.decay", KeyMapping(_ema, ("ema_decay",), "a moving average of the weights"), "exp_manager."),
+    "exp_manager.ema.every_n_steps": only([1], "the moving average follows every update"),
+    **each("log_local_rank_0_only log_global_rank_0_only", ignore("the first process alone writes"), "exp_manager."),
+    **each(
+        "create_mlflow_logger create_dllogger_logger create_clearml_logger create_neptune_logger",
+        must_be_off("trackers: wandb alone"),
+        "exp_manager.",
+    ),
+    **each(
+        "ckpt_ptl_version version use_datetime_version resume_past_end summary_writer_kwargs files_to_copy "
+        "step_timing_kwargs step_timing_kwargs.* ema.* *_logger_kwargs *_logger_kwargs.* disable_validation_on_resume "
+        "early_stopping_callback_params early_stopping_callback_params.* seconds_to_sleep log_tflops_per_sec_per_gpu "
+        "log_delta_step_timing create_straggler_detection_callback straggler_detection_params.* "
+        "create_fault_tolerance_callback create_preemption_callback",
+        ignore(_ENGINE),
+        "exp_manager.",
+    ),
+    f"{CALLBACK}.monitor": KeyMapping(_monitor, (), "step; val_loss keeps the newest instead of the best"),
+    f"{CALLBACK}.save_top_k": KeyMapping(
+        _top_k, ("keep_last_n_checkpoints", "checkpoint_interval"), "-1: all, 0: no saves"
+    ),
+    f"{CALLBACK}.mode": ignore("the newest are kept"),
+    f"{CALLBACK}.save_last": ignore("the last step is always saved"),
+    f"{CALLBACK}.filename": ignore("the checkpoint records step, tokens and position itself"),
+    f"{CALLBACK}.model_parallel_size": ignore("checkpoints belong to no mesh"),
+    f"{CALLBACK}.every_n_train_steps": KeyMapping(
+        _save_interval, ("checkpoint_interval",), "absent: val_check_interval"
+    ),
+    f"{CALLBACK}.use_master_weights_in_ckpt": choice(
+        {True: mapped(checkpoint_dtype="fp32"), False: unchanged("as in memory")}
+    ),
+    f"{CALLBACK}.save_weights_only": to_one_of("save_optimizer", {True: False, False: True}),
+    f"{CALLBACK}.dirpath": to("ckpt_save_path"),
+    f"{CALLBACK}.async_save": to("async_checkpointing"),
+    **each("prefix postfix", ignore("names of files are step_N"), f"{CALLBACK}."),
+    f"{CALLBACK}.train_time_interval": must_be_off("give --checkpoint_seconds"),
+    **each("every_n_epochs save_on_train_epoch_end", must_be_off("checkpoints are saved by steps"), f"{CALLBACK}."),
+    **each(
+        "always_save_nemo save_nemo_on_train_end save_best_model",
+        choice({True: implied("no .nemo archive: the checkpoints are kept as they are"), False: unchanged("off")}),
+        f"{CALLBACK}.",
+    ),
+}
+
+
+def _default_val_batches(source: ForeignConfig) -> Any:
+    return None if source.values.get("trainer.val_check_interval") is None else 1.0
+
+
+DEFAULTS = {
+    "trainer.max_steps": -1,
+    "trainer.gradient_clip_val": 0.0,
+    "trainer.limit_val_batches": _default_val_batches,
+    f"{CALLBACK}.every_n_train_steps": _default_save_interval,
+}

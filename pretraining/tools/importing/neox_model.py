@@ -1,0 +1,314 @@
+"""GPT-NeoX's keys of the model, its optimizer and its schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
+from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.tools.importing.foreign import ForeignConfig, is_integer
+from pretraining.tools.importing.mappings import (
+    KeyMapping,
+    choice,
+    each,
+    ignore,
+    must_be_off,
+    same_names,
+    to,
+    to_one_of,
+)
+from pretraining.tools.importing.shared import betas, optimizer_arguments, vocabulary_multiple
+
+GATED = ("swiglu", "geglu", "reglu")
+HYBRID = "hybrid_cosine_inv_sqrt_2"  # lr_decay_style of Stable LM 2
+SILU_GATED = ("llama", "gated")  # mlp_type of NeoX, and of StableLM
+
+
+# ---- architecture
+
+
+def _norm(value: Any, _: ForeignConfig) -> Conversion:
+    name = str(value).lower()
+    if name in ("layernorm", "rmsnorm"):
+        return mapped(norm_type=name)
+    if name in ("te_layernorm", "te_rmsnorm"):
+        return implied("without Transformer Engine's kernel", norm_type=name.removeprefix("te_"))
+    return unsupported("known are layernorm and rmsnorm")
+
+
+def _epsilon(of: str) -> KeyMapping:
+    """NeoX has an epsilon for each norm; the one of the norm in use counts."""
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        norm = str(source.get("norm", "layernorm")).lower().removeprefix("te_")
+        return mapped(norm_eps=value) if norm == of else ignored(f"the norm is {norm}")
+
+    return KeyMapping(convert, ("norm_eps",), f"with norm {of}")
+
+
+def _norm_bias(value: Any, source: ForeignConfig) -> Conversion:
+    if str(source.get("norm", "layernorm")).lower().endswith("rmsnorm"):
+        return implied("RMSNorm has none", norm_bias=False)
+    return mapped(norm_bias=value)
+
+
+def _tied_norms(value: Any, source: ForeignConfig) -> Conversion:
+    if value and not source.get("gpt_j_residual"):
+        return ignored("without gpt_j_residual NeoX does not read it")
+    return mapped(shared_norm=value)
+
+
+def _activation(value: Any, source: ForeignConfig) -> Conversion:
+    name = str(value).lower()
+    if source.get("mlp_type") in SILU_GATED:
+        return implied(f"mlp_type {source.get('mlp_type')} is gated: SwiGLU", activation="swiglu")
+    if name == "gelu" and source.get("bias_gelu_fusion"):
+        return implied("bias_gelu_fusion computes the tanh approximation", activation="gelu_tanh")
+    known = ("gelu", "geglu", "relu", "swiglu", "reglu", "silu", "swish")
+    if name not in known:
+        return unsupported(f"known are {', '.join(known)}")
+    return mapped(activation="silu" if name == "swish" else name)
+
+
+def feed_forward(source: ForeignConfig) -> Conversion:
+    """Width of the feed-forward layer: the formulas of `megatron/model/transformer.py`, today's or the older ones.
+
+    Today a gated layer takes 2/3 of the written width, rounded twice: l1 is both projections together, each half of
+    it d_ff wide; where the two roundings disagree NeoX itself fails.
+    """
+    hidden = source.integer("hidden_size", 0)
+    written = source.get("intermediate_size") or source.integer("expansion_factor", 4) * hidden
+    multiple = source.integer("mlp_multiple_of")
+    if not is_integer(written) or hidden < 1 or multiple < 1:
+        return unsupported("expected whole numbers")
+    if source.get("mlp_type") in SILU_GATED or source.flags.get("neox_gated_ffn") == "legacy":
+        given = source.get("intermediate_size")
+        width = given or 256 * math.ceil(int(8 * hidden / 3) / 256)
+        return implied("the gated layers' width before September 2024", intermediate_size=width)
+    if str(source.get("activation", "gelu")).lower() not in GATED:
+        width = math.ceil(written / (2 * multiple)) * 2 * multiple
+        return implied("4 x hidden_size unless it is given", intermediate_size=width)
+    return _gated(written, multiple, hidden)
+
+
+def _gated(written: int, multiple: int, hidden: int) -> Conversion:
+    narrowed = int(2 * written / 3)
+    both = math.ceil(narrowed / (2 * multiple)) * 2 * multiple
+    each = math.ceil(narrowed // 2 / multiple) * multiple
+    if both != 2 * each:
+        return unsupported(f"NeoX rounds it to {both} and 2 x {each}, which disagree; give --intermediate_size")
+    note = f"a gated layer takes 2/3 of {written}, half of it for each projection"
+    if each < 2 * hidden:
+        note += "; narrow: a file of before September 2024? --neox_gated_ffn=legacy takes the width as written"
+    return implied(note, intermediate_size=each)
+
+
+_INITS = ("normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal")
+_INIT_NAMES = {name: name for name in (*_INITS, "single_residual_scaled_normal")}
+
+
+def _attention(value: Any, _: ForeignConfig) -> Conversion:
+    """[[types], count] pairs; layers of attention over everything before are ours, whatever their kernel."""
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        return unsupported("expected pairs of types and counts")
+    kinds = {str(kind) for types, _ in value for kind in (types if isinstance(types, list) else [types])}
+    if kinds <= {"global", "flash"}:
+        return implied("the engine's own attention: the same function", attention_impl="auto")
+    return unsupported(f"{', '.join(sorted(kinds - {'global', 'flash'}))}: every layer attends to all before it")
+
+
+ARCHITECTURE = {
+    **same_names(
+        "num_layers hidden_size num_attention_heads num_kv_heads seq_length max_position_embeddings hidden_dropout "
+        "attention_dropout seed eod_mask_loss reset_attention_mask reset_position_ids"
+    ),
+    "norm": KeyMapping(_norm, ("norm_type",), "layernorm, rmsnorm"),
+    "layernorm_epsilon": _epsilon("layernorm"),
+    "rms_norm_epsilon": _epsilon("rmsnorm"),
+    "pos_emb": to_one_of("position_embedding_type", {"rotary": "rope", "learned": "learned_absolute", "none": "none"}),
+    "rotary_pct": to("rotary_percentage"),
+    "rotary_emb_base": to("rope_theta"),
+    "no_weight_tying": to_one_of("tie_word_embeddings", {True: False, False: True}, "not"),
+    "activation": KeyMapping(_activation, ("activation",), "gelu with bias_gelu_fusion is gelu_tanh"),
+    "bias_gelu_fusion": choice(
+        {True: implied("with activation gelu: its tanh approximation"), False: unchanged("gelu is exact")},
+        "gelu is then gelu_tanh",
+    ),
+    "mlp_type": choice(
+        {"regular": unchanged("as activation says"), **dict.fromkeys(SILU_GATED, implied("SwiGLU, with activation"))}
+    ),
+    **each(
+        "intermediate_size expansion_factor mlp_multiple_of",
+        KeyMapping(lambda _, source: feed_forward(source), ("intermediate_size",), "2/3 of it where gated"),
+    ),
+    "gpt_j_residual": to("parallel_residual"),
+    "gpt_j_tied": KeyMapping(_tied_norms, ("shared_norm",), "with gpt_j_residual"),
+    **each("use_bias_in_norms use_bias_in_qk_norm", KeyMapping(_norm_bias, ("norm_bias",), "RMSNorm has none")),
+    "use_bias_in_attn_linear": to("attn_bias"),
+    "use_bias_in_mlp": to("mlp_bias"),
+    "init_method": to_one_of("init_method", _INIT_NAMES),
+    "output_layer_init_method": to_one_of("output_init_method", _INIT_NAMES),
+    "init_method_std": to("init_std"),
+    "sliding_window_width": to("sliding_window"),
+    "use_qk_layernorm": to("qk_norm"),
+    "qk_norm": to("qk_norm", "one weight for all heads; StableLM has one for each head"),
+    "attention_head_type": choice(
+        {
+            "multihead": unchanged("as many key/value heads as query heads"),
+            "groupedquery": unchanged("num_kv_heads says how many"),
+            "multiquery": mapped(num_kv_heads=1),
+        }
+    ),
+    "rotary_interleaved": must_be_off("pairs of neighbouring channels"),
+    "attention_config": KeyMapping(_attention, ("attention_impl",), "global and flash alone"),
+    "apply_query_key_layer_scaling": ignore("the factor is taken back in the fp32 softmax: the same numbers"),
+    "attention_softmax_in_fp32": ignore("the softmax is in fp32"),
+    "make_vocab_size_divisible_by": vocabulary_multiple("model_parallel_size"),
+}
+
+# ---- optimizer and schedule
+
+PARAMS = "optimizer.params."
+ONE_BIT = "onebit_adam"  # which DeepSpeed builds from optimizer.params alone, and schedules itself
+ADAM_LIKE = ("adam", "cpu_adam", "cpu_torch_adam", "onebitadam", "lion")
+OPTIMIZERS = {
+    "adam": implied("NeoX's Adam decays weights as AdamW does", optimizer="adamw"),
+    "cpu_adam": implied("AdamW with its state on the host", optimizer="adamw", cpu_offload=True),
+    "cpu_torch_adam": implied("NeoX builds DeepSpeed's CPU AdamW for it too", optimizer="adamw", cpu_offload=True),
+    "sm3": mapped(optimizer="sm3"),
+    "madgrad_wd": mapped(optimizer="madgrad_wd"),
+    "lion": mapped(optimizer="lion"),
+    "onebitadam": implied("its updates; gradients are summed in full", optimizer=ONE_BIT),
+    "sgd": unsupported("NeoX's sgd is muP's"),
+}
+
+
+def optimizer_of(source: ForeignConfig) -> str:
+    """Return our optimizer for optimizer.type; AdamW for a type that is refused in its own row."""
+    named = OPTIMIZERS.get(str(source.get("optimizer.type", "adam")).lower(), OPTIMIZERS["adam"])
+    return str(named.values.get("optimizer", "adamw"))
+
+
+def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
+    if DEFAULTS[optimizer_of(source)].weight_decay is None:
+        return ignored("GPT-NeoX hands it to SM3, which has none")
+    return mapped(weight_decay=value)
+
+
+def _top_decay(value: Any, source: ForeignConfig) -> Conversion:
+    if optimizer_of(source) == ONE_BIT:
+        return ignored("DeepSpeed reads that of optimizer.params alone for OneBitAdam")
+    return _weight_decay(value, source)
+
+
+def _freeze_step(value: Any, source: ForeignConfig) -> Conversion:
+    if optimizer_of(source) != ONE_BIT:
+        return unsupported("of OneBitAdam")
+    return optimizer_arguments({"freeze_step": value})
+
+
+def _floor(value: Any, source: ForeignConfig) -> Conversion:
+    if optimizer_of(source) == ONE_BIT:
+        return ignored("WarmupDecayLR of OneBitAdam ends at 0")
+    return mapped(min_lr=value)
+
+
+def _decay(value: Any, source: ForeignConfig) -> Conversion:
+    above = source.get("weight_decay")
+    if above is not None and value != above:
+        return unsupported(f"weight_decay={above} is at the top too; NeoX refuses two values")
+    return _weight_decay(value, source)
+
+
+def _max_norm(value: Any, source: ForeignConfig) -> Conversion:
+    if "gradient_clipping" in source.values or "clip_grad" in source.values:
+        return implied("gradient_clipping counts")
+    return mapped(grad_clip_thresh=value)
+
+
+def _clip_grad(value: Any, source: ForeignConfig) -> Conversion:
+    if source.values.get("gradient_clipping") is not None:
+        return implied("gradient_clipping counts")
+    return mapped(grad_clip_thresh=value)
+
+
+def _argument(_: Any, source: ForeignConfig) -> Conversion:
+    if str(source.get("optimizer.type", "adam")).lower() in ADAM_LIKE:
+        return unsupported("no argument of this optimizer")
+    names = [name for name in ("momentum", "beta") if source.get(PARAMS + name) is not None]
+    return optimizer_arguments({name: source.get(PARAMS + name) for name in names})
+
+
+def _cooldown(value: Any, source: ForeignConfig) -> Conversion:
+    if str(source.get("lr_decay_style")).lower() != HYBRID or not value:
+        return ignored("off") if not value else unsupported(f"read with lr_decay_style={HYBRID} alone")
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        return unsupported("a share of train_iters, from 0 to 1")
+    steps = source.integer("train_iters", 0)
+    return implied(f"a share of train_iters={steps}, like warmup", lr_cooldown_steps=int(value * steps))
+
+
+def _style(value: Any, source: ForeignConfig) -> Conversion:
+    era = "neox2022" if source.era == "2022" else "neox"
+    name = str(value).lower()
+    if optimizer_of(source) == ONE_BIT:
+        note = "not read: OneBitAdam has DeepSpeed's WarmupDecayLR"
+        return implied(note, lr_schedule="deepspeed_warmup_decay")
+    if name == HYBRID:
+        note = "as the report on Stable LM 2 has it; its code is not public, nor is where its cool-down began"
+        return implied(note, lr_schedule="hybrid_cosine_inv_sqrt")
+    if name not in ("constant", "linear", "cosine", "exponential"):
+        reason = f"known are constant, linear, cosine and exponential, and Stable LM's {HYBRID}"
+        return Conversion("unsupported", {"lr_schedule": name}, f"{reason}; give --lr_schedule")
+    return mapped(lr_schedule=f"{era}_{name}")
+
+
+def _warmup(value: Any, source: ForeignConfig) -> Conversion:
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        return unsupported("a share of the schedule, from 0 to 1; this looks like a number of steps")
+    if source.get("warmup_iters") is not None:
+        return implied("warmup_iters counts")
+    if optimizer_of(source) == ONE_BIT:
+        return implied("share of train_iters", lr_warmup_steps=int(source.integer("train_iters", 0) * value))
+    return mapped(lr_warmup_ratio=float(value)) if value else implied("0: none")
+
+
+def _decay_to(value: Any, source: ForeignConfig) -> Conversion:
+    rate = source.get(f"{PARAMS}lr", 0.001)
+    if not all(isinstance(number, int | float) for number in (value, rate)):
+        return unsupported("expected a number")
+    return implied("times the peak; no key of NeoX's own", min_lr=value * rate)
+
+
+def _decay_share(value: Any, source: ForeignConfig) -> Conversion:
+    steps = source.integer("train_iters", 0)
+    if not isinstance(value, int | float) or not 0 < value <= 1 or steps < 1:
+        return unsupported("expected a share of train_iters")
+    return implied(f"of train_iters={steps}", lr_decay_steps=int(value * steps))
+
+
+OPTIM = {
+    "optimizer.type": choice(OPTIMIZERS, "Adam is AdamW"),
+    f"{PARAMS}lr": to("learning_rate"),
+    f"{PARAMS}betas": betas(optimizer_of),
+    f"{PARAMS}eps": to("optimizer_eps"),
+    f"{PARAMS}weight_decay": KeyMapping(_decay, ("weight_decay",), "the same as at the top"),
+    f"{PARAMS}max_grad_norm": KeyMapping(_max_norm, ("grad_clip_thresh",), "where gradient_clipping is absent"),
+    **each("momentum beta", KeyMapping(_argument, ("optimizer_args",), "one of optimizer_args"), PARAMS),
+    f"{PARAMS}freeze_step": KeyMapping(_freeze_step, ("optimizer_args",), "of OneBitAdam"),
+    **each("cuda_aware comm_backend_name", ignore("how OneBitAdam communicates"), PARAMS),
+    "gradient_clipping": to("grad_clip_thresh"),
+    "clip_grad": KeyMapping(_clip_grad, ("grad_clip_thresh",), "where gradient_clipping is absent"),
+    "weight_decay": KeyMapping(_top_decay, ("weight_decay",), "not read by SM3 and OneBitAdam"),
+    "lr_decay_style": KeyMapping(_style, ("lr_schedule",), "neox_ or neox2022_ and the style"),
+    "lr_decay_iters": to("lr_decay_steps"),
+    "lr_decay_fraction": KeyMapping(_decay_share, ("lr_decay_steps",), "times train_iters"),
+    "cooldown": KeyMapping(_cooldown, ("lr_cooldown_steps",), f"share of train_iters, of {HYBRID}"),
+    "warmup": KeyMapping(_warmup, ("lr_warmup_ratio",), "share of the schedule"),
+    "warmup_iters": to("lr_warmup_steps", "no key of NeoX's own"),
+    "decay_lr_to": KeyMapping(_decay_to, ("min_lr",), "times the peak"),
+    "min_lr": KeyMapping(_floor, ("min_lr",), "not read with OneBitAdam"),
+    "override_lr_scheduler": to("override_lr_on_resume"),
+    "use_checkpoint_lr_scheduler": ignore("the checkpoint's rate counts unless override_lr_on_resume"),
+}

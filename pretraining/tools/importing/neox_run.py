@@ -1,0 +1,252 @@
+"""GPT-NeoX's keys of the batch, the data, precision, validation and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pretraining.config.errors import Problem
+from pretraining.config.validate import multiples_around
+from pretraining.tools.importing.conversions import (
+    Conversion,
+    ignored,
+    implied,
+    mapped,
+    precision,
+    unchanged,
+    unsupported,
+)
+from pretraining.tools.importing.foreign import ForeignConfig, is_integer
+from pretraining.tools.importing.mappings import KeyMapping, choice, each, ignore, read_with, same_names, to, to_one_of
+from pretraining.tools.importing.shared import SPLIT, WORKERS, corpora, micro_batches, names_parts, profiled_steps
+
+KINDS = ("train", "valid", "test")
+
+# ---- batch
+
+
+def _batch(source: ForeignConfig) -> tuple[int | None, int | None, int | None]:
+    """Return global batch, micro-batch and accumulation steps by NeoX's rule; None where only the devices would decide.
+
+    NeoX takes 1 for absent accumulation even where the other two are given, and then fails; here it is derived.
+    """
+    total, micro = _size("train_batch_size", source), _size("train_micro_batch_size_per_gpu", source)
+    steps = _size("gradient_accumulation_steps", source) or _size("gas", source)
+    ranks = _data_ranks(source)
+    if ranks is None:
+        return total, micro, steps if total is None else None
+    if total is None and micro is not None:
+        return micro * (steps or 1) * ranks, micro, steps or 1
+    if total is not None and micro is None:
+        micro = total // ranks // (steps or 1)
+    if total is not None and steps is None and micro:
+        steps = total // micro // ranks
+    return total, micro, steps
+
+
+def _data_ranks(source: ForeignConfig) -> int | None:
+    """Return the data-parallel ranks of the source: its devices by the model's ranks."""
+    devices = _devices(source)
+    return None if devices is None else max(devices // _model_ranks(source), 1)
+
+
+def _devices(source: ForeignConfig) -> int | None:
+    """Return the devices of the source: --source_world_size, or those of the file."""
+    nodes, each = _size("num_nodes", source), _size("num_gpus", source)
+    in_file = _size("global_num_gpus", source) or (nodes * each if nodes and each else None)
+    return source.integer_flag("source_world_size") or in_file
+
+
+def _model_ranks(source: ForeignConfig) -> int:
+    return max(source.integer("pipe_parallel_size"), 1) * max(source.integer("model_parallel_size"), 1)
+
+
+def _size(key: str, source: ForeignConfig) -> int | None:
+    """Return a whole number from 1; None where the key is absent or holds none, which is an error of that key."""
+    value = source.integer(key, 0)
+    return value if value >= 1 else None
+
+
+def _batch_key(value: Any, source: ForeignConfig) -> Conversion:
+    if not is_integer(value) or value < 1:
+        return unsupported("expected a whole number, at least 1")
+    total, micro, steps = _batch(source)
+    known = {"global_batch_size": total, "batch_size": micro}
+    values = {name: size for name, size in known.items() if size is not None}
+    if total is None:
+        if steps is not None:
+            values["gradient_accumulation_steps"] = steps
+        return implied("times the devices of the run: give --source_world_size to keep the global batch", **values)
+    return implied("train_batch_size = micro batch x accumulation x data-parallel ranks", **values)
+
+
+def batch_agrees(source: ForeignConfig) -> Iterator[Problem]:
+    """Check that the devices hold whole models, and that the three sizes of a batch are one arithmetic."""
+    if source.has_flag("global_batch_size", "batch_size"):
+        return
+    devices, model = _devices(source), _model_ranks(source)
+    if devices and devices % model:
+        remedy = f"is no multiple of pipe_parallel_size x model_parallel_size = {model}; give --source_world_size"
+        yield Problem(f"devices of the source = {devices}", f"{remedy}, the devices that it ran on")
+        return
+    total, micro, steps = _batch(source)
+    ranks = _data_ranks(source)
+    if total is None or micro is None or steps is None or ranks is None or total == micro * steps * ranks:
+        return
+    step = max(micro, 1) * max(steps, 1) * ranks
+    sizes = micro_batches(total, ranks)
+    remedy = f"micro batches that divide: {sizes}" if sizes else f"use {multiples_around(total, step)}"
+    yield Problem(
+        f"train_batch_size={total}",
+        f"is not micro batch {micro} x accumulation {steps} x {ranks} data-parallel ranks; {remedy}",
+    )
+
+
+BATCH = KeyMapping(
+    _batch_key,
+    ("global_batch_size", "batch_size", "gradient_accumulation_steps"),
+    "batch = micro batch x accumulation x ranks",
+)
+
+# ---- data, precision, checkpoints
+
+
+def _corpus(value: Any, source: ForeignConfig) -> Conversion:
+    if any(f"{kind}_data_path{ending}" in source.values for kind in KINDS for ending in ("", "s")):
+        return unsupported("excludes train, valid and test paths; leave one out")
+    return corpora([str(value)], [])
+
+
+def _named(paths: Any) -> list[str]:
+    """Return the paths of a list, or of one path, that are not empty."""
+    return [str(path) for path in (paths if isinstance(paths, list) else [paths]) if path]
+
+
+def _paths(kind: str) -> KeyMapping:
+    """A corpus or a list of them; those for training, validation and test are given together, or none."""
+    part = "" if kind == "train" else f"{kind}_"
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        kinds = [k for k in KINDS if {f"{k}_data_paths", f"{k}_data_path"} & source.values.keys()]
+        if len(kinds) != len(KINDS):
+            return unsupported("train, valid and test paths are given together, or data_path alone")
+        paths = _named(value)
+        if not paths:
+            return ignored(f"no path: give --{part}data_path")
+        weights = source.get(f"{kind}_data_weights") or ["1.0"] * len(paths)
+        return corpora(paths, [str(weight) for weight in weights], part)
+
+    names = ("data_path",) if kind == "test" else ("data_path", "datasets", "weights")
+    return KeyMapping(convert, tuple(part + name for name in names), "all three or none")
+
+
+_FP16 = precision("mixed_bf16", "bf16 in place of fp16: it needs no loss scale")
+
+
+def _half(value: Any, source: ForeignConfig) -> Conversion:
+    named = str(source.get("precision", "")).lower()
+    kind = str(source.get("fp16.type", "")).lower()
+    if value and named == "fp32":
+        return unsupported("contradicts precision=fp32")
+    if value and (kind == "bfloat16" or named == "bfloat16"):
+        return precision("mixed_bf16")
+    if value:
+        return _FP16
+    if named in ("fp16", "bfloat16") or source.get("bf16.enabled"):
+        return implied("another key decides the precision")
+    return precision("fp32")
+
+
+def _save(value: Any, source: ForeignConfig) -> Conversion:
+    if not source.get("save_interval") and not source.get("checkpoint_factor"):
+        return unsupported("save without save_interval or checkpoint_factor, which NeoX refuses too")
+    return mapped(ckpt_save_path=value)
+
+
+def _chunks(value: Any, source: ForeignConfig) -> Conversion:
+    recomputes = source.get("checkpoint_activations")
+    return mapped(checkpoint_num_layers=value) if recomputes else ignored("nothing is recomputed")
+
+
+def _validation(field: str) -> KeyMapping:
+    """NeoX validates where the file has data for it; eval_interval beyond the last step is none."""
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        has_data = source.get("split") or _named(source.get("valid_data_path") or source.get("valid_data_paths"))
+        if not has_data and not source.has_flag("split", "valid_data_path", "use_dummy_dataset"):
+            return implied("the file names no data to validate on: none", **{field: 0})
+        if field == "val_interval" and source.integer("train_iters", 0) < source.integer("eval_interval", 0):
+            return implied("never reached within train_iters: none", val_interval=0)
+        return mapped(**{field: value})
+
+    return KeyMapping(convert, (field,), "where the file names validation data")
+
+
+def _eval_iters(value: Any, source: ForeignConfig) -> Conversion:
+    values = _validation("val_steps").convert(value, source).values
+    shares = str(source.get("split", "")).replace("/", ",").split(",")
+    has_share = len(shares) > 2 and shares[2].strip() not in ("", "0") and not names_parts(source)
+    tested = has_share or _named(source.get("test_data_path") or source.get("test_data_paths"))
+    note = "batches of a validation, and of the test at the end" + _budget(value, source)
+    return implied(note, **values, test_steps=value if tested else 0)
+
+
+def _budget(batches: Any, source: ForeignConfig) -> str:
+    """Sequences that NeoX sets aside: (train_iters // eval_interval + 1) x eval_iters x batch, and for the test."""
+    total, every, steps = _batch(source)[0], source.integer("eval_interval", 0), source.integer("train_iters", 0)
+    if total is None or every < 1 or not is_integer(batches):
+        return ""
+    return f": {(steps // every + 1) * batches * total} and {batches * total} sequences in NeoX"
+
+
+RUN = {
+    "train_iters": to("num_steps"),
+    "train_epochs": to("num_epochs"),
+    **each("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gas", BATCH),
+    **same_names(
+        "checkpoint_scale keep_last_n_checkpoints tensorboard_dir log_dir log_param_norm log_grad_norm memory_profiling"
+    ),
+    "split": SPLIT,
+    "data_path": KeyMapping(_corpus, ("data_path",), "and .idx"),
+    **{f"{kind}_data_path{ending}": _paths(kind) for kind in KINDS for ending in ("", "s")},
+    **{f"{kind}_data_weights": read_with(f"{kind}_data_paths") for kind in KINDS},
+    "data_impl": choice(
+        {
+            "mmap": implied(".idx and .bin", file_type="megatron"),
+            "infer": implied("recognised by the files", file_type="auto"),
+            "cached": unsupported("an index that is no longer written"),
+        }
+    ),
+    "num_workers": WORKERS,
+    "fp16.enabled": KeyMapping(_half, ("precision", "mixed_precision"), "true: mixed_bf16; false: fp32"),
+    "fp16.type": choice({"bfloat16": implied("with enabled"), "fp16": implied("bf16 in its place")}),
+    "precision": choice({"bfloat16": precision("mixed_bf16"), "fp16": _FP16, "fp32": precision("fp32")}),
+    "bf16.enabled": choice({True: precision("mixed_bf16"), False: unchanged("another key decides the precision")}),
+    **each(
+        "loss_scale loss_scale_window hysteresis min_loss_scale initial_scale_power fp16 auto_cast "
+        "consecutive_hysteresis",
+        ignore("bf16 needs no loss scale"),
+        "fp16.",
+    ),
+    **each("loss_scale loss_scale_window hysteresis min_scale", ignore("bf16 needs no loss scale")),
+    "fp32_allreduce": choice({True: mapped(reduce_dtype="fp32"), False: unchanged("gradients are reduced in fp32")}),
+    "data_types.grad_accum_dtype": choice(
+        dict.fromkeys(("fp32", "bf16"), implied("gradients are accumulated in fp32"))
+    ),
+    "save": KeyMapping(_save, ("ckpt_save_path",), "with a period"),
+    "load": to("ckpt_load_path"),
+    **each("save_interval checkpoint_factor", to("checkpoint_interval")),
+    "extra_save_iters": to("extra_checkpoint_steps"),
+    **each("finetune no_load_optim", to("load_weights_only")),
+    "no_save_optim": to_one_of("save_optimizer", {True: False, False: True}, "not"),
+    "log_interval": to("report_interval"),
+    "eval_interval": _validation("val_interval"),
+    "eval_iters": KeyMapping(_eval_iters, ("val_steps", "test_steps"), "of a validation, and of the test"),
+    "checkpoint_activations": to("fsdp_activation_checkpointing"),
+    "checkpoint_num_layers": KeyMapping(_chunks, ("checkpoint_num_layers",)),
+    "wall_clock_breakdown": to("log_step_timing"),
+    "profile": to("use_profiler"),
+    **profiled_steps("profile", "profile_step_start", "profile_step_stop", offset=0),
+    "use_wandb": to_one_of("tracker", {True: "wandb", False: ""}),
+    "wandb_project": to("tracker_project_name"),
+}

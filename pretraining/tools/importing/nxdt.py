@@ -1,0 +1,256 @@
+"""NxD Training's YAML: what it adds to Lightning's and Megatron's keys. Meanings: its code at SDK 2.20 and later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pretraining.tools.importing import lightning, megatron, megatron_optim, shared
+from pretraining.tools.importing.conversions import (
+    Conversion,
+    ignored,
+    implied,
+    mapped,
+    precision,
+    unchanged,
+    unsupported,
+)
+from pretraining.tools.importing.foreign import ForeignConfig
+from pretraining.tools.importing.mappings import (
+    Format,
+    KeyMapping,
+    choice,
+    each,
+    ignore,
+    must_be_off,
+    only,
+    refuse,
+    same_names,
+    to,
+    to_one_of,
+)
+
+_TEXT = (".jsonl", ".json")
+_ALIGNMENT = "model_alignment_strategy."
+
+
+def _name(value: Any, source: ForeignConfig) -> Conversion:
+    if "mixtral" in str(value).lower():
+        return unsupported("a name with mixtral makes NxD Training build a mixture of experts")
+    inner = source.get("exp_manager.name")
+    return mapped(run_name=value) if inner in (None, value) else implied(f"exp_manager.name={inner} counts")
+
+
+def _compile_cache(value: Any, _: ForeignConfig) -> Conversion:
+    if "://" in str(value):
+        return ignored("no folder of this machine")
+    return implied("XLA's cache in place of Neuron's", compile_cache_dir=value)
+
+
+def _scaled_init(value: Any, source: ForeignConfig) -> Conversion:
+    if source.get("model_source") == "hf":
+        return implied("NxD Training's hf models use initializer_range everywhere", output_init_method="normal")
+    return mapped(output_init_method="scaled_normal" if value else "normal")
+
+
+def _model_config(value: Any, source: ForeignConfig) -> Conversion:
+    if source.has_flag("model_config_path", "model_variant"):
+        return implied("given on the command line instead")
+    path = source.files["model.model_config"].parent / str(value)
+    if not path.is_file():
+        return unsupported("no such file; give --model_config_path=FILE, or --model_variant=llama3_8b or another")
+    return mapped(model_config_path=str(path))
+
+
+def _rows(value: Any, _: ForeignConfig) -> Conversion:
+    if str(value).endswith(_TEXT):
+        return implied(f"{megatron.PREPARED}: --data_path")
+    note = "rows are read as documents: a separator follows each, unless strip_tokens or sep_token change that"
+    return implied(note, data_path=value, col_name="input_ids")
+
+
+def _validation(value: Any, _: ForeignConfig) -> Conversion:
+    if str(value).endswith(_TEXT):
+        return implied(f"{megatron.PREPARED}: --valid_data_path")
+    return mapped(valid_data_path=value)
+
+
+def _records(value: Any, source: ForeignConfig) -> Conversion:
+    if str(source.get("data.train_dir")).endswith(_TEXT):
+        return implied("records of the file, not rows: prepare its first lines alone (head -n)")
+    return mapped(max_samples=value)
+
+
+def _encoder_length(value: Any, source: ForeignConfig) -> Conversion:
+    tunes = source.get("data.use_sft_style_data_module") or any(key.startswith(_ALIGNMENT) for key in source.values)
+    if tunes and source.get("data.seq_length") is not None:
+        return implied("rows of instruction data have data.seq_length")
+    return mapped(seq_length=value)
+
+
+def _norm_decay(value: Any, source: ForeignConfig) -> Conversion:
+    if source.get("model_source") == "hf":
+        return implied("as documented; NxD Training's hf path does the opposite", norm_weight_decay=value)
+    return mapped(norm_weight_decay=value)
+
+
+_NORM_DECAY = KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented")
+
+
+def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
+    if source.get("model_source") == "hf" and value != 0.01:
+        return implied("as written; NxD Training's hf path takes 0.01 whatever is written", weight_decay=value)
+    return mapped(weight_decay=value)
+
+
+def _dimension(name: str) -> KeyMapping:
+    """A dimension; -1 leaves it to model_config."""
+
+    def convert(value: Any, _: ForeignConfig) -> Conversion:
+        return implied("-1: model_config's") if value == -1 else mapped(**{name: value})
+
+    return KeyMapping(convert, (name,), "-1: model_config's")
+
+
+def _of_megatron(value: Any) -> Callable[[ForeignConfig], Any]:
+    """A default of the Megatron models; the Hugging Face models take what their config.json says."""
+    return lambda source: value if source.get("model_source") == "megatron" else None
+
+
+# ---- precision
+
+
+def _knob(name: str) -> KeyMapping:
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        if source.get("precision.type") != "manual":
+            return ignored("read by NxD Training with type manual alone")
+        return mapped(**{name: str(value).lower() in ("1", "true")})
+
+    return KeyMapping(convert, (name,), "with type manual alone")
+
+
+def _bf16_switch(value: Any, source: ForeignConfig) -> Conversion:
+    if source.get("precision.type") != "manual":
+        return ignored("read by NxD Training with type manual alone")
+    both = [str(source.get(f"precision.xla_{name}_bf16", "0")) for name in ("use", "downcast")]
+    if both == ["1", "1"]:
+        return unsupported("xla_use_bf16 and xla_downcast_bf16 exclude each other")
+    if both == ["0", "0"]:
+        return unsupported("type manual without bf16; use type fp32")
+    return implied("parameters and activations in bf16")
+
+
+PRECISION = {
+    "precision.type": choice(
+        {
+            "mixed_precision": precision("mixed_bf16"),
+            **dict.fromkeys(("mixed_precisionsr", "mixed_precision_sr"), precision("mixed_bf16_sr")),
+            "bf16sr": precision("bf16_sr"),
+            **{name: precision(name) for name in ("fp32", "autocast", "manual")},
+        }
+    ),
+    "precision.master_weights": _knob("master_weights"),
+    "precision.fp32_grad_acc": _knob("fp32_grad_acc"),
+    "precision.neuron_rt_stochastic_rounding_en": _knob("stochastic_rounding"),
+    **each("xla_use_bf16 xla_downcast_bf16", KeyMapping(_bf16_switch, (), "with type manual alone"), "precision."),
+    "precision.fp32_grads_cc": choice(
+        {True: mapped(reduce_dtype="fp32"), False: unchanged("off")}, "true: gradients are reduced in fp32"
+    ),
+    "precision.parallel_layers_reduce_dtype": ignore("partial sums are reduced as the engine computes them"),
+}
+
+# ---- LoRA
+
+_PEFT = f"{_ALIGNMENT}peft."
+
+
+def _targets(value: Any, _: ForeignConfig) -> Conversion:
+    names = value if isinstance(value, list) else str(value).split(",")
+    if "qkv_proj" not in names:
+        return mapped(lora_target_modules=",".join(map(str, names)))
+    split = [part for name in names for part in (["q_proj", "k_proj", "v_proj"] if name == "qkv_proj" else [name])]
+    return implied("qkv_proj is three layers here", lora_target_modules=",".join(dict.fromkeys(split)))
+
+
+def _lora_saving(_: Any, source: ForeignConfig) -> Conversion:
+    base, merge = (bool(source.get(_PEFT + name)) for name in ("save_lora_base", "merge_lora"))
+    if merge and not base:
+        return unsupported("merge_lora needs save_lora_base")
+    mode = {(False, False): "adapter", (True, False): "base_and_adapter", (True, True): "merged"}[base, merge]
+    return implied("save_lora_base with merge_lora", lora_save_mode=mode)
+
+
+FORMAT = Format(
+    "nxdt",
+    "NxD Training",
+    {
+        "name": KeyMapping(_name, ("run_name",), "with mixtral in it: refused"),
+        "model_source": choice({kind: implied("decides what absent keys mean") for kind in ("hf", "megatron")}),
+        "seed": to("seed"),
+        **each(
+            "compiler_flags aync_exec_max_inflight_requests async_exec_max_inflight_requests bucket_size_collectives "
+            "neuron_rt_exec_timeout neuron_experimental_compress_rg trainer.lnc trainer.sequential_move_factor",
+            ignore("for Neuron's compiler and runtime alone"),
+        ),
+        "compiler_cache_url": KeyMapping(_compile_cache, ("compile_cache_dir",), "where it is a local folder"),
+        **lightning.TRAINER,
+        **lightning.EXP_MANAGER,
+        **megatron.parallel_section("distributed_strategy."),
+        "distributed_strategy.zero1": to_one_of("sharding_strategy", {True: "zero1", False: "ddp"}),
+        "distributed_strategy.kv_replicator": to("kv_replication"),
+        **each(
+            "expert_model_parallel_size token_shuffle_group_size",
+            only((1,), "mixtures of experts"),
+            "distributed_strategy.",
+        ),
+        "data.micro_batch_size": to("batch_size"),
+        "data.global_batch_size": to("global_batch_size"),
+        "data.train_dir": KeyMapping(_rows, ("data_path", "col_name"), "a folder of datasets' save_to_disk"),
+        "data.val_dir": KeyMapping(_validation, ("valid_data_path",)),
+        "data.test_dir": to("test_data_path"),
+        **megatron.data_section("data."),
+        "data.dev_choose_samples": KeyMapping(_records, ("max_samples",)),
+        **megatron.tokenizer_section("data.tokenizer."),
+        **megatron.ARCHITECTURE,
+        "model.encoder_seq_length": KeyMapping(_encoder_length, ("seq_length",), "data.seq_length, in fine-tuning"),
+        "model.model_config": KeyMapping(_model_config, ("model_config_path",), "Hugging Face's config.json"),
+        "model.num_layers": _dimension("num_layers"),
+        "model.hidden_size": _dimension("hidden_size"),
+        "model.pipeline_cuts": shared.PIPELINE_CUTS,
+        "model.use_scaled_init_method": KeyMapping(_scaled_init, ("output_init_method",), "hf: normal"),
+        **each("do_layer_norm_weight_decay fusions.do_layer_norm_weight_decay", _NORM_DECAY, "model."),
+        "model.fusions.flash_attention": choice(
+            dict.fromkeys(
+                (True, False), implied("the engine's own attention: the same function", attention_impl="auto")
+            )
+        ),
+        "model.fusions.ring_attention": choice(
+            dict.fromkeys((True, False), implied("how context_parallel_size is computed: the same function"))
+        ),
+        **megatron_optim.MAPPINGS,
+        "model.optim.weight_decay": KeyMapping(_weight_decay, ("weight_decay",), "as written"),
+        **PRECISION,
+        **same_names("lora_rank lora_alpha lora_dropout lora_bias", _PEFT),
+        f"{_PEFT}target_modules": KeyMapping(_targets, ("lora_target_modules",), "qkv_proj: q_proj,k_proj,v_proj"),
+        **each("save_lora_base merge_lora", KeyMapping(_lora_saving, ("lora_save_mode",), "both together"), _PEFT),
+        **each("save_lora_config_adapter merge_sharded_lora", ignore("PEFT's files hold it, unsharded"), _PEFT),
+        f"{_PEFT}load_lora_from_ckpt": must_be_off("name the adapter with --lora_load_path"),
+        f"{_PEFT}lora_verbose": ignore("what is trained is always printed"),
+        f"{_ALIGNMENT}sft.packing": megatron.PACKING,
+        f"{_ALIGNMENT}*": refuse("alignment recipes"),
+    },
+    {
+        **lightning.DEFAULTS,
+        **megatron_optim.DEFAULTS,
+        "model.do_layer_norm_weight_decay": False,
+        **{f"model.{name}": _of_megatron(value) for name, value in {**megatron.DEFAULTS, "has_bias": True}.items()},
+        "model.use_scaled_init_method": lambda source: False if source.get("model_source") == "hf" else None,
+        "distributed_strategy.zero1": True,
+        "precision.type": "mixed_precision",
+    },
+    (
+        megatron_optim.schedule_is_indented,
+        megatron.batch_check("data.", "distributed_strategy."),
+    ),
+    required=megatron.required("data.", "data."),
+)

@@ -1,0 +1,131 @@
+"""Show what a configuration trains on: `python -m pretraining.tools.inspect_data --data_path=FOLDER [training flags]`.
+
+Prints a table of the datasets, their document lengths, and with --step=K the text of some rows of that step. --verify
+reads every byte and compares checksums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from main_training import CHECKS, configure
+from pretraining.config.errors import UserError, counted
+from pretraining.config.flags import run
+from pretraining.config.script import exit_with
+from pretraining.config.training import TrainConfig
+from pretraining.data.datasets import SPLITS, Dataset, open_datasets, verify_dataset
+from pretraining.data.stores.labels import IGNORED
+from pretraining.data.stores.shard import chunks
+from pretraining.data.stream import open_stream
+from pretraining.data.tokenizer import open_tokenizer
+
+_AT_ONCE = 1 << 22  # lengths read together: 16 MB
+_BAR = 40  # characters of the longest bar
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the options of this command; the others are flags of the training. Return the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m pretraining.tools.inspect_data", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--part", default="train", choices=SPLITS, help="split of the data")
+    parser.add_argument("--step", type=int, help="print rows of this step, counted from 0")
+    parser.add_argument("--rows", type=int, default=2, help="rows to print")
+    parser.add_argument("--verify", action="store_true", help="compare every shard with its checksum")
+    options, flags = parser.parse_known_args(arguments)
+
+    def inspect(**given: str) -> int:
+        config = configure(given, report=False)
+        if config.use_dummy_dataset:
+            raise UserError("--use_dummy_dataset=True: these are counters, and no data to inspect; leave the flag out")
+        print("\n".join(report(config, options.part)))
+        if options.verify:
+            print("\n".join(verify(config, options.part)))
+        if options.step is not None:
+            print("\n".join(sample(config, options.part, options.step, options.rows)))
+        return 0
+
+    return run(inspect, flags, CHECKS)
+
+
+def report(config: TrainConfig, split: str) -> list[str]:
+    """Return a table of the datasets, then a histogram of document lengths for each."""
+    facts = open_stream(config, split=split).facts()["datasets"]
+    width = max([len("dataset"), *(len(row["name"]) for row in facts)])
+    lines = [
+        f"{'dataset':<{width}} {'shards':>7} {'documents':>13} {'empty':>7} {'tokens':>17} {'share':>8} {'epochs':>8}"
+    ]
+    for row in facts:
+        epochs = "n/a" if row["epochs"] is None else f"{row['epochs']:.3g}"
+        lines.append(
+            f"{row['name']:<{width}} {row['shards']:>7,} {row['documents']:>13,} {row['empty_documents']:>7,} "
+            f"{row['tokens']:>17,} {row['share']:>8.2%} {epochs:>8}"
+        )
+    if any(row["epochs"] is None for row in facts):
+        lines.append("epochs are known with --global_batch_size, --seq_length and --num_steps")
+    for dataset in open_datasets(config, split):
+        lines += ["", f"{dataset.name}: documents by length in tokens", *histogram(dataset)]
+    return lines
+
+
+def histogram(dataset: Dataset) -> list[str]:
+    """Return a line for each power of two, with the number of documents of that length."""
+    counts = np.zeros(33, np.int64)  # 0, then [2^k, 2^(k+1))
+    for shard in dataset.shards:
+        for lengths in chunks(shard.lengths, _AT_ONCE):
+            bits = np.where(lengths > 0, np.frexp(np.maximum(lengths, 1))[1], 0)
+            counts += np.bincount(bits, minlength=33)
+    top = int(counts.max())
+    used = [bucket for bucket in range(33) if counts[bucket]]
+    return [f"{_range(k):>22} {counts[k]:>13,} {'#' * -(-_BAR * int(counts[k]) // top)}" for k in used]
+
+
+def _range(bucket: int) -> str:
+    return "0" if bucket == 0 else f"{1 << (bucket - 1):,} to {(1 << bucket) - 1:,}"
+
+
+def verify(config: TrainConfig, split: str) -> list[str]:
+    """Compare checksums; return a line for each dataset. UserError names damaged shards."""
+    lines = []
+    for dataset in open_datasets(config, split):
+        compared, recorded = verify_dataset(dataset, config)
+        first = f"; {counted(recorded, 'checksum')} recorded for the next time, none existed" if recorded else ""
+        lines.append(f"{dataset.name}: {counted(compared, 'file')} unchanged{first}")
+    return lines
+
+
+def sample(config: TrainConfig, split: str, step: int, rows: int) -> list[str]:
+    """Return the first rows of a step, as text where tokenizer_path is set, otherwise as ids.
+
+    In rows that are not trained throughout, trained tokens are between >>> and <<<, and every example begins a line.
+    Raises UserError if there is no such step.
+    """
+    stream, path = open_stream(config, split=split), config.tokenizer_path
+    if step < 0 or (stream.steps is not None and step >= stream.steps):
+        end = "" if stream.steps is None else f" to {stream.steps - 1}"
+        raise UserError(f"--step={step}: the {split} data have steps from 0{end}")
+    batch = stream.batch(step)
+    decode = open_tokenizer(path).decode if path else (lambda ids: " ".join(map(str, ids)))
+    lines = []
+    for number, row in enumerate(batch["tokens"][:rows]):
+        trained = np.append(False, batch["labels"][number, :-1] != IGNORED)
+        lines.append(f"\n---- step {step}, row {number}: {len(row)} tokens")
+        if trained[1:].all():
+            lines.append(decode(row.tolist()))
+            continue
+        lines[-1] += f", {np.count_nonzero(trained)} trained"
+        example = batch["segments"][number] if "segments" in batch else np.zeros(len(row))
+        edges = np.flatnonzero((np.diff(trained) != 0) | (np.diff(example) != 0)) + 1
+        for first, last in itertools.pairwise([0, *edges.tolist(), len(row)]):
+            text = decode(row[first:last].tolist())
+            is_new = first and example[first] != example[first - 1]
+            lines[-1] += ("\n" if is_new or not first else "") + (f">>>{text}<<<" if trained[first] else text)
+    return lines
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,17 @@
+"""Memory, communication and time of a configuration on devices that are not present."""
+
+from pretraining.config.extension import Extension
+from pretraining.config.training import TrainConfig
+from pretraining.tools.plan.checks import CHECKS
+
+
+def plan_instead(config: TrainConfig) -> int | None:
+    """Print the plan and return 0 if the configuration asks for one."""
+    if not config.plan:
+        return None
+    from pretraining.tools.plan.show import show
+
+    return show(config)
+
+
+EXTENSION = Extension(checks=CHECKS, instead=plan_instead)

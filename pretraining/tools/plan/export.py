@@ -1,0 +1,116 @@
+"""The step of the XLA engine as programs for ahead-of-time compilation, traced on placeholders without any weights.
+
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=16 python -m pretraining.tools.plan.export FOLDER < config.json
+
+writes FOLDER/<program>.pb, XLA's HloModuleProto, and FOLDER/programs.json, which describes the programs. Only plan/
+uses it, in a process of its own, because it imports torch_xla.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.distributed.spmd as xs
+from torch import Tensor
+
+from pretraining.config.training import TrainConfig
+from pretraining.models.init import on_meta
+from pretraining.models.llama import Llama
+from pretraining.optim.optimizer import build_optimizer
+from pretraining.parallel.engine import Batch
+from pretraining.parallel.sharding import TOKENS, Spec
+from pretraining.parallel.xla import XlaEngine
+
+_C = torch_xla._XLAC
+
+
+class Program(NamedTuple):
+    """One graph of a step."""
+
+    name: str  # "step"; with accumulation "micro-batch" and "update"
+    times: int  # per step
+    aliases: list[tuple[int, int]]  # argument, and the result that may reuse its memory
+
+
+class Exporter(XlaEngine):
+    """The engine, which writes its graphs to files and does not run them."""
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        super().__init__(replace(config, dump_sharding="", compile_cache_dir=""))
+        self.folder = folder
+        self.programs: list[Program] = []
+
+    def kernel_platform(self) -> str:
+        """See XlaEngine. The programs are compiled for TPUs, whatever this process traces on."""
+        return "TPU"
+
+    def place_parameter(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
+        """See XlaEngine. Does not call `value`."""
+        return self._placeholder(shape, torch.float32, self.layout.stacked(name, self.layout.parameter))[1]
+
+    def send(self, rows: Tensor) -> Tensor:
+        """See XlaEngine."""
+        shape = (self.rows * self.data_size, rows.shape[1])
+        return self._placeholder(shape, rows.dtype, self.layout.activation(TOKENS))[1]
+
+    def sync(self, wait: bool = False) -> None:
+        """See XlaEngine. Runs nothing."""
+
+    def run_graph(
+        self, name: str, function: Callable[..., list[Tensor]], arguments: dict[str, Tensor], model: Llama
+    ) -> list[Tensor]:
+        """Write the graph; the tensors that outlive a step are its arguments and its results."""
+        placed = [self._as_argument(tensor, spec) for tensor, spec in self.step.persistent_tensors()]
+        results = function(**arguments)
+        written = [tensor.detach() for tensor, _ in self.step.persistent_tensors()]
+        (self.folder / f"{name}.pb").write_bytes(_C._get_xla_tensors_hlo_proto(written))
+        lowering = _C.lowering.LoweringContext()
+        lowering.build(written)
+        numbers = [lowering.tensor_parameter_id(argument) for argument in placed]
+        aliases = [(number, result) for result, number in enumerate(numbers) if number >= 0]
+        times = self.config.gradient_accumulation_steps if name == "micro-batch" else 1
+        self.programs.append(Program(name, times or 1, aliases))
+        return results
+
+    def _placeholder(self, shape: tuple[int, ...], dtype: torch.dtype, spec: Spec) -> tuple[Tensor, Tensor]:
+        """Return an argument, and the same with its sharding: marking the argument itself crashes the process."""
+        argument = xb.create_placeholder_tensor(shape, dtype)
+        marked = argument + 0
+        xs.mark_sharding(marked, self.xla_mesh, spec)
+        return argument, marked
+
+    def _as_argument(self, tensor: Tensor, spec: Spec) -> Tensor:
+        argument, marked = self._placeholder(tuple(tensor.shape), tensor.dtype, spec)
+        _C._replace_xla_tensor(tensor, marked)
+        return argument
+
+
+def zero_batch(config: TrainConfig, rows: int) -> Batch:
+    """Return one micro-batch of zeros, with the arrays that this configuration's data has."""
+    optional = {"segments": config.reset_attention_mask, "positions": config.reset_position_ids}
+    names = ["tokens", "labels", *(name for name, is_read in optional.items() if is_read)]
+    return {name: np.zeros((rows, config.seq_length), np.int32) for name in names}
+
+
+def export(config: TrainConfig, folder: Path) -> list[Program]:
+    """Write the programs of a step of `config` for all devices of this process."""
+    engine = Exporter(config, folder)
+    model = engine.place(on_meta(config))
+    optimizer = build_optimizer(config, model.named_parameters())
+    engine.prepare(optimizer)
+    engine.train_step(model, optimizer, zero_batch(config, engine.rows), 1e-3)
+    (folder / "programs.json").write_text(json.dumps([program._asdict() for program in engine.programs]) + "\n")
+    return engine.programs
+
+
+if __name__ == "__main__":
+    export(TrainConfig(**json.load(sys.stdin)), Path(sys.argv[1]))

@@ -1,0 +1,264 @@
+"""A configuration on devices that are not present: memory, communication, time of a step, and whether it fits.
+
+The step's time assumes: operations run at the kind's efficiency; collectives of parameters and gradients overlap with
+them, so the longer of the two counts; collectives of activations do not overlap; a pipeline's stages idle while it
+fills and drains; a mesh axis that spans hosts communicates at the network's rate, any other at the link's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from pretraining.config.devices import PLAN_KINDS, DeviceKind
+from pretraining.config.errors import ConfigError, Problem
+from pretraining.config.support import unsupported
+from pretraining.config.training import ShardingStrategy, TrainConfig
+from pretraining.config.validate import problems
+from pretraining.config.variants import model_shape
+from pretraining.models.checks import CHECKS as MODEL_CHECKS
+from pretraining.monitor.flops import flops_per_token
+from pretraining.parallel.checks import CHECKS as PARALLEL_CHECKS
+from pretraining.parallel.layout import StateTensor, state_tensors, uneven_shards
+from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
+from pretraining.parallel.recompute import model_mask
+from pretraining.parallel.stages import (
+    cuts_by_last_piece,
+    idle_share,
+    layers_of_stage,
+    pieces,
+    stacked_layers,
+    stage_of,
+)
+from pretraining.tools.plan.engines import engine_of, layout_in
+from pretraining.tools.plan.memory import DeviceMemory, device_memory, tensor_bytes, weights_of
+from pretraining.tools.plan.traffic import Collective, collectives
+
+CHECKS = (*MODEL_CHECKS, *PARALLEL_CHECKS)
+USABLE = 0.92  # of the memory: the rest is the runtime's, and fragments (a CUDA context and NCCL take 2 to 4 GiB)
+
+
+class Plan(NamedTuple):
+    """What follows from a configuration on so many devices of a kind."""
+
+    config: TrainConfig  # with its batch resolved
+    kind: DeviceKind
+    mesh: Mesh
+    weights: list[StateTensor]  # of the stage that holds most
+    stage_memory: list[DeviceMemory]  # by stage; one where stages are alike
+    collectives: list[Collective]
+    flops: int  # per token, 6 N + 12 L d S
+    executed: float  # operations that a device runs in a step
+    compute_seconds: float
+    overlapped_seconds: float  # of communication that runs at the same time as the computation
+    exposed_seconds: float  # of communication that the computation waits for
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """What a device of the stage holds that holds most."""
+        return max(self.stage_memory, key=lambda memory: memory.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device's memory is large enough."""
+        return self.memory.total <= USABLE * self.kind.memory
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one optimizer step."""
+        return max(self.compute_seconds, self.overlapped_seconds) + self.exposed_seconds
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds of a step that the model's own operations take at the peak."""
+        return self.flops * self.config.tokens_per_step / (self.kind.peak_flops * self.config.plan_devices)
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak that the model's own operations reach."""
+        return self.least_seconds / self.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all devices per second."""
+        return self.config.tokens_per_step / self.step_seconds
+
+    def bytes_of(self, weight: StateTensor) -> int:
+        """Return the bytes of a parameter on one device."""
+        return tensor_bytes(self.config, self.mesh, weight)
+
+
+def plan_of(config: TrainConfig) -> Plan:
+    """Return the plan for plan_devices of plan_device_kind. Raises ConfigError where sizes do not divide."""
+    kind = PLAN_KINDS[config.plan_device_kind]
+    mesh = resolve_mesh(config, config.plan_devices, min(kind.per_host, config.plan_devices))
+    config = resolve_batch(config, mesh.data_ranks)
+    stages = list(state_tensors(config, layout_in(config, mesh)))
+    stage_memory = [device_memory(config, mesh, tensors, stage) for stage, tensors in enumerate(stages)]
+    fullest = max(range(len(stages)), key=lambda stage: stage_memory[stage].total)
+    weights = weights_of(stages[fullest])
+    executed = executed_flops(config, weights) * config.tokens_per_step / config.plan_devices
+    sent = collectives(config, mesh, weights)
+    seconds = [collective.bytes / _rate(collective, mesh, kind) for collective in sent]
+    waits = [collective.axes[0] in ("tensor", "context", "stage") for collective in sent]
+    exposed = sum(duration for duration, waited in zip(seconds, waits, strict=True) if waited)
+    return Plan(
+        config=config,
+        kind=kind,
+        mesh=mesh,
+        weights=weights,
+        stage_memory=stage_memory,
+        collectives=sent,
+        flops=flops_per_token(model_shape(config), config.seq_length).full,
+        executed=executed,
+        compute_seconds=executed / (kind.peak_flops * kind.efficiency),
+        overlapped_seconds=sum(seconds) - exposed,
+        exposed_seconds=exposed,
+    )
+
+
+def executed_flops(config: TrainConfig, weights: list[StateTensor]) -> float:
+    """Return the operations of matrix products that are run per token, given the parameters of one device.
+
+    6 N, attention below the diagonal (6 L d S), its scores once more in every backward pass (L d S), and of a
+    recomputed block the forward pass without its last product, whose result is not needed again. A pipeline of the XLA
+    engine runs its blocks in idle ticks, too, and padding like layers. On the torch engine all stages count as the one
+    with most work, of which the head is a part, and idle time counts like work.
+    """
+    shape, stages = model_shape(config), range(config.pipeline_parallel_size)
+    scores = shape.num_layers * shape.num_attention_heads * shape.head_dim * config.seq_length
+    blocks = [weight for weight in weights if ".layers." in weight.name and len(weight.shape) > 1]
+    layer = sum(math.prod(weight.shape) for weight in blocks)
+    repeated = sum(math.prod(weight.shape) for weight in blocks if "down_proj" not in weight.name)
+    again = 2 * sum(model_mask(config)) * (repeated + scores / shape.num_layers)
+    of_blocks = 6 * shape.num_layers * layer + 7 * scores + again
+    of_others = flops_per_token(shape, config.seq_length).causal - 6 * (shape.num_layers * layer + scores)
+    if engine_of(config) == "xla":
+        return of_others + of_blocks * (1 + idle_share(config)) * len(stacked_layers(config)) / shape.num_layers
+    last = stage_of(config, len(pieces(config)) - 1)
+    shares = [len(layers_of_stage(config, stage)) / shape.num_layers for stage in stages]
+    work = [share * of_blocks + (stage == last) * of_others for stage, share in enumerate(shares)]
+    return len(stages) * max(work) * (1 + idle_share(config))
+
+
+def best_cuts(plan: Plan) -> Plan | None:
+    """Return the plan with the pipeline_cuts that compute least; None if its step is not shorter, or does not fit.
+
+    Equal pieces are best where the stages share embedding and head; where the last stage has the head, its piece is
+    shorter.
+    """
+    config = plan.config
+    if config.pipeline_parallel_size == 1:
+        return None
+    others = (replace(config, pipeline_balance=False, pipeline_cuts=cuts) for cuts in ("", *cuts_by_last_piece(config)))
+    chosen = min((config, *others), key=lambda choice: executed_flops(choice, plan.weights))
+    if chosen is config:
+        return None
+    best = plan_of(chosen)
+    return best if best.step_seconds < plan.step_seconds and best.fits >= plan.fits else None
+
+
+def _rate(collective: Collective, mesh: Mesh, kind: DeviceKind) -> float:
+    """Return the bytes per second along its axes: ranks of the mesh's last axis are neighbours, of the first far."""
+    names = list(mesh._asdict())
+    widest = min(names.index(axis) for axis in collective.axes)
+    reach = math.prod(list(mesh)[widest:])
+    return kind.network if reach > kind.per_host else kind.link
+
+
+def nearest_fit(plan: Plan) -> TrainConfig | None:
+    """Return the configuration after the smallest of some changes that makes it fit; None if none of them does."""
+    config, devices = plan.config, plan.config.plan_devices
+    accumulated = config.gradient_accumulation_steps if config.pipeline_parallel_size > 1 else None
+    batch: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": accumulated}
+    batch |= {"rampup_batch_size": ""}
+    recompute = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1"}
+    shard: dict[str, Any] = {"sharding_strategy": "fsdp", "sharding_group_size": 0}
+    smallest = {**shard, **recompute, "batch_size": 1}
+    changes = [
+        recompute,
+        {**recompute, "batch_size": 1},
+        shard,
+        {**shard, **recompute},
+        smallest,
+        *({**smallest, "tensor_parallel_size": ranks} for ranks in (2, 4, 8)),
+        *({**smallest, "plan_devices": devices * factor} for factor in (2, 4, 8, 16)),
+    ]
+    for change in changes:
+        other = _plan_if_valid(replace(config, **{**batch, **change}))
+        if other and other.fits:
+            return other.config
+    return None
+
+
+def refusals(plan: Plan) -> list[Problem]:
+    """Return the problems for which the planned configuration would not train on its engine."""
+    config, engine = plan.config, engine_of(plan.config)
+    uneven = uneven_shards(config, plan.mesh) if engine == "torch" else ()
+    return [*unsupported(config, engine), *uneven]
+
+
+def _plan_if_valid(config: TrainConfig) -> Plan | None:
+    try:
+        plan = None if problems(config, CHECKS, missing_matters=False) else plan_of(config)
+    except ConfigError:
+        return None
+    return None if plan is None or refusals(plan) else plan
+
+
+def search(config: TrainConfig) -> list[Plan]:
+    """Return the plan of every mesh that fits and trains on its engine with this global batch, the fastest first."""
+    total, rows = plan_of(config).config.global_batch_size or 1, config.batch_size
+    plans = (_plan_if_valid(_with_batch(candidate, total, rows)) for candidate in _candidates(config))
+    best = (plan and (best_cuts(plan) or plan) for plan in plans)
+    usable = [plan for plan in best if plan and plan.fits and not _is_another_name(plan)]
+    return sorted(usable, key=lambda plan: plan.step_seconds)
+
+
+def _is_another_name(plan: Plan) -> bool:
+    """Return whether the strategy shards as a simpler one does: hsdp in one group, or any over a single rank."""
+    if plan.config.sharding_strategy == "hsdp":
+        return plan.mesh.replica == 1 or plan.mesh.shard * plan.mesh.context == 1
+    return plan.config.sharding_strategy != "ddp" and plan.mesh.shard * plan.mesh.context == 1
+
+
+def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
+    devices, layers = config.plan_devices, model_shape(config).num_layers
+    tensors = [ranks for ranks in (1, 2, 4, 8, 16) if ranks <= PLAN_KINDS[config.plan_device_kind].per_host]
+    strategies: tuple[ShardingStrategy, ...] = ("ddp", "zero1", "fsdp", "hsdp")
+    pipelines = [(1, 1)]
+    pipelines += [(stages, count) for stages in (2, 4, 8, 16) for count in (1, 2) if stages * count <= layers]
+    choices = product(strategies, pipelines, tensors, (1, 2, 4), (False, True))
+    for strategy, (stages, virtual), tensor, context, recompute in choices:
+        if devices % (stages * tensor * context):
+            continue
+        yield replace(
+            config,
+            sharding_strategy=strategy,
+            sharding_group_size=0,
+            tensor_parallel_size=tensor,
+            sequence_parallel=tensor > 1,
+            context_parallel_size=context,
+            pipeline_parallel_size=stages,
+            virtual_pipeline_size=virtual,
+            pipeline_cuts="",
+            pipeline_balance=False,
+            pipeline_schedule="auto",
+            fsdp_activation_checkpointing=recompute,
+            selective_checkpointing="1",
+            checkpoint_granularity="full",
+            checkpoint_modules="",
+        )
+
+
+def _with_batch(config: TrainConfig, total: int, rows: int) -> TrainConfig:
+    """Return `config` with a global batch of `total` rows, in micro-batches of `rows` or as many as there are.
+
+    With stages there are at least as many micro-batches.
+    """
+    ranks = config.plan_devices // (config.tensor_parallel_size * config.context_parallel_size)  # stages x data ranks
+    batch_size = max(1, min(total // ranks, rows))
+    return replace(config, batch_size=batch_size, global_batch_size=total, gradient_accumulation_steps=None)

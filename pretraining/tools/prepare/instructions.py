@@ -1,0 +1,170 @@
+"""Examples of instruction data: records to tokens with trained completions, and whole examples packed into rows.
+
+A row has a fixed length, so the data that training reads are rows like any other documents: their order is a function
+of the seed and the step, and nothing of the packing remains to be done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pretraining.config.errors import UserError
+from pretraining.data.stores.labels import IGNORED
+from pretraining.data.tokenizer import Tokenizer
+from pretraining.tools.prepare.chat import ChatTemplate, RenderedChat, TemplateSource
+
+# Rows that are filled at the same time. Of lengths drawn like those of chats, 64 leave 1 % of the tokens to padding.
+_WINDOW = 64
+LONGER = ("refuse", "split", "drop")
+
+
+class InstructionOptions(NamedTuple):
+    """How the records of instruction data become rows."""
+
+    template: TemplateSource | None
+    is_for_prompts: bool  # whether the template is also for records without messages
+    length: int  # tokens of a row
+    packing: bool  # False: one example per row
+    longer: str  # what becomes of examples longer than a row: one of LONGER
+    separator: int  # after a completion without a template, and in the rest of a row
+
+
+class Example(NamedTuple):
+    """One example."""
+
+    tokens: list[int]
+    trained: list[bool]  # per token; never the first, which nothing predicts
+
+
+@dataclass
+class Row:
+    """Examples one after the other."""
+
+    tokens: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)  # in the example
+
+    def add(self, example: Example) -> None:
+        self.tokens += example.tokens
+        self.labels += [token if is_trained else IGNORED for token, is_trained in zip(*example, strict=True)]
+        self.positions += range(len(example.tokens))
+
+
+class Packer:
+    """Rows of whole examples, by first fit among the rows that are open: deterministic, in one pass."""
+
+    def __init__(self, options: InstructionOptions, write: Callable[[Row], None]) -> None:
+        """write: called with every row when it is full, or the oldest one of too many."""
+        self._options, self._write = options, write
+        self._open: list[Row] = []
+        self.counts: Counter[str] = Counter()  # what is to be reported, and how often
+
+    def add(self, example: Example, place: str) -> None:
+        """Place an example. UserError if it is longer than a row and that is refused."""
+        length, pieces = self._options.length, [example]
+        if len(example.tokens) > length:
+            if self._options.longer == "refuse":
+                tokens = f"{len(example.tokens):,} tokens, more than a row of {length:,}"
+                raise UserError(f"{place}: {tokens}: raise --seq_length, or give --longer=drop or --longer=split")
+            self.counts[f"examples longer than a row: {self._options.longer}"] += 1
+            pieces = list(_split(example, length)) if self._options.longer == "split" else []
+        for piece in pieces:
+            if any(piece.trained):
+                self._place(piece)
+            else:
+                self.counts["examples or pieces without a trained token left out"] += 1
+
+    def close(self) -> None:
+        """Write the rows that are still open."""
+        for row in self._open:
+            self._finish(row)
+
+    def _place(self, example: Example) -> None:
+        length, size = self._options.length, len(example.tokens)
+        self.counts["examples in rows"] += 1
+        self.counts["trained tokens"] += sum(example.trained)
+        row = next((row for row in self._open if len(row.tokens) + size <= length), None)
+        if row is None:
+            row = Row()
+            self._open.append(row)
+        row.add(example)
+        if len(row.tokens) == length or not self._options.packing:
+            self._finish(row)
+            self._open.remove(row)
+        elif len(self._open) > _WINDOW:
+            self._finish(self._open.pop(0))
+
+    def _finish(self, row: Row) -> None:
+        """Fill the rest of a row with tokens that are not trained, and write it."""
+        rest = self._options.length - len(row.tokens)
+        row.add(Example([self._options.separator] * rest, [False] * rest))
+        self._write(row)
+
+
+def _split(example: Example, length: int) -> Iterator[Example]:
+    for start in range(0, len(example.tokens), length):
+        places = slice(start, start + length)
+        yield Example(example.tokens[places], [False, *example.trained[places][1:]])
+
+
+class Reader:
+    """Records to examples."""
+
+    def __init__(self, options: InstructionOptions, tokenizer: Tokenizer) -> None:
+        self._options, self._tokenizer = options, tokenizer
+        self._template = ChatTemplate(options.template) if options.template else None
+
+    def example(self, record: Mapping[str, Any], place: str) -> Example:
+        """Return the example of a record: `messages`, `prompt` and `completion`, or `instruction`, `input`, `output`.
+
+        UserError with its place if the record is none of these, or the template cannot render it.
+        """
+        try:
+            chat, ends = self._chat(record)
+            ids, spans = self._tokenizer.trace(chat.text)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from error
+        # a token that stands for no character of its own is one of several for the next character
+        trained = [any(first < stop and max(last, first + 1) > begin for begin, stop in chat.trained)
+                   for first, last in spans]  # fmt: skip
+        return Example([*ids, *ends], [False, *(trained + [True] * len(ends))[1:]])
+
+    def _chat(self, record: Mapping[str, Any]) -> tuple[RenderedChat, list[int]]:
+        """Return the text of a record and the tokens after it."""
+        if "messages" in record:
+            if self._template is None:
+                raise UserError("messages need a template: give --chat_template=FILE, because the tokenizer has none")
+            return self._template.render(_messages(record["messages"])), []
+        prompt, gap, completion = _texts(record)
+        if self._template and self._options.is_for_prompts:
+            texts = {"user": prompt, "assistant": completion}
+            return self._template.render([{"role": role, "content": text} for role, text in texts.items()]), []
+        before = len(prompt + gap)
+        chat = RenderedChat(prompt + gap + completion, [(before, before + len(completion))])
+        return chat, [self._options.separator]
+
+
+def _messages(value: Any) -> list[Mapping[str, Any]]:
+    objects = value if isinstance(value, list) else []
+    if not objects or not all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in objects):
+        raise UserError("messages is not a list of objects with role and content")
+    return value
+
+
+def _texts(record: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return prompt, gap and completion of a record without messages. An instruction is a paragraph of its own."""
+    if "completion" in record:
+        prompt, gap, completion = record.get("prompt"), "", record["completion"]
+    elif "output" in record:
+        parts = [str(record[name]) for name in ("instruction", "input") if record.get(name)]
+        prompt, completion = "\n\n".join(parts), record["output"]
+        gap = "\n\n" if record.get("instruction") else ""
+    else:
+        names = ", ".join(record) or "none"
+        raise UserError(f"no messages, prompt and completion, or instruction and output: its fields are {names}")
+    if not (isinstance(prompt, str) and isinstance(completion, str)):
+        raise UserError("prompt and completion are not both text")
+    return prompt, gap, completion

@@ -1,0 +1,417 @@
+"""Checkpoints of other trainers become ours: folders written from transformers' models, by each trainer's layout."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretraining.checkpoint.files import UnreadableError
+from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.config.training import TrainConfig
+from pretraining.models.llama import Llama
+from pretraining.tools.convert.convert import main
+from pretraining.tools.convert.pickles import LAYOUTS, describe_moments, load
+from tests.tools.importing.files import put, tree
+
+transformers: Any = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "max_position_embeddings": 32, "tie_word_embeddings": False},
+}
+NEOX: dict[str, Any] = {
+    **{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "seq_length": 32},
+    **{"max_position_embeddings": 32, "pos_emb": "rotary", "rotary_pct": 0.25, "no_weight_tying": True},
+    **{"train_micro_batch_size_per_gpu": 1, "train_iters": 2, "activation": "gelu", "vocab_file": "v.json"},
+}
+
+
+def randomised(model: Any) -> Any:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.3 + (weight.dim() == 1))
+    return model.eval()
+
+
+def llama() -> Any:
+    return randomised(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)))
+
+
+def gpt_neox(parallel: bool = True) -> Any:
+    sizes = transformers.GPTNeoXConfig(**SIZES, rotary_pct=0.25, use_parallel_residual=parallel, hidden_act="gelu")
+    return randomised(transformers.GPTNeoXForCausalLM(sizes))
+
+
+def assert_same_function(theirs: Any, source: Path, target: Path, config: dict[str, Any] | None = None) -> None:
+    """Convert the folder and compare the logits of the model that it becomes."""
+    words = [str(source), str(target)]
+    if config:
+        (target.parent / "config.json").write_text(json.dumps(config))
+        words.append(f"--import_config={target.parent / 'config.json'}")
+    assert main(words) == 0
+    checkpoint = open_checkpoint(target / "step_0")
+    ours = Llama(TrainConfig(**checkpoint.facts.config))
+    ours.load_state_dict(read_tensors(checkpoint, is_weight))  # strict
+    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+# ---- GPT-NeoX
+
+
+def neox_shard(name: str, weight: Tensor, rank: int, ranks: int, parallel: bool) -> Tensor:
+    if name.endswith(("dense.weight", "4h_to_h.weight")):
+        return weight.chunk(ranks, 1)[rank]
+    if name.endswith(("dense.bias", "4h_to_h.bias")):  # every rank adds its own where the residual is parallel
+        return weight * (rank + 1) / (ranks * (ranks + 1) / 2) if parallel else weight
+    return weight if "norm" in name else weight.chunk(ranks)[rank]
+
+
+def neox_layers(state: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Layer numbers of GPT-NeoX's pipeline -> names there."""
+    layers: dict[int, dict[str, Tensor]] = {0: {"word_embeddings.weight": state["gpt_neox.embed_in.weight"]}}
+    for name, weight in state.items():
+        if name.startswith("gpt_neox.layers."):
+            number, rest = name.removeprefix("gpt_neox.layers.").split(".", 1)
+            layers.setdefault(int(number) + 2, {})[rest] = weight
+    layers[5] = {f"norm.{end}": state[f"gpt_neox.final_layer_norm.{end}"] for end in ("weight", "bias")}
+    layers[6] = {"final_linear.weight": state["lm_head.weight"]}
+    return layers
+
+
+@pytest.mark.parametrize(("ranks", "stages", "parallel"), [(1, 1, True), (2, 1, True), (2, 1, False), (2, 0, True)])
+def test_gpt_neox_s_layers_and_ranks_are_one_model(ranks: int, stages: int, parallel: bool, tmp_path: Path) -> None:
+    theirs = gpt_neox(parallel)
+    layers = neox_layers(theirs.state_dict())
+    folder = tmp_path / "global_step2"
+    folder.mkdir()
+    for rank in range(ranks):
+        module: dict[str, Tensor] = {}
+        for number, tensors in layers.items():
+            part = {n: neox_shard(n, w, rank, ranks, parallel).clone() for n, w in tensors.items()}
+            module |= {f"sequential.{number}.{name}": weight for name, weight in part.items()}
+            if stages:
+                torch.save(part, folder / f"layer_{number:02}-model_{rank:02}-model_states.pt")
+        if not stages:
+            torch.save({"module": module, "optimizer": None}, folder / f"mp_rank_{rank:02}_model_states.pt")
+    config = {**NEOX, "model_parallel_size": ranks, "pipe_parallel_size": stages, "gpt_j_residual": parallel}
+    assert_same_function(theirs, folder, tmp_path / "ours", config)
+
+
+@pytest.mark.parametrize("names", [("w1", "w3", "w2"), ("linear1", "", "linear2")])
+def test_gpt_neox_s_llama_is_read_with_both_names_of_its_gate(names: tuple[str, str, str], tmp_path: Path) -> None:
+    """linear1 holds the rank's rows of the second projection, then of the gate."""
+    theirs = llama()
+    state = theirs.state_dict()
+    gate, up, down = names
+    for rank in range(2):
+        module = {
+            "sequential.0.word_embeddings.weight": state["model.embed_tokens.weight"].chunk(2)[rank],
+            "sequential.5.norm.scale": state["model.norm.weight"],
+            "sequential.6.final_linear.weight": state["lm_head.weight"].chunk(2)[rank],
+        }
+        for layer in range(2):
+            there, here = f"sequential.{layer + 2}.", f"model.layers.{layer}."
+            halves = [state[f"{here}mlp.{half}_proj.weight"].chunk(2)[rank] for half in ("gate", "up")]
+            gates = (
+                {f"mlp.{gate}": halves[0], f"mlp.{up}": halves[1]} if up else {f"mlp.{gate}": torch.cat(halves[::-1])}
+            )
+            gates |= {
+                "attention.query_key_value": fused(here, state, groups=4).chunk(2)[rank],
+                "attention.dense": state[f"{here}self_attn.o_proj.weight"].chunk(2, 1)[rank],
+                f"mlp.{down}": state[f"{here}mlp.down_proj.weight"].chunk(2, 1)[rank],
+            }
+            module |= {f"{there}{name}.weight": weight for name, weight in gates.items()}
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                module[f"{there}{norm}.scale"] = state[f"{here}{norm}.weight"]
+        torch.save({"module": module}, tmp_path / f"mp_rank_{rank:02}_model_states.pt")
+    config = {**NEOX, "norm": "rmsnorm", "rms_norm_epsilon": 1e-6, "rotary_pct": 1.0, "num_kv_heads": 2}
+    config |= dict.fromkeys(("use_bias_in_attn_linear", "use_bias_in_mlp"), False)
+    config |= {"mlp_type": "llama"} if up else {"activation": "swiglu", "intermediate_size": 192}
+    assert_same_function(theirs, tmp_path, tmp_path / "ours", {**config, "model_parallel_size": 2})
+
+
+# ---- NeMo and NxD Training
+
+
+class Foreign:
+    """An object of a class that the reader does not know, with what it refers to."""
+
+    def __init__(self, tid: int) -> None:
+        self.tid = tid
+
+
+def fused(layer: str, state: dict[str, Tensor], groups: int) -> Tensor:
+    """Rows of queries, of keys and of values in turn, `groups` times."""
+    parts = [state[f"{layer}self_attn.{letter}_proj.weight"].unflatten(0, (groups, -1)) for letter in "qkv"]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+def megatron(state: dict[str, Tensor], rank: int, ranks: int, layers: range) -> dict[str, Tensor]:
+    """NeMo's names and shards of one rank whose first layer is 0."""
+    model = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"].chunk(ranks)[rank],
+        "encoder.final_layernorm.weight": state["model.norm.weight"],
+        "output_layer.weight": state["lm_head.weight"].chunk(ranks)[rank],
+    }
+    for number, layer in enumerate(layers):
+        there, here = f"encoder.layers.{number}.", f"model.layers.{layer}."
+        halves = [state[f"{here}mlp.{half}_proj.weight"].chunk(ranks)[rank] for half in ("gate", "up")]
+        model |= {
+            f"{there}self_attention.query_key_value.weight": fused(here, state, groups=2).chunk(ranks)[rank],
+            f"{there}self_attention.dense.weight": state[f"{here}self_attn.o_proj.weight"].chunk(ranks, 1)[rank],
+            f"{there}mlp.dense_h_to_4h.weight": torch.cat(halves),
+            f"{there}mlp.dense_4h_to_h.weight": state[f"{here}mlp.down_proj.weight"].chunk(ranks, 1)[rank],
+        }
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            model[f"{there}{norm}.weight"] = state[f"{here}{norm}.weight"]
+    return {f"model.language_model.{name}": weight.clone() for name, weight in model.items()}
+
+
+CORE = {  # NeMo's names of its own models -> of megatron-core's
+    **{"model.language_model.encoder.": "model.decoder.", "model.language_model.": "model."},
+    **{"attention.query_key_value": "attention.linear_qkv", "attention.dense": "attention.linear_proj"},
+    **{"dense_h_to_4h": "linear_fc1", "dense_4h_to_h": "linear_fc2"},
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    return {functools.reduce(lambda name, pair: name.replace(*pair), names.items(), n): w for n, w in state.items()}
+
+
+@pytest.mark.parametrize(("ranks", "stages", "names"), [(1, 1, {}), (2, 2, {}), (2, 1, CORE)])
+def test_nemo_s_ranks_are_one_model(
+    ranks: int, stages: int, names: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, folder = llama(), tmp_path / "nemo"
+    for rank in range(ranks):
+        for stage in range(stages):
+            here = folder / f"tp_rank_{rank:02}_pp_rank_{stage:03}" if ranks > 1 else folder
+            here.mkdir(parents=True)
+            layers = range(stage * 2 // stages, (stage + 1) * 2 // stages)
+            state = renamed(megatron(theirs.state_dict(), rank, ranks, layers), names)
+            loaded = {"state_dict": state, "hyper_parameters": Foreign(0), "optimizer_states": [{"optimizer": {}}]}
+            torch.save(loaded, here / "model_optim_rng.ckpt")
+    config = put(tree("nemo"), "model.tensor_model_parallel_size", ranks)
+    put(config, "model.tokenizer.model", "???")  # of no importance here
+    assert_same_function(theirs, folder, tmp_path / "ours", put(config, "model.pipeline_model_parallel_size", stages))
+    assert "without names; training starts with moments of 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ranks", "stages", "is_told"), [(1, 1, True), (2, 2, True), (1, 1, False)])
+def test_nemo_s_optimizer_states_come_along_where_their_parameters_can_be_told(
+    ranks: int, stages: int, is_told: bool, tmp_path: Path
+) -> None:
+    """Numbered in the order of two groups, with and without decay, beside fp32 copies of bf16 parameters."""
+    weights = llama().state_dict()
+    states = {moment: {n: torch.rand_like(w) for n, w in weights.items()} for moment in ("exp_avg", "exp_avg_sq")}
+    for rank, stage in itertools.product(range(ranks), range(stages)):
+        folder = tmp_path / "nemo" / f"tp_rank_{rank:02}_pp_rank_{stage:03}"
+        folder.mkdir(parents=True)
+        layers = range(stage * 2 // stages, (stage + 1) * 2 // stages)
+        copies = megatron(weights, rank, ranks, layers)
+        shards = {moment: megatron(state, rank, ranks, layers) for moment, state in states.items()}
+        groups = [[n for n in copies if ("norm" in n) == is_norm] for is_norm in (False, True)]
+        order = [name for group in groups for name in group]
+        optimizer = {
+            "state": {i: {moment: shards[moment][name] for moment in shards} for i, name in enumerate(order)},
+            "param_groups": [{"params": [order.index(n) for n in group], "step": 7} for group in groups],
+        }
+        wrapper = {"optimizer": optimizer, "fp32_from_fp16_params": [[copies[n] for n in g] for g in groups]}
+        model = {name: (copy if is_told else torch.ones_like(copy)).bfloat16() for name, copy in copies.items()}
+        torch.save({"state_dict": model, "optimizer_states": [wrapper]}, folder / "model_optim_rng.ckpt")
+    config = put(put(tree("nemo"), "model.tensor_model_parallel_size", ranks), "model.optim.name", "adam")
+    (tmp_path / "nemo.json").write_text(json.dumps(config))
+    assert main([str(tmp_path / "nemo"), str(tmp_path / "ours"), f"--import_config={tmp_path / 'nemo.json'}"]) == 0
+    checkpoint = open_checkpoint(tmp_path / "ours" / "step_0")
+    tensors = read_tensors(checkpoint)
+    expected = {
+        f"optimizer.{moment}.{name}": tensor for moment, state in states.items() for name, tensor in state.items()
+    }
+    assert {name for name in tensors if not is_weight(name)} == ({*expected, "optimizer.step"} if is_told else set())
+    if is_told:
+        assert checkpoint.facts.config["optimizer"] == "adam" and tensors["optimizer.step"] == 7
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in {**weights, **expected}.items())
+
+
+@pytest.mark.parametrize(
+    ("title", "file", "content", "has_moments"),
+    [
+        ("Hugging Face", "optimizer.pt", {"state": {}}, True),
+        ("GPT-NeoX", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", {}, True),
+        ("GPT-NeoX", "mp_rank_00_model_states.pt", {"optimizer": {"state": {}}}, True),
+        ("GPT-NeoX", "mp_rank_00_model_states.pt", {"optimizer": None}, False),
+        ("NxD Training", "optim/dp_rank_00_tp_rank_00_pp_rank_00.pt", {}, True),
+        ("NeMo", "model_optim_rng.ckpt", {"optimizer_states": []}, False),
+    ],
+)
+def test_optimizer_states_that_stay_behind_are_named(
+    title: str, file: str, content: dict[str, object], has_moments: bool, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    torch.save(content, tmp_path / file)
+    (layout,) = (layout for layout in LAYOUTS if layout.title == title)
+    assert (f"the optimizer states of {title} are" in describe_moments(tmp_path, layout)) == has_moments
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("normalization", "layernorm1p", "norms are stored minus 1"),
+        ("rotary_interleaved", True, "channels in another order"),
+    ],
+)
+def test_weights_that_mean_another_function_here_are_refused(
+    key: str, value: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "model_weights.ckpt")
+    (tmp_path / "nemo.json").write_text(json.dumps(put(tree("nemo"), f"model.{key}", value)))
+    assert main([str(tmp_path), str(tmp_path / "ours"), f"--import_config={tmp_path / 'nemo.json'}"]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def nxdt_shards(state: dict[str, Tensor], ranks: int, copies: int) -> list[dict[str, Tensor]]:
+    """NxD Training's shards of Hugging Face's names, for `copies` of the keys and values."""
+
+    def ordered(weight: Tensor) -> Tensor:
+        return weight.unflatten(0, (2, copies, -1)).transpose(0, 1).flatten(0, 2)
+
+    shards: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
+    for name, weight in state.items():
+        there, parts = name, weight.chunk(ranks)
+        if "q_proj" in name:
+            there, parts = name.replace("q_proj.weight", "qkv_proj.weight_q"), ordered(weight).chunk(ranks)
+        elif "k_proj" in name or "v_proj" in name:
+            letter = "k" if "k_proj" in name else "v"
+            there = name.replace(f"{letter}_proj.weight", f"qkv_proj.weight_{letter}")
+            parts = weight.repeat(copies, 1).chunk(ranks)
+        elif "o_proj" in name:
+            parts = ordered(weight.mT).mT.chunk(ranks, 1)
+        elif "gate_proj" in name:
+            up = state[name.replace("gate", "up")].chunk(ranks)
+            there, parts = name.replace("gate", "gate_up"), tuple(map(torch.cat, zip(parts, up, strict=True)))
+        elif "up_proj" in name:
+            continue
+        elif "down_proj" in name:
+            parts = weight.chunk(ranks, 1)
+        elif "norm" in name:
+            parts = (weight,) * ranks
+        for shard, part in zip(shards, parts, strict=True):
+            shard[there] = part.clone()
+    return shards
+
+
+def test_nxd_training_s_megatron_models_are_read_too(tmp_path: Path) -> None:
+    theirs = llama()
+    state = theirs.state_dict()
+    for rank in range(2):
+        model = megatron(state, rank, 2, range(2))
+        for layer in range(2):
+            query, key, value = (
+                state[f"model.layers.{layer}.self_attn.{letter}_proj.weight"].chunk(2)[rank] for letter in "qkv"
+            )
+            name = f"model.language_model.encoder.layers.{layer}.self_attention."
+            del model[f"{name}query_key_value.weight"]
+            model |= {f"{name}query.weight": query.clone(), f"{name}key_value.weight": torch.cat((key, value))}
+        shard = renamed(model, {"model.language_model": "language_model"})
+        torch.save(shard, tmp_path / f"dp_rank_00_tp_rank_{rank:02}_pp_rank_00.pt")
+    config = put(tree("nxdt"), "distributed_strategy.tensor_model_parallel_size", 2)
+    assert_same_function(theirs, tmp_path, tmp_path / "ours", config)
+
+
+@pytest.mark.parametrize(("ranks", "copies", "references"), [(1, 1, False), (2, 1, True), (4, 2, False)])
+def test_nxd_training_s_ranks_are_one_model(ranks: int, copies: int, references: bool, tmp_path: Path) -> None:
+    theirs, folder = llama(), tmp_path / "nxdt" / "model"
+    folder.mkdir(parents=True)
+    for rank, shard in enumerate(nxdt_shards(theirs.state_dict(), ranks, copies)):
+        for name in [name for name in shard if name.endswith("weight_q")] if references else []:  # fuse_qkv
+            shard[f"{name}kv"] = torch.cat([shard.pop(f"{name[:-1]}{letter}") for letter in "qkv"])
+        for stage in range(2):
+            part = {name: weight for name, weight in shard.items() if ("layers.1." in name or "norm" in name) == stage}
+            file = folder / f"dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt"
+            if not references:
+                torch.save(part, file)
+                continue
+            Path(f"{file}.tensors").mkdir()
+            for tid, weight in enumerate(part.values()):
+                torch.save(weight, Path(f"{file}.tensors") / f"tensor_{tid}.pt")
+            torch.save({name: Foreign(tid) for tid, name in enumerate(part)}, file)
+            torch.save({tid: {"dtype": torch.float32} for tid in range(len(part))}, f"{file}.info.pt")
+    config = put(tree("nxdt"), "distributed_strategy.kv_replicator", copies)
+    put(config, "distributed_strategy.tensor_model_parallel_size", ranks)
+    put(put(config, "trainer.devices", 8), "model.qkv_linear", True)
+    assert_same_function(theirs, folder.parent, tmp_path / "ours", config)
+
+
+# ---- Hugging Face's pickles
+
+
+@pytest.mark.parametrize("build", [llama, gpt_neox])
+def test_a_folder_of_pickles_is_converted(build: Any, tmp_path: Path) -> None:
+    theirs, folder = build(), tmp_path / "hf"
+    theirs.config.save_pretrained(folder)
+    torch.save(theirs.state_dict(), folder / "pytorch_model.bin", _use_new_zipfile_serialization=build is llama)
+    assert_same_function(theirs, folder, tmp_path / "ours")
+
+
+# ---- What is refused
+
+
+class Attack:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: str) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+def test_nothing_in_a_pickle_runs(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a")
+    copy = Attack(shutil.copyfile, str(tmp_path / "a"), str(tmp_path / "b"))
+    torch.save({"weight": torch.ones(2), "other": copy}, tmp_path / "new.pt")
+    assert torch.equal(load(tmp_path / "new.pt")["weight"], torch.ones(2))
+    torch.save({"other": copy}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"other": Attack(os.mkdir, str(tmp_path / "b"))}, tmp_path / "blocked.pt")
+    for name in ("old.pt", "blocked.pt"):
+        with pytest.raises(UnreadableError, match=name):
+            load(tmp_path / name)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "give its configuration file as --import_config"),
+        ({"pos_emb": "alibi"}, "pos_emb=alibi"),
+        ({"num_layers": 3}, "num_layers=3"),
+        ({"model_parallel_size": 2}, "in 1 tensor ranks; the configuration has 2"),
+        ({"num_attention_heads": 5, "hidden_size": 40}, "does not fit the configuration"),
+    ],
+)
+def test_a_folder_that_is_not_the_configuration_s_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, tensors in neox_layers(gpt_neox().state_dict()).items():
+        torch.save(tensors, tmp_path / f"layer_{number:02}-model_00-model_states.pt")
+    words = [str(tmp_path), str(tmp_path / "ours")]
+    if change:
+        (tmp_path / "neox.json").write_text(json.dumps({**NEOX, "gpt_j_residual": True, **change}))
+        words.append(f"--import_config={tmp_path / 'neox.json'}")
+    assert main(words) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,881 @@
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from main_training import configure
+from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
+from pretraining.optim.schedule import learning_rate
+from pretraining.tools.document import ROOT
+from pretraining.tools.importing.flags import flags_from_files
+from pretraining.tools.importing.formats import FORMATS
+from pretraining.tools.importing.reading import leaves, read_file
+from pretraining.tools.importing.report import as_data, as_text
+from pretraining.tools.importing.resolve import FIXED, ORIGIN, ImportResult, import_foreign
+from pretraining.tools.importing.resolve import settings as settings_of
+from tests.parallel.launch import run_on_torch
+from tests.tools.importing.files import FILES, drop, put, tree, write
+
+KINDS = tuple(FILES)
+ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True"}  # what none of the files says
+RESOLVED = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "norm_eps": 1e-6,
+    "init_std": 0.03,
+    "batch_size": 2,
+    "global_batch_size": 32,
+    "num_steps": 12,
+    "learning_rate": 3e-3,
+    "min_lr": 3e-4,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.98,
+    "optimizer_eps": 1e-8,
+    "weight_decay": 0.05,
+    "grad_clip_thresh": 0.5,
+    "precision": "fp32",
+    "mixed_precision": False,
+    "seed": 7,
+    "num_workers": 2,
+    "report_interval": 1,
+}
+
+
+def resolved(node: dict[str, Any], folder: Path, name: str = "config.json", **flags: object) -> ImportResult:
+    return import_foreign({"import_config": write(folder, node, name), **ENOUGH, **flags})
+
+
+def from_flags(flags: Mapping[str, object]) -> TrainConfig:
+    return configure(flags, report=False)
+
+
+def config(node: dict[str, Any], folder: Path, **flags: object) -> TrainConfig:
+    return from_flags({"import_config": write(folder, node), **ENOUGH, **flags})
+
+
+def refusal(node: dict[str, Any], folder: Path, **flags: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        config(node, folder, **flags)
+    return str(error.value)
+
+
+# ---- what files come to
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_training_in_three_formats_is_one_configuration(kind: str, tmp_path: Path) -> None:
+    result = settings_of(config(tree(kind), tmp_path))
+    assert {name: result[name] for name in RESOLVED} == RESOLVED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_is_reported_once(kind: str, tmp_path: Path) -> None:
+    result = resolved(tree(kind), tmp_path)
+    keys = [row.source_key for row in result.keys]
+    assert sorted(keys) == sorted(key for key, _ in leaves(tree(kind)))
+    assert {row.status for row in result.keys} <= {"mapped", "implied", "ignored"}
+    assert all(row.note for row in result.keys if row.status in ("implied", "ignored"))
+
+
+def test_nemo_and_the_nxdt_file_made_of_it_differ_only_where_the_report_says_so(tmp_path: Path) -> None:
+    nemo, nxdt = (settings_of(config(tree(kind), tmp_path)) for kind in ("nemo", "nxdt"))
+    assert {name for name in nemo if nemo[name] != nxdt[name]} == {"sharding_strategy"}  # NeMo's says nothing of it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_learning_rate_and_the_size_are_in_the_report(kind: str, tmp_path: Path) -> None:
+    result = resolved(tree(kind), tmp_path)
+    report = as_data(result, "0,5,11")
+    # embedding and head 2 x 100 x 32; a block: q and o 2 x 32^2, k and v 2 x 32 x 16, 3 x 32 x 64, two norms of 32
+    assert report["parameters"] == 2 * 100 * 32 + 32 + 2 * (2 * 32**2 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
+    assert report["learning_rate"] == {str(step): learning_rate(result.config, step) for step in (0, 5, 11)}
+    assert list(as_data(result)["learning_rate"]) == ["0", "3", "6", "11"]
+    assert report["learning_rate"]["0"] == pytest.approx(1e-3 if kind == "neox" else 3e-3 / 4)
+    assert sum(report["summary"].values()) == len(report["keys"]) == len(list(leaves(tree(kind))))
+    assert "unsupported" in as_text(result, report)
+
+
+# ---- metamorphic
+
+
+def shuffled(node: Any, seed: int) -> Any:
+    if not isinstance(node, dict):
+        return node
+    names = list(node)
+    random.Random(seed).shuffle(names)
+    return {name: shuffled(node[name], seed) for name in names}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS))
+def test_the_order_of_keys_does_not_matter(seed: int, kind: str, tmp_path: Path) -> None:
+    assert config(shuffled(tree(kind), seed), tmp_path) == config(tree(kind), tmp_path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@given(dashed=st.sets(st.sampled_from(sorted(FILES["neox"]))))
+def test_neox_keys_may_have_dashes(dashed: set[str], tmp_path: Path) -> None:
+    node = {name.replace("_", "-") if name in dashed else name: value for name, value in tree("neox").items()}
+    assert config(node, tmp_path) == config(tree("neox"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_yaml_and_json_are_the_same(kind: str, tmp_path: Path) -> None:
+    node = read_file(Path(write(tmp_path, tree(kind))))  # numbers that are numbers in JSON too
+    as_yaml, as_json = resolved(node, tmp_path, "config.yaml"), resolved(node, tmp_path, "config.json")
+    assert as_yaml.flags == as_json.flags
+    assert as_yaml.keys == as_json.keys
+
+
+@pytest.mark.parametrize("kind", ["nemo", "nxdt"])
+@given(nodes=st.sampled_from([1, 2, 4, 8]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=4)
+def test_the_node_count_changes_no_training(kind: str, nodes: int, tmp_path: Path) -> None:
+    node = put(put(tree(kind), "trainer.num_nodes", nodes), "trainer.devices", 16 // nodes)
+    assert config(node, tmp_path) == config(tree(kind), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ignored_keys_do_not_matter(kind: str, tmp_path: Path) -> None:
+    before = resolved(tree(kind), tmp_path)
+    free = [r.source_key for r in before.keys if r.status == "ignored" and _always_ignored(kind, r.source_key)]
+    assert len(free) >= 2
+    node = tree(kind)
+    for key in free:
+        put(node, key, "something else")
+    assert config(node, tmp_path) == before.config
+
+
+def _always_ignored(kind: str, key: str) -> bool:
+    rule = FORMATS[kind].mapping_of(key)
+    return rule is not None and rule.description.startswith("ignored")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(data=st.data())
+def test_a_typo_is_unsupported_and_the_key_is_suggested(kind: str, data: st.DataObject, tmp_path: Path) -> None:
+    excluded = ("num_layers", "model.micro_batch_size", "model.encoder_seq_length", "model.tensor_model_parallel_size")
+    known = [key for key, _ in leaves(tree(kind)) if key not in excluded]  # those name the format or are referred to
+    key = data.draw(st.sampled_from(known))
+    node = drop(tree(kind), key)
+    report = refusal(put(node, f"{key}x", 1), tmp_path)
+    assert f"{key}x=1" in report
+    assert f"did you mean {key}?" in report
+
+
+JUNK: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    "x",
+    "",
+    "1.0e_8",
+    "???",
+    -1,
+    0,
+    1,
+    3,
+    0.5,
+    1e30,
+    float("inf"),
+    float("nan"),
+    [],
+    [1, "a"],
+    {"z": 1},
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(data=st.data())
+def test_no_value_of_any_key_leads_to_anything_but_a_report_or_an_error_for_the_user(
+    kind: str, data: st.DataObject, tmp_path: Path
+) -> None:
+    keys = [key for key in FORMATS[kind].mappings if "*" not in key]
+    chosen = data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3, unique=True))
+    node = tree(kind)
+    for key in chosen:
+        put(node, key, deepcopy(data.draw(st.sampled_from(JUNK))))  # the next key may be inside this one
+    try:
+        result = resolved(node, tmp_path)
+    except UserError:
+        return
+    assert len(result.keys) == len(list(leaves(node)))
+    json.dumps(as_data(result), default=str)
+    as_text(result, as_data(result))
+
+
+# ---- what is refused, each with its key, value and reason
+
+
+def adding(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda node: put(node, key, value)
+
+
+REFUSED = [
+    ("nxdt", "name", "mixtral_8x7b", "mixture of experts"),
+    ("nxdt", "model_source", "other", "known are hf, megatron"),
+    ("nxdt", "trainer.accumulate_grad_batches", 2, "batch sizes"),
+    ("nxdt", "trainer.gradient_clip_algorithm", "value", "norm"),
+    ("nxdt", "trainer.max_steps", -1, "no stopping criterion"),
+    ("nxdt", "trainer.check_val_every_n_epoch", 2, "validation by epochs"),
+    ("nxdt", "exp_manager.checkpoint_callback_params.monitor", "val_acc", "by age"),
+    ("nxdt", "exp_manager.ema.every_n_steps", 5, "moving average"),
+    ("nxdt", "exp_manager.create_mlflow_logger", True, "wandb alone"),
+    ("nxdt", "distributed_strategy.expert_model_parallel_size", 2, "experts"),
+    ("nxdt", "data.data_impl", "lazy", "known are mmap"),
+    ("nxdt", "data.pad_samples_to_global_batch_size", True, "padding"),
+    ("nxdt", "model_alignment_strategy.dpo.beta", 0.1, "alignment"),
+    ("nxdt", "model.moe.num_experts", 8, "experts"),
+    ("nxdt", "model.normalization", "scalenorm", "known are rmsnorm"),
+    ("nemo", "model.rampup_batch_size", [16, 16], "three whole numbers"),
+    ("nemo", "model.num_layer", 0, "did you mean model.num_layers"),
+    ("nxdt", "model.transformer_block_type", "normformer", "norms come before"),
+    ("nxdt", "model.activations_checkpoint_granularity", "some", "known are full"),
+    ("nxdt", "model.fp16_lm_cross_entropy", True, "fp16"),
+    ("nxdt", "model.num_layers", "two", "expected"),
+    ("nxdt", "model.optim.name", "lamb", "known are adamw"),
+    ("nxdt", "model.optim.lr", "1.0e_8", "expected"),
+    ("nxdt", "model.optim.betas", [0.9], "two numbers"),
+    ("nxdt", "model.optim.sched.name", "rprop", "is an optimizer"),
+    ("nxdt", "model.optim.sched.name", "CyclicLR", "follow the step"),
+    ("nxdt", "precision.type", "int8", "known are"),
+    ("nemo", "restore_from_path", "/a/model.nemo", "safetensors"),
+    ("nemo", "trainer.precision", "fp8", "known are"),
+    ("nemo", "trainer.limit_val_batches", 0.5, "share of the data"),
+    ("nemo", "model.pre_process", False, "embedding"),
+    ("nemo", "model.fp8", True, "without transformer_engine"),
+    ("nemo", "model.activation", "softsign", "known are gelu"),
+    ("nemo", "model.num_layers", "???", "give --num_layers"),
+    ("nemo", "model.sqrt_query_pre_attn_scalar", 15.0, "root of head_dim"),
+    ("nemo", "model.data.data_prefix", [0.5, "/c/a", 0.5], "weights and paths in turn"),
+    ("nemo", "model.data.add_fim", True, "their middle"),
+    ("nemo", "model.cpu_offloading", True, "on the devices"),
+    ("nemo", "model.name", "te_gpt_hyena", "known are"),
+    ("nemo", "model.window_size", [64, 1], "and 0 after"),
+    ("nemo", "model.num_moe_experts", 8, "experts"),
+    ("nemo", "model.data.shuffle_documents", False, "in order"),
+    ("neox", "norm", "scalenorm", "known are layernorm"),
+    ("neox", "pos_emb", "alibi", "known are rotary"),
+    ("neox", "activation", "mish", "known are gelu"),
+    ("neox", "zero_optimization.stage", [0, 1], "expected one stage"),
+    ("neox", "optimizer.params.weight_decay", 0.2, "is at the top too"),
+    ("neox", "optimizer.params.freeze_step", 100, "OneBitAdam"),
+    ("neox", "lr_decay_style", "triangle", "known are constant"),
+    ("neox", "warmup", 2000, "looks like a number of steps"),
+    ("neox", "data_impl", "cached", "index"),
+    ("neox", "save", "/a/b", None),
+    ("neox", "attention_config", [[["local"], "all"]], "attends to all"),
+    ("neox", "moe_num_experts", 4, "experts"),
+    ("neox", "use_mup", True, "muP"),
+    ("neox", "te_fp8_mha", True, "attention in fp8"),
+    ("neox", "train_impl", "dpo", "alignment"),
+    ("neox", "weight_by_num_documents", True, "by their size"),
+    ("neox", "scheduler.type", "WarmupLR", "DeepSpeed"),
+    ("neox", "fp16_lm_cross_entropy", True, "fp32"),
+    ("neox", "cooldown", 0.1, "hybrid_cosine_inv_sqrt_2 alone"),
+    ("neox", "init_method", "orthogonal", "known are"),
+    ("nemo", "model.tensor_model_parallel_size", "1", "without quotes"),
+    ("nemo", "model.num_layers", [2], "without quotes or brackets"),
+    ("nemo", "model.use_cpu_initialization", "False", "remove the quotes"),
+    ("nxdt", "exp_manager.resume_if_exists", "false", "remove the quotes"),
+    ("nemo", "model.optim.lr", None, "give --learning_rate"),
+    ("nemo", "model.optim.name", None, "give --optimizer"),
+    ("nxdt", "data.micro_batch_size", None, "give --batch_size"),
+    ("nxdt", "data.global_batch_size", None, "give --global_batch_size"),
+    ("neox", "train_iters", None, "give --num_steps"),
+    ("neox", "seq_length", None, "give --seq_length"),
+]
+
+
+@pytest.mark.parametrize(("kind", "key", "value", "reason"), REFUSED)
+def test_what_cannot_be_done_is_refused_with_key_value_and_reason(
+    kind: str, key: str, value: Any, reason: str | None, tmp_path: Path
+) -> None:
+    node = put(tree(kind), key, value)
+    if reason is None:  # save without a period
+        node, reason = drop(node, "checkpoint_factor"), "without save_interval"
+    report = refusal(node, tmp_path)
+    (line,) = (line for line in report.splitlines() if line.startswith(f"  {key}={value} "))
+    assert reason in line
+
+
+@pytest.mark.parametrize(("kind", "key"), [("nemo", "model.moe.top_k"), ("nxdt", "x.y"), ("neox", "no_such_key")])
+def test_an_unknown_key_stops_the_run_unless_it_is_allowed(kind: str, key: str, tmp_path: Path) -> None:
+    node = put(tree(kind), key, 1)
+    assert f"{key}=1" in refusal(node, tmp_path)
+    result = resolved(node, tmp_path, import_strict="False")
+    assert not [*result.problems, *result.config_problems]
+    assert [row.status for row in result.keys if row.source_key == key] == ["unsupported"]
+    assert f"warning: {key}=1" in as_text(result, as_data(result))
+
+
+def test_recomputing_some_micro_batches_alone_is_refused_where_a_file_asks_for_it(tmp_path: Path) -> None:
+    node = put(tree("nemo"), "model.activations_checkpoint_granularity", "full")
+    assert "alone" in refusal(put(node, "model.activations_checkpoint_layers_per_pipeline", 2), tmp_path)
+
+
+def test_keys_that_contradict_are_named_both(tmp_path: Path) -> None:
+    report = refusal(put(tree("nxdt"), "data.seq_length", 64), tmp_path)
+    assert "model.encoder_seq_length=32  contradicts data.seq_length=64" in report
+
+
+def test_a_fine_tuning_file_of_hugging_face_s_models_has_data_s_row_length(tmp_path: Path) -> None:
+    node = merged(tree("nxdt"), {"data": {"seq_length": 16}, "model": {"fusions": {"ring_attention": True}}})
+    node["model_alignment_strategy"] = {"sft": {"packing": True}, "peft": {"lora_rank": 4, "merge_sharded_lora": False}}
+    imported = config(node, tmp_path)
+    assert (imported.seq_length, imported.max_position_embeddings, imported.lora_rank) == (16, 32, 4)
+
+
+def test_a_fine_tuning_file_trains_on_the_shards_that_were_prepared_from_its_records(tmp_path: Path) -> None:
+    instructions = {
+        "use_sft_style_data_module": True,
+        "data_impl": "mmap",  # which that module does not read
+        "packing": True,
+        "seq_length": 16,
+        "train_dir": "/records/training.jsonl",
+        "val_dir": "/records/validation.jsonl",
+        "dev_choose_samples": 100,
+    }
+    node = merged(tree("nxdt"), {"data": instructions, "model_alignment_strategy": {"sft": {"packing": True}}})
+    given = config(node, tmp_path, data_path="/shards")
+    assert (given.data_path, given.col_name, given.seq_length, given.max_samples) == ("/shards", "tokens", 16, None)
+    assert (given.max_position_embeddings, given.file_type) == (32, "auto")
+    node["data"]["train_dir"] = "/rows"
+    assert config(node, tmp_path, data_path="/shards").max_samples == 100
+
+
+def test_a_schedule_that_is_not_indented_is_refused(tmp_path: Path) -> None:
+    node = put(put(tree("nxdt"), "model.optim.sched", None), "model.optim.warmup_steps", 3)
+    assert "indent model.optim.warmup_steps under it" in refusal(node, tmp_path)
+
+
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
+    node = put(put(tree("nemo"), "model.fp8", True), "model.num_layer", 3)
+    report = refusal(node, tmp_path, learning_rate="fast", optimiser_eps="1e-9")
+    for subject in ("model.fp8=True", "model.num_layer=3", "--learning_rate=fast", "--optimiser_eps=1e-9"):
+        assert subject in report
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_what_would_work(tmp_path: Path) -> None:
+    """8 ranks of 2 sequences. NxD Training would train on 32 and not say so."""
+    report = refusal(put(tree("nxdt"), "data.global_batch_size", 40), tmp_path)
+    assert "data.global_batch_size=40" in report
+    assert "use 32 or 48, or micro_batch_size 1, 5" in report
+
+
+def test_a_batch_that_nemo_would_refuse_on_the_file_s_devices_is_one_for_other_devices(tmp_path: Path) -> None:
+    """The launcher's files have devices that their batches do not divide over: its users give their own."""
+    node = put(tree("nemo"), "model.global_batch_size", 40)
+    assert config(node, tmp_path).global_batch_size == 40
+    (warning,) = resolved(node, tmp_path).warnings
+    assert warning.subject == "model.global_batch_size=40" and "use 32 or 48" in warning.remedy
+
+
+# ---- flags
+
+
+def test_flags_win_over_the_file_and_the_report_says_so(tmp_path: Path) -> None:
+    result = resolved(tree("nemo"), tmp_path, learning_rate="1e-3")
+    assert result.config.learning_rate == 1e-3
+    (row,) = (row for row in result.keys if row.source_key == "model.optim.lr")
+    assert "overridden by command line: --learning_rate=1e-3" in row.note
+    assert row.values == {"learning_rate": "1e-3"}
+
+
+def test_a_flag_answers_what_the_file_leaves_open(tmp_path: Path) -> None:
+    node = put(tree("nemo"), "model.tokenizer.model", "???")
+    assert config(node, tmp_path, tokenizer_path="a.model").tokenizer_path == "a.model"
+
+
+def test_a_flag_takes_its_companion_with_it(tmp_path: Path) -> None:
+    assert config(tree("nemo"), tmp_path, precision="mixed_bf16").mixed_precision is True
+    assert config(tree("neox"), tmp_path, lr_warmup_steps="2").lr_warmup_ratio is None
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_resolved_configuration_reads_back_as_itself(kind: str, suffix: str, tmp_path: Path) -> None:
+    before = config(tree(kind), tmp_path)
+    path = tmp_path / f"dump.{suffix}"
+    dump = json.dumps if suffix == "json" else yaml.safe_dump
+    path.write_text(dump(settings_of(before)))
+    assert from_flags({"config_file": str(path)}) == before
+
+
+def test_stages_and_their_cuts_are_kept_or_folded(tmp_path: Path) -> None:
+    node = put(put(tree("nxdt"), "distributed_strategy.pipeline_model_parallel_size", 2), "data.micro_batch_size", 1)
+    node = put(node, "model.pipeline_cuts", ["model.layers.0"])
+    folded = config(node, tmp_path, import_pp="fold")
+    assert (folded.pipeline_parallel_size, folded.pipeline_cuts) == (1, "")
+    for engine in ("xla", "torch"):
+        kept = config(node, tmp_path, engine=engine)
+        assert (kept.pipeline_parallel_size, kept.pipeline_cuts) == (2, "model.layers.0")
+
+
+@pytest.mark.slow
+def test_files_with_stages_train_with_them_to_the_losses_without(tmp_path: Path) -> None:
+    neox = put(put(tree("neox"), "pipe_parallel_size", 2), "zero_optimization.stage", 1)
+    nxdt = put(tree("nxdt"), "distributed_strategy.pipeline_model_parallel_size", 2)
+    flags = {"engine": "torch", "device": "cpu", "num_steps": 3, "lr_warmup_steps": 1}
+    cases = {
+        f"{kind} {import_pp}": asdict(config(node, tmp_path, import_pp=import_pp, **flags))
+        for kind, node in (("neox", neox), ("nxdt", nxdt))
+        for import_pp in ("keep", "fold")
+    }
+    outcomes = run_on_torch(2, cases)
+    for kind in ("neox", "nxdt"):
+        assert [cases[f"{kind} {name}"]["pipeline_parallel_size"] for name in ("keep", "fold")] == [2, 1]
+        for figure in ("loss", "grad_norm"):
+            kept, folded = (outcomes[f"{kind} {name}"][figure] for name in ("keep", "fold"))
+            assert kept == pytest.approx(folded, rel=1e-6) and len(kept) == 3
+
+
+def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'model_variant = "tiny"\nuse_dummy_dataset = true\nseq_length = 64\ncheckpoint_interval = 9\n'
+        "learning_rate = 1e-3\nextra_checkpoint_steps = [1, 2]\n"
+    )
+    result = from_flags({"config_file": str(path), "learning_rate": "2e-3"})
+    assert (result.model_variant, result.use_dummy_dataset, result.learning_rate) == ("tiny", True, 2e-3)
+    assert result.extra_checkpoint_steps == "1,2"
+    path.write_text("learning_rat = 1.0\n")
+    with pytest.raises(ConfigError, match=r"--learning_rat=1.0 .*did you mean --learning_rate"):
+        from_flags({"config_file": str(path)})
+
+
+def test_a_mistake_names_the_key_and_the_file_that_it_came_from(tmp_path: Path) -> None:
+    node = put(tree("neox"), "log_interval", 0)
+    own = write(tmp_path, {"num_workers": 0, "import_config": write(tmp_path, node)}, "own.json")
+    with pytest.raises(ConfigError) as error:
+        from_flags({"config_file": own, "seq_length": "-1", "batch_size": "two", **ENOUGH})
+    problems = {problem.subject: problem.remedy for problem in error.value.problems}
+    assert problems["--num_workers=0"].endswith(f"[from num_workers=0 in {own}]")
+    assert problems["--report_interval=0"].endswith(f"[from log_interval=0 in {tmp_path / 'config.json'}]")
+    assert (
+        "[from" not in problems["--seq_length=-1"] + problems["--batch_size=two"]
+    )  # the command line's, not the file's
+
+
+def test_every_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    open_text = Path.read_text
+
+    def read_text(path: Path, **words: str) -> str:
+        read.append(path.name)
+        return open_text(path, **words)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    node = put(tree("nxdt"), "model.model_config", write(tmp_path, LLAMA, "model.json"))
+    own = write(tmp_path, {"import_config": write(tmp_path, node)}, "own.json")
+    configure({"config_file": own, **ENOUGH})
+    assert sorted(read) == ["config.json", "model.json", "own.json"]
+
+
+# ---- Hugging Face's config.json
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 90,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
+    "rope_scaling": {
+        **{"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+    "tie_word_embeddings": False,
+}
+
+
+def test_dimensions_come_from_a_config_json_under_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, {**LLAMA, "summary_type": "cls_index"}, "model.json")
+    flags = {"model_config_path": path, "use_dummy_dataset": "True", "seq_length": "16", "num_layers": "5"}
+    result = configure(flags)
+    assert (result.model_variant, result.num_layers, result.intermediate_size, result.vocab_size) == (
+        "custom",
+        5,
+        48,
+        90,
+    )
+    assert (result.norm_eps, result.rope_theta, result.rope_scaling_type) == (1e-6, 5e5, "llama3")
+    assert "model.json: not read, as in transformers: summary_type" in capsys.readouterr().out
+    assert (result.rope_scaling_factor, result.rope_original_max_position) == (4.0, 16)
+
+
+@pytest.mark.parametrize(("key", "value"), [("model_type", "gpt2"), ("hidden_act", "gelu_new"), ("hidden_sise", 32)])
+def test_a_config_json_that_we_cannot_follow_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, {**LLAMA, key: value}, "model.json")
+    with pytest.raises(ConfigError, match=f"{key}={value}"):
+        from_flags({"model_config_path": path})
+
+
+def test_an_nxdt_file_takes_the_dimensions_it_leaves_out_from_its_model_config(tmp_path: Path) -> None:
+    node = drop(drop(put(tree("nxdt"), "model_source", "hf"), "model.ffn_hidden_size"), "model.num_kv_heads")
+    put(node, "model.model_config", "model.json")
+    assert "model.model_config=model.json" in refusal(node, tmp_path)
+    path = write(tmp_path, LLAMA, "model.json")
+    own = config(node, tmp_path)
+    assert (own.num_layers, own.intermediate_size, own.num_kv_heads) == (
+        2,
+        48,
+        2,
+    )  # 2: the file's own
+    put(node, "model.model_config", "/elsewhere/model.json")
+    assert config(node, tmp_path, model_config_path=path) == own
+    llama3 = model_shape(config(node, tmp_path, model_variant="llama3_8b", num_kv_heads="2"))
+    assert (llama3.num_layers, llama3.intermediate_size) == (2, 14336)
+
+
+# ---- formats
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_format_is_recognised_by_its_keys(kind: str, tmp_path: Path) -> None:
+    assert resolved(tree(kind), tmp_path).format.name == kind
+
+
+def test_a_file_of_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="format is unknown"):
+        resolved({"lr": 1}, tmp_path)
+
+
+def test_a_description_of_a_model_is_no_configuration_of_a_trainer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="use --model_config_path"):
+        resolved({"model_type": "llama", "hidden_size": 8}, tmp_path)
+
+
+def test_neox_files_are_merged_in_any_order_and_a_key_in_two_of_them_is_an_error(tmp_path: Path) -> None:
+    node = tree("neox")
+    rest = {key: node.pop(key) for key in ("train_iters", "optimizer")}
+    model, run = write(tmp_path, node, "a.yml"), write(tmp_path, rest, "b.json")
+    for paths in (f"{model},{run}", f"{run},{model}"):
+        assert from_flags({"import_config": paths, **ENOUGH}) == config(tree("neox"), tmp_path)
+    write(tmp_path, {**rest, "seq_length": 16}, "b.json")
+    with pytest.raises(UserError, match=r"seq_length: is both in .*a\.yml and in .*b\.json"):
+        import_foreign({"import_config": f"{model},{run}", **ENOUGH})
+
+
+def test_of_two_spellings_of_a_neox_key_the_later_file_counts(tmp_path: Path) -> None:
+    model = write(tmp_path, tree("neox"), "a.json")
+    later = write(tmp_path, {"seq-length": 16, "log-interval": 3}, "b.json")
+    both = from_flags({"import_config": f"{model},{later}", **ENOUGH})
+    assert (both.seq_length, both.report_interval) == (16, 3)
+    assert from_flags({"import_config": f"{later},{model}", **ENOUGH}).seq_length == 32
+
+
+# ---- NeMo's launcher
+
+LAUNCHER: dict[str, Any] = {
+    "run": {"name": "small", "results_dir": "${base_results_dir}/${.name}", "time_limit": "0-01:30:00"},
+    "exp_manager": {"explicit_log_dir": "${training.run.results_dir}/results"},
+    "model": {
+        "activations_checkpoint_method": "block",
+        "activations_checkpoint_num_layers": 0,
+        "data": {"data_prefix": [1.0, "${data_dir}/text_document"]},
+        "tokenizer": {"model": "${data_dir}/tokenizer.model"},
+        "ffn_hidden_size": "${multiply:${training.model.num_attention_heads},16}",
+        "rampup_batch_size": None,
+    },
+    "trainer": {"max_time": "05:23:30:00"},
+}
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: merged(below.get(key, {}), value) if isinstance(value, dict) else value for key, value in above.items()
+    }
+    return {**below, **both}
+
+
+@pytest.mark.parametrize("is_composed", [False, True])
+def test_a_launcher_s_file_is_read_raw_and_composed(is_composed: bool, tmp_path: Path) -> None:
+    node = merged(tree("nemo"), LAUNCHER)
+    node["model"]["max_position_embeddings"] = "${training.model.encoder_seq_length}"
+    outside = {"stages": ["training"], "cluster": {"partition": "${cluster.nothing}"}} if is_composed else {}
+    result = resolved({**outside, "training": node} if is_composed else node, tmp_path)
+    assert not [*result.problems, *result.config_problems]
+    assert result.format.name == "nemo"
+    assert (result.config.max_position_embeddings, result.config.intermediate_size) == (32, 64)
+    status = {row.source_key: (row.status, row.note) for row in result.keys}
+    for key, field in (("exp_manager.explicit_log_dir", "log_dir"), ("model.data.data_prefix", "data_path")):
+        assert status[key][0] == "ignored"
+        assert f"--{field}" in status[key][1]
+    assert {status[key][0] for key in ("run.results_dir", "model.activations_checkpoint_num_layers")} == {"ignored"}
+    assert set(status) == {key for key, _ in leaves(node)} | {key for key, _ in leaves(outside)}
+
+
+def test_nemo_s_growing_global_batch_is_this_recipe_s(tmp_path: Path) -> None:
+    node = merged(tree("nemo"), {"model": {"rampup_batch_size": [16, 8, 1000]}})
+    assert config(node, tmp_path).rampup_batch_size == "16,8,1000"
+    assert "grows by 5" in refusal(merged(node, {"model": {"rampup_batch_size": [16, 5, 1000]}}), tmp_path)
+
+
+# Keys of NeMo 1.21 to 2.0's megatron_gpt_config.yaml and of its launcher's training files that 1.14 does not have.
+NEWER = {
+    "trainer.max_time": "05:23:30:00",
+    "trainer.use_distributed_sampler": False,
+    "trainer.enable_model_summary": False,
+    "exp_manager.step_timing_kwargs.sync_cuda": True,
+    "exp_manager.seconds_to_sleep": 60,
+    "model.mcore_gpt": True,
+    "model.rampup_batch_size": None,
+    "model.expert_model_parallel_size": 1,
+    "model.moe_grouped_gemm": False,
+    "model.num_moe_experts": None,
+    "model.use_flash_attention": True,
+    "model.ub_tp_comm_overlap": True,
+    "model.ub_tp_comm_overlap_cfg.qkv_fprop.num_sm": 4,
+    "model.tp_comm_atomic_ag": True,
+    "model.sharp": True,
+    "model.fp8": False,
+    "model.fp8_hybrid": True,
+    "model.fp8_wgrad": True,
+    "model.fsdp": False,
+    "model.fsdp_sharding_strategy": "full",
+    "model.fsdp_grad_reduce_dtype": "fp32",
+    "model.fsdp_sharded_checkpoint": False,
+    "model.apply_rope_fusion": True,
+    "model.gc_interval": 100,
+    "model.qkv_bias": False,
+    "model.rotary_interleaved": False,
+    "model.seq_len_interpolation_factor": None,
+    "model.max_position_embeddings": "${sum:${.encoder_seq_length},0}",
+    "model.nsys_profile.enabled": False,
+    "model.nsys_profile.trace": ["nvtx", "cuda"],
+    "model.nsys_profile.start_step": 10,
+    "model.memory_profile.enabled": False,
+    "model.memory_profile.start_step": 10,
+    "model.optim.name": "mcore_distributed_optim",
+    "model.optim.contiguous_param_buffer": True,
+    "model.optim.grad_sync_dtype": "bf16",
+    "model.data.exchange_indices_distributed": True,
+    "model.data.mock_dataset": False,
+    "model.data.data_impl": "mock",
+}
+
+
+def test_a_nemo_file_after_1_18_imports(tmp_path: Path) -> None:
+    node = tree("nemo")
+    for key, value in NEWER.items():
+        put(node, key, value)
+    assert config(node, tmp_path) == replace(config(tree("nemo"), tmp_path), max_run_seconds=516_600)
+
+
+# Keys of NeMo's newer example files and of its launcher's, which say nothing of the training, as they stand there.
+BESIDE = {
+    "hydra.searchpath": ["file:///opt/NeMo/conf"],
+    "defaults": ["_self_", {"optional tp_overlap@model.ub_tp_comm_overlap_cfg": None}],
+    "precision": "bf16",
+    "target": "nemo.collections.nlp.models.MegatronGPTModel",
+    "mcore_customization_config.parallel_attention": True,  # not below model, so no layer is Falcon's
+    "s3_checkpointing.chunk_size_MB": 64,
+    "exp_manager.neptune_logger_kwargs.prefix": "train",
+    "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": True,
+    "model.precision": "bf16",
+    "model.name": "te_gpt",
+    "model.nemo_version": "1.21.0rc0",
+    "model.mcore_customization_config.parallel_attention": True,  # without Falcon's name
+    "model.num_micro_batches_with_partial_activation_checkpoints": 2,  # without granularity full
+    "model.activations_checkpoint_layers_per_pipeline": 32,
+    "model.moe_router_topk": 2,  # without num_moe_experts
+    "model.torch_distributed_checkpoint": True,
+    "env_vars.NVTE_FUSED_ATTN": 1,
+    "model.cpu_offloading": False,
+    "model.cpu_offloading_num_layers": "${sum:${.num_layers},-1}",
+    "model.cpu_offloading_weights": True,
+    "model.dist_ckpt_format": "zarr",
+    "model.dist_ckpt_torch_dist_multiproc": 2,
+    "model.megatron_timer_kwargs.log_mode": "minmax",
+    "model.enable_vboost": True,
+    "model.deteministic_mode": False,  # the launcher's spelling
+    "model.optim.dtype": "bf16",  # which fused_adam does not read
+    "model.rotary_interleaved": True,
+    "model.tokenizer.trust_remote_code": True,
+    "model.tokenizer.model": "???",
+    "model.data.data_prefix": "???",
+    "model.data.add_fim": False,
+    "model.data.fim.rate": 0.5,
+    "model.data.fim.extra_tokens.prefix": "<fim_prefix>",
+    "model.data.mmap_bin_files": True,
+}
+
+
+def test_keys_beside_the_training_do_not_stop_an_import(tmp_path: Path) -> None:
+    node = tree("nemo")
+    for key, value in BESIDE.items():
+        put(node, key, value)
+    assert config(node, tmp_path) == config(tree("nemo"), tmp_path)
+
+
+def test_data_that_a_file_leaves_open_are_asked_for_by_the_run(tmp_path: Path) -> None:
+    node = put(tree("nemo"), "model.data.data_prefix", "???")
+    with pytest.raises(ConfigError, match="--data_path"):
+        from_flags({"import_config": write(tmp_path, node), "vocab_size": "100"})
+
+
+def test_falcon_s_layers_are_read_below_model_with_its_name(tmp_path: Path) -> None:
+    """One norm for both branches in 7B's; 40B's new architecture has two."""
+    node = put(tree("nemo"), "model.name", "megatron_falcon_gpt")
+    put(node, "model.mcore_customization_config.parallel_attention", True)
+    for new in (False, True):
+        put(node, "model.mcore_customization_config.new_decoder_architecture", new)
+        imported = config(node, tmp_path)
+        assert (imported.parallel_residual, imported.shared_norm) == (True, not new)
+
+
+def test_gemma_s_embeddings_and_activation_of_nemo(tmp_path: Path) -> None:
+    """OpenAI's GELU takes the place of any activation, of gated ones too (NeMo's activation_to_func)."""
+    node = put(put(tree("nemo"), "model.apply_embedding_scaling", True), "model.activation", "geglu")
+    put(put(node, "model.openai_gelu", True), "model.bias_activation_fusion", False)
+    imported = config(node, tmp_path)
+    assert (imported.scale_embeddings, imported.activation) == (True, "geglu_tanh")
+    assert "openai_gelu" in refusal(put(node, "model.activation", "swiglu"), tmp_path)
+
+
+def test_rows_of_another_length_than_the_model_s_count_in_nemo(tmp_path: Path) -> None:
+    node = put(put(tree("nemo"), "model.data.seq_length", 16), "model.window_size", [16, 0])
+    imported = config(node, tmp_path)
+    assert (imported.seq_length, imported.max_position_embeddings, imported.sliding_window) == (16, 32, 17)
+
+
+def test_llama_3_1_s_positions_of_nemo(tmp_path: Path) -> None:
+    """apply_rope_scaling: 8192 positions, factors 1 and 4, and 8 unless scale_factor says otherwise."""
+    node = put(tree("nemo"), "model.scale_positional_embedding", True)
+    for factor in (8, 32):
+        imported = config(put(node, "model.scale_factor", None if factor == 8 else factor), tmp_path)
+        scaling = (imported.rope_scaling_type, imported.rope_scaling_factor, imported.rope_original_max_position)
+        assert scaling == ("llama3", factor, 8192)
+        assert (imported.rope_low_freq_factor, imported.rope_high_freq_factor) == (1, 4)
+
+
+def test_a_run_may_end_in_its_warm_up(tmp_path: Path) -> None:
+    """Linear from 0, because constant_steps is not 0: NeMo's launcher measures speed with such files."""
+    sched = {"name": "CosineAnnealing", "warmup_steps": 115, "constant_steps": 12_500, "min_lr": "3e-4"}
+    imported = config(put(tree("nemo"), "model.optim.sched", sched), tmp_path)
+    assert [learning_rate(imported, step) for step in (0, 11)] == pytest.approx([0, 3e-3 * 11 / 115])
+
+
+def test_an_unknown_key_that_is_off_is_ignored(tmp_path: Path) -> None:
+    for value in (None, False, 0):
+        result = resolved(put(tree("nemo"), "model.new_option", value), tmp_path)
+        assert not [*result.problems, *result.config_problems]
+        (row,) = (row for row in result.keys if row.source_key == "model.new_option")
+        assert (row.status, row.note.partition(";")[0]) == ("ignored", "off")
+
+
+def test_a_time_limit_is_days_hours_minutes_and_seconds(tmp_path: Path) -> None:
+    assert config(put(tree("nxdt"), "trainer.max_time", "01:02:03:04"), tmp_path).max_run_seconds == 93_784
+    both = put(put(tree("nemo"), "trainer.max_time", "01:00:00:00"), "exp_manager.max_time_per_run", "00:00:05:00")
+    assert config(both, tmp_path).max_run_seconds == 300
+    (row,) = (
+        row
+        for row in resolved(put(tree("nemo"), "trainer.max_time", "2 days"), tmp_path).keys
+        if "time" in row.source_key
+    )
+    assert (row.status, row.note) == ("unsupported", "expected DD:HH:MM:SS")
+
+
+# ---- tables
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_target_is_a_field_or_known_to_be_missing(kind: str) -> None:
+    known = {field.name for field in fields(TrainConfig)} | FIXED.keys()
+    assert {name for rule in FORMATS[kind].mappings.values() for name in rule.fields} <= known
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_default_has_a_rule(kind: str) -> None:
+    assert FORMATS[kind].defaults.keys() <= FORMATS[kind].mappings.keys()
+
+
+def test_fields_of_origin_are_fields() -> None:
+    assert set(ORIGIN) <= {field.name for field in fields(TrainConfig)}
+
+
+def test_the_importer_needs_neither_torch_nor_numpy() -> None:
+    code = "import sys, pretraining.tools.importing.report, pretraining.optim.schedule; "
+    subprocess.run(
+        [sys.executable, "-c", code + "assert not {'torch', 'numpy'} & {*sys.modules}"], check=True, cwd=ROOT
+    )
+
+
+# ---- the command
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, str(ROOT / "main_training.py"), *words]
+    return subprocess.run(script, capture_output=True, text=True, check=False)
+
+
+def test_import_only_prints_and_writes_the_report_and_touches_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    path = write(tmp_path, put(tree("nemo"), "model.data.data_prefix", ["1.0", "/no/such/corpus"]))
+    done = command(f"--import_config={path}", "--import_only", f"--import_report={target}", "--import_lr_steps=0,3")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(target.read_text())
+    assert set(report) >= {"config", "parameters", "learning_rate", "keys", "summary"}
+    assert list(report["learning_rate"]) == ["0", "3"]
+    assert report["parameters"] is None  # no vocabulary was given
+    assert f"{len(report['keys'])} keys:" in done.stdout
+
+
+def test_import_only_still_refuses_what_is_unsupported_and_writes_the_report(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    path = write(tmp_path, put(tree("nemo"), "model.fp8", True))
+    done = command(f"--import_config={path}", "--import_only", f"--import_report={target}")
+    assert done.returncode == 2
+    assert "model.fp8=True" in done.stderr
+    assert json.loads(target.read_text())["summary"]["unsupported"] == 1
+
+
+def test_import_only_prints_our_own_settings_too(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('model_variant = "mini"\n')
+    done = command(f"--config_file={tmp_path / 'run.toml'}", "--import_only", "--seq_length=512")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"  --model_variant=mini", "  --seq_length=512"} <= set(done.stdout.splitlines())
+
+
+def test_nothing_is_printed_without_a_foreign_file(capsys: pytest.CaptureFixture[str]) -> None:
+    flags_from_files({"model_variant": "tiny"})
+    assert capsys.readouterr().out == ""
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
+    path = write(tmp_path, tree("nemo"))
+    words = ["--use_dummy_dataset", "--vocab_size=100", "--import_only", f"--import_config={path}"]
+    script = [sys.executable, str(ROOT / "main_training.py"), *words]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

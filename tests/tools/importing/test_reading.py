@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.config.errors import UserError
+from pretraining.tools.importing.reading import leaves, read_file
+from pretraining.tools.importing.references import Leaf, parse_yaml, resolve
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3e-4", 3e-4), ("1E5", 1e5), ("-1.5e+3", -1500.0), ("1.", 1.0), (".5", 0.5), ("12", 12), ("1", 1), ("1.0", 1.0)],
+)
+def test_a_number_is_what_yaml_1_2_says(tmp_path: Path, text: str, value: float) -> None:
+    (tmp_path / "a.yaml").write_text(f"key: {text}\n")
+    read = read_file(tmp_path / "a.yaml")["key"]
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize("text", ["1.0e_8", "3e", "1e5x", "'3e-4'", "2026-08-01"])
+def test_what_is_no_number_stays_text(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.yaml").write_text(f"key: {text}\n")
+    assert read_file(tmp_path / "a.yaml")["key"] == text.strip("'")
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_every_float_that_python_writes_is_read_back(number: float) -> None:
+    assert parse_yaml(f"a: {number!r}") == {"a": number}
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.yaml", "a: 1\nb: 2\na: 3\n"), ("a.json", '{"a": 1, "b": 2, "a": 3}')])
+def test_a_key_that_stands_twice_is_an_error(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=r"a\.(yaml|json): cannot be read: .*found duplicate key a"):
+        read_file(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.yaml", "a: [1\n"), ("a.json", "{"), ("a.toml", "a"), ("a.yaml", "- 1\n")]
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=name):
+        read_file(tmp_path / name)
+
+
+def test_a_named_pipe_and_a_folder_are_errors(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (tmp_path / "pipe.yaml", tmp_path):
+        with pytest.raises(UserError, match=f"{path}: cannot be read: it is no file"):
+            read_file(path)
+
+
+@pytest.mark.parametrize("levels", [60, 100_000])
+@pytest.mark.parametrize(("name", "opening"), [("a.yaml", "["), ("a.json", '{"a": ['), ("a.yaml", "{a: ")])
+def test_deep_nesting_is_an_error(tmp_path: Path, name: str, opening: str, levels: int) -> None:
+    closing = "".join({"[": "]", "{": "}"}.get(letter, "") for letter in reversed(opening))
+    (tmp_path / name).write_text('{"b": ' + opening * levels + "1" + closing * levels + "}")
+    with pytest.raises(UserError, match=f"{name}: cannot be read: mappings or lists are nested more than 50 deep"):
+        read_file(tmp_path / name)
+
+
+def test_a_list_and_an_empty_mapping_are_values() -> None:
+    assert dict(leaves({"a": {"b": [1, {"c": 2}], "d": {}}, "e": None})) == {"a.b": [1, {"c": 2}], "a.d": {}, "e": None}
+
+
+@pytest.mark.parametrize(
+    ("reference", "value"),
+    [
+        ("${a.x}", 8),
+        ("${.y}", 4),
+        ("${..a.x}", 8),
+        ("${multiply:8,4}", 32),
+        ("${multiply:${a.x}, ${.y}}", 32),
+        ("${sum:12,-1}", 11),
+        ("${add:${a.x},1}", 9),
+        ("${subtract:${a.x},1}", 7),
+        ("${divide:1,4}", 0.25),
+        ("${divide_ceil:9,4}", 3),
+        ("${divide_floor:9,4}", 2),
+        ("n${a.x}-${.y}", "n8-4"),
+        ("${a.list}", [8, 2]),
+        ("$FOLDER/data", "/there/data"),
+        ("${oc.env:FOLDER}", "/there"),
+    ],
+)
+def test_a_reference_is_its_value(reference: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOLDER", "/there")
+    tree = {"a": {"x": 8, "list": ["${a.x}", 2]}, "b": {"y": 4, "z": reference}}
+    assert Leaf("b.z", value) in list(resolve(tree))
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"a": "${b}", "b": "${a}"}, "Recursive"),
+        ({"a": "${a}"}, "Recursive"),
+        ({"a": "${nothing.there}"}, "'nothing.there' not found"),
+        ({"a": "${b}", "b": "???"}, "Missing mandatory value: b"),
+        ({"a": "${unheard:4,2}"}, "Unsupported interpolation type unheard"),
+        ({"a": "${divide:4,x}"}, "TypeError"),
+        ({"a": ["${multiply:2,3}", "${nothing}"]}, "'nothing' not found"),
+    ],
+)
+def test_a_reference_that_leads_nowhere_is_an_error_of_its_key(tree: dict[str, Any], words: str) -> None:
+    (leaf,) = (leaf for leaf in resolve(tree) if leaf.key == "a")
+    assert leaf.value == tree["a"]
+    assert words in leaf.error
+
+
+def test_a_malformed_reference_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"\$\{b"):
+        list(resolve({"a": "${b"}))

@@ -1,0 +1,596 @@
+"""Single rules against numbers that were worked out by hand or published."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.config.optimizers import hyperparameters
+from pretraining.config.schedules import SCHEDULES as OURS
+from pretraining.config.support import unsupported as limits
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
+from pretraining.optim.schedule import learning_rate
+from pretraining.tools.importing.foreign import ForeignConfig
+from pretraining.tools.importing.megatron_optim import SCHEDULES
+from pretraining.tools.importing.neox import era_of
+from pretraining.tools.importing.neox_model import feed_forward
+from pretraining.tools.importing.resolve import ImportResult, import_foreign
+from tests.tools.importing.files import put, tree, write
+
+PARTS = ("train", "validation", "test")
+ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True", "import_only": "True"}
+
+
+def imported_file(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> ImportResult:
+    node = tree(kind)
+    for key, value in changes.items():
+        put(node, key, value)
+    return import_foreign({"import_config": write(folder, node), **ENOUGH, **flags})
+
+
+def config(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> TrainConfig:
+    imported = imported_file(kind, folder, changes, **flags)
+    assert not [*imported.problems, *imported.config_problems]
+    return imported.config
+
+
+# ---- GPT-NeoX
+
+
+@pytest.mark.parametrize(
+    ("hidden", "leaves", "flags", "width"),
+    [
+        (4096, {"activation": "swiglu", "intermediate_size": 33024}, {}, 11008),  # Llama 2 7B: 3 x 11008
+        (4096, {"activation": "swiglu", "intermediate_size": 11008}, {"neox_gated_ffn": "legacy"}, 11008),
+        (4096, {"activation": "silu", "mlp_type": "llama"}, {}, 11008),  # 256 ceil(8 x 4096 / 3 / 256)
+        (768, {}, {}, 3072),
+        (768, {"expansion_factor": 3}, {}, 2304),
+        (768, {"intermediate_size": 1001}, {}, 1002),  # even
+        (5120, {"activation": "swiglu", "intermediate_size": 41472}, {}, 13824),  # Llama 2 13B
+    ],
+)
+def test_the_width_of_the_feed_forward_layer(
+    hidden: int, leaves: dict[str, Any], flags: dict[str, object], width: int
+) -> None:
+    assert feed_forward(ForeignConfig({"hidden_size": hidden, **leaves}, flags=flags)).values == {
+        "intermediate_size": width
+    }
+
+
+def test_a_width_that_neox_itself_cannot_build_is_refused() -> None:
+    """Mistral 7B's file: 2/3 of 14336 is 9557; both projections round to 9558, one to 4778."""
+    reading = feed_forward(ForeignConfig({"hidden_size": 4096, "activation": "swiglu", "intermediate_size": 14336}))
+    assert reading.status == "unsupported"
+    assert "9558 and 2 x 4778" in reading.note
+
+
+@given(st.integers(1, 10**6), st.sampled_from([1, 2, 64, 256]))
+def test_a_gated_width_is_about_a_third_of_the_written_one(written: int, multiple: int) -> None:
+    leaves = {"hidden_size": 64, "activation": "geglu", "intermediate_size": written, "mlp_multiple_of": multiple}
+    reading = feed_forward(ForeignConfig(leaves))
+    if reading.status != "unsupported":
+        width = reading.values["intermediate_size"]
+        assert width % multiple == 0
+        assert abs(width - written / 3) <= 2 * multiple + 1
+
+
+@pytest.mark.parametrize(
+    ("leaves", "era"),
+    [
+        ({"save_interval": 1}, "2022"),
+        ({"train_iters": 143_000}, "2022"),
+        ({"mlp_multiple_of": 1}, "head"),
+        ({"mlp_multiple_of": 256, "eval_batch_size": 8}, "2022"),  # StableLM's
+        ({"rope_fusion": True}, "head"),
+    ],
+)
+def test_the_era_follows_from_the_keys(leaves: dict[str, Any], era: str) -> None:
+    assert era_of({"checkpoint_factor": 10, **leaves}, "auto")[0] == era
+    assert era_of(leaves, "2023")[0] == "2023"
+
+
+@pytest.mark.parametrize(
+    ("era", "expected"),
+    [
+        ("2022", (0.0, 0.01, 0.1, "neox2022_cosine")),
+        ("2023", (0.0, 0.01, 0.1, "neox_cosine")),
+        ("head", (1.0, 0.1, 0.0, "neox_cosine")),
+    ],
+)
+def test_absent_keys_take_the_eras_defaults(era: str, expected: tuple[object, ...], tmp_path: Path) -> None:
+    absent = ("gradient_clipping", "weight_decay", "hidden_dropout", "attention_dropout")
+    node = {key: value for key, value in tree("neox").items() if key not in absent}
+    flags = {"import_config": write(tmp_path, node), "neox_era": era, **ENOUGH}
+    config = import_foreign(flags).config
+    assert (config.grad_clip_thresh, config.weight_decay, config.hidden_dropout, config.lr_schedule) == expected
+    assert config.attention_dropout == config.hidden_dropout
+
+
+def test_an_era_that_the_keys_leave_open_is_asked_for_where_it_matters(tmp_path: Path) -> None:
+    """checkpoint_factor exists since December 2022, so it is in files of all three eras."""
+    node = put(put(tree("neox"), "activation", "gelu"), "intermediate_size", 64)
+    del node["use_bias_in_mlp"]
+    (problem,) = import_foreign({"import_config": write(tmp_path, node), **ENOUGH}).problems
+    assert problem.subject == "--neox_era=auto"
+    assert {"neox2022_cosine", "neox_cosine", "2022", "2023", "head"} <= set(re.split(r"[^\w]", problem.remedy))
+    assert "weight_decay" not in problem.remedy  # the file gives it
+    for flags in ({"neox_era": "2022"}, {"lr_schedule": "cosine"}):
+        assert not import_foreign({"import_config": write(tmp_path, node), **ENOUGH, **flags}).problems
+    constant = write(tmp_path, put(node, "lr_decay_style", "constant"))
+    assert not import_foreign({"import_config": constant, **ENOUGH}).problems
+    del node["weight_decay"]
+    (problem,) = import_foreign({"import_config": write(tmp_path, node), **ENOUGH}).problems
+    assert "weight_decay=0.01" in problem.remedy and "0.1 since" in problem.remedy
+
+
+@pytest.mark.parametrize(("type", "asked"), [("Adam", True), ("SM3", False), ("OneBitAdam", False)])
+def test_an_era_is_not_asked_for_because_of_a_default_that_the_optimizer_does_not_read(
+    type: str, asked: bool, tmp_path: Path
+) -> None:
+    """SM3 has no weight decay, and DeepSpeed reads OneBitAdam's from optimizer.params alone."""
+    node = put(put(tree("neox"), "optimizer.type", type), "activation", "gelu") | {"intermediate_size": 64}
+    node = {key: value for key, value in node.items() if key not in ("use_bias_in_mlp", "weight_decay")}
+    if type == "SM3":
+        node["optimizer"]["params"] = {"lr": 1e-3}
+    node["lr_decay_style"] = "constant"
+    imported = import_foreign({"import_config": write(tmp_path, node), **ENOUGH})
+    assert [problem.subject for problem in imported.problems] == ["--neox_era=auto"] * asked
+
+
+@pytest.mark.parametrize(("era", "first"), [("2022", 0.0), ("head", 1 / 3)])
+def test_a_constant_rate_of_neox_stays_constant(era: str, first: float, tmp_path: Path) -> None:
+    """`megatron/learning_rates.py`: peak x s / w while it warms up, today at least 1 / w, then the peak for good."""
+    changes = {"lr_decay_style": "constant", "lr_decay_iters": 6, "warmup": 0.5, "min_lr": 0.0}
+    imported = config("neox", tmp_path, changes, neox_era=era)
+    rates = [learning_rate(imported, step) / 3e-3 for step in (0, 1, 2, 3, 4, 7, 11)]
+    assert rates == pytest.approx([first, 1 / 3, 2 / 3, 1, 1, 1, 1], abs=1e-12)
+
+
+def test_gradient_clipping_wins_over_clip_grad(tmp_path: Path) -> None:
+    assert config("neox", tmp_path, {"clip_grad": 3.0}).grad_clip_thresh == 0.5
+    assert config("neox", tmp_path, {"clip_grad": 3.0, "gradient_clipping": None}).grad_clip_thresh == 3.0
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "passes", "batch"),
+    [
+        (64, 4, None, (64, 4)),  # 8 ranks: two passes
+        (64, None, 2, (64, 4)),
+        (None, 4, 2, (64, 4)),
+        (64, None, None, (64, 8)),
+        (None, 4, None, (32, 4)),
+        (64, 4, 2, (64, 4)),
+    ],
+)
+def test_two_sizes_of_a_batch_give_the_third(
+    train: int | None, micro: int | None, passes: int | None, batch: tuple[int, int], tmp_path: Path
+) -> None:
+    sizes = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": passes,
+    }
+    imported = config("neox", tmp_path, sizes)
+    assert (imported.global_batch_size, imported.batch_size) == batch
+
+
+def test_three_sizes_that_disagree_are_refused_with_what_divides(tmp_path: Path) -> None:
+    sizes = {"train_batch_size": 80, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    (problem,) = imported_file("neox", tmp_path, sizes).problems
+    assert problem.subject == "train_batch_size=80"
+    assert problem.remedy.endswith("micro batches that divide: 1, 2, 5, 10")
+
+
+def test_a_batch_that_no_micro_batch_divides_is_refused_with_batches_that_work(tmp_path: Path) -> None:
+    """5 ranks of 4 sequences."""
+    sizes = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": None}
+    (problem,) = imported_file("neox", tmp_path, sizes, source_world_size="5").problems
+    assert problem.remedy.endswith("use 20 or 40")
+    assert config("neox", tmp_path, sizes, source_world_size="5", global_batch_size="24").global_batch_size == 24
+
+
+def test_devices_that_do_not_hold_whole_models_are_refused(tmp_path: Path) -> None:
+    """NeoX asserts that 6 devices are a multiple of 4 tensor ranks."""
+    (problem,) = imported_file("neox", tmp_path, {"model_parallel_size": 4}, source_world_size="6").problems
+    assert (problem.subject, "= 4" in problem.remedy) == ("devices of the source = 6", True)
+
+
+@pytest.mark.parametrize("kind", ["nxdt", "neox"])
+def test_the_devices_of_the_source_are_read_like_every_other_flag(kind: str, tmp_path: Path) -> None:
+    assert config(kind, tmp_path, {}, source_world_size="0.8e1").global_batch_size == 32
+    report = imported_file(kind, tmp_path, {}, tensor_parallel_size="two")
+    assert [problem.subject for problem in [*report.problems, *report.config_problems]] == [
+        "--tensor_parallel_size=two"
+    ]
+
+
+def test_without_the_number_of_devices_the_global_batch_is_the_runs(tmp_path: Path) -> None:
+    imported = config("neox", tmp_path, {"num_gpus": None})
+    assert (imported.global_batch_size, imported.batch_size, imported.gradient_accumulation_steps) == (None, 2, 2)
+    assert config("neox", tmp_path, {"num_gpus": None}, source_world_size="16").global_batch_size == 64
+
+
+def test_neox_sets_sequences_aside_for_validation(tmp_path: Path) -> None:
+    """(320000 // 1000 + 1) x 10 x 32 to validate on and 10 x 32 to test on."""
+    changes = {"train_iters": 320000, "eval_interval": 1000, "eval_iters": 10, "data_path": "/c/text"}
+    imported = imported_file("neox", tmp_path, changes)
+    (row,) = (row for row in imported.keys if row.source_key == "eval_iters")
+    assert "102720 and 320 sequences" in row.note
+    assert imported.config.split == "969, 30, 1"
+    assert imported.config.data_path == "/c/text.idx"
+
+
+def test_neox_mixtures_keep_their_weights(tmp_path: Path) -> None:
+    changes = {"train_data_paths": ["/c/a", "/c/d/b"], "train_data_weights": [1.0, 3.0]}
+    changes |= {"valid_data_paths": ["/c/v"], "test_data_paths": ["/c/t"]}
+    imported = config("neox", tmp_path, changes)
+    assert (imported.data_path, imported.datasets, imported.weights) == ("/c", "a.idx,d/b.idx", "1.0,3.0")
+    assert (imported.valid_data_path, imported.test_data_path) == ("/c/v.idx", "/c/t.idx")
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "parts"),
+    [
+        ("nemo", "model.data.splits_string", {f"model.data.data_prefix.{part}": ["/c/a"] for part in PARTS}),
+        ("nxdt", "data.splits_string", {"data.train_dir": "/c/a", "data.val_dir": "/c/b", "data.test_dir": "/c/c"}),
+        ("neox", "split", {f"{part[:5]}_data_paths": ["/c/a"] for part in PARTS}),
+    ],
+)
+def test_shares_are_not_read_where_every_part_has_data_of_its_own(
+    kind: str, share: str, parts: dict[str, Any], tmp_path: Path
+) -> None:
+    """NeMo says that it ignores splits_string then; a share of the training data was left out otherwise."""
+    imported = config(kind, tmp_path, {share: "900,50,50", **parts})
+    assert (imported.split, bool(imported.valid_data_path), bool(imported.test_data_path)) == ("", True, True)
+    assert config(kind, tmp_path, {share: "900,50,50"}, data_path="/c").split == "900,50,50"
+
+
+@pytest.mark.parametrize("ending", ["", "s"])
+def test_neox_tests_on_the_data_that_a_file_names(ending: str, tmp_path: Path) -> None:
+    paths = {f"{kind}_data_path{ending}": f"/c/{kind}" for kind in ("train", "valid", "test")}
+    imported = config("neox", tmp_path, {**paths, "eval_iters": 10})
+    assert (imported.test_data_path, imported.test_steps) == ("/c/test.idx", 10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("nemo", "model.data.data_impl", "mmap"), ("nemo", "model.data.data_impl", "mock"), ("neox", "data_impl", "mmap")],
+)
+def test_shards_of_the_command_line_need_not_be_of_the_files_kind(
+    kind: str, key: str, value: str, tmp_path: Path
+) -> None:
+    flags = {"import_config": write(tmp_path, put(tree(kind), key, value)), "vocab_size": "100", "import_only": "True"}
+    imported = import_foreign({**flags, "data_path": "/mine"})
+    assert (imported.config.file_type, imported.config.use_dummy_dataset) == ("auto", False)
+    (row,) = (row for row in imported.keys if row.source_key == key)
+    assert (row.values, "left out because of other flags" in row.note) == ({}, True)
+    assert import_foreign({**flags, "data_path": "/mine", "file_type": "parquet"}).config.file_type == "parquet"
+
+
+def test_a_mixture_may_be_in_another_folder(tmp_path: Path) -> None:
+    changes = {"model.data.data_prefix": [1, "/c/a", 2, "/c/b"]}
+    imported = config("nemo", tmp_path, changes, data_path="/mine")
+    assert (imported.data_path, imported.datasets, imported.weights) == ("/mine", "a.idx,b.idx", "1,2")
+
+
+def test_a_list_of_no_paths_leaves_the_data_to_the_flags(tmp_path: Path) -> None:
+    changes = {f"{kind}_data_paths": paths for kind, paths in (("train", []), ("valid", [""]), ("test", []))}
+    imported = imported_file("neox", tmp_path, {**changes, "train_data_weights": [1.0, 2.0]})
+    (row,) = (row for row in imported.keys if row.source_key == "valid_data_paths")
+    assert (row.status, row.note) == ("ignored", "no path: give --valid_data_path")
+    assert imported.config.data_path == imported.config.weights == "" and imported.config.val_interval == 0
+
+
+def test_stablelm_s_keys_are_read(tmp_path: Path) -> None:
+    """Those of StableLM 2 12B, whose feed-forward layer is 13,824 wide."""
+    node: dict[str, Any] = {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 32, "seq_length": 4096}
+    node |= {"attention_head_type": "groupedquery", "num_kv_heads": 8, "qk_norm": True, "rotary_interleaved": False}
+    node |= {"mlp_multiple_of": 256, "mlp_type": "gated", "activation": "silu", "no_weight_tying": True}
+    node |= {"gpt_j_residual": True, "gpt_j_tied": True, "pos_emb": "rotary", "rotary_pct": 0.25, "train_iters": 9}
+    node |= dict.fromkeys(("use_bias_in_norms", "use_bias_in_qk_norm", "use_bias_in_attn_linear"), False)
+    node |= {"use_bias_in_mlp": False, "max_position_embeddings": 4096, "train_micro_batch_size_per_gpu": 1}
+    node |= {"full_precision_lm_cross_entropy": True, "eval_batch_size": 1, "wandb_name": "", "cooldown": 0.0}
+    imported = import_foreign({"import_config": write(tmp_path, node), **ENOUGH, "vocab_size": "100352"})
+    assert not [*imported.problems, *imported.config_problems]
+    shape = model_shape(imported.config)
+    assert (shape.intermediate_size, shape.num_kv_heads, imported.config.activation) == (13_824, 8, "swiglu")
+    assert imported.config.shared_norm and imported.config.qk_norm and not imported.config.norm_bias
+
+
+def test_stable_lm_2_s_schedule_is_that_of_its_report(tmp_path: Path) -> None:
+    """Of its 1.6 B file: 9720 steps of warm-up, a cosine to a quarter of 540,000, then an inverse square root."""
+    schedule = {"lr_decay_style": "hybrid_cosine_inv_sqrt_2", "train_iters": 540_000, "lr_decay_iters": 540_000}
+    schedule |= {"warmup": 0.018, "cooldown": 0.0, "min_lr": 1e-4, "optimizer.params.lr": 1e-3}
+    imported = config("neox", tmp_path, schedule)
+    rates = {step: learning_rate(imported, step) for step in (0, 4860, 9720, 135_000, 400_000)}
+    assert rates == pytest.approx({0: 0, 4860: 5e-4, 9720: 9.9713e-4, 135_000: 5.5e-4, 400_000: 2.23688e-4}, rel=1e-4)
+    cooled = config("neox", tmp_path, {**schedule, "cooldown": 0.1})
+    assert learning_rate(cooled, 513_000) == pytest.approx(learning_rate(imported, 486_000) / 2)
+
+
+@pytest.mark.parametrize("name", ["CPU_Adam", "CPU_torch_adam"])
+def test_an_optimizer_on_the_host_is_adamw_with_its_state_there(name: str, tmp_path: Path) -> None:
+    changes = {"optimizer.type": name, "zero_optimization.cpu_offload": False}
+    imported = config("neox", tmp_path, changes)
+    assert (imported.optimizer, imported.cpu_offload) == ("adamw", True)
+
+
+def test_onebitadam_is_deepspeed_s_with_its_schedule(tmp_path: Path) -> None:
+    """It is built of optimizer.params, and NeoX gives it WarmupDecayLR whatever lr_decay_style and min_lr are."""
+    params = {"lr": 1e-3, "freeze_step": 60, "cuda_aware": True, "comm_backend_name": "nccl"}
+    changes = {"optimizer": {"type": "OneBitAdam", "params": params}, "train_iters": 100, "warmup": 0.1}
+    imported = config("neox", tmp_path, {**changes, "lr_decay_iters": 110})
+    optimizer, arguments = imported.optimizer, hyperparameters(imported)
+    assert (optimizer, arguments.weight_decay, arguments.arguments["freeze_step"]) == ("onebit_adam", 0.0, 60)
+    assert [arguments.arguments[name] for name in ("beta1", "beta2", "eps")] == [0.9, 0.999, 1e-8]
+    rates = {step: learning_rate(imported, step) for step in (0, 1, 4, 11, 61)}
+    assert rates == pytest.approx({0: 0, 1: 0, 4: 1e-3 * math.log(4) / math.log(10), 11: 1e-3, 61: 5e-4})
+    decayed = config("neox", tmp_path, {**changes, "optimizer.params.weight_decay": 0.05, "weight_decay": 0.05})
+    assert decayed.weight_decay == 0.05
+
+
+def test_gpt_neox_at_its_defaults_is_pythia_160m(tmp_path: Path) -> None:
+    """162,322,944 parameters with 50304 rows, as published: biases, LayerNorm, GELU and an untied head."""
+    node: dict[str, Any] = {
+        "num_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "seq_length": 2048,
+        "train_iters": 100,
+    }
+    node |= {"max_position_embeddings": 2048, "pos_emb": "rotary", "no_weight_tying": True, "rope_fusion": False}
+    path = write(tmp_path, {**node, "train_micro_batch_size_per_gpu": 4})
+    imported = import_foreign({"import_config": path, **ENOUGH, "vocab_size": "50304"})
+    assert not [*imported.problems, *imported.config_problems]
+    assert model_shape(imported.config).parameters == 162_322_944
+
+
+# ---- NeMo and NxD Training
+
+
+@pytest.mark.parametrize(
+    ("changes", "activation"),
+    [
+        ({"model.activation": "gelu"}, "gelu_tanh"),
+        ({"model.activation": "geglu"}, "geglu_tanh"),
+        ({"model.activation": "fast-geglu", "model.bias_activation_fusion": False}, "geglu"),
+        ({"model.activation": "gelu", "model.bias_activation_fusion": False}, "gelu"),
+        ({"model.activation": "gelu", "model.bias_gelu_fusion": False}, "gelu"),
+        ({"model.activation": "gelu", "model.bias_gelu_fusion": False, "model.openai_gelu": True}, "gelu_tanh"),
+        ({"model.activation": "swiglu"}, "swiglu"),
+    ],
+)
+def test_nemo_s_fused_gelu_is_the_tanh_approximation(changes: dict[str, Any], activation: str, tmp_path: Path) -> None:
+    """`fused_bias_gelu.py`: x * 0.5 * (1 + tanh(0.79788456 x (1 + 0.044715 x^2))); fusion is on where it is absent."""
+    assert config("nemo", tmp_path, changes).activation == activation
+
+
+@pytest.mark.parametrize(
+    ("source", "scaled", "method"),
+    [
+        ("hf", None, "normal"),
+        ("hf", True, "normal"),
+        ("megatron", True, "scaled_normal"),
+        ("megatron", False, "normal"),
+    ],
+)
+def test_nxdt_s_hf_models_initialise_every_projection_alike(
+    source: str, scaled: bool | None, method: str, tmp_path: Path
+) -> None:
+    changes = {"model_source": source, "model.use_scaled_init_method": scaled}
+    assert config("nxdt", tmp_path, changes).output_init_method == method
+
+
+def test_recompute_settings_are_not_read_without_full_granularity(tmp_path: Path) -> None:
+    changes = {"model.activations_checkpoint_method": "block", "model.activations_checkpoint_num_layers": 3}
+    assert config("nemo", tmp_path, changes).checkpoint_num_layers == 1
+    full = imported_file("nemo", tmp_path, {**changes, "model.activations_checkpoint_granularity": "full"})
+    assert {problem.subject.partition("=")[0] for problem in full.problems} == set(changes)
+
+
+@pytest.mark.parametrize("key", ["model.normalization", "model.layernorm_zero_centered_gamma"])
+def test_a_norm_stored_minus_1_is_the_same_function_unless_it_decays(key: str, tmp_path: Path) -> None:
+    changes = {key: "layernorm1p" if key.endswith("normalization") else True, "model.bias": True}
+    norm = "layernorm" if key.endswith("normalization") else "rmsnorm"
+    assert config("nemo", tmp_path, changes).norm_type == norm
+    decayed = imported_file("nemo", tmp_path, {**changes, "model.do_layer_norm_weight_decay": True})
+    assert [problem.subject.partition("=")[0] for problem in decayed.problems] == [key]
+
+
+@pytest.mark.parametrize(("strategy", "ours"), [("full", "fsdp"), ("hybrid", "hsdp"), ("grad", "zero2")])
+def test_nemo_s_fsdp_is_a_sharding_strategy(strategy: str, ours: str, tmp_path: Path) -> None:
+    changes = {"model.fsdp": True, "model.fsdp_sharding_strategy": strategy}
+    assert config("nemo", tmp_path, changes).sharding_strategy == ours
+
+
+@pytest.mark.parametrize("name", ["mcore_distributed_optim", "distributed_fused_adam"])
+def test_megatron_s_distributed_optimizers_are_adamw(name: str, tmp_path: Path) -> None:
+    assert config("nemo", tmp_path, {"model.optim.name": name}).optimizer == "adamw"
+
+
+def test_every_schedule_of_nemo_is_one_of_ours() -> None:
+    assert set(SCHEDULES.values()) <= set(OURS)
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(1, 1), (1.0, -1), (50, 50), (0, 0), (0.0, 0)])
+def test_one_batch_is_not_all_of_them(limit: float, steps: int, tmp_path: Path) -> None:
+    changes = {"trainer.limit_val_batches": limit, "model.data.splits_string": "900,50,50"}
+    imported = config("nemo", tmp_path, changes)
+    assert imported.val_steps == steps
+    assert bool(imported.val_interval) == bool(steps)
+
+
+def test_validation_that_is_never_reached_is_none(tmp_path: Path) -> None:
+    changes = {"trainer.val_check_interval": 13, "trainer.limit_val_batches": 2, "model.data.splits_string": "9,1,0"}
+    assert config("nemo", tmp_path, changes).val_interval == 0
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("/c/a", ("/c/a.idx", "", "")),
+        ([1.0, "/c/a"], ("/c/a.idx", "", "")),
+        ([0.5, "/c/a", 0.5, "/c/d/b"], ("/c", "a.idx,d/b.idx", "0.5,0.5")),
+        ([0.5, "/c/a", 1, "/c/d/b", 0.25, "/c/a"], ("/c", "a.idx,d/b.idx", "0.75,1.0")),
+        ([0.5, "/c/a", 0.5, "/c/a"], ("/c/a.idx", "", "")),
+        (["/c/a", "/c/b"], ("/c", "a.idx,b.idx", "")),
+        ({"train": [0.3, "/c/a", 0.7, "/c/b"]}, ("/c", "a.idx,b.idx", "0.3,0.7")),
+    ],
+)
+def test_every_way_to_name_a_corpus_is_read(prefix: Any, expected: tuple[str, str, str], tmp_path: Path) -> None:
+    imported = config("nemo", tmp_path, {"model.data.data_prefix": prefix})
+    assert (imported.data_path, imported.datasets, imported.weights) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "eps", "decay"),
+    [("adamw", 1e-8, 0.01), ("adamw_fp32OptState", 1e-6, 0.0), ("fused_adam", 1e-8, 0.0)],
+)
+def test_absent_hyperparameters_are_the_optimizers_own(name: str, eps: float, decay: float, tmp_path: Path) -> None:
+    changes = {"model.optim.name": name, "model.optim.betas": None, "model.optim.weight_decay": None}
+    imported = imported_file("nxdt", tmp_path, changes, import_strict="False").config
+    assert (imported.adam_beta1, imported.adam_beta2) == (0.9, 0.999)
+    assert (imported.optimizer_eps, imported.weight_decay) == (eps, decay)
+
+
+def test_a_cosine_without_steps_is_named_in_the_report(tmp_path: Path) -> None:
+    """NeMo's megatron_gpt_config.yaml with fewer steps: 1.5e-4 at 750, 1e-5 at 751."""
+    changes = {"trainer.max_steps": 20_000, "model.optim.lr": 1.5e-4, "model.optim.sched.min_lr": 1e-5}
+    changes |= {"model.optim.sched.warmup_steps": 750, "model.optim.sched.constant_steps": 80_000}
+    imported = imported_file("nemo", tmp_path, changes)
+    (row,) = (row for row in imported.keys if row.source_key == "model.optim.sched.constant_steps")
+    assert (row.status, row.note.startswith("leaves no cosine")) == ("implied", True)
+    assert [learning_rate(imported.config, step) for step in (750, 751)] == [1.5e-4, 1e-5]
+
+
+def test_phases_may_be_shares_of_the_steps(tmp_path: Path) -> None:
+    changes = {"model.optim.sched.warmup_steps": None, "model.optim.sched.warmup_ratio": 0.25}
+    changes |= {"model.optim.sched.constant_steps": None, "model.optim.sched.constant_ratio": 0.26}
+    imported = config("nemo", tmp_path, changes)
+    assert (imported.lr_warmup_ratio, imported.lr_constant_steps) == (0.25, 3)
+
+
+def test_without_a_schedule_the_rate_is_constant(tmp_path: Path) -> None:
+    assert config("nemo", tmp_path, {"model.optim.sched": None}).lr_schedule == "constant"
+
+
+def test_the_trainers_steps_count_and_not_the_schedules(tmp_path: Path) -> None:
+    imported = imported_file("nemo", tmp_path, {"model.optim.sched.max_steps": 99})
+    assert imported.config.lr_decay_steps is None
+    (row,) = (row for row in imported.keys if row.source_key == "model.optim.sched.max_steps")
+    assert (row.status, "trainer.max_steps=12 counts" in row.note) == ("implied", True)
+
+
+def test_the_schedule_has_the_steps_of_the_run_although_a_flag_changes_them(tmp_path: Path) -> None:
+    changes = {"model.optim.sched.max_steps": "${trainer.max_steps}"}
+    imported = config("nxdt", tmp_path, changes, num_steps="20")
+    assert (imported.num_steps, imported.lr_decay_steps, learning_rate(imported, 19)) == (
+        20,
+        None,
+        learning_rate(config("nxdt", tmp_path, {"trainer.max_steps": 20}), 19),
+    )
+    assert config("nxdt", tmp_path, {**changes, "trainer.max_steps": -1}, num_steps="20").lr_decay_steps is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "resume"),
+    [
+        ({}, "auto"),
+        ({"exp_manager.resume_ignore_no_checkpoint": False}, "must"),
+        ({"exp_manager.resume_if_exists": False}, "never"),
+    ],
+)
+def test_resuming_is_one_word_here(changes: dict[str, Any], resume: str, tmp_path: Path) -> None:
+    assert config("nemo", tmp_path, changes).resume == resume
+
+
+def test_saving_none_and_keeping_all(tmp_path: Path) -> None:
+    callback = "exp_manager.checkpoint_callback_params"
+    changes = {"exp_manager.create_checkpoint_callback": True, f"{callback}.every_n_train_steps": 5}
+    kept = config("nemo", tmp_path, {**changes, f"{callback}.save_top_k": -1})
+    assert (kept.checkpoint_interval, kept.keep_last_n_checkpoints) == (5, 0)
+    assert config("nemo", tmp_path, {**changes, f"{callback}.save_top_k": 0}).checkpoint_interval == 0
+    absent = config("nemo", tmp_path, {"exp_manager.create_checkpoint_callback": True})
+    assert absent.checkpoint_interval == 4  # after each validation
+
+
+def test_the_moving_average_of_the_weights(tmp_path: Path) -> None:
+    enabled = {"exp_manager.ema.enable": True}
+    assert config("nemo", tmp_path, enabled).ema_decay == 0.999  # NeMo's default
+    assert config("nemo", tmp_path, {**enabled, "exp_manager.ema.decay": 0.9999}).ema_decay == 0.9999
+    assert config("nemo", tmp_path, {"exp_manager.ema.decay": 0.9999}).ema_decay == 0
+
+
+def test_the_folder_of_the_run(tmp_path: Path) -> None:
+    assert config("nemo", tmp_path, {"exp_manager.exp_dir": "/exp"}).log_dir == "/exp/small"
+    changes = {"exp_manager.exp_dir": "/exp", "exp_manager.explicit_log_dir": "/there"}
+    assert config("nemo", tmp_path, changes).log_dir == "/there"
+
+
+def test_a_report_is_json_whatever_the_source_holds(tmp_path: Path) -> None:
+    from pretraining.tools.importing.report import as_data
+
+    report = as_data(imported_file("nemo", tmp_path, {"model.data.data_prefix": "/c/a"}))
+    assert json.loads(json.dumps(report)) == report
+
+
+# ---- fp8
+
+
+FP8 = {
+    "trainer.precision": "bf16",
+    "model.transformer_engine": True,
+    "model.fp8": True,
+    "model.fp8_e4m3": False,
+    "model.fp8_hybrid": True,
+    "model.fp8_wgrad": True,
+    "model.fp8_margin": 0,
+    "model.fp8_interval": 1,
+    "model.fp8_amax_history_len": 1024,
+    "model.fp8_amax_compute_algo": "max",
+    "model.reduce_amax": True,
+    "model.fp8_params": True,
+}
+
+
+def test_fp8_of_nemo_is_ours_but_for_the_factors_and_the_report_says_so(tmp_path: Path) -> None:
+    imported = imported_file("nemo", tmp_path, FP8)
+    assert not [*imported.problems, *imported.config_problems]
+    assert (imported.config.precision_mode, imported.config.mixed_precision) == ("fp8", True)
+    (note,) = (row.note for row in imported.keys if row.source_key == "model.fp8")
+    assert "instead of earlier ones" in note
+    assert [problem.subject for problem in limits(imported.config, "xla")] == ["--precision=fp8"]
+    assert config("nemo", tmp_path, FP8, precision="mixed_bf16").precision_mode == "mixed_bf16"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remains"),
+    [
+        ("trainer.precision", 32, "fp32"),
+        ("model.transformer_engine", False, "mixed_bf16"),
+        ("model.fp8_e4m3", True, "mixed_bf16"),
+        ("model.fp8_hybrid", False, "mixed_bf16"),
+        ("model.fp8_wgrad", False, "mixed_bf16"),
+        ("model.fp8_multi_head_attention", True, "fp8"),
+    ],
+)
+def test_another_fp8_is_refused(key: str, value: Any, remains: str, tmp_path: Path) -> None:
+    changes = {**FP8, key: value}
+    (problem,) = imported_file("nemo", tmp_path, changes).problems
+    assert "fp8" in problem.subject
+    assert config("nemo", tmp_path, changes, import_strict="False").precision_mode == remains
+    assert not imported_file("nemo", tmp_path, {**changes, "model.fp8": False}).problems
+    if problem.subject.startswith("model.fp8="):
+        assert config("nemo", tmp_path, changes, precision="fp8").precision_mode == "fp8"
+
+
+def test_a_value_that_no_number_equals_is_not_a_contradiction(tmp_path: Path) -> None:
+    assert config("nxdt", tmp_path, {"compiler_cache_url": math.nan}).compile_cache_dir == "nan"

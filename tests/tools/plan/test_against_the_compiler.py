@@ -1,0 +1,114 @@
+"""The plan's bytes are those of the compiled step and of the live engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretraining.config.training import TrainConfig
+from pretraining.tools.plan.memory import kept_activations
+from pretraining.tools.plan.plan import Plan, plan_of
+from tests.parallel.hlo import LENGTH, saved_for_backward, sent
+from tests.parallel.launch import environment
+from tests.parallel.toy import TOY
+
+pytest.importorskip("torch_xla")
+pytestmark = pytest.mark.slow
+
+Fields = dict[str, Any]
+RECOMPUTED: Fields = {"fsdp_activation_checkpointing": True}
+STAGES: Fields = {
+    **{"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
+    **{"gradient_accumulation_steps": 4, "batch_size": 1},
+}
+PROGRAMS: dict[str, Fields] = {
+    "ddp": {"sharding_strategy": "ddp", "batch_size": 2},
+    "zero1": {"sharding_strategy": "zero1", "batch_size": 2},
+    "fsdp": {"sharding_strategy": "fsdp", "batch_size": 2},
+    "fsdp, recomputed": {"sharding_strategy": "fsdp", "batch_size": 2, **RECOMPUTED},
+    "fsdp, mlp recomputed": {
+        **{"sharding_strategy": "fsdp", "batch_size": 2, **RECOMPUTED},
+        **{"checkpoint_granularity": "selective", "checkpoint_modules": "mlp"},
+    },
+    "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 4, "batch_size": 2},
+    "tensor": {"sharding_strategy": "ddp", "tensor_parallel_size": 8, "batch_size": 16, "num_kv_heads": 8},
+    "fsdp x tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 4},
+    "fsdp x stages": STAGES,
+    "fsdp x stages, recomputed": {**STAGES, **RECOMPUTED},
+}
+HELD: dict[str, Fields] = {
+    **PROGRAMS,
+    "padded": {**PROGRAMS["fsdp x tensor"], "make_vocab_size_divisible_by": 384},
+    "context": {"sharding_strategy": "fsdp", "context_parallel_size": 2, "batch_size": 4},
+    "fewer heads": {"sharding_strategy": "ddp", "tensor_parallel_size": 8, "batch_size": 16},
+    "adafactor": {**PROGRAMS["fsdp"], "optimizer": "adafactor"},
+    "novograd": {**PROGRAMS["fsdp x tensor"], "optimizer": "novograd"},
+    "bf16_sr": {**PROGRAMS["fsdp"], "precision": "bf16_sr", "mixed_precision": True},
+    "mixed_bf16_sr": {**PROGRAMS["fsdp"], "precision": "mixed_bf16_sr", "mixed_precision": True},
+    "adapters": {**PROGRAMS["fsdp"], "lora_rank": 4, "lora_target_modules": ".*_proj"},
+}
+
+
+def planned(case: str) -> Plan:
+    fields = {
+        "num_kv_heads": 4,
+        **HELD[case],
+        "plan": True,
+        "plan_devices": 8,
+        "engine": "xla",
+        "plan_device_kind": "h100",
+    }
+    return plan_of(TrainConfig(**{**TOY, **fields}))
+
+
+Live = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
+    """What the driver prints of every case."""
+    folder = tmp_path_factory.mktemp("programs")
+    cases = {name: {"num_kv_heads": 4, **fields} for name, fields in HELD.items()}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to={folder} --xla_dump_hlo_as_text"
+    variables = environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", XLA_FLAGS=flags)
+    command = [sys.executable, str(Path(__file__).with_name("xla_driver.py")), str(folder)]
+    command += [json.dumps(cases), json.dumps(list(PROGRAMS))]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: Live = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def program(live: Live, case: str) -> str:
+    """Return the text of the compiled step."""
+    return Path(live[case]["program"]).read_text()
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_printed_planned_and_measured_bytes_are_equal(case: str, live: Live) -> None:
+    memory, counted = planned(case).memory, live[case]["counted"]
+    assert {"parameters": memory.parameters, "moments": memory.moments} == live[case]["measured"]
+    assert {name: getattr(memory, name) for name in counted} == counted
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_collectives_are_the_compiled_step_s_within_a_tenth(case: str, live: Live) -> None:
+    plan = planned(case)
+    measured = sent(program(live, case), tokens=plan.config.batch_size * LENGTH)
+    assert sum(one.bytes for one in plan.collectives) == pytest.approx(sum(measured.values()), rel=0.1)
+    assert all(one.least <= one.bytes for one in plan.collectives)
+
+
+@pytest.mark.parametrize("case", ["ddp", "fsdp", "fsdp, recomputed", "fsdp, mlp recomputed", "tensor"])
+def test_activations_are_what_the_compiled_step_keeps_within_a_fifth(case: str, live: Live) -> None:
+    plan = planned(case)
+    measured = 4 * sum(map(math.prod, saved_for_backward(program(live, case)))) * TOY["num_layers"]
+    expected = kept_activations(plan.config, plan.mesh)
+    assert expected == pytest.approx(measured, rel=0.2)

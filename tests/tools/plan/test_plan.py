@@ -1,0 +1,285 @@
+"""What --plan=True prints, and that a change of the configuration moves the figures the way it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from main_training import configure
+from pretraining.config.devices import PLAN_KINDS
+from pretraining.config.errors import ConfigError
+from pretraining.config.training import TrainConfig
+from pretraining.monitor.figures import duration, flop
+from pretraining.parallel.stages import idle_share, pieces
+from pretraining.tools.plan.compiled import CompiledProgram, CompiledStep
+from pretraining.tools.plan.engines import engine_of
+from pretraining.tools.plan.memory import stream_bytes
+from pretraining.tools.plan.page import VARIED, compiled_page, page, ranking
+from pretraining.tools.plan.plan import USABLE, Plan, best_cuts, nearest_fit, plan_of, refusals, search
+from pretraining.tools.plan.traffic import ring
+
+ROOT = Path(__file__).parents[3]
+
+
+def config(**fields: Any) -> TrainConfig:
+    base = {"model_variant": "llama3_8b", "sharding_strategy": "fsdp", "batch_size": 1, "seq_length": 4096}
+    planned = {"plan": True, "plan_devices": 64, "plan_device_kind": "h100"}
+    return TrainConfig(**{**base, **planned, **fields})
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_sums_of_gradients_are_compared_as_state_unless_stages_run_all_micro_batches_at_once(stages: int) -> None:
+    fields = {"plan_device_kind": "tpu-v6e", "plan_devices": 16, "gradient_accumulation_steps": 4}
+    plan = plan_of(config(**fields, pipeline_parallel_size=stages))
+    state = plan.memory.parameters + plan.memory.moments + (plan.memory.gradients if stages == 1 else 0)
+    compiled = CompiledStep("v6e:4x4", 0.0, [CompiledProgram("step", 1)], {}, {}, 0, 0, 0, 0, 0)
+    (row,) = (line for line in compiled_page(plan, compiled).splitlines() if line.startswith("bytes of state"))
+    assert row.split()[3] == f"{state:,}"
+
+
+@pytest.mark.parametrize("kind", PLAN_KINDS)
+def test_a_kind_of_device_is_planned_for_the_engine_that_runs_on_it(kind: str) -> None:
+    assert engine_of(config(plan_device_kind=kind)) == ("xla" if kind.startswith("tpu") else "torch")
+
+
+def test_the_page_shows_everything_and_needs_neither_data_nor_devices(tmp_path: Path) -> None:
+    flags = ("--plan", "--plan_devices=512", "--plan_device_kind=tpu-v5p", "--model_variant=llama3_70b")
+    command = [sys.executable, "main_training.py", *flags, "--sharding_strategy=fsdp", f"--plan_json={tmp_path / 'p'}"]
+    began = time.perf_counter()
+    done = subprocess.run(
+        [*command, "--batch_size=1", "--fsdp_activation_checkpointing"],
+        cwd=ROOT, env={**os.environ, "PJRT_DEVICE": "TPU"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert time.perf_counter() - began < 60
+    assert "70,553,706,496 parameters" in done.stdout
+    assert "model.layers.*.mlp.down_proj.weight" in done.stdout
+    assert ": fits in" in done.stdout
+    assert len(done.stdout.splitlines()) < 50
+    written = json.loads((tmp_path / "p").read_text())
+    assert written["fits"] is True
+    assert sum(weight["bytes"] for weight in written["parameters"]) == written["bytes_per_device"]["parameters"]
+
+
+def test_what_does_not_fit_says_so_names_the_nearest_change_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    from pretraining.tools.plan.show import show
+
+    big = config(model_variant="llama3_70b", plan_devices=16, plan_device_kind="tpu-v5e", sharding_strategy="ddp")
+    assert show(big) == 0
+    said = capsys.readouterr().out
+    assert "does not fit" in said
+    assert "nearest" in said
+    change = nearest_fit(plan_of(config(batch_size=64, fsdp_activation_checkpointing=False)))
+    assert change is not None and plan_of(change).fits
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"plan_devices": 0}, "needs --plan_devices=N"),
+        ({"plan_device_kind": ""}, "needs --plan_device_kind: one of"),
+        ({"plan": False}, "--plan_devices=64.* needs --plan"),
+        ({"plan_device_kind": "h1000"}, "must be one of"),
+    ],
+)
+def test_a_plan_without_devices_or_their_kind_is_refused(fields: dict[str, Any], message: str) -> None:
+    given = {"plan": True, "plan_devices": 64, "plan_device_kind": "h100", "use_dummy_dataset": True, **fields}
+    with pytest.raises(ConfigError, match=message):
+        configure(given)
+
+
+ZERO_BUBBLE = "InterleavedZeroBubble"
+PIPED: dict[str, Any] = {
+    **{"model_variant": "llama3_70b", "sharding_strategy": "ddp", "tensor_parallel_size": 8, "plan_devices": 256},
+    **{"batch_size": 1, "gradient_accumulation_steps": 16, "plan_device_kind": "tpu-v5p"},
+}
+
+
+def test_a_pipeline_s_figures_follow_from_its_stages_and_ticks() -> None:
+    whole, piped = plan_of(config(**PIPED)), plan_of(config(**PIPED, pipeline_parallel_size=8))
+    blocks, of_stage = ([plan.bytes_of(w) for w in plan.weights if "proj" in w.name] for plan in (whole, piped))
+    assert blocks == [8 * held for held in of_stage]
+    assert idle_share(piped.config) == 7 / 16
+    assert 1.4 < 8 * piped.executed / whole.executed < 1 + 7 / 16  # of an eighth of the tokens; the head never idles
+    (moved,) = (one for one in piped.collectives if one.axes == ("stage",))
+    assert moved.bytes == 4 * (16 + 7 + 1) * stream_bytes(piped.config, piped.mesh)
+    halves = plan_of(config(**PIPED, pipeline_parallel_size=8, virtual_pipeline_size=2))
+    assert idle_share(halves.config) == 7 / 32
+    assert halves.executed < piped.executed
+    assert "8 stages of 2 pieces of 5 layers in 39 ticks; idle for 21.9% of their work" in page(halves)
+    padded = plan_of(config(**{**PIPED, "gradient_accumulation_steps": 32}, pipeline_parallel_size=32))
+    assert {weight.tensors for weight in padded.weights if ".layers." in weight.name} == {3}
+    assert "32 stages of 3 layers, 16 of which in all are padding" in page(padded)
+    few = replace(config(**PIPED), model_variant="llama3_8b", plan_devices=8, tensor_parallel_size=1)
+    assert {plan.mesh.stage for plan in search(few)} == {1, 2, 4, 8}
+
+
+def test_stages_of_the_torch_engine_hold_and_wait_for_what_their_schedule_says() -> None:
+    common = {**PIPED, "engine": "torch", "plan_device_kind": "h100", "plan_devices": 64, "pipeline_parallel_size": 4}
+
+    def planned(**fields: Any) -> Plan:
+        return plan_of(config(**common, **fields))
+
+    whole, plain = plan_of(config(**{**common, "pipeline_parallel_size": 1})), planned()
+    gpipe, halves = planned(pipeline_schedule="GPipe"), planned(virtual_pipeline_size=2)
+    in_a_v = planned(virtual_pipeline_size=2, pipeline_schedule="ZBVZeroBubble")
+    idle = [idle_share(plan.config) for plan in (gpipe, plain, halves, planned(pipeline_schedule=ZERO_BUBBLE), in_a_v)]
+    assert idle == pytest.approx([3 / 16, 3 / 16, 3 / 32, 1 / 16, 0])
+    held = [memory.activations for memory in plain.stage_memory]
+    assert held[0] > held[1] > held[2] > held[3]  # 1F1B: 4, 3, 2 and 1 micro-batches
+    assert gpipe.memory.activations > 3 * held[0]  # all 16
+    parameters = [memory.parameters for memory in plain.stage_memory]
+    assert sum(parameters) == whole.memory.parameters
+    assert parameters[1] == parameters[2] < parameters[0] < parameters[3]  # embedding; final norm and head
+    assert in_a_v.stage_memory[0].logits and not in_a_v.stage_memory[3].logits
+    assert "4 stages of 20 layers in 2 pieces, ZBVZeroBubble; idle for 0.0% of their work" in page(in_a_v)
+    assert in_a_v.step_seconds < halves.step_seconds < plain.step_seconds
+
+
+@given(pieces_of_model=st.integers(2, 16), layers=st.integers(1, 100))
+def test_a_balanced_pipeline_counts_embedding_and_head_as_layers(pieces_of_model: int, layers: int) -> None:
+    layers = max(layers, 2 * pieces_of_model - 2)
+    divided = pieces(
+        config(num_layers=layers, engine="torch", pipeline_parallel_size=pieces_of_model, pipeline_balance=True)
+    )
+    assert [layer for piece in divided for layer in piece] == list(range(layers))
+    lengths = [len(piece) for piece in divided]
+    assert min(lengths) >= 1
+    lengths[0] += 1
+    lengths[-1] += 1
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_plan_names_the_cuts_with_the_shortest_step() -> None:
+    fields: dict[str, Any] = {"pipeline_parallel_size": 4, "gradient_accumulation_steps": 16, "num_layers": 8}
+    fields |= {"plan_devices": 8, "sharding_strategy": "zero1"}
+    plan = plan_of(config(**fields))
+    steps = {}
+    for cuts in combinations(range(7), 3):
+        other = plan_of(replace(plan.config, pipeline_cuts=",".join(map(str, cuts))))
+        steps[other.config.pipeline_cuts] = other.step_seconds
+    best = best_cuts(plan)
+    assert best is not None and best.step_seconds == min(steps.values()) < plan.step_seconds
+    assert f"best cuts      --pipeline_cuts={best.config.pipeline_cuts}: " in page(plan)
+    assert best_cuts(best) is None and "best cuts" not in page(best)
+    assert [found for found in search(plan.config) if best_cuts(found)] == []
+    uneven = plan_of(replace(plan.config, engine="xla", pipeline_cuts=best.config.pipeline_cuts))
+    even = best_cuts(uneven)
+    assert even is not None and even.config.pipeline_cuts == ""  # the stages share the head, and pieces are padded
+
+
+def test_sizes_that_do_not_divide_are_refused_as_they_are_in_training() -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=8 .*does not divide the 12 devices"):
+        plan_of(config(plan_devices=12, tensor_parallel_size=8))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(["ddp", "zero1", "fsdp", "hsdp"]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([8, 32, 64]))
+def test_splitting_never_holds_more_and_recomputing_never_keeps_more(split: str, tensor: int, devices: int) -> None:
+    base = config(sharding_strategy=split, tensor_parallel_size=tensor, plan_devices=devices)
+    plan, more = plan_of(base), plan_of(replace(base, plan_devices=2 * devices))
+    assert more.memory.parameters <= plan.memory.parameters
+    assert more.memory.moments <= plan.memory.moments
+    again = plan_of(replace(base, fsdp_activation_checkpointing=True))
+    assert again.memory.activations < plan.memory.activations
+    assert again.compute_seconds > plan.compute_seconds
+    assert 0 < plan.mfu < 1
+    assert plan.fits == (plan.memory.total <= USABLE * plan.kind.memory)
+
+
+def test_a_ring_moves_what_theory_says() -> None:
+    assert ring(800, 8) == 700
+    assert ring(800, 8, both=True) == 1400
+    assert ring(800, 1) == 0
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+def test_gradients_that_are_summed_in_bf16_send_half_the_bytes(strategy: str) -> None:
+    sent = []
+    for dtype in ("fp32", "bf16"):
+        fields = {"sharding_strategy": strategy, "reduce_dtype": dtype, "plan_device_kind": "tpu-v6e"}
+        plan = plan_of(config(**fields))
+        by_purpose = {one.purpose: one.bytes for one in plan.collectives}
+        sent.append((by_purpose.pop("gradients"), by_purpose))
+    (fp32, others), (bf16, same_others) = sent
+    assert bf16 == fp32 // 2
+    assert others == same_others
+
+
+def test_the_search_ranks_what_fits_for_one_global_batch() -> None:
+    plans = search(config(global_batch_size=128, batch_size=2))
+    assert plans and all(plan.fits for plan in plans)
+    assert {plan.config.global_batch_size for plan in plans} == {128}
+    times = [plan.step_seconds for plan in plans]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"plan_devices": 8, "plan_device_kind": "h100"},
+        {"plan_devices": 8, "plan_device_kind": "A100-80"},  # kinds are read in any case
+        {"plan_devices": 8, "plan_device_kind": "tpu-v6e"},
+        {"plan_devices": 64, "plan_device_kind": "h100", "model_variant": "llama3_70b"},
+        {"plan_devices": 64, "plan_device_kind": "tpu-v5p", "model_variant": "llama3_70b", "batch_size": 4},
+        {"plan_devices": 64, "plan_device_kind": "trn2", "gradient_accumulation_steps": 4},
+        {
+            **{"plan_devices": 16, "plan_device_kind": "h100", "tensor_parallel_size": 2, "sequence_parallel": True},
+            **{"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2", "sharding_strategy": "ddp"},
+        },
+        {
+            **{"plan_devices": 16, "plan_device_kind": "tpu-v5p", "gradient_accumulation_steps": 8, "batch_size": 1},
+            **{"pipeline_parallel_size": 2, "pipeline_cuts": "14"},
+        },
+    ],
+    ids=lambda fields: f"{fields['plan_devices']}-{fields['plan_device_kind']}",
+)
+def test_the_flags_of_every_row_give_its_figures_and_train_on_its_engine(fields: dict[str, Any]) -> None:
+    asked = {"model_variant": "llama3_8b", "batch_size": 2, "seq_length": 4096, **fields, "plan": True}
+    base = configure(asked)
+    plans = search(base)
+    rows = ranking(plans, base).splitlines()[1:-1]
+    assert rows and len(rows) == min(len(plans), 20)
+    fixed = {name: value for name, value in asked.items() if name not in VARIED or name == "plan_devices"}
+    for number, (row, plan) in enumerate(zip(rows, plans, strict=False)):
+        flags = dict(flag.removeprefix("--").split("=") for flag in row.split("GiB")[1].split())
+        again = plan_of(configure({**(fixed if number % 2 else asked), **flags}))
+        assert again.memory == plan.memory
+        assert again.step_seconds == plan.step_seconds
+        assert refusals(again) == []
+
+
+def test_a_plan_that_the_engine_refuses_says_so_and_a_search_leaves_it_out() -> None:
+    refused = config(context_parallel_size=2, seq_length=4098)
+    assert [problem.subject for problem in refusals(plan_of(refused))] == ["a row of 4098 tokens"]
+    assert "refused        a row of 4098 tokens" in page(plan_of(refused))
+    assert {plan.config.context_parallel_size for plan in search(config(plan_devices=8, seq_length=4098))} == {1}
+
+
+def test_the_page_shows_speed_duration_and_operations_that_agree() -> None:
+    plan = plan_of(config(num_steps=10_000))
+    lines = {line[:15].strip(): line[15:] for line in page(plan).splitlines()}
+    assert lines["speed"] == f"{plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / 64:,.0f} per device"
+    assert lines["run"].startswith(f"10,000 steps: {duration(10_000 * plan.step_seconds)}, 2.62 B tokens, ")
+    assert lines["run"].endswith(flop(10_000 * plan.config.tokens_per_step * plan.flops))
+    longer = max(plan.compute_seconds, plan.overlapped_seconds)
+    assert plan.step_seconds == pytest.approx(longer + plan.exposed_seconds)
+
+
+def test_an_imported_configuration_is_planned_without_data(tmp_path: Path) -> None:
+    neox = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}
+    neox |= {"max_position_embeddings": 128, "train_micro_batch_size_per_gpu": 1, "train_iters": 10}
+    (tmp_path / "neox.yml").write_text(json.dumps(neox))
+    imported = {"import_config": str(tmp_path / "neox.yml"), "import_format": "neox", "neox_era": "head"}
+    imported |= {"vocab_size": "1000"}
+    assert plan_of(configure({**imported, "plan": True, "plan_devices": 8, "plan_device_kind": "h100"}, report=False))

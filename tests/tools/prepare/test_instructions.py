@@ -1,0 +1,338 @@
+"""Instruction data: which tokens are trained, chat templates as transformers renders them, rows of whole examples."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from main_training import configure
+from pretraining.config.errors import UserError
+from pretraining.data import IGNORED, open_stream
+from pretraining.data.tokenizer import HuggingFaceTokenizer, open_tokenizer, train
+from pretraining.tools import inspect_data
+from pretraining.tools.prepare import prepare
+from pretraining.tools.prepare.chat import ChatTemplate, find_template
+from pretraining.tools.prepare.instructions import Example, InstructionOptions, Packer, Reader, Row
+from tests.data.corpora import settings, write_instructions
+
+LENGTH = 16
+HEADER = "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+ANSWER = "{{ message['content'] | trim + '<|eot_id|>' }}"
+PROMPT = "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+# Llama 3's format; the second form marks what transformers counts as the assistant's
+LLAMA3 = f"{{{{ bos_token }}}}{{% for message in messages %}}{HEADER}{ANSWER}{{% endfor %}}{PROMPT}"
+MARKED = LLAMA3.replace(
+    ANSWER,
+    "{% if message['role'] == 'assistant' %}{% generation %}" + ANSWER + "{% endgeneration %}"
+    "{% else %}" + ANSWER + "{% endif %}",
+)
+SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " What is 漢字 😀? "},
+    {"role": "assistant", "content": "Letters, 😀\n of é kind."},
+    {"role": "user", "content": "And <b>?"},
+    {"role": "assistant", "content": " A tag. "},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer.json with Llama 3's special tokens, and its tokenizer_config.json with the template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=list(SPECIAL), initial_alphabet=alphabet)
+    model.train_from_iterator([message["content"] for message in CHAT] * 20, trainer)
+    model.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": SPECIAL[0], "eos_token": {"content": SPECIAL[1]}, "chat_template": LLAMA3}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return folder
+
+
+def options(folder: Path, template: str = "", **changes: Any) -> InstructionOptions:
+    source = find_template("", str(folder / "tokenizer.json"), {})
+    assert source
+    source = source._replace(text=template or source.text)
+    return InstructionOptions(source, False, LENGTH, True, "refuse", 1)._replace(**changes)
+
+
+@pytest.mark.parametrize("template", [LLAMA3, MARKED])
+def test_chats_have_the_tokens_and_the_mask_of_transformers(tokenizer_folder: Path, template: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    path = str(tokenizer_folder / "tokenizer.json")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=path, bos_token=SPECIAL[0], eos_token=SPECIAL[1])
+    want = theirs.apply_chat_template(
+        CHAT, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+    )
+    got = Reader(options(tokenizer_folder, template), open_tokenizer(path)).example({"messages": CHAT}, "here")
+    assert got.tokens == want["input_ids"]
+    assert got.trained == [bool(trained) for trained in want["assistant_masks"]]
+    assert 0 < sum(got.trained) < len(got.trained)
+
+
+def test_prompts_are_not_trained_and_completions_end_with_the_separator(tokenizer_folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer((tokenizer_folder / "tokenizer.json").read_bytes())
+    reader = Reader(options(tokenizer_folder), tokenizer)
+    records: list[tuple[dict[str, Any], str, str]] = [
+        ({"prompt": "2 + 2 =", "completion": " 4"}, "2 + 2 =", " 4"),
+        ({"instruction": "Add.", "input": "2 2", "output": "4"}, "Add.\n\n2 2\n\n", "4"),
+        ({"instruction": "Add.", "input": "", "output": "4"}, "Add.\n\n", "4"),
+        ({"input": "2 + 2 =", "output": " 4"}, "2 + 2 =", " 4"),
+    ]
+    for record, prompt, completion in records:
+        tokens, trained = reader.example(record, "here")
+        learned = [token for token, is_trained in zip(tokens, trained, strict=True) if is_trained]
+        assert tokenizer.decode(tokens) == prompt + completion
+        assert tokenizer.decode(learned) == completion and learned[-1] == 1 == tokens[-1]
+    templated = Reader(options(tokenizer_folder, is_for_prompts=True), tokenizer)
+    as_chat = [{"role": "user", "content": "2 + 2 ="}, {"role": "assistant", "content": " 4"}]
+    assert templated.example(records[0][0], "here") == reader.example({"messages": as_chat}, "here")
+
+
+def test_a_sentencepiece_model_takes_special_tokens_of_a_template_as_tokens(tmp_path: Path) -> None:
+    train(["question and answer, é 漢 " * 3] * 50, 300, tmp_path / "m.model", 1)
+    tokenizer = open_tokenizer(str(tmp_path / "m.model"))
+    text = "<s>answer é漢😀</s> and"
+    ids, spans = tokenizer.trace(text)
+    assert ids[0] == 1 and ids.count(2) == 1 and tokenizer.decode(ids) == "answer é漢😀 and"
+    assert "".join(text[start:stop] for start, stop in spans) == text
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"text": "x"}, "its fields are text"),
+        ({"prompt": "x", "completion": None}, "not both text"),
+        ({"messages": "x"}, "not a list of objects with role and content"),
+        ({"messages": [{"role": "user"}]}, "not a list of objects with role and content"),
+    ],
+)
+def test_a_record_that_is_no_example_is_named(tokenizer_folder: Path, record: Mapping[str, Any], expected: str) -> None:
+    reader = Reader(options(tokenizer_folder), HuggingFaceTokenizer((tokenizer_folder / "tokenizer.json").read_bytes()))
+    with pytest.raises(UserError, match=f"^a.jsonl, byte 7: .*{expected}"):
+        reader.example(record, "a.jsonl, byte 7")
+
+
+def test_a_template_whose_answers_depend_on_what_follows_must_mark_them(tokenizer_folder: Path) -> None:
+    source = options(tokenizer_folder).template
+    assert source
+    template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(UserError, match=r"mark the assistant's part of the template with {% generation %}"):
+        ChatTemplate(source._replace(text=template)).render(CHAT)
+    with pytest.raises(UserError, match="not a chat template"):
+        ChatTemplate(source._replace(text="{% for %}"))
+
+
+# ---- Packing
+
+
+def packed(examples: list[Example], **changes: Any) -> tuple[list[Row], dict[str, int]]:
+    rows: list[Row] = []
+    packer = Packer(InstructionOptions(None, False, LENGTH, True, "refuse", 1)._replace(**changes), rows.append)
+    for number, example in enumerate(examples):
+        packer.add(example, f"record {number}")
+    packer.close()
+    return rows, dict(packer.counts)
+
+
+def drawn(count: int, longest: int) -> list[Example]:
+    """Examples of numbered tokens with a trained second half."""
+    sizes = np.random.default_rng(3).integers(2, longest + 1, count).tolist()
+    ends = np.cumsum(sizes) + 10
+    return [
+        Example(list(range(end - size, end)), [place >= (size + 1) // 2 for place in range(size)])
+        for end, size in zip(ends.tolist(), sizes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_example_is_whole_in_one_row_and_begins_at_position_0(packing: bool) -> None:
+    examples = drawn(500, LENGTH)
+    rows, counts = packed(examples, packing=packing)
+    assert rows == packed(examples, packing=packing)[0]  # deterministic
+    assert {len(column) for row in rows for column in (row.tokens, row.labels, row.positions)} == {LENGTH}
+    found = []
+    for row in rows:
+        begins = [place for place, position in enumerate(row.positions) if position == 0]
+        for first, last in zip(begins, [*begins[1:], LENGTH], strict=True):
+            assert row.positions[first:last] == list(range(last - first))
+            labels = row.labels[first:last]
+            if row.tokens[first:last] != [1] * (last - first):  # the rest of a row
+                found.append(Example(row.tokens[first:last], [label != IGNORED for label in labels]))
+            else:
+                assert set(labels) == {IGNORED}
+    assert sorted(found) == examples
+    tokens = sum(len(example.tokens) for example in examples)
+    assert len(rows) == len(examples) if not packing else len(rows) * LENGTH < 1.05 * tokens
+    assert counts == {"examples in rows": 500, "trained tokens": sum(sum(example.trained) for example in examples)}
+
+
+def test_longer_examples_are_refused_split_or_dropped_and_counted() -> None:
+    examples = drawn(40, 3 * LENGTH)
+    longer = [example for example in examples if len(example.tokens) > LENGTH]
+    with pytest.raises(UserError, match=r"record \d+: \d+ tokens, more than a row of 16: raise --seq_length, or give"):
+        packed(examples)
+    rows, counts = packed(examples, longer="drop")
+    assert counts["examples longer than a row: drop"] == len(longer)
+    assert counts["examples in rows"] == 40 - len(longer)
+    rows, counts = packed(examples, longer="split")
+    trained = {token for row in rows for token in row.labels} - {IGNORED}
+    assert counts["examples longer than a row: split"] == len(longer)
+    # of a piece, the first token has nothing that predicts it
+    firsts = {example.tokens[at] for example in longer for at in range(LENGTH, len(example.tokens), LENGTH)}
+    assert trained == {t for e in examples for t, is_trained in zip(*e, strict=True) if is_trained} - firsts
+    assert "examples or pieces without a trained token left out" in counts
+
+
+# ---- Shards with labels
+
+
+def write_arrow(path: Path, columns: dict[str, Any], stream: bool = False) -> None:
+    table, new = pa.table(columns), pa.ipc.new_stream if stream else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+STORES: dict[str, Callable[[Path, dict[str, Any]], None]] = {
+    "parquet": lambda path, columns: pq.write_table(pa.table(columns), path, row_group_size=4),
+    "arrow": write_arrow,
+    "arrow_stream": lambda path, columns: write_arrow(path, columns, stream=True),
+}
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("name", ["labels", "loss_mask"])
+def test_labels_are_those_of_the_column_one_place_earlier(tmp_path: Path, store: str, name: str) -> None:
+    random.seed(4)
+    tokens = [[random.randrange(2, 60_000) for _ in range(LENGTH)] for _ in range(20)]
+    masks = [[int(place > 3 and random.random() < 0.5) for place in range(LENGTH)] for _ in range(20)]
+    labels = [[t if m else IGNORED for t, m in zip(*row, strict=True)] for row in zip(tokens, masks, strict=True)]
+    (tmp_path / "data").mkdir()
+    columns = {"tokens": pa.array(tokens, pa.list_(pa.uint16())), name: masks if name == "loss_mask" else labels}
+    STORES[store](tmp_path / "data" / "s0.shard", columns)
+    stream = open_stream(settings(tmp_path / "data", seq_length=LENGTH, sep_token=-1, global_batch_size=5))
+    want = dict(zip(map(tuple, tokens), labels, strict=True))
+    for step in range(8):
+        batch = stream.batch(step)
+        for row, got in zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True):
+            assert got == [*want[tuple(row)][1:], IGNORED]  # nothing predicts the first token of the next row
+    trained = sum(map(sum, masks)) / (20 * LENGTH)
+    assert (
+        f"data: {trained:.1%} of the tokens are trained, examples continue in the next row" in stream.facts()["notes"]
+    )
+
+
+def test_labels_of_examples_of_any_length_survive_the_cutting_into_rows(tmp_path: Path) -> None:
+    lengths = [3, 40, 1, 7, 16, 25] * 10
+    documents = [
+        list(range(first, first + size)) for first, size in zip(range(100, 60_000, 100), lengths, strict=False)
+    ]
+    masks = [[int(token % 3 == 0) for token in document] for document in documents]
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"tokens": documents, "loss_mask": masks}), tmp_path / "data" / "s.parquet")
+    stream = open_stream(settings(tmp_path / "data", seq_length=LENGTH, bos_token=3, reset_attention_mask=True))
+    for step in range(200):
+        batch = stream.batch(step)
+        for label, following in zip(batch["labels"][0], [*batch["tokens"][0, 1:], None], strict=True):
+            assert label in (IGNORED, following) or following is None
+            if following is not None:  # 1 is the separator, 3 the token before every document
+                assert (label != IGNORED) == (
+                    following == 1 or (following > 3 and following % 3 == 0 and following % 100 > 0)
+                )
+
+
+def test_boundaries_of_packed_examples_are_segments_and_resuming_repeats_them(tmp_path: Path) -> None:
+    drawn_sizes = np.random.default_rng(1).integers(2, 8, (12, 2))
+    rows = [[(list(range(2, 2 + size)), 1) for size in sizes] for sizes in drawn_sizes.tolist()]
+    write_instructions(tmp_path / "data", rows, LENGTH)
+    asked = {"reset_attention_mask": True, "reset_position_ids": True, "sep_token": -1, "global_batch_size": 4}
+    config = settings(tmp_path / "data", seq_length=LENGTH, **asked)
+    stream = open_stream(config)
+    for step in range(6):
+        batch = stream.batch(step)
+        for tokens, segments, positions in zip(
+            *(batch[name] for name in ("tokens", "segments", "positions")), strict=True
+        ):
+            sizes = np.bincount(segments)[1:]
+            assert sizes.tolist() in [[*each, LENGTH - sum(each)] for each in drawn_sizes.tolist()]
+            assert positions.tolist() == [place for size in sizes for place in range(size)]
+            assert (tokens[positions == 0][:2] == 2).all()
+    resumed = open_stream(config, state=stream.state(3))
+    halves = [open_stream(config, rank, 2) for rank in range(2)]
+    for step in range(3):
+        for name, array in stream.batch(step + 3).items():
+            assert np.array_equal(array, resumed.batch(step)[name])
+            assert np.array_equal(array, np.concatenate([half.batch(step + 3)[name] for half in halves]))
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"labels": [[5, 6, 7, 8]]}, "labels are not shifted"),
+        ({"labels": [[4, 5, 6]]}, "not one entry for each token"),
+        ({"labels": [[4, 5, 6, None]]}, "nulls"),
+    ],
+)
+def test_labels_that_do_not_belong_to_their_tokens_are_refused(
+    tmp_path: Path, columns: dict[str, Any], expected: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"tokens": [[4, 5, 6, 7]], **columns}), tmp_path / "data" / "s.parquet")
+    with pytest.raises(UserError, match=f"s.parquet: .*{expected}"):
+        open_stream(settings(tmp_path / "data"))
+
+
+def test_shards_with_and_without_labels_are_not_one_dataset(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"tokens": [[4, 5]], "labels": [[4, 5]]}), tmp_path / "data" / "a.parquet")
+    pq.write_table(pa.table({"tokens": [[4, 5]]}), tmp_path / "data" / "b.parquet")
+    with pytest.raises(UserError, match=r"b\.parquet: no column of labels, but other shards"):
+        open_stream(settings(tmp_path / "data"))
+
+
+# ---- The command
+
+
+def test_prepared_chats_train_their_answers_alone(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["one", "two", "three", "four", "five", "six", "seven"]
+    drawn_words = random.Random(2)
+    with (tmp_path / "chats.jsonl").open("w") as file:
+        for number in range(200):
+            answer = " ".join(drawn_words.choices(words, k=drawn_words.randrange(1, 6)))
+            turns = [{"role": "user", "content": f"ask {number}"}, {"role": "assistant", "content": f"say {answer}"}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    flags = [f"--input={tmp_path / 'chats.jsonl'}", f"--tokenizer={tokenizer_folder / 'tokenizer.json'}", "--sft"]
+    flags += [f"--output={tmp_path / 'out'}", "--seq_length=128", "--valid_every=10", "--processes=1"]
+    assert prepare.main(flags) == 0
+    assert "200 examples in rows" in capsys.readouterr().out
+    given = (tmp_path / "out" / "flags.txt").read_text().split()
+    chosen = {**dict(word[2:].split("=", 1) for word in given), "index_dir": str(tmp_path / "index")}
+    batch = open_stream(configure({**chosen, "global_batch_size": 2})).batch(0)
+    tokenizer = open_tokenizer(str(tokenizer_folder / "tokenizer.json"))
+    for row in range(2):
+        for segment in range(1, batch["segments"][row].max()):  # the last one fills the row
+            labels = batch["labels"][row, batch["segments"][row] == segment]
+            assert tokenizer.decode(labels[labels != IGNORED].tolist()).startswith("say ")
+    command = [*given, f"--index_dir={tmp_path / 'index'}"]
+    assert inspect_data.main([*command, "--step=0", "--rows=1", "--global_batch_size=2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(">>>say ") == shown.count("<<<") == shown.count("ask ") > 1
+    with pytest.raises(UserError, match="rows of 128 tokens, not seq_length=64: give --seq_length=128"):
+        open_stream(configure({**chosen, "seq_length": "64"}))
+    with pytest.raises(UserError, match="rows of whole examples have no place for --bos_token"):
+        open_stream(configure({**chosen, "bos_token": 3}))

@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from main_training import configure
+from pretraining.config.errors import UserError
+from pretraining.data import check_data, open_stream, splits_of
+from pretraining.data.tokenizer import open_tokenizer
+from pretraining.tools import inspect_data
+from pretraining.tools.prepare import prepare
+from pretraining.tools.prepare.text import FileRange, divide, find_files, read_documents
+from tests.data.corpora import rows
+
+ROOT = Path(__file__).parents[3]
+TEXT = """the quick brown fox jumps over one lazy dog while seven wizards box quietly again and again around every
+	corner of rhyme é 漢 without knowing which hour has come"""
+WORDS = TEXT.split(" ")
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """Documents with beginnings of their own."""
+    drawn = np.random.default_rng(seed)
+    return [f"{seed}-{number}: " + " ".join(drawn.choice(WORDS, drawn.integers(3, 60))) for number in range(count)]
+
+
+def write_inputs(folder: Path) -> list[str]:
+    """The same kind of text in every form; what was written."""
+    parts = [texts(300, seed) for seed in range(5)]
+    (folder / "deep").mkdir(parents=True)
+    lines = ["".join(json.dumps({"text": text, "id": 1}) + "\n" for text in part) for part in parts]
+    (folder / "a.jsonl").write_text(lines[0])
+    (folder / "deep" / "b.jsonl.gz").write_bytes(gzip.compress(lines[1].encode()))
+    with pa.OSFile(str(folder / "c.jsonl.zst"), "wb") as file, pa.CompressedOutputStream(file, "zstd") as packed:
+        packed.write(lines[2].encode())
+    pq.write_table(pa.table({"text": parts[3]}), folder / "d.parquet", row_group_size=70)
+    for number, text in enumerate(parts[4][:20]):
+        (folder / "deep" / f"{number:02d}.txt").write_text(text)
+    (folder / "photo.png").write_bytes(b"\x89PNG")
+    return [text for part in parts[:4] for text in part] + parts[4][:20]
+
+
+def run(folder: Path, *more: str) -> int:
+    """The command, in this process."""
+    return prepare.main([f"--input={folder / 'in'}", f"--output={folder / 'out'}", "--vocab_size=400", *more])
+
+
+def delivered(folder: Path) -> list[str]:
+    """Every document of the shards, decoded, in order."""
+    tokenizer = open_tokenizer(str(folder / "out" / "tokenizer.model"))
+    shards = sorted((folder / "out").glob("*/*.arrow"))
+    found = [pa.ipc.open_file(pa.OSFile(str(shard))).read_all()["tokens"].to_pylist() for shard in shards]
+    return [tokenizer.decode(ids) for part in found for ids in part]
+
+
+class Prepared(NamedTuple):
+    """Texts in every form, prepared once for the tests of this file; they may not change it."""
+
+    folder: Path  # "in" and "out"
+    texts: list[str]
+    printed: str
+
+    def flags(self) -> list[str]:
+        """The flags that preparation printed."""
+        return (self.folder / "out" / "flags.txt").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    folder = tmp_path_factory.mktemp("prepared")
+    written = write_inputs(folder / "in")
+    with redirect_stdout(io.StringIO()) as printed:
+        assert run(folder, "--valid_every=10") == 0
+    return Prepared(folder, written, printed.getvalue())
+
+
+def test_every_document_of_every_form_is_there_once_and_reads_back_exactly(prepared: Prepared, tmp_path: Path) -> None:
+    assert sorted(delivered(prepared.folder)) == sorted(prepared.texts)
+    assert "ignored: 1 file ending in .png" in prepared.printed
+    flags = dict(line[2:].split("=", 1) for line in prepared.flags())
+    data = {"data_path", "valid_data_path", "tokenizer_path", "vocab_size"}
+    assert set(flags) == {*data, "val_interval", "val_steps", "drop_last_val"}
+    config = configure({**flags, "seq_length": 32, "index_dir": str(tmp_path / "index"), "batch_size": 1})
+    counts = [open_stream(config, split=split).facts()["datasets"][0]["documents"] for split in ("train", "valid")]
+    assert sum(counts) == len(prepared.texts) and 0.05 < counts[1] / sum(counts) < 0.2
+    assert 2 in np.concatenate(rows(open_stream(config), 20))  # the tokenizer's separator, without a flag
+
+
+def test_the_same_command_again_does_nothing_and_another_is_refused(
+    prepared: Prepared, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = prepared.folder
+    stamps = {file: file.stat().st_mtime_ns for file in (folder / "out").rglob("*")}
+    assert run(folder, "--valid_every=10") == 0
+    assert stamps == {file: file.stat().st_mtime_ns for file in (folder / "out").rglob("*")}
+    assert run(folder, "--valid_every=3") == 2
+    assert "prepared from something else (settings changed" in capsys.readouterr().err
+    assert prepare.main([f"--input={folder / 'in'}", f"--output={folder}"]) == 2
+    assert "not empty and not prepared by this command" in capsys.readouterr().err
+    file = folder / "out" / "plan.json"
+    assert prepare.main([f"--input={folder / 'in'}", f"--output={file}"]) == 2
+    assert f"{file}: not a folder: choose another --output" in capsys.readouterr().err
+
+
+def test_a_text_key_that_was_wrong_can_be_corrected(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    wanted = texts(20)
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in wanted))
+    tokenizer = f"--tokenizer={prepared.folder / 'out' / 'tokenizer.model'}"
+    assert run(tmp_path, tokenizer) == 2
+    assert "choose the field with --text_key" in capsys.readouterr().err
+    assert run(tmp_path, tokenizer, "--text_key=body") == 0
+    assert delivered(tmp_path) == wanted
+
+
+def remain(group: int) -> bool:
+    """Return whether processes of a group are left after some seconds."""
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_document(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    wanted = texts(1600)
+    for number in range(0, 1600, 100):  # 16 shards
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in wanted[number : number + 100])
+        (tmp_path / "in" / f"{number:04d}.jsonl").write_text(lines)
+    driver = (
+        "import sys, pretraining.tools.prepare.prepare as p; p.SHARD_BYTES = 10_000\n"
+        f"if __name__ == '__main__': sys.exit(p.main(['--input={tmp_path / 'in'}', "
+        f"'--output={tmp_path / 'out'}', '--vocab_size=400', '--processes=2']))"
+    )
+    (tmp_path / "driver.py").write_text(driver)
+    kills = killed = 0
+    for _ in range(40):
+        process = subprocess.Popen(
+            [sys.executable, tmp_path / "driver.py"],
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT)},
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        records = tmp_path / "out" / ".parts"
+        before = len(list(records.glob("*.json")))
+        while process.poll() is None and len(list(records.glob("*.json"))) < before + 5:
+            time.sleep(0.005)
+        process.kill()
+        if process.wait() == 0:
+            break
+        kills += 1
+        killed = process.pid
+    assert kills >= 2
+    assert not remain(killed)
+    assert (tmp_path / "out" / "flags.txt").is_file()
+    assert sorted(delivered(tmp_path)) == sorted(wanted)
+
+
+def test_lines_that_cross_the_border_of_ranges_are_read_once(tmp_path: Path) -> None:
+    wanted = texts(20)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in wanted))
+    size = path.stat().st_size
+    for cut in (1, 7, 100, 1000):
+        ranges = [FileRange(str(path), "jsonl", at, min(at + cut, size)) for at in range(0, size, cut)]
+        assert list(read_documents(tuple(ranges), "text")) == wanted
+
+
+def test_shards_cover_every_file_once(prepared: Prepared) -> None:
+    files, ignored = find_files([str(prepared.folder / "in")], [".txt"])
+    assert [file.name for file in ignored] == ["photo.png"]
+    shards = divide(files, [".txt"], 1000)
+    assert len(shards) > 10
+    assert sorted(text for shard in shards for text in read_documents(shard, "text")) == sorted(prepared.texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, byte 14: not a line of JSON"),
+        ("a.jsonl", '{"body": "x"}\n', "no text in field 'text': choose the field with --text_key"),
+        ("a.parquet", "PAR1 not really", "a.parquet: not a complete Parquet file"),
+        ("a.png", "x", "no text, .jsonl or .parquet files"),
+    ],
+)
+def test_input_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, expected: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_text(content)
+    assert run(tmp_path) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert "--vocab_size" not in error  # whose tokenizer was being trained
+
+
+@pytest.mark.parametrize(
+    ("flag", "remedy"),
+    [
+        *((f"--{name}=-2", "use 0 or more") for name in ("vocab_size", "valid_every", "processes")),
+        ("--separator=-2", "use -1 or more"),
+        ("--separator=5000", "use an id below --vocab_size=4096"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, remedy: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main(["--stdlib", f"--output={tmp_path}", flag])
+    assert f"{flag}: {remedy}" in capsys.readouterr().err
+
+
+def test_a_shard_missing_from_what_was_prepared_is_named(prepared: Prepared, tmp_path: Path) -> None:
+    shutil.copytree(prepared.folder / "out" / "train", tmp_path / "train")
+    next((tmp_path / "train").glob("*.arrow")).rename(tmp_path / "elsewhere")
+    config = configure({"data_path": str(tmp_path / "train"), "index_dir": str(tmp_path / "index")})
+    with pytest.raises(UserError, match=r"(missing, but meta\.json lists it|no shards)"):
+        open_stream(config)
+
+
+def test_a_vocabulary_larger_than_the_models_is_known_before_training(prepared: Prepared, tmp_path: Path) -> None:
+    flags = {"data_path": str(prepared.folder / "out" / "train"), "index_dir": str(tmp_path), "vocab_size": 300}
+    with pytest.raises(UserError, match=r"400 ids, but the model's vocabulary is 300: .*--vocab_size=400"):
+        open_stream(configure(flags))
+
+
+def test_a_given_tokenizer_and_a_tokenizer_json_are_used(prepared: Prepared, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text(TEXT)
+    given = f"--tokenizer={prepared.folder / 'out' / 'tokenizer.model'}"
+    assert prepare.main([f"--input={tmp_path / 'a.txt'}", f"--output={tmp_path / 'again'}", given]) == 0
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", "</s>"])
+    model.train_from_iterator(texts(200), trainer)
+    model.save(str(tmp_path / "t.json"))
+    given = f"--tokenizer={tmp_path / 't.json'}"
+    assert prepare.main([f"--input={tmp_path / 'a.txt'}", f"--output={tmp_path / 'hf'}", given]) == 0
+    assert json.loads((tmp_path / "hf" / "train" / "meta.json").read_text())["separator"] == 1
+
+
+def test_inspect_shows_the_datasets_and_the_text_of_a_step(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(prepared.folder / "out" / "train", tmp_path / "train")
+    flags = [*prepared.flags(), f"--data_path={tmp_path / 'train'}", f"--index_dir={tmp_path / 'index'}"]
+    more = ["--seq_length=64", "--global_batch_size=2", "--num_steps=100", "--step=3", "--verify"]
+    assert inspect_data.main([*flags, *more]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"train +1 +1,\d{3} +0 ", shown) and "16 to 31" in shown
+    assert "1 file unchanged" in shown and "---- step 3, row 1: 64 tokens" in shown
+    assert sum(word in shown for word in ("quick", "brown", "lazy", "wizards")) == 4
+    for step, epochs, steps in ((-1, [], "0"), (10**6, ["--num_epochs=1", *more[:2]], r"0 to \d+")):
+        assert inspect_data.main([*flags, *epochs, f"--step={step}"]) == 2
+        assert re.search(rf"--step={step}: the train data have steps from {steps}$", capsys.readouterr().err.strip())
+    shard = next((tmp_path / "train").glob("*.arrow"))
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    assert inspect_data.main([*flags, "--verify"]) == 2
+    assert f"{shard}: its checksum is not the recorded one" in capsys.readouterr().err
+    assert inspect_data.main(["--use_dummy_dataset=True"]) == 2
+    assert "--use_dummy_dataset=True: these are counters" in capsys.readouterr().err
+
+
+def test_the_output_folder_is_recognised_as_training_and_validation_data(prepared: Prepared, tmp_path: Path) -> None:
+    out = prepared.folder / "out"
+    flags = {"data_path": str(out), "vocab_size": 400, "seq_length": 32, "batch_size": 1, "index_dir": str(tmp_path)}
+    named = {**flags, "data_path": str(out / "train"), "valid_data_path": str(out / "valid")}
+    for split in ("train", "valid"):
+        stream = open_stream(configure({**flags, "val_interval": 10, "val_steps": -1}), split=split)
+        assert stream.facts()["notes"] == [
+            f"{out} is a prepared folder: train from train/, valid from valid/",
+            "separator 2 after every document (meta.json)",
+        ]
+        assert np.array_equal(rows(stream, 20), rows(open_stream(configure(named), split=split), 20))
+
+
+def test_an_output_folder_that_is_not_complete_is_refused_as_data(prepared: Prepared, tmp_path: Path) -> None:
+    shutil.copytree(prepared.folder / "out", tmp_path / "out")
+    (tmp_path / "out" / "flags.txt").unlink()
+    with pytest.raises(UserError, match="its preparation is not complete: run the same prepare command again"):
+        open_stream(configure({"data_path": str(tmp_path / "out")}))
+
+
+def test_the_printed_command_trains_and_validates_on_the_output(prepared: Prepared, tmp_path: Path) -> None:
+    command = prepared.printed.split("train on it with:\n")[1].replace("\\\n", " ")
+    words = shlex.split(command)
+    assert words == ["bash", "scripts/train.sh", *prepared.flags()]
+    flags = dict(word.removeprefix("--").split("=", 1) for word in words[2:])
+    config = configure({**flags, "seq_length": 256, "global_batch_size": 16, "index_dir": str(tmp_path)})
+    check_data(config)
+    assert splits_of(config) == ["train", "valid"] and config.val_interval
+
+
+def test_a_vocabulary_that_is_too_large_can_be_lowered_in_the_same_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(TEXT)
+    for size, remedy in ((30000, r"at most (\d+) ids; use \1 or less"), (100, r"needs (\d+) ids .*; use \1 or more")):
+        assert run(tmp_path, f"--vocab_size={size}") == 2
+        assert re.search(rf"--vocab_size={size}: .* {remedy}", capsys.readouterr().err)
+    assert run(tmp_path, "--vocab_size=320", "--processes=1") == 0
+
+
+@pytest.mark.parametrize("ending", [".json", ".csv", ".pdf"])
+def test_a_named_file_that_is_no_text_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    path = tmp_path / f"data{ending}"
+    path.write_text(TEXT)
+    assert prepare.main([f"--input={path}", f"--output={tmp_path / 'out'}"]) == 2
+    printed = capsys.readouterr().err
+    assert str(path) in printed and f"--endings=.txt,.md,{ending}" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_prints_no_traceback_when_its_reader_closes_the_pipe(prepared: Prepared, tmp_path: Path) -> None:
+    flags = [*prepared.flags(), f"--index_dir={tmp_path}", "--seq_length=64"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pretraining.tools.inspect_data", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stderr
+    process.stdout.close()  # what `| head -0` does, and `| head` once it has its lines
+    assert process.stderr.read() == "" and process.wait() in (0, 141)  # 128 + SIGPIPE

@@ -1,0 +1,168 @@
+"""The documentation of the flags says what the code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from main_training import configure
+from pretraining.config.document import documented_fields, fields_in, help_text, type_words
+from pretraining.config.flags import read
+from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.variants import VARIANTS
+from pretraining.parallel.recompute import block_mask, scan_plan
+from pretraining.tools.document import CONFIGS, MIGRATING, ROOT, generate, main, tables_of
+
+
+@pytest.mark.parametrize("page", [CONFIGS, MIGRATING], ids=lambda page: page.name)
+def test_the_pages_are_what_the_generator_writes(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == generate(text, tables_of(page)), "run python -m pretraining.tools.document --write"
+
+
+def test_the_contents_of_configs_md_are_its_headings() -> None:
+    text = CONFIGS.read_text()
+    contents = text[text.index("Contents:") : text.index("## Recipes")]
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    linked = set(re.findall(r"\(#([\w-]+)\)", contents))
+    headings = re.findall(r"^### (.+)$", text, re.MULTILINE)
+    tables = {heading.lower().replace(" ", "-") for heading in headings if heading not in documented_fields()}
+    assert linked == anchors | tables
+
+
+def commands() -> list[list[str]]:
+    """Every training command of configs.md, word by word."""
+    text = CONFIGS.read_text().replace("\\\n", " ")
+    lines = re.findall(r"^ *(?:python main_training.py|bash scripts/train.sh) (.*--.+)$", text, re.MULTILINE)
+    return [line.split() for line in lines if line != "--help"]
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: words[0])
+def test_every_command_of_configs_md_is_valid(words: list[str]) -> None:
+    line = read(words)
+    assert not line.problems
+    if "import_config" not in line.flags:
+        configure(line.flags)
+
+
+def test_the_sizes_of_the_variants_are_their_parameters() -> None:
+    rows = re.findall(r"^\| (`.+`) \| ([\d,]+) M \| ([\d,]+) M \|", CONFIGS.read_text(), re.MULTILINE)
+    assert {name for names, _, _ in rows for name in re.findall("`([^`]+)`", names)} == set(VARIANTS)
+    for names, parameters, embeddings in rows:
+        shape = VARIANTS[names.split("`")[1]]
+        assert parameters == f"{shape.parameters / 1e6:,.0f}"
+        assert embeddings == f"{2 * shape.vocab_size * shape.hidden_size / 1e6:,.0f}"
+
+
+SOURCE = '''
+class TrainConfig:
+    bare: int = 0
+    """No group is above."""
+
+    # ---- First
+    good: int | None = 1_000
+    """Tokens,
+    at least 1."""
+    silent: str = ""
+    # ---- Second
+    endless: str
+    """It has no default."""
+    last: float = 3e-4
+'''
+
+
+def test_a_field_is_read_as_it_is_written() -> None:
+    text = re.sub(r"^    (bare|silent|endless|last).*\n( *\"\"\".*\n)?", "", SOURCE, flags=re.MULTILINE)
+    assert fields_in(text) == {"First": [("First", "good", "1_000", "Tokens, at least 1.")], "Second": []}
+
+
+def test_every_field_that_lacks_documentation_is_named() -> None:
+    with pytest.raises(ValueError, match="TrainConfig: bare, silent, endless, last: every field needs"):
+        fields_in(SOURCE)
+
+
+def test_the_documentation_needs_no_torch() -> None:
+    code = "import sys, pretraining.config.document as d; d.help_text(); assert not {'torch', 'numpy'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+FIELDS = [field for group in documented_fields().values() for field in group]
+
+
+def test_every_field_is_documented_once_in_its_order() -> None:
+    assert [field.name for field in FIELDS] == [field.name for field in fields(TrainConfig)]
+
+
+def test_the_documented_default_is_the_default() -> None:
+    for field in FIELDS:
+        assert eval(field.default) == getattr(TrainConfig, field.name), field.name
+
+
+def test_every_documentation_is_a_sentence_or_more() -> None:
+    for field in FIELDS:
+        assert len(field.text) > 20, field.name
+        assert field.text.endswith("."), field.name
+
+
+def test_choices_and_ranges_are_part_of_the_help() -> None:
+    words = " ".join(help_text("all").split())
+    for setting in SETTINGS.values():
+        assert f"({type_words(setting)})" in words, setting.name
+
+
+def test_the_help_fits_a_terminal() -> None:
+    assert max(map(len, help_text("all").splitlines())) <= 100
+
+
+BEGIN, END = "<!-- begin t: python -m pretraining.tools.document --write -->", "<!-- end t -->"
+
+
+def test_what_is_written_by_hand_is_kept() -> None:
+    fresh = generate(f"before\n{BEGIN}\nthe table before\n{END}\nafter\n", {"t": "new"})
+    assert fresh == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+    assert generate(fresh, {"t": "new"}) == fresh
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, END, f"{END}\n{BEGIN}\n", f"{BEGIN}\n{END}\n{BEGIN}\n{END}"])
+def test_a_page_without_its_markers_is_not_overwritten(text: str) -> None:
+    with pytest.raises(ValueError, match="must have the line"):
+        generate(text, {"t": "new"})
+
+
+def test_an_unknown_argument_of_the_generator_is_refused() -> None:
+    assert main(["--wirte"]) == 2
+
+
+def recomputing(choice: str) -> TrainConfig:
+    return TrainConfig(fsdp_activation_checkpointing=True, selective_checkpointing=choice)
+
+
+def test_the_masks_shown_are_those_that_run() -> None:
+    rows = re.findall(r"^\| `([\d/.]+)` \| ([TF ]+) \| (\d+) of 12 \| \+(\d+) % \|$", CONFIGS.read_text(), re.MULTILINE)
+    assert len(rows) == 8
+    for choice, mask, count, cost in rows:
+        chosen = block_mask(recomputing(choice), 12)
+        assert (" ".join("FT"[is_chosen] for is_chosen in chosen), str(sum(chosen))) == (mask, count)
+        assert round(100 * sum(chosen) / 12 / 3) == int(cost)
+
+
+def test_the_compiled_bodies_shown_are_those_of_the_scan() -> None:
+    rows = re.findall(r"^\| (off, or )?`([\d/.]+)`(?: or `([\d/.]+)`)? \| (\d+) \| ", CONFIGS.read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    for off, first, second, bodies in rows:
+        masks = [block_mask(recomputing(choice), 12) for choice in (first, second) if choice]
+        masks += [block_mask(TrainConfig(), 12)] * bool(off)
+        assert {sum(len(group.mask) for group in scan_plan(mask)) for mask in masks} == {int(bodies)}
+
+
+def test_the_memory_shown_is_sixteen_bytes_a_parameter() -> None:
+    text = CONFIGS.read_text()
+    llama2, llama3 = (16 * VARIANTS[name].parameters / 1e9 for name in ("llama2_7b", "llama3_8b"))
+    assert f"{llama2:.0f} GB for `llama2_7b`" in text
+    assert f"`ddp` {llama3:.1f} GB, `hsdp` {llama3 / 8:.1f} GB, `fsdp` {llama3 / 32:.1f} GB" in text

@@ -1,0 +1,184 @@
+"""Evaluation of a checkpoint: questions of one's own against a plain computation, and the harness against an export."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretraining.checkpoint.compatibility import saved_config
+from pretraining.checkpoint.manifest import Facts, open_checkpoint
+from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.config.training import TrainConfig
+from pretraining.data.tokenizer import open_tokenizer
+from pretraining.data.tokenizer import train as train_tokenizer
+from pretraining.models.init import build_model
+from pretraining.tools.convert.convert import to_huggingface
+from pretraining.tools.evaluate import main
+from pretraining.tools.generate import load_model
+from tests.checkpoint.saving import save
+from tests.parallel.launch import run as run_command
+
+WORDS = ("quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "größe", "winter", "nights")
+TASKS = {
+    "own_choices": """
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+doc_to_target: answer
+doc_to_choice: "{{choices}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "own_text": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{context}} {{choices[0]}} {{context}} {{choices[1]}} {{context}} {{context}}"
+metric_list: [{metric: bits_per_byte}]
+""",
+    "own_continuation": """
+output_type: generate_until
+doc_to_text: "{{context}} quick"
+doc_to_target: "{{context}}"
+generation_kwargs: {until: ["o", "ö"], max_gen_toks: 8, do_sample: false}
+metric_list: [{metric: bleu}]
+""",
+}
+# Prints the results of the program and of the harness on the exported model
+COMPARISON = """
+import json, sys
+import lm_eval
+from lm_eval.tasks import TaskManager
+from pretraining.tools.evaluate import main
+from pretraining.tools.generate import load_model
+folder, *tasks = sys.argv[1:]
+assert main([f"{folder}/step_1", f"--tasks={','.join(tasks)}", f"--include_path={folder}", f"--output={folder}/r.json",
+             "--device=cpu"]) == 0
+theirs = lm_eval.simple_evaluate(
+    model="hf", model_args=f"pretrained={folder}/hf", tasks=tasks, device="cpu", batch_size=4, bootstrap_iters=0,
+    task_manager=TaskManager(include_path=folder),
+)["results"]
+floats = {task: {name.partition(",")[0]: float(value) for name, value in found.items() if isinstance(value, float)}
+          for task, found in theirs.items()}
+print(json.dumps({"ours": json.load(open(f"{folder}/r.json")), "theirs": floats}))
+"""
+
+
+def question(number: int) -> dict[str, Any]:
+    """A question with three choices; every fifth has no context."""
+    drawn = random.Random(number)
+    context = " ".join(drawn.choices(WORDS, k=drawn.randint(1, 4))) if number % 5 else ""
+    return {
+        "context": context,
+        "choices": [" ".join(drawn.choices(WORDS, k=count)) for count in (1, 2, 3)],
+        "answer": drawn.randrange(3),
+    }
+
+
+QUESTIONS = [question(number) for number in range(20)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint step_1 of an untrained model with large weights, and a file of questions."""
+    root = tmp_path_factory.mktemp("evaluate")
+    train_tokenizer([" ".join(random.Random(n).choices(WORDS, k=20)) for n in range(50)], 290, root / "t.model", 1)
+    config = TrainConfig(
+        model_variant="custom",
+        num_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        vocab_size=300,
+        seq_length=32,
+        max_position_embeddings=64,
+        init_std=0.5,
+        tokenizer_path=str(root / "t.model"),
+        mup_base_width=16,  # whose factors the export has in its weights
+    )
+    state = {name: weight.detach() for name, weight in build_model(config).named_parameters()}
+    facts = Facts(step=1, tokens_seen=0, data=None, config=asdict(config), engine="none", mesh={})
+    save(root, state, facts)
+    (root / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in QUESTIONS))
+    return root
+
+
+def test_questions_are_scored_as_one_choice_at_a_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder), f"--tasks={folder}/own.jsonl", "--batch_size=7", "--device=cpu"]) == 0
+    printed = dict(line.split()[1:] for line in capsys.readouterr().out.splitlines())
+    right = [by_hand(folder, number) for number in range(len(QUESTIONS))]
+    assert float(printed["acc"]) == pytest.approx(sum(plain for plain, _ in right) / 20)
+    assert float(printed["acc_norm"]) == pytest.approx(sum(normalized for _, normalized in right) / 20)
+    assert len({printed["acc"], printed["acc_norm"]}) == 2
+
+
+def by_hand(folder: Path, number: int) -> tuple[bool, bool]:
+    """Whether the likeliest choice is right, and the likeliest per character."""
+    checkpoint, asked = open_checkpoint(folder / "step_1"), QUESTIONS[number]
+    model = load_model(saved_config(checkpoint.facts.config), read_tensors(checkpoint, is_weight))
+    tokenizer = open_tokenizer(str(folder / "t.model"))
+    before = tokenizer.encode([asked["context"]])[0] or [1]  # sentencepiece's <s>
+    values = []
+    for choice in asked["choices"]:
+        after = tokenizer.encode([" " + choice])[0]
+        with torch.no_grad():
+            logits = model(torch.tensor([before + after]))[0].log_softmax(-1)
+        values.append(sum(logits[len(before) - 1 + place, token].item() for place, token in enumerate(after)))
+    lengths = map(len, asked["choices"])
+    per_character = [value / length for value, length in zip(values, lengths, strict=True)]
+    best, normalized = (max(range(3), key=each.__getitem__) for each in (values, per_character))
+    return best == asked["answer"], normalized == asked["answer"]
+
+
+@pytest.mark.slow
+def test_the_harness_has_the_numbers_of_the_exported_model(folder: Path) -> None:
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("transformers")
+    to_huggingface(open_checkpoint(folder / "step_1"), folder / "hf")
+    for name, text in TASKS.items():
+        source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/own.jsonl}}}}\n"
+        (folder / f"{name}.yaml").write_text(f"task: {name}\ntest_split: test\n{source}{text}")
+    offline = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    found, _ = run_command([sys.executable, "-c", COMPARISON, str(folder), *TASKS], **offline)
+    assert found["ours"].keys() == found["theirs"].keys() == TASKS.keys()
+    for task, metrics in found["theirs"].items():
+        assert metrics and found["ours"][task] == pytest.approx(metrics, rel=1e-6), task
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "line 2 is not a question such as"),
+        ('{"context": "a", "choices": ["b"], "answer": 0}', "line 2 is not a question"),
+        ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "line 2 is not a question"),
+        ('{"context": "a", "choices": ["b", "c"]}', "line 2 is not a question"),
+        (
+            json.dumps({"context": "fox " * 80, "choices": ["b", "c"], "answer": 0}),
+            "line 2: .* tokens, but the model sees 64",
+        ),
+        ('{"context": " ", "choices": ["b", "c"], "answer": 0}', "line 2: the tokenizer has no token of its own"),
+    ],
+)
+def test_a_line_that_is_no_question_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
+) -> None:
+    (tmp_path / "bad.jsonl").write_text(f"{json.dumps(QUESTIONS[1])}\n{line}\n")
+    assert main([str(folder), f"--tasks={tmp_path}/bad.jsonl"]) == 2
+    message = capsys.readouterr().err
+    assert f"{tmp_path}/bad.jsonl" in message and re.search(words, message)
+
+
+def test_what_is_missing_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([str(folder), "--tasks=gone.jsonl"]) == 2
+    assert "gone.jsonl: no such file" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
+    assert main([str(folder), "--tasks=hellaswag"]) == 2
+    message = capsys.readouterr().err
+    assert "--tasks=hellaswag" in message and "pip install lm_eval==" in message

@@ -1,0 +1,236 @@
+"""Sampling: the promises of `draw` and `sample`, and text from a real checkpoint through the command line."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretraining.checkpoint.manifest import Facts
+from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+from pretraining.data.tokenizer import open_tokenizer
+from pretraining.models.init import build_model
+from pretraining.models.llama import Block
+from pretraining.tools.generate import decoded, draw, main, sample
+from tests.checkpoint.saving import save
+from tests.faults.damage import CONTENTS
+
+ROOT = Path(__file__).parents[2]
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from seven hungry wolves in cold winter nights"
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ---- Drawing one token
+
+logit_lists = st.lists(st.floats(-20, 20), min_size=2, max_size=30, unique=True)
+
+
+@given(logit_lists, st.integers(0, 2**31))
+def test_temperature_0_and_top_1_take_the_likeliest_token(logits: list[float], seed: int) -> None:
+    values = torch.tensor(logits, dtype=torch.float64)
+    assert draw(values, 0, 0, generator(seed)) == draw(values, 2.0, 1, generator(seed)) == int(values.argmax())
+
+
+@given(logit_lists, st.integers(1, 30), st.floats(0.1, 5), st.integers(0, 2**31))
+def test_only_the_k_likeliest_are_drawn(logits: list[float], k: int, temperature: float, seed: int) -> None:
+    values = torch.tensor(logits, dtype=torch.float64)
+    drawn = draw(values, temperature, k, generator(seed))
+    assert sum(value > logits[drawn] for value in logits) < k
+
+
+def test_frequencies_follow_the_softmax_at_the_temperature() -> None:
+    logits, count, source = torch.tensor([2.0, 1.0, 0.0]), 4000, generator()
+    drawn = torch.tensor([draw(logits, 0.5, 0, source) for _ in range(count)])
+    shares = torch.bincount(drawn, minlength=3) / count
+    assert torch.allclose(shares, (logits / 0.5).softmax(-1), atol=0.03)  # 3.8 standard deviations of the largest
+
+
+# ---- Drawing a continuation
+
+
+class Counter(torch.nn.Module):
+    """Stands where a model stands: the next token is always the last one plus one; remembers what it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[list[int]] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.shown.append(tokens[0].tolist())
+        return torch.nn.functional.one_hot(tokens + 1, 100).float()  # [1, T, V]
+
+
+def continuation(model: torch.nn.Module, count: int, window: int = 8, vocabulary: int = 100) -> list[int]:
+    likeliest = partial(draw, temperature=0.0, top_k=0, generator=generator())
+    return list(islice(sample(model, [5, 6], vocabulary, window, likeliest), count))  # type: ignore[arg-type]
+
+
+def test_each_token_follows_from_those_before_it() -> None:
+    assert continuation(Counter(), 4) == [7, 8, 9, 10]
+
+
+def test_the_model_is_never_shown_more_than_the_window() -> None:
+    model = Counter()
+    continuation(model, 6, window=3)
+    assert model.shown == [[5, 6], [5, 6, 7], [6, 7, 8], [7, 8, 9], [8, 9, 10], [9, 10, 11]]
+
+
+def test_padding_rows_of_the_vocabulary_are_never_drawn() -> None:
+    assert max(continuation(Counter(), 6, vocabulary=9)) == 8
+
+
+# ---- Text
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A tokenizer that writes characters which it does not know as bytes."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "bytes"), vocab_size=290, byte_fallback=True, minloglevel=2
+    )
+    return tmp_path / "bytes.model"
+
+
+def test_a_damaged_tokenizer_is_an_error_or_still_one(model: Path) -> None:
+    sound, refused = model.read_bytes(), 0
+    for seed in range(300):
+        chance = random.Random(seed)
+        model.write_bytes(chance.choice(CONTENTS)(sound, chance))
+        try:
+            open_tokenizer(str(model))
+        except UserError as error:
+            assert str(model) in str(error)
+            refused += 1
+    assert refused > 100
+
+
+def test_pieces_add_up_to_the_text_and_split_no_character(model: Path) -> None:
+    tokenizer = open_tokenizer(str(model))
+    ids = tokenizer.encode(["the quick 漢字 fox 😀 jumps"])[0]
+    pieces = list(decoded(tokenizer, ids[:2], ids[2:]))
+    assert "".join(pieces) == tokenizer.decode(ids) == "the quick 漢字 fox 😀 jumps"
+    assert len(pieces) > 5 and "\ufffd" not in "".join(pieces)
+
+
+# ---- A run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with two committed checkpoints; only the newer one has learned to repeat a token for ever."""
+    folder = tmp_path_factory.mktemp("run")
+    text = folder / "text.txt"
+    text.write_text("\n".join([TEXT, TEXT[20:], TEXT[40:]] * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=36, minloglevel=2
+    )
+    config = TrainConfig(
+        model_variant="tiny", num_layers=2, seq_length=32, vocab_size=64, tokenizer_path=str(folder / "tokenizer.model")
+    )
+    model = build_model(config)
+    for step in (1, 2):
+        facts = Facts(step=step, tokens_seen=0, data={}, config=asdict(config), engine="torch", mesh={})
+        save(folder / "checkpoints", {**model.state_dict(), "optimizer.step": torch.tensor(float(step))}, facts)
+        with torch.no_grad():  # head = embedding, blocks silenced: the likeliest next token is the last one
+            model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+            for block in model.model.layers:
+                assert isinstance(block, Block)
+                block.self_attn.o_proj.weight.zero_()
+                block.mlp.down_proj.weight.zero_()
+    return folder
+
+
+Speak = Callable[..., str]
+
+
+@pytest.fixture
+def speak(run: Path, capsys: pytest.CaptureFixture[str]) -> Speak:
+    """Runs the command on the run and gives what it printed."""
+
+    def command(*flags: str, path: Path = run) -> str:
+        assert main([str(path), *flags]) == 0
+        return capsys.readouterr().out
+
+    return command
+
+
+def test_the_newest_checkpoint_speaks(speak: Speak) -> None:
+    said = speak("--prompt=the quick", "--temperature=0", "--max_new_tokens=5")
+    assert said.startswith("the quick")
+    assert len(set(said.strip().removeprefix("the quic"))) == 1  # it says its last token again and again
+
+
+def test_one_checkpoint_can_be_chosen(run: Path, speak: Speak) -> None:
+    flags = ("--prompt=the quick", "--temperature=0")
+    assert speak(*flags, path=run / "checkpoints" / "step_2") == speak(*flags)
+    assert speak(*flags, path=run / "checkpoints" / "step_1") != speak(*flags)
+
+
+def test_the_same_seed_says_the_same_and_another_something_else(speak: Speak) -> None:
+    flags = ("--prompt=the", "--temperature=5", "--max_new_tokens=40")
+    assert speak(*flags, "--seed=3") == speak(*flags, "--seed=3")
+    assert speak(*flags, "--seed=3") != speak(*flags, "--seed=4")
+
+
+def test_without_a_prompt_a_document_begins(speak: Speak) -> None:
+    assert speak("--temperature=3", "--max_new_tokens=10").strip()
+
+
+def test_a_run_whose_checkpoints_lie_elsewhere_is_found_by_its_config(run: Path, speak: Speak, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"ckpt_save_path": "{run / "checkpoints"}"}}')
+    assert speak("--temperature=0", "--prompt=fox", path=tmp_path) == speak("--temperature=0", "--prompt=fox")
+
+
+def test_a_run_with_a_tokenizer_json_speaks(run: Path, speak: Speak, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.CharBPETokenizer(suffix="")
+    model.train_from_iterator([TEXT], vocab_size=60, suffix="", special_tokens=["<unk>", "</s>"], show_progress=False)
+    model.save(str(tmp_path / "tokenizer.json"))
+    said = speak("--prompt=the quick", "--temperature=0", f"--tokenizer_path={tmp_path / 'tokenizer.json'}")
+    assert said.replace(" ", "").startswith("thequick")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["{tmp}"], "no committed checkpoint"),
+        (["{run}", "--tokenizer_path={tmp}/none.model"], "no such file"),
+        (["{run}", "--top_k=-1"], "--top_k"),
+        (["{run}", "--max_new_tokens=0"], "--max_new_tokens"),
+        (["{run}", "--temperature=nan"], "--temperature"),
+        (["{run}", "--promt=x"], "--promt"),
+    ],
+)
+def test_a_mistake_is_one_clear_error_with_exit_code_2(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], words: str
+) -> None:
+    try:
+        code: object = main([part.format(run=run, tmp=tmp_path) for part in change])
+    except SystemExit as ended:  # as argparse ends
+        code = ended.code
+    assert code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_it_runs_as_the_readme_says(run: Path) -> None:
+    command = [sys.executable, "-m", "pretraining.tools.generate", str(run), "--prompt=the quick", "--max_new_tokens=3"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout.startswith("the quick")
+    assert said.stderr == ""

@@ -1,0 +1,114 @@
+"""The page of curves: one file, every run in it, and every value that was reported."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretraining.tools.report import main
+
+
+def run(folder: Path, steps: int, rate: float, **last: float) -> Path:
+    folder.mkdir()
+    lines = [
+        {
+            "step": step,
+            "loss": 9 / step,
+            "learning_rate": rate,
+            "tokens_seen": 64 * step,
+            "consumed": {"a": step, "b": 1},
+        }
+        for step in range(1, steps + 1)
+    ]
+    by_dataset = {"val_loss/web": 1.0, "val_loss/books": 1.5}
+    lines += [{"step": steps, "val_loss": 1.25, **by_dataset}, {"step": steps, **last}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.json").write_text(json.dumps({"learning_rate": rate, "seed": 1}))
+    return folder
+
+
+class Page(HTMLParser):
+    """Its texts by element, its figures as plotly gets them, and whatever would be fetched from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.inside: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.fetched: list[str] = []
+        self.feed(text)
+        (self.figures,) = (json.loads(part) for part in self.texts["script"] if part.startswith("["))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.inside.append(tag)
+        self.fetched += [str(value) for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.inside and self.inside.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self.inside and data.strip():
+            self.texts.setdefault(self.inside[-1], []).append(data)
+
+
+def test_the_page_compares_runs_and_needs_nothing_but_itself(tmp_path: Path) -> None:
+    folders = [run(tmp_path / "first", 20, 1e-3), run(tmp_path / "second & last", 30, 2e-3, test_loss=1.5)]
+    assert main([*map(str, folders), f"--output={tmp_path / 'page.html'}"]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.fetched == []
+    assert page.texts["h1"] == ["Training: first, second & last"]
+    titles = [figure["layout"]["title"]["text"] for figure in page.figures]
+    assert "Loss" in titles and "Validation loss by dataset" in titles and "Data mixture: first" in titles
+    assert "Parameter norm" not in titles  # no run reported it
+    labels = {curve["name"] for figure in page.figures for curve in figure["data"]}
+    assert {"first", "second & last validation", "first web", "second & last books"} <= labels
+    cells = page.texts["td"]
+    assert cells[cells.index("learning_rate") :][:3] == ["learning_rate", "0.001", "0.002"]
+    assert "seed" not in cells  # the same in both
+
+
+def test_the_page_of_one_run_lies_in_its_folder(tmp_path: Path) -> None:
+    assert main([str(run(tmp_path / "one", 3, 1e-3))]) == 0
+    assert (tmp_path / "one" / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_folder_that_is_no_run_is_named_and_the_others_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, damaged, shown = tmp_path / "other", tmp_path / "damaged", run(tmp_path / "run", 3, 1e-3)
+    other.mkdir()
+    run(damaged, 3, 1e-3)
+    (damaged / "config.json").write_text("[" * 100_000)
+    assert main([str(other)]) == 2
+    assert str(other) in capsys.readouterr().err
+    assert main([str(other), str(damaged), str(shown)]) == 0
+    assert capsys.readouterr().err.count("left out:") == 2
+    assert (shown / "report.html").exists()
+
+
+def test_a_run_without_reports_yet_is_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"seed": 1}')
+    assert main([str(tmp_path)]) == 0
+    assert "n/a" in (tmp_path / "report.html").read_text()
+
+
+def test_every_reported_value_is_on_the_page_with_its_step_tokens_and_hours(tmp_path: Path) -> None:
+    folder = tmp_path / "<" / "script><b>"
+    steps = [2, 4, 6, 8]
+    lines: list[dict[str, Any]] = [
+        {"step": step, "loss": 9 / step, "tokens_seen": 64 * step, "account": {"train": 1800.0, "time": 1e9 + step}}
+        for step in steps
+    ]
+    lines[-1]["loss"] = None  # not a finite number
+    lines.insert(2, {"step": 5, "val_loss": 1.25})
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main([str(folder)]) == 0
+    (figure,) = Page((folder / "report.html").read_text()).figures
+    trained, validated = (curve["meta"] for curve in figure["data"])
+    assert trained == {"values": [4.5, 2.25, 1.5], "step": [2, 4, 6], "tokens": [128, 256, 384], "hours": [0.5, 1, 1.5]}
+    assert validated == {"values": [1.25], "step": [5], "tokens": [320], "hours": [1.0]}
