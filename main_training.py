@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from pretraining import configure as configuring
-from pretraining import run as running
 from pretraining.config.extension import installed
 from pretraining.config.flags import run
 from pretraining.config.script import exit_with
+from pretraining.run import configure as configuring
+from pretraining.run import run as running
 
 EXTENSIONS = installed(("tools.importing", "tools.plan"))
 CHECKS = configuring.checks_of(EXTENSIONS)

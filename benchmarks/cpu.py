@@ -60,7 +60,7 @@ def engine_step(engine: Engine, config: TrainConfig) -> Step:
 
 def xla_step(layers: int = 6) -> Step:
     """Return a training step of the xla engine on one CPU device."""
-    from pretraining.parallel.xla import XlaEngine
+    from pretraining.parallel.xla.engine import XlaEngine
 
     config = TrainConfig(**FIELDS, num_layers=layers)
     return engine_step(XlaEngine(config), config)
@@ -68,7 +68,7 @@ def xla_step(layers: int = 6) -> Step:
 
 def torch_step() -> Step:
     """Return a training step of the torch engine in one process."""
-    from pretraining.parallel.torch_engine import TorchEngine
+    from pretraining.parallel.torch.engine import TorchEngine
 
     config = TrainConfig(**FIELDS, device="cpu")
     return engine_step(TorchEngine(config), config)

@@ -39,7 +39,7 @@ from pretraining.models.init import build_model
 from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel import accelerator
-from pretraining.parallel.torch_engine import TorchEngine
+from pretraining.parallel.torch.engine import TorchEngine
 
 # The largest batches with which transformers fits in 139 GiB; it materialises the logits of the whole batch.
 BATCH_SIZES = {"llama3_194m_4k": 8, "llama2_1.4b": 8, "llama3_3.2b_4k": 4, "tiny": 2}

@@ -133,7 +133,7 @@ def main(folder: Path) -> None:
     import torch
 
     from pretraining.data import open_stream
-    from pretraining.parallel import torch_engine
+    from pretraining.parallel.torch import engine as torch_engine
     from tests.parallel.resuming import prepare_run
 
     torch_engine.initial_weight = lambda *_: torch.zeros(1).expand(_[3])  # type: ignore

@@ -19,7 +19,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import SETTINGS
 from pretraining.models.ops import Kernel
 from pretraining.parallel.processes import read_processes
-from pretraining.parallel.torch_tpu_compile import compile_for_tpu
+from pretraining.parallel.torch.tpu_compile import compile_for_tpu
 
 
 class Accelerator(NamedTuple):

@@ -1,4 +1,4 @@
-"""The engine protocol, on which the loop and the checkpoints depend. Implementations: xla.py and torch_engine.py."""
+"""The engine protocol, on which the loop and the checkpoints depend. Implementations: xla/ and torch/."""
 
 from __future__ import annotations
 

@@ -74,9 +74,9 @@ def refuse_variables() -> None:
 def _open(config: TrainConfig, name: str) -> Engine:
     if name == "xla":
         refuse_variables()
-        from pretraining.parallel.xla import XlaEngine
+        from pretraining.parallel.xla.engine import XlaEngine
 
         return XlaEngine(config)
-    from pretraining.parallel.torch_engine import TorchEngine
+    from pretraining.parallel.torch.engine import TorchEngine
 
     return TorchEngine(config)

@@ -31,7 +31,7 @@ from pretraining.parallel.stages import (
     splits_backward,
     stage_of,
 )
-from pretraining.parallel.torch_blocks import TorchBlocks
+from pretraining.parallel.torch.blocks import TorchBlocks
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -32,7 +32,7 @@ from pretraining.parallel.layout import STACK
 from pretraining.parallel.recompute import ScanGroup
 from pretraining.parallel.sharding import LOGITS, REPLICAS, on_mesh
 from pretraining.parallel.stages import pieces, stacked_layers, ticks
-from pretraining.parallel.xla_blocks import ScannedBlocks, layers_of, to_floats
+from pretraining.parallel.xla.blocks import ScannedBlocks, layers_of, to_floats
 
 
 class TracedGroup(NamedTuple):

@@ -31,7 +31,7 @@ from pretraining.checkpoint.store import load, read_tensors
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import Optimizer, build_optimizer
-from pretraining.parallel.xla import XlaEngine
+from pretraining.parallel.xla.engine import XlaEngine
 from tests.checkpoint.saving import save
 
 DEVICES = int(os.environ["CPU_NUM_DEVICES"])

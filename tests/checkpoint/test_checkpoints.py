@@ -24,7 +24,7 @@ from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
-from pretraining.preflight import parameter_shapes
+from pretraining.run.start import parameter_shapes
 from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.generate import base_weights
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config, train, train_step

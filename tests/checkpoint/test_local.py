@@ -12,7 +12,7 @@ import pytest
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
-from pretraining.preflight import parameter_shapes
+from pretraining.run.start import parameter_shapes
 from tests.checkpoint.small_run import small_config, train
 from tests.checkpoint.test_checkpoints import flip
 from tests.checkpoint.two_processes import HERE, processes

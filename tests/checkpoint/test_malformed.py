@@ -15,7 +15,7 @@ from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
-from pretraining.preflight import parameter_shapes
+from pretraining.run.start import parameter_shapes
 from pretraining.tools.convert.convert import to_huggingface
 from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import DIMENSIONS, PlainEngine, facts_of, open_run, small_config

@@ -16,7 +16,7 @@ from pretraining.checkpoint.manifest import Facts
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
-from pretraining.preflight import open_streams, reopen_stream
+from pretraining.run.start import open_streams, reopen_stream
 from tests.end_to_end.small import FLAGS
 
 DOCUMENTS, TOKENS = 40, 101  # and a separator each: 40 x 102 / (16 x 32) = 7 whole steps of an epoch

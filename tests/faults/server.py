@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = ("prepare.prepare", "generate", "report", "inspect_data", "convert.convert")
-ROOMS = ("preflight", "loop", "parallel.torch_engine", *(f"tools.{name}" for name in TOOLS))
+ROOMS = ("run.start", "run.loop", "parallel.torch.engine", *(f"tools.{name}" for name in TOOLS))
 PACKAGES = ("fire", "pyarrow.parquet", "sentencepiece", "tokenizers", "torch._refs")
 WITHIN = 60.0  # seconds that any outcome may take
 
@@ -31,7 +31,7 @@ def import_everything(engine: str) -> None:
     for name in (*PACKAGES, *(f"pretraining.{room}" for room in ROOMS)):
         importlib.import_module(name)
     if engine == "xla":
-        importlib.import_module("pretraining.parallel.xla")
+        importlib.import_module("pretraining.parallel.xla.engine")
     gc.freeze()  # a collection in a fork would copy every page
 
 

@@ -17,7 +17,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
-import pretraining.parallel.xla  # noqa: F401  # sets the number of threads
+import pretraining.parallel.xla.engine  # noqa: F401  # sets the number of threads
 
 WIDTH, DEPTH = 64, 8
 

@@ -17,7 +17,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel import accelerator
-from pretraining.parallel.torch_engine import TorchEngine
+from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
 

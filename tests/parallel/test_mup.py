@@ -14,7 +14,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import build_optimizer
-from pretraining.parallel.torch_engine import TorchEngine
+from pretraining.parallel.torch.engine import TorchEngine
 
 WIDTHS = (32, 64, 128, 256, 512)
 # 16 tokens, because what a token learns from others is noise that shrinks with 1 / sqrt(width) and hides the rest.

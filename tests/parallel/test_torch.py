@@ -18,7 +18,7 @@ from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.parallel import accelerator, select
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine, refuse_variables
-from pretraining.parallel.torch_engine import TorchEngine
+from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.launch import ALONE, dump_of, run_on_torch
 from tests.parallel.toy import RAMP, instruction_cases
 

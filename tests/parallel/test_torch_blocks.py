@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.parallel import accelerator
-from pretraining.parallel.torch_engine import TorchEngine
+from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.fsdp  # registers FSDP2's operations
 
-from pretraining.parallel.torch_flat import chunk_cat
+from pretraining.parallel.torch.flat import chunk_cat
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -19,7 +19,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
 from pretraining.parallel.layout import TorchLayout
 from pretraining.parallel.mesh import Mesh
-from pretraining.parallel.torch_state import LocalShards
+from pretraining.parallel.torch.state import LocalShards
 from tests.checkpoint.saving import save
 
 CONFIG = TrainConfig(model_variant="tiny", seq_length=16, num_layers=1, vocab_size=100, make_vocab_size_divisible_by=64)

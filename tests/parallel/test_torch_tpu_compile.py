@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, symbolic_trace
 
-from pretraining.parallel.torch_tpu_compile import return_arguments
+from pretraining.parallel.torch.tpu_compile import return_arguments
 
 
 def test_results_that_are_arguments_are_not_computed_and_are_the_caller_s_tensors() -> None:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
-from pretraining.parallel.torch_engine import TorchEngine
+from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.resuming import poisoned, prepare_run, restore, resume_run, save_run
 from tests.parallel.toy import HALFWAY, TOY
 

@@ -23,7 +23,7 @@ import torch_xla.debug.metrics as met
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
-from pretraining.parallel.xla import XlaEngine
+from pretraining.parallel.xla.engine import XlaEngine
 from tests.parallel.resuming import poisoned, prepare_run, restore, resume_run, save_run
 from tests.parallel.toy import HALFWAY, TOY
 

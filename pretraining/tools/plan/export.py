@@ -28,7 +28,7 @@ from pretraining.models.llama import Llama
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.engine import Batch
 from pretraining.parallel.sharding import TOKENS, Spec
-from pretraining.parallel.xla import XlaEngine
+from pretraining.parallel.xla.engine import XlaEngine
 
 _C = torch_xla._XLAC
 

@@ -27,7 +27,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.models.llama import Llama
 from pretraining.parallel.layout import state_bytes
-from pretraining.parallel.torch_engine import TorchEngine
+from pretraining.parallel.torch.engine import TorchEngine
 from pretraining.tools.plan.traffic import ring
 from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY

@@ -17,7 +17,7 @@ from typing import Any
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.parallel.layout import state_bytes
-from pretraining.parallel.xla import XlaEngine
+from pretraining.parallel.xla.engine import XlaEngine
 from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
 

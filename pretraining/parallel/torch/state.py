@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from pretraining.models.init import VOCABULARIES
 from pretraining.models.llama import Llama
 from pretraining.parallel.layout import TorchLayout
-from pretraining.parallel.torch_tensor import local_slice, placements
+from pretraining.parallel.torch.tensor import local_slice, placements
 
 
 class LogicalTensor(Tensor):

@@ -44,12 +44,12 @@ from pretraining.parallel.sharding import LOGITS, NORM_ACTIVATIONS, REPLICAS, TO
 from pretraining.parallel.splash import choose_attention
 from pretraining.parallel.stages import micro_batches_per_graph, piece_length, stacked_layers
 from pretraining.parallel.step import DeviceScalars, write_sharding
-from pretraining.parallel.xla_blocks import ScannedBlocks, grouped, narrowed, place_activations, stack_layers
-from pretraining.parallel.xla_graph import GraphCache, wait_for_all
+from pretraining.parallel.xla.blocks import ScannedBlocks, grouped, narrowed, place_activations, stack_layers
+from pretraining.parallel.xla.graph import GraphCache, wait_for_all
+from pretraining.parallel.xla.state import LogicalTensor, Region, XlaShards, tensor_from_shards
+from pretraining.parallel.xla.step import XlaStep, device_bytes, layer_name
 from pretraining.parallel.xla_pipeline import PipelinedBlocks
 from pretraining.parallel.xla_splash import SplashAttention
-from pretraining.parallel.xla_state import LogicalTensor, Region, XlaShards, tensor_from_shards
-from pretraining.parallel.xla_step import XlaStep, device_bytes, layer_name
 
 
 class EvaluationSums(DeviceScalars):

@@ -35,18 +35,20 @@ from pretraining.models.llama import BatchInputs, Head, Llama, loss_options
 from pretraining.models.ops import IGNORED, Kernel, LossAndGradient, document_mask, loss_and_gradient
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
-from pretraining.parallel import accelerator, torch_flat, torch_tensor
+from pretraining.parallel import accelerator
 from pretraining.parallel.accelerator import ACCELERATORS, HOST
 from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_shards
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes, raise_process_error, read_processes
 from pretraining.parallel.step import DeviceScalars, write_sharding
-from pretraining.parallel.torch_blocks import TorchBlocks
-from pretraining.parallel.torch_context import ContextRanks
+from pretraining.parallel.torch import flat as torch_flat
+from pretraining.parallel.torch import tensor as torch_tensor
+from pretraining.parallel.torch.blocks import TorchBlocks
+from pretraining.parallel.torch.context import ContextRanks
+from pretraining.parallel.torch.state import LocalShards, to_local
+from pretraining.parallel.torch.step import TorchStep, sum_over_processes
 from pretraining.parallel.torch_pipeline import Pipeline, keep_stage, tied_embedding
-from pretraining.parallel.torch_state import LocalShards, to_local
-from pretraining.parallel.torch_step import TorchStep, sum_over_processes
 
 OF_STAGE = ("replica", "tensor", "shard")  # axes of the device mesh, or of a stage's part of it
 

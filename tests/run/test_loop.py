@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pretraining import loop
 from pretraining.config.training import TrainConfig
 from pretraining.monitor.account import Account
 from pretraining.parallel.mesh import Mesh
+from pretraining.run import loop
 
 
 def test_the_first_step_is_traced_compiled_and_run_under_the_heartbeat_and_reported(

@@ -32,7 +32,6 @@ from pretraining.config.variants import model_shape
 from pretraining.data import Batch, Stream, cut_rows
 from pretraining.data.choices import Request, Task, accuracies, request_batch, task_figures
 from pretraining.data.prefetch import Prefetcher
-from pretraining.interrupt import Clock, Interrupt, NoRendezvousError
 from pretraining.monitor.account import Account, account_line, totals
 from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.monitor.held_out import HeldOut, held_out_figures
@@ -43,8 +42,9 @@ from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Engine, LostPeerError, StepResult, raise_lost_peer_error
 from pretraining.preemption import NoticeWatch
+from pretraining.run.interrupt import Clock, Interrupt, NoRendezvousError
+from pretraining.run.supervision import Progress, Watchdog, launch_time
 from pretraining.storage import RETRIES
-from pretraining.supervision import Progress, Watchdog, launch_time
 
 
 @dataclass(kw_only=True)

@@ -24,9 +24,9 @@ from pretraining.optim.rules import Adam, Moments
 from pretraining.parallel.accelerator import ACCELERATORS
 from pretraining.parallel.sharding import without_single
 from pretraining.parallel.step import Gradients, OptimizerStep, TensorSharding
+from pretraining.parallel.torch.state import LocalShards, to_local
+from pretraining.parallel.torch.tensor import all_reduce_partial_gradients
 from pretraining.parallel.torch_pipeline import EMBEDDING, TiedEmbedding
-from pretraining.parallel.torch_state import LocalShards, to_local
-from pretraining.parallel.torch_tensor import all_reduce_partial_gradients
 
 # Parameters of one shape, weight decay and learning rate that a call of the fused kernel updates. A TPU compiles a
 # program for each list of shapes: its size must not grow with depth.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from pretraining.config.training import TrainConfig
 from pretraining.models.llama import BatchInputs, Block, Llama
 from pretraining.parallel.recompute import model_mask, recomputed_modules
-from pretraining.parallel.torch_tensor import gather_from_sequence, scatter_to_sequence
+from pretraining.parallel.torch.tensor import gather_from_sequence, scatter_to_sequence
 
 # Arguments of torch.utils.checkpoint. Dropout is a hash, so there is no random state to preserve.
 RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pretraining.config.extension import Extension
 from pretraining.config.flags import first_rank
 from pretraining.config.training import TrainConfig
-from pretraining.configure import configure
 from pretraining.data.checks import INPUTS
 from pretraining.monitor.account import Account
 from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.processes import read_processes
+from pretraining.run.configure import configure
 
 if TYPE_CHECKING:
     from pretraining.data import Rows
-    from pretraining.loop import TrainingRun
     from pretraining.models.llama import Llama
+    from pretraining.run.loop import TrainingRun
 
 
 class TrainingResult(NamedTuple):
@@ -64,8 +64,8 @@ def train(
         training_run = _start(config, data or {}, build, account)
 
     # Loop: steps, reports, validations, saves
-    from pretraining.loop import train as run_loop
     from pretraining.monitor.metrics import FILE_NAME, read_metrics
+    from pretraining.run.loop import train as run_loop
 
     code = run_loop(training_run)
     training_run.engine.close()
@@ -77,14 +77,14 @@ def _start(
     config: TrainConfig, data: Mapping[str, Rows], build: Callable[[TrainConfig], Llama] | None, account: Account
 ) -> TrainingRun:
     """Return the run of a valid configuration, ready for its first step."""
-    from pretraining import preflight
     from pretraining.checkpoint.checkpoints import Checkpoints
     from pretraining.data.choices import tasks_of
-    from pretraining.loop import TrainingRun
     from pretraining.models.init import build_model
     from pretraining.monitor.facts import data_lines
     from pretraining.optim.optimizer import build_optimizer
     from pretraining.parallel.select import open_engine
+    from pretraining.run import start as preflight
+    from pretraining.run.loop import TrainingRun
 
     # Engine: one mesh; the loop does not depend on it. Missing inputs are reported before any device is opened
     checkpoint = preflight.check_inputs(config, data)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pretraining.models.chunked import AttentionMask
 from pretraining.models.ops import Kernel, attention
 from pretraining.parallel.mesh import chunks_by_rank
-from pretraining.parallel.torch_tensor import gather_to_tensor
+from pretraining.parallel.torch.tensor import gather_to_tensor
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

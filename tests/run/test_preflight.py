@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from pretraining import preflight
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.monitor import memory
 from pretraining.monitor.metrics import Metrics
-from pretraining.parallel import torch_engine
 from pretraining.parallel.processes import Processes
-from pretraining.parallel.torch_engine import TorchEngine
+from pretraining.parallel.torch import engine as torch_engine
+from pretraining.parallel.torch.engine import TorchEngine
+from pretraining.run import start as preflight
 from tests.parallel.launch import ROOT, environment
 
 GIB = 2**30
@@ -123,7 +123,7 @@ SHARED = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from pretraining import preflight
+from pretraining.run import start as preflight
 from pretraining.config.errors import UserError
 
 preflight.VISIBLE_WITHIN = 0.5
