@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from pretraining.config.extension import installed
+from pretraining.config.extension import configuration_of, installed
 from pretraining.config.flags import run
 from pretraining.config.script import exit_with
 from pretraining.run import configure as configuring
@@ -12,7 +14,8 @@ from pretraining.run import run as running
 
 EXTENSIONS = installed(("tools.importing", "tools.plan"))
 CHECKS = configuring.checks_of(EXTENSIONS)
-configure = partial(configuring.configure, extensions=EXTENSIONS)
+CONFIGURATION: Any = configuration_of(EXTENSIONS)  # TrainConfig with the settings of the extensions
+configure: Callable[..., Any] = partial(configuring.configure, extensions=EXTENSIONS)
 train = partial(running.train, extensions=EXTENSIONS)
 
 
@@ -22,4 +25,4 @@ def main(**flags: str) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(lambda: run(main, checks=CHECKS))
+    exit_with(lambda: run(main, checks=CHECKS, configuration=CONFIGURATION))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from pretraining.config.training import TrainConfig
 from pretraining.tools.plan.plan import plan_of
+from pretraining.tools.plan.settings import PlanConfig
 
 
 class Published(NamedTuple):
@@ -62,7 +62,7 @@ def main() -> None:
     print("| source | model | devices | published | plan | plan / published |")
     print("|---|---|---|---|---|---|")
     for source, speed, fields in RUNS:
-        plan = plan_of(TrainConfig(plan=True, **fields))
+        plan = plan_of(PlanConfig(plan=True, **fields))
         planned = plan.config.tokens_per_step / plan.step_seconds / plan.config.plan_devices
         devices = f"{fields['model_variant']} | {plan.config.plan_devices} {plan.kind.name}"
         print(f"| {source} | {devices} | {speed:,.0f} | {planned:,.0f} | {planned / speed:.2f} |")

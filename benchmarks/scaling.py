@@ -15,11 +15,11 @@ from typing import Any
 
 from plotly.graph_objects import Figure, Scatter
 
-from pretraining.config.training import TrainConfig
 from pretraining.monitor.figures import size
 from pretraining.tools.plan.checks import topology_devices
 from pretraining.tools.plan.compiled import compile_step
 from pretraining.tools.plan.plan import plan_of
+from pretraining.tools.plan.settings import PlanConfig
 
 TOPOLOGIES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8")
 # Wide enough that on 64 devices no shard is smaller than a tile of the device (8 x 128).
@@ -49,7 +49,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 def measured(strategy: str, topology: str) -> tuple[int, int, int]:
     """Return the bytes that a device sends in a step: compiled, planned, and the minimum."""
-    config = TrainConfig(**MODEL, **STRATEGIES[strategy], plan_topology=topology)
+    config = PlanConfig(**MODEL, **STRATEGIES[strategy], plan_topology=topology)
     plan = plan_of(replace(config, plan_devices=topology_devices(config)))
     sent = sum(compile_step(plan.config, plan.mesh.shard).sent.values())
     return sent, sum(one.bytes for one in plan.collectives), sum(one.least for one in plan.collectives)
@@ -66,7 +66,7 @@ def main() -> None:
         sent_bytes = {
             devices: measured(strategy, topology)
             for topology in TOPOLOGIES
-            if (devices := topology_devices(TrainConfig(plan_topology=topology))) >= inner
+            if (devices := topology_devices(PlanConfig(plan_topology=topology))) >= inner
         }
         for devices, (sent, planned, least) in sent_bytes.items():
             ratios = f"{sent / least:.2f} | {sent / planned:.2f}" if least else "- | -"

@@ -33,16 +33,16 @@ from jax._src.lib import _jax, xla_client
 
 from benchmarks.tpu_compiler import CASE, figures_of, print_figures
 from main_training import configure
-from pretraining.config.training import TrainConfig
 from pretraining.tools.plan.checks import topology_devices
 from pretraining.tools.plan.compiled import CompiledProgram, compiler_target, read_step, visible_share
 from pretraining.tools.plan.compiler import record, slice_devices
 from pretraining.tools.plan.plan import plan_of
+from pretraining.tools.plan.settings import PlanConfig
 
 ir: Any = jaxlib.mlir.ir  # its stubs are incomplete
 
 
-def variables(config: TrainConfig) -> dict[str, str]:
+def variables(config: PlanConfig) -> dict[str, str]:
     """Return the environment of process 0 of the slice's, as TorchTPU's launcher sets it."""
     axes, chips = config.plan_topology.split("x"), topology_devices(config)
     return {
@@ -53,7 +53,7 @@ def variables(config: TrainConfig) -> dict[str, str]:
     }
 
 
-def trace(folder: Path, config: TrainConfig) -> dict[str, Any]:
+def trace(folder: Path, config: PlanConfig) -> dict[str, Any]:
     """Lower the step to `folder`, and return what torchtpu_trace.py wrote about its runs."""
     traced = replace(config, device="tpu", plan=False, use_dummy_dataset=True, low_cpu_fsdp=True)
     command = [sys.executable, "-m", "benchmarks.torchtpu_trace", str(folder), json.dumps(asdict(traced))]

@@ -7,20 +7,16 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from main_training import CONFIGURATION as TrainConfig
     from main_training import train
-    from pretraining.config.training import TrainConfig
 
 __all__ = ["TrainConfig", "train"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from the module that defines it: torch is loaded with the first training."""
-    if name == "TrainConfig":
-        from pretraining.config.training import TrainConfig
+    """Import a public name from the main script: torch is loaded with the first training."""
+    if name in __all__:
+        import main_training
 
-        return TrainConfig
-    if name == "train":
-        from main_training import train
-
-        return train
+        return main_training.CONFIGURATION if name == "TrainConfig" else main_training.train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

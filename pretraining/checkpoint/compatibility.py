@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from pretraining.config.declaration import Resume
+from pretraining.config.declaration import Resume, settings_of
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.lora import adapters_alone
 from pretraining.config.optimizers import FLAGS, hyperparameters
-from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.optim.schedule import learning_rate
 
@@ -25,14 +25,10 @@ class Change(NamedTuple):
     field: str
     before: Any
     now: Any
+    policy: Resume = Resume.NOTE  # what is declared for such a change
 
     def __str__(self) -> str:
         return f"{self.field} {self.before} -> {self.now}"
-
-    @property
-    def policy(self) -> Resume:
-        """What is declared for such a change."""
-        return SETTINGS[self.field].resume
 
 
 def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
@@ -40,19 +36,21 @@ def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
 
     Settings that only one of the two versions of this program has are left out.
     """
-    before, now = _resolved(saved_config(saved)), _resolved(config)
+    before, now = _resolved(saved_config(saved, type(config))), _resolved(config)
     for one, other in ((before, now), (now, before)):
         if one["lr_decay_steps"] is None and other["lr_decay_steps"] is not None:
             one["lr_decay_steps"] = one["num_steps"]
     resolved = (Resume.SHAPE, Resume.FUNCTION)
-    names = [name for name, setting in SETTINGS.items() if name in saved or setting.resume in resolved]
-    differing = [Change(name, before[name], now[name]) for name in names if before[name] != now[name]]
-    return [change for change in differing if change.policy is not Resume.FREE]
+    policies = {name: setting.resume for name, setting in settings_of(type(config)).items()}
+    compared = [name for name, policy in policies.items() if name in saved or policy in resolved]
+    differing = [name for name in compared if before[name] != now[name] and policies[name] is not Resume.FREE]
+    return [Change(name, before[name], now[name], policies[name]) for name in differing]
 
 
-def saved_config(saved: Mapping[str, Any]) -> TrainConfig:
+def saved_config(saved: Mapping[str, Any], configuration: type[TrainConfig] = TrainConfig) -> TrainConfig:
     """Return the configuration in a checkpoint's facts without the settings that this version does not have."""
-    return TrainConfig(**{name: value for name, value in saved.items() if name in SETTINGS})
+    names = settings_of(configuration).keys() & saved.keys()
+    return configuration(**{name: saved[name] for name in names})
 
 
 def _resolved(config: TrainConfig) -> dict[str, Any]:
@@ -91,7 +89,7 @@ def _base_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]
 
 def describe_rate_change(saved: Mapping[str, Any], config: TrainConfig, step: int) -> str:
     """Return a sentence on the learning rate of the update after `step` if it is not the saved run's, or nothing."""
-    earlier = saved_config(saved)
+    earlier = saved_config(saved, type(config))
     before, now = learning_rate(earlier, step), learning_rate(config, step)
     if math.isclose(before, now):
         return ""

@@ -2,7 +2,7 @@
 
     lora_alpha: Annotated[float, Above(0), Needs("lora_rank"), Resume.NOTE] = 8.0
 
-`declared_settings` reads the annotations of a dataclass. Flags, validation, `--help`, configs.md and the comparison
+`settings_of` reads the annotations of a dataclass. Flags, validation, `--help`, configs.md and the comparison
 with a checkpoint use what it returns. Does not depend on the settings themselves.
 """
 
@@ -178,10 +178,18 @@ def parse_value(text: str, kind: type) -> Any:
     return kind(number)
 
 
-def declared_settings(configuration: type) -> dict[str, Setting]:
-    """Return the settings of a dataclass by name, in their order."""
-    hints = get_type_hints(configuration, include_extras=True)
-    return {field.name: _setting(field.name, hints[field.name], field.default) for field in fields(configuration)}
+_DECLARED: dict[type, dict[str, Setting]] = {}
+
+
+def settings_of(configuration: type) -> dict[str, Setting]:
+    """Return the settings of a dataclass by name, in their order. Callers do not change it."""
+    if configuration not in _DECLARED:
+        hints = get_type_hints(configuration, include_extras=True)
+        declared = fields(configuration)
+        _DECLARED[configuration] = {
+            field.name: _setting(field.name, hints[field.name], field.default) for field in declared
+        }
+    return _DECLARED[configuration]
 
 
 def _setting(name: str, hint: Any, default: Any) -> Setting:

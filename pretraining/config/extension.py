@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -21,16 +22,31 @@ class FileFlags(NamedTuple):
     problems: list[Problem]  # what a file asks for and this recipe cannot do
 
 
+COMBINED = "pretraining.combined"  # __module__ of the configuration that main_training.py puts together
+
+
 @dataclass(frozen=True, kw_only=True)
 class Extension:
     """One folder's additions to a run. A module has it as EXTENSION; every part may be absent."""
 
-    checks: tuple[Check, ...] = ()
+    configuration: type[TrainConfig] | None = None
+    """A subclass of TrainConfig with the settings of this extension."""
+    checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
     """Rules across settings."""
-    resolve: Callable[[Mapping[str, object], bool, Iterable[Check]], FileFlags] | None = None
-    """Merge flags with files that they name, before validation; the second argument: print a report."""
-    instead: Callable[[TrainConfig], int | None] | None = None
+    resolve: Callable[[Mapping[str, object], type[TrainConfig], Iterable[Check], bool], FileFlags] | None = None
+    """Merge flags with files that they name, before validation; the last argument: print a report."""
+    instead: Callable[[Any], int | None] | None = None
     """Do what the configuration asks for instead of training, and return the exit code; None: it asks for training."""
+
+
+@cache
+def configuration_of(extensions: tuple[Extension, ...]) -> type[TrainConfig]:
+    """Return the dataclass of all settings, the core's and those of `extensions`: a subclass of each."""
+    parts = tuple(extension.configuration for extension in extensions if extension.configuration)
+    names = [name for part in parts for name in vars(part)["__annotations__"]]
+    assert len(names) == len(set(names)), f"declared twice: {sorted(name for name in names if names.count(name) > 1)}"
+    combined = type("TrainConfig", (*reversed(parts), TrainConfig), {"__module__": COMBINED})
+    return dataclass(frozen=True)(combined)
 
 
 def installed(names: Sequence[str]) -> tuple[Extension, ...]:

@@ -17,23 +17,31 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, NamedTuple
 
+from pretraining.config.declaration import Setting, settings_of
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.script import exit_code, write_exit_code
-from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check, problems
 
+Settings = Mapping[str, Setting]  # by name
 
-def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None, checks: Iterable[Check] = ()) -> int:
+
+def run(
+    main: Callable[..., int | None],
+    arguments: Sequence[str] | None = None,
+    checks: Iterable[Check] = (),
+    configuration: type[TrainConfig] = TrainConfig,
+) -> int:
     """Call `main` with the flags of `arguments` (default: the process's) as raw text. Return the exit code.
 
-    0 or what `main` returns; 2 after a UserError, which rank 0 prints without traceback, and where the system refuses
-    something.
+    configuration: the dataclass whose fields are the flags; checks: rules across them. The code is 0 or what `main`
+    returns, and 2 after a UserError, which rank 0 prints without traceback, and where the system refuses something.
     """
     words = sys.argv[1:] if arguments is None else arguments
     if request := next((word for word in words if word in ("--help", "-h") or word.startswith("--help=")), None):
-        return _print_help(request.partition("=")[2])
+        return _print_help(request.partition("=")[2], configuration)
     try:
-        code = exit_code(lambda: _call(main, read(words), checks))
+        code = exit_code(lambda: _call(main, read(words, configuration), checks, configuration))
     except UserError as error:
         if error.is_printed_by_all or first_rank():
             print(error, file=sys.stderr, flush=True)
@@ -42,18 +50,21 @@ def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None,
     return code
 
 
-def _print_help(word: str) -> int:
-    from pretraining.config.document import help_text
+def _print_help(word: str, configuration: type[TrainConfig]) -> int:
+    from pretraining.config.help import help_text
 
     if first_rank():
-        print(help_text(word))
+        print(help_text(word, configuration))
     return 0
 
 
-def _call(main: Callable[..., int | None], line: CommandLine, checks: Iterable[Check]) -> int:
+def _call(
+    main: Callable[..., int | None], line: CommandLine, checks: Iterable[Check], configuration: type[TrainConfig]
+) -> int:
     """Hand the flags to `main` through fire; refuse a malformed line together with every mistake in its flags."""
     if line.problems:
-        raise ConfigError([*line.problems, *read_values(line.flags, checks, missing_matters=False).problems])
+        values = read_values(line.flags, checks, configuration, missing_matters=False)
+        raise ConfigError([*line.problems, *values.problems])
     for note in line.notes:
         if first_rank():
             print(f"note: {note}", file=sys.stderr, flush=True)
@@ -85,27 +96,27 @@ class CommandLine(NamedTuple):
     notes: list[str]
 
 
-def read(words: Sequence[str]) -> CommandLine:
+def read(words: Sequence[str], configuration: type[TrainConfig] = TrainConfig) -> CommandLine:
     """Sort `--name=value`, `--name value`, bare `--name` and `--noname` of boolean fields from everything else.
 
     A dash in a name counts as an underscore. If a flag is repeated, the last one counts and a note names both values.
     """
-    line = CommandLine({}, [], [])
+    line, settings = CommandLine({}, [], []), settings_of(configuration)
     rest = deque(words)
     while rest:
         word = rest.popleft()
         if word.startswith("--") and word != "--":
-            _add(line, *_flag(word, rest))
+            _add(line, settings, *_flag(word, rest, settings))
         else:
-            line.problems.append(_stray(word, rest))
+            line.problems.append(_stray(word, rest, settings))
     return line
 
 
-def _add(line: CommandLine, word: str, name: str, value: str | None) -> None:
-    if name not in SETTINGS:
-        line.problems.append(_unknown(name, word))
+def _add(line: CommandLine, settings: Settings, word: str, name: str, value: str | None) -> None:
+    if name not in settings:
+        line.problems.append(_unknown(name, word, settings))
     elif value is None:
-        line.problems.append(Problem(word, f"needs a value: {SETTINGS[name].expected}"))
+        line.problems.append(Problem(word, f"needs a value: {settings[name].expected}"))
     else:
         earlier = line.flags.get(name, value)
         if earlier != value:
@@ -113,19 +124,19 @@ def _add(line: CommandLine, word: str, name: str, value: str | None) -> None:
         line.flags[name] = value
 
 
-def _flag(word: str, rest: deque[str]) -> tuple[str, str, str | None]:
+def _flag(word: str, rest: deque[str], settings: Settings) -> tuple[str, str, str | None]:
     """Return the flag as typed, its name and its value, which may be the next word of `rest`; None if there is none."""
     head, equals, value = word.partition("=")
     name = head[2:].replace("-", "_")
     if equals:
         return word, name, value
     positive = name.removeprefix("no").removeprefix("_")
-    if name not in SETTINGS and positive in SETTINGS and SETTINGS[positive].kind is bool:
+    if name not in settings and positive in settings and settings[positive].kind is bool:
         return word, positive, "False"
     if rest and _is_value(rest[0]):
         value = rest.popleft()
         return f"{word}={value}", name, value
-    return word, name, "True" if name in SETTINGS and SETTINGS[name].kind is bool else None
+    return word, name, "True" if name in settings and settings[name].kind is bool else None
 
 
 def _is_value(word: str) -> bool:
@@ -133,28 +144,30 @@ def _is_value(word: str) -> bool:
     return not word.startswith("-") or word[1:2].isdigit() or word[1:2] == "."
 
 
-def _stray(word: str, rest: deque[str]) -> Problem:
+def _stray(word: str, rest: deque[str], settings: Settings) -> Problem:
     """Return the problem with a positional word, or with a flag that has a single dash, whose value it takes too."""
     if not word.startswith("-") or not word.strip("-"):
         return Problem(word, "belongs to no flag; write --name=value")
     if "=" not in word and rest and _is_value(rest[0]):
         word = f"{word} {rest.popleft()}"
-    return Problem(word, f"has a single dash; write --name=value{_nearest(word.strip('-').replace(' ', '='))}")
+    return Problem(
+        word, f"has a single dash; write --name=value{_nearest(word.strip('-').replace(' ', '='), settings)}"
+    )
 
 
-def _unknown(name: str, subject: str) -> Problem:
-    return Problem(subject, f"no such flag{_nearest(name) or '; --help lists them all'}")
+def _unknown(name: str, subject: str, settings: Settings) -> Problem:
+    return Problem(subject, f"no such flag{_nearest(name, settings) or '; --help lists them all'}")
 
 
-def _nearest(word: str) -> str:
+def _nearest(word: str, settings: Settings) -> str:
     """Return "; did you mean ...?" with the fields of these initials or words, or the most similar ones, or nothing."""
     name = word.partition("=")[0].replace("-", "_").lower()
-    near = [field for field in SETTINGS if name == "".join(part[0] for part in field.split("_"))]
-    near = [field for field in near if SETTINGS[field].is_common] or near
+    near = [field for field in settings if name == "".join(part[0] for part in field.split("_"))]
+    near = [field for field in near if settings[field].is_common] or near
     if not near and "_" in name:
-        near = [field for field in SETTINGS if _has_words(field, name)]
+        near = [field for field in settings if _has_words(field, name)]
     if not near or name in near:
-        close = get_close_matches(name, SETTINGS, n=3, cutoff=0.75)
+        close = get_close_matches(name, settings, n=3, cutoff=0.75)
         near = [field for field in close if _likeness(name, field) > _likeness(name, close[0]) - 0.05]
     return f"; did you mean {' or '.join(f'--{field}' for field in near)}?" if near else ""
 
@@ -182,6 +195,7 @@ class Values(NamedTuple):
 def config_from_flags(
     flags: Mapping[str, object],
     checks: Iterable[Check],
+    configuration: type[TrainConfig] = TrainConfig,
     origins: Mapping[str, str] | None = None,
     problems: Sequence[Problem] = (),
 ) -> TrainConfig:
@@ -190,7 +204,7 @@ def config_from_flags(
     checks: rules across settings. origins: "key=value in FILE" for each field whose value a file gave; problems with
     the field name it. problems: mistakes in those files, reported with all others.
     """
-    values = read_values(flags, checks)
+    values = read_values(flags, checks, configuration)
     mistakes = [*problems, *(with_origin(found, origins or {}) for found in values.problems)]
     if mistakes:
         raise ConfigError(mistakes)
@@ -203,22 +217,28 @@ def with_origin(found: Problem, origins: Mapping[str, str]) -> Problem:
     return found._replace(remedy=f"{found.remedy} [from {origin}]") if origin else found
 
 
-def read_values(flags: Mapping[str, object], checks: Iterable[Check] = (), missing_matters: bool = True) -> Values:
+def read_values(
+    flags: Mapping[str, object],
+    checks: Iterable[Check] = (),
+    configuration: type[TrainConfig] = TrainConfig,
+    missing_matters: bool = True,
+) -> Values:
     """Read and validate what can be read.
 
     After an unknown flag, problems about settings that are not set are left out: the unknown flag may be the missing
     one, misspelt.
     """
+    settings = settings_of(configuration)
     values: dict[str, Any] = {}
     wrong: dict[str, Problem] = {}
     for name, raw in flags.items():
-        if name not in SETTINGS:
-            wrong[name] = _unknown(name, f"--{name}={raw}")
+        if name not in settings:
+            wrong[name] = _unknown(name, f"--{name}={raw}", settings)
             continue
         try:
-            values[name] = SETTINGS[name].read(raw)
+            values[name] = settings[name].read(raw)
         except ValueError as error:
             wrong[name] = Problem(f"--{name}={raw}", str(error))
-    missing_matters = missing_matters and wrong.keys() <= SETTINGS.keys()
-    config = TrainConfig(**values)
+    missing_matters = missing_matters and wrong.keys() <= settings.keys()
+    config = configuration(**values)
     return Values(config, [*wrong.values(), *problems(config, checks, wrong.keys(), missing_matters)])

@@ -1,4 +1,4 @@
-"""The whole configuration: one plain dataclass, filled in by flags.
+"""The configuration of the core: one plain dataclass, filled in by flags. An extension adds fields in a subclass.
 
 Knows nothing of torch, devices or files, so a mistake is reported before any of them is touched.
 The docstring under each field is its documentation: `--help` and configs.md are generated from it.
@@ -21,9 +21,8 @@ from pretraining.config.declaration import (
     OneOf,
     Resume,
     Storable,
-    declared_settings,
+    settings_of,
 )
-from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.grammar import (
     RECOMPUTABLE,
     parse_cuts,
@@ -62,16 +61,12 @@ TOKENS = Grammar(parse_steps, "token ids, comma-separated, such as 0,1")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Every setting of a run. Strings that list several values are comma-separated."""
+    """Every setting of the core. Strings that list several values are comma-separated."""
 
     # ---- Model
     model_variant: Annotated[str, OneOf((*VARIANTS, CUSTOM)), Resume.FREE, COMMON] = "llama2_7b"
     """Row of the variant table that gives the dimensions below. The 7b, 13b, 34b and 70b are short names of llama2_*;
     tiny and mini are for CPUs; "custom": every dimension is set by its own flag."""
-    model_config_path: str = ""
-    """Hugging Face's config.json of a Llama, Mistral or Qwen 3, or its folder, from which dimensions, rotary settings
-    and norm_eps are read; flags and the keys of import_config override it. Empty: that of ckpt_load_path, if it is a
-    folder in Hugging Face's format."""
     num_layers: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
     """Transformer blocks. None: the variant's."""
     hidden_size: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
@@ -651,56 +646,6 @@ class TrainConfig:
     compile_cache_dir: Annotated[str, Resume.FREE] = ""
     """Folder of the persistent compilation cache of XLA (on TPUs: the CPU backend cannot read it). Empty: off."""
 
-    # ---- Plan
-    plan: Annotated[bool, Resume.FREE, COMMON] = False
-    """Print the memory, communication and time of this configuration on plan_devices of plan_device_kind, and stop;
-    paths and devices are not opened. The exit code is 0 whether or not it fits."""
-    plan_devices: Annotated[int, AtLeast(0), Needs("plan"), Resume.FREE] = 0
-    """Devices to plan for; required by plan. 0: as many as plan_topology has."""
-    plan_device_kind: Annotated[str, OneOf(("", *PLAN_KINDS)), Needs("plan"), Resume.FREE] = ""
-    """Kind of the devices: a TPU chip, a NeuronCore of trn1 or trn2, or a GPU; required by plan."""
-    plan_search: Annotated[bool, Needs("plan"), Resume.FREE] = False
-    """Rank the meshes that fit by their predicted step time, for the same global batch."""
-    plan_compile: Annotated[bool, Needs("plan"), Resume.FREE] = False
-    """Also compile the step for plan_topology with the TPU's own compiler, and print its memory, collectives and
-    operations next to those of the plan. Needs requirements-tpu-aot.txt, but no TPU."""
-    plan_topology: Annotated[str, Needs("plan"), Resume.FREE] = ""
-    """Slice of TPUs, chips along each axis: 4x4 (v5e, v6e) or 4x4x4 (v4, v5p). Their product is plan_devices."""
-    plan_json: Annotated[str, Needs("plan"), Resume.FREE] = ""
-    """File that the plan is written to, as JSON. Empty: none."""
-
-    # ---- Configuration files
-    config_file: Annotated[str, COMMON] = ""
-    """File of settings with these names, overridden by the flags of the command line: TOML, YAML, or the config.json of
-    a run. Empty: none."""
-    import_config: Annotated[str, COMMON] = ""
-    """Configuration file of NxD Training, NeMo Megatron or GPT-NeoX to train with, overridden by the flags of the
-    command line; several files of GPT-NeoX are comma-separated. A report of every key is printed first. Empty: none."""
-    import_format: Annotated[Literal["auto", "nxdt", "nemo", "neox"], Needs("import_config")] = "auto"
-    """Format of import_config; "auto" recognizes it by its keys."""
-    import_strict: Annotated[bool, Needs("import_config")] = True
-    """True: keys of import_config that this recipe does not support stop the run. False: each is a warning, and
-    training ignores it."""
-    import_only: bool = False
-    """Print the resolved configuration and the report of import_config, and stop; paths and devices are not opened."""
-    import_report: Annotated[str, Needs("import_config")] = ""
-    """File that the report of import_config is written to, as JSON. Empty: none."""
-    import_lr_steps: Annotated[str, STEPS, Needs("import_config")] = ""
-    """Steps, counted from 0 and comma-separated, whose learning rate the report of import_config lists. Empty: the
-    first, the end of the warm-up, the middle and the last."""
-    import_pp: Annotated[Literal["keep", "fold"], Needs("import_config")] = "keep"
-    """Pipeline stages of import_config: "keep" them, or "fold" their devices into data parallelism, which does not
-    change the loss."""
-    source_world_size: Annotated[int | None, AtLeast(1), Needs("import_config")] = None
-    """Devices that import_config was written for, from which the global batch of a GPT-NeoX file follows. None: what
-    the file says."""
-    neox_era: Annotated[Literal["auto", "2022", "2023", "head"], Needs("import_config")] = "auto"
-    """Release of GPT-NeoX whose defaults and learning rates a file means: "2022" (before August 2023), "2023" (today's
-    learning rates, the defaults of before 2023-12-26), "head" (today), or "auto", recognized by the file's keys."""
-    neox_gated_ffn: Annotated[Literal["auto", "head", "legacy"], Needs("import_config")] = "auto"
-    """Feed-forward width of a GPT-NeoX file with a gated activation: "auto" and "head" use today's two thirds, "legacy"
-    the width as written before September 2024."""
-
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one global batch, with rampup_batch_size of the largest.
@@ -725,7 +670,7 @@ class TrainConfig:
         must_match = (Resume.SHAPE, Resume.FUNCTION, Resume.STATE)
         changed = [
             f"{name}={getattr(self, name)}"
-            for name, setting in SETTINGS.items()
+            for name, setting in settings_of(type(self)).items()
             if (setting.resume in must_match or name == "use_dummy_dataset") and getattr(self, name) != setting.default
         ]
         digest = hashlib.sha256("\n".join(changed).encode()).hexdigest()[:6]
@@ -733,8 +678,8 @@ class TrainConfig:
 
     @property
     def reads_data(self) -> bool:
-        """Whether the run gets as far as opening data and paths: `plan` and `import_only` stop before."""
-        return not (self.plan or self.import_only)
+        """Whether the run gets as far as opening data and paths."""
+        return True
 
     @property
     def precision_mode(self) -> str:
@@ -745,10 +690,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Replace defaults that stand for another value; a frozen dataclass has no other way to."""
-        # fms-fsdp documents FSDP and HSDP; makers write H100 and v5e
+        # fms-fsdp documents FSDP and HSDP
         derived: dict[str, object] = {"sharding_strategy": str(self.sharding_strategy).lower()}
-        kind = str(self.plan_device_kind).lower()
-        derived["plan_device_kind"] = f"tpu-{kind}" if f"tpu-{kind}" in PLAN_KINDS else kind
         if self.checkpoint_interval == -1:
             derived["checkpoint_interval"] = 0 if self.use_dummy_dataset else 10_000
         if self.seq_length == 0:
@@ -760,4 +703,4 @@ class TrainConfig:
         vars(self).update(derived)
 
 
-SETTINGS = declared_settings(TrainConfig)
+SETTINGS = settings_of(TrainConfig)

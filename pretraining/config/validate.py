@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from pretraining.config.declaration import settings_of
 from pretraining.config.errors import Problem, UnknownValueError
 from pretraining.config.grammar import without_credentials
-from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.training import TrainConfig
 
 Check = Callable[[TrainConfig], Iterable[Problem]]  # a rule across settings; rooms export theirs as CHECKS
 
@@ -26,21 +27,22 @@ def problems(
     mistake is not a second one. missing_matters False leaves out problems about settings that are not set, as do
     configurations that stop before data and paths are opened.
     """
-    faults = {name: setting.fault(getattr(config, name)) for name, setting in SETTINGS.items()}
+    faults = {name: setting.fault(getattr(config, name)) for name, setting in settings_of(type(config)).items()}
     own = {name: problem(config, name, fault) for name, fault in faults.items() if fault and name not in unreadable}
-    guarded = GuardedConfig(config, {*unreadable, *own})
-    across = [found for check in (check_needs, *checks) for found in _until_unknown(check(guarded))]
+    known = guarded(config, {*unreadable, *own})
+    across = [found for check in (check_needs, *checks) for found in _until_unknown(check(known))]
     missing_matters = missing_matters and config.reads_data
     return [found for found in (*own.values(), *across) if missing_matters or not found.is_missing]
 
 
 def check_needs(config: TrainConfig) -> Iterator[Problem]:
     """A setting that has an effect only with another one is set together with it."""
-    for name, setting in SETTINGS.items():
+    settings = settings_of(type(config))
+    for name, setting in settings.items():
         with suppress(UnknownValueError):
             if setting.needs and getattr(config, name) != setting.default:
                 other, value = setting.needs
-                actual, default = getattr(config, other), SETTINGS[other].default
+                actual, default = getattr(config, other), settings[other].default
                 if actual == default if value is None else actual != value:
                     remedy = f"needs --{other}{(value and f'={value}') or ''}; set it too, or remove this flag"
                     yield problem(config, name, remedy, is_missing=actual == default)
@@ -51,17 +53,21 @@ def problem(config: TrainConfig, name: str, remedy: str, is_missing: bool = Fals
     return Problem(f"--{name}={without_credentials(str(getattr(config, name)))}", remedy, is_missing)
 
 
-class GuardedConfig(TrainConfig):
-    """A configuration some of whose fields cannot be relied on: reading one raises UnknownValueError."""
+def guarded(config: TrainConfig, bad: Collection[str]) -> TrainConfig:
+    """Return the configuration; reading one of the fields that cannot be relied on raises UnknownValueError."""
+    copy = object.__new__(_guarded_class(type(config)))
+    object.__setattr__(copy, "_bad_fields", frozenset(bad))
+    vars(copy).update(vars(config))
+    return copy
 
-    def __init__(self, config: TrainConfig, bad: Collection[str]) -> None:
-        vars(self).update(vars(config))
-        object.__setattr__(self, "_bad_fields", frozenset(bad))
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in SETTINGS and name in object.__getattribute__(self, "_bad_fields"):
+def _guarded_class(configuration: type[TrainConfig]) -> type[TrainConfig]:
+    def read(self: TrainConfig, name: str) -> Any:
+        if name in object.__getattribute__(self, "__dict__")["_bad_fields"]:
             raise UnknownValueError(name)
         return object.__getattribute__(self, name)
+
+    return type(configuration.__name__, (configuration,), {"__getattribute__": read})
 
 
 def _until_unknown(found: Iterable[Problem]) -> Iterator[Problem]:

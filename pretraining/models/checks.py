@@ -14,10 +14,10 @@ from pretraining.config.variants import missing_dimensions, model_shape
 
 
 def check_dimensions_are_set(config: TrainConfig) -> Iterator[Problem]:
-    """A custom model has no default dimensions; --import_only works without."""
+    """A custom model has no default dimensions."""
     missing = [f"--{name}" for name in missing_dimensions(config)]
     if missing:
-        yield Problem("--model_variant=custom", f"needs {', '.join(missing)} too", is_missing=not config.plan)
+        yield Problem("--model_variant=custom", f"needs {', '.join(missing)} too", is_missing=True)
 
 
 def check_heads(config: TrainConfig) -> Iterator[Problem]:

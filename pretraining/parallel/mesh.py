@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.grammar import parse_rampup, parse_stages
@@ -20,6 +20,8 @@ from pretraining.parallel.stages import describe_pipeline
 
 if TYPE_CHECKING:
     import numpy as np
+
+Configuration = TypeVar("Configuration", bound=TrainConfig)
 
 
 class Mesh(NamedTuple):
@@ -114,7 +116,7 @@ def kv_repeats(config: TrainConfig, shape: ModelShape) -> int:
     return config.kv_replication or automatic
 
 
-def resolve_batch(config: TrainConfig, ranks: int) -> TrainConfig:
+def resolve_batch(config: Configuration, ranks: int) -> Configuration:
     """Return `config` with global_batch_size and gradient_accumulation_steps set for this many data-parallel ranks.
 
     Raises ConfigError with valid values if the global batch is not a whole number of micro-batches on every rank.

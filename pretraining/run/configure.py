@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from pretraining.checkpoint.checks import CHECKS as CHECKPOINT
-from pretraining.config.extension import Extension, FileFlags
+from pretraining.config.extension import Extension, FileFlags, configuration_of
 from pretraining.config.flags import config_from_flags, first_rank, is_script_setting
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
@@ -31,12 +31,13 @@ def configure(
     report: print the report of --import_config, and the settings of a run that are not the default. without: checks
     that do not apply. origin: of the flags.
     """
+    configuration = configuration_of(tuple(extensions))
     checks = [check for check in checks_of(extensions) if check not in without]
     values, origins, problems = FileFlags(dict(flags), {}, [])
     for extension in extensions:
         if extension.resolve:
-            values, origins, problems = extension.resolve(flags, report, checks)
-    config = config_from_flags(values, checks, origins, problems)
+            values, origins, problems = extension.resolve(flags, configuration, checks, report)
+    config = config_from_flags(values, checks, configuration, origins, problems)
     if report and config.reads_data and first_rank():
         print("\n".join(describe_settings(config, flags, origins, origin)), flush=True)
     return config
@@ -51,7 +52,7 @@ def describe_settings(
     config: TrainConfig, flags: Mapping[str, object], origins: Mapping[str, str], origin: str
 ) -> list[str]:
     """Return a line for each setting that is not the default: its value, and where that comes from."""
-    defaults = TrainConfig()
+    defaults = type(config)()
     changed = {name: value for name, value in vars(config).items() if value != getattr(defaults, name)}
     sources = dict.fromkeys(changed, "derived") | dict(origins)
     for name, raw in flags.items():

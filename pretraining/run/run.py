@@ -131,5 +131,5 @@ def _start(
 
 def _changed(config: TrainConfig) -> dict[str, object]:
     """Return the settings that are not the default: what a command line would name."""
-    defaults = TrainConfig()
+    defaults = type(config)()
     return {name: value for name, value in vars(config).items() if value != getattr(defaults, name)}

@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from pretraining.config.document import cell, flag_tables, variant_table
+from main_training import CONFIGURATION
+from pretraining.config.declaration import Resume, settings_of
+from pretraining.config.help import Field, documented_fields, needs_words, type_words
+from pretraining.config.optimizers import FLAGS, OPTIMIZERS
 from pretraining.config.script import exit_with
+from pretraining.config.support import LIMITS
+from pretraining.config.variants import VARIANTS
 from pretraining.tools.importing.migration import migration_tables
 
+SETTINGS = settings_of(CONFIGURATION)
 ROOT = Path(__file__).parents[2]
 CONFIGS, MIGRATING = ROOT / "configs.md", ROOT / "docs" / "migrating.md"
 
@@ -24,7 +32,7 @@ def tables_of(page: Path) -> dict[str, str]:
     """Return the generated parts of a page by the name in their markers."""
     if page == CONFIGS:
         return {"variants": variant_table(), "flags": flag_tables()}
-    return {"migration": migration_tables(cell)}
+    return {"migration": migration_tables(cell, SETTINGS)}
 
 
 def generate(text: str, tables: dict[str, str]) -> str:
@@ -36,6 +44,78 @@ def generate(text: str, tables: dict[str, str]) -> str:
             raise ValueError(f"the page must have the line {begin} and, below it, the line {end}, once each")
         text = f"{match[1]}\n{table}\n\n{match[2]}"
     return text
+
+
+def variant_table() -> str:
+    """Return every variant with its dimensions and the number of its parameters."""
+    shapes = "layers | hidden | feed-forward | heads (key/value) | vocabulary | sequence"
+    names: dict[int, list[str]] = {}  # short names have the same shape object
+    for name, shape in VARIANTS.items():
+        names.setdefault(id(shape), []).append(f"`{name}`")
+    rows = []
+    for shape in {id(shape): shape for shape in VARIANTS.values()}.values():
+        heads = f"{shape.num_attention_heads} ({shape.num_kv_heads})"
+        counts = f"{shape.parameters / 1e6:,.0f} M | {shape.embedding_parameters / 1e6:,.0f} M | {shape.num_layers}"
+        sizes = f"{shape.hidden_size} | {shape.intermediate_size} | {heads} | {shape.vocab_size}"
+        rows.append(f"{', '.join(names[id(shape)])} | {counts} | {sizes} | {shape.max_position_embeddings}")
+    return markdown_table(f"variant | parameters | of which embeddings | {shapes}", rows)
+
+
+def markdown_table(columns: str, rows: Iterable[str]) -> str:
+    """Return a table whose header and rows are texts with " | " between the cells."""
+    rule = "---|" * (columns.count(" | ") + 1)
+    return "\n".join([f"| {columns} |", f"|{rule}", *(f"| {row} |" for row in rows)])
+
+
+def flag_tables() -> str:
+    """Return one Markdown table for each group, and those of optimizers, engine support and resume."""
+    flags = [_table(group, fields) for group, fields in documented_fields(CONFIGURATION).items()]
+    return "\n\n".join([*flags, optimizer_table(), support_table(), resume_table()])
+
+
+def support_table() -> str:
+    """Return the settings that an engine does not support."""
+    rows = (f"`{row.setting}` | {row.values_text} | {', '.join(row.missing_on)} | {row.reason}" for row in LIMITS)
+    table = markdown_table("flag | values | not supported by engine | reason", rows)
+    return f"### Settings that one engine does not support\n\n{table}"
+
+
+def resume_table() -> str:
+    """Return what happens to each setting that differs from the checkpoint's when a run continues."""
+    rows = []
+    for policy in Resume:
+        names = [f"`{name}`" for name, setting in SETTINGS.items() if setting.resume is policy]
+        rows.append(f"{policy.value} | {'all others' if policy is Resume.NOTE else ', '.join(names)}")
+    return f"### Changes when a run continues\n\n{markdown_table('a change is | flags', rows)}"
+
+
+def optimizer_table() -> str:
+    """Every optimizer with its defaults."""
+    columns = "optimizer | learning_rate | weight_decay | settings; of those with a flag of their own, its name"
+    rows = (
+        f"`{name}` | {rate:g} | {'none' if decay is None else decay} | {', '.join(map(_setting, taken.items()))}"
+        for name, (rate, decay, taken) in OPTIMIZERS.items()
+    )
+    return f"### Optimizers and their defaults\n\n{markdown_table(columns, rows)}"
+
+
+def _setting(item: tuple[str, Any]) -> str:
+    name, value = item
+    return f"`{FLAGS[name] if name in FLAGS and not isinstance(value, tuple) else name}={value}`"
+
+
+def _table(group: str, fields: list[Field]) -> str:
+    rows = []
+    for field in fields:
+        setting = SETTINGS[field.name]
+        words, text = cell(type_words(setting)), cell(field.text + needs_words(setting))
+        rows.append(f"`{field.name}` | {words} | `{field.default}` | {text}")
+    return f"### {group}\n\n{markdown_table('flag | type or choices | default | meaning', rows)}"
+
+
+def cell(text: str) -> str:
+    """Text that stays inside its cell, with placeholders such as <log_dir> shown and not taken for HTML."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
 def main(arguments: list[str]) -> int:

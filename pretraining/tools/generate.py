@@ -18,6 +18,7 @@ from itertools import islice, takewhile
 import torch
 from torch import Tensor
 
+from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.folder import newest_checkpoint
 from pretraining.checkpoint.huggingface import open_any_checkpoint
@@ -107,7 +108,7 @@ def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig
     checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir))
     if flags.use_ema:
         checkpoint = with_moving_averages(checkpoint)
-    config = saved_config(checkpoint.facts.config)
+    config = saved_config(checkpoint.facts.config, CONFIGURATION)
     tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
     weights = {**base_weights(checkpoint, config), **read_tensors(checkpoint, is_weight)}
     return load_model(config, weights), tokenizer, config

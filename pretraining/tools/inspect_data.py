@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from main_training import CHECKS, configure
+from main_training import CHECKS, CONFIGURATION, configure
 from pretraining.config.errors import UserError, counted
 from pretraining.config.flags import run
 from pretraining.config.script import exit_with
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(sample(config, options.part, options.step, options.rows)))
         return 0
 
-    return run(inspect, flags, CHECKS)
+    return run(inspect, flags, CHECKS, CONFIGURATION)
 
 
 def report(config: TrainConfig, split: str) -> list[str]:

@@ -6,7 +6,7 @@ every exit code into 1.
 
 from __future__ import annotations
 
-from main_training import CHECKS, configure
+from main_training import CHECKS, CONFIGURATION, configure
 from pretraining.config.flags import run
 from pretraining.config.script import exit_with
 
@@ -17,4 +17,4 @@ def main(**flags: str) -> None:
 
 
 if __name__ == "__main__":
-    exit_with(lambda: run(main, checks=CHECKS))
+    exit_with(lambda: run(main, checks=CHECKS, configuration=CONFIGURATION))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from main_training import CONFIGURATION
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
@@ -32,7 +33,7 @@ DIMENSIONS = {
 
 def small_config(folder: Path, **fields: Any) -> TrainConfig:
     """A model of 8 thousand parameters that saves every second step under `folder`."""
-    return TrainConfig(**{**DIMENSIONS, "num_steps": 8, "checkpoint_interval": 2, "log_dir": str(folder), **fields})
+    return CONFIGURATION(**{**DIMENSIONS, "num_steps": 8, "checkpoint_interval": 2, "log_dir": str(folder), **fields})
 
 
 class PlainEngine:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from main_training import CONFIGURATION
 from pretraining.checkpoint.checks import CHECKS
-from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
 
 
@@ -36,13 +36,13 @@ from pretraining.config.validate import problems
     ],
 )
 def test_a_wrong_flag_is_one_problem_with_its_remedy(given: dict[str, Any], subject: str, remedy: str) -> None:
-    found = problems(TrainConfig(use_dummy_dataset=True, **given), CHECKS)
+    found = problems(CONFIGURATION(use_dummy_dataset=True, **given), CHECKS)
     assert [problem.subject for problem in found] == [subject]
     assert remedy in found[0].remedy
 
 
 def test_flags_that_work_together_are_no_problem(tmp_path: Path) -> None:
-    config = TrainConfig(
+    config = CONFIGURATION(
         use_dummy_dataset=True,
         checkpoint_scale="log",
         checkpoint_interval=2,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from main_training import CONFIGURATION
 from pretraining.config.batches import GlobalBatches, global_batches, tokens_of_run
 from pretraining.config.grammar import BatchRamp
-from pretraining.config.training import TrainConfig
 
 RAMPS = st.builds(
     lambda start, increment, count, samples: (BatchRamp(start, increment, samples), start + increment * count),
@@ -40,7 +40,7 @@ def test_every_size_is_megatron_s_and_nothing_is_lost_between_steps(case: tuple[
 
 
 def test_the_tokens_of_a_run_are_those_of_its_global_batches() -> None:
-    config = TrainConfig(global_batch_size=8, rampup_batch_size="2,2,30", seq_length=10, num_steps=12)
+    config = CONFIGURATION(global_batch_size=8, rampup_batch_size="2,2,30", seq_length=10, num_steps=12)
     sizes = [2] * 5 + [4] * 3 + [6] * 2 + [8] * 2
     assert [len(global_batches(config).sequences(step)) for step in range(12)] == sizes
     assert tokens_of_run(config) == sum(sizes) * 10

@@ -15,15 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from main_training import CHECKS, configure
-from pretraining.config.declaration import parse_value
+from main_training import CHECKS, CONFIGURATION, configure
+from pretraining.config.declaration import parse_value, settings_of
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.flags import read, run
 from pretraining.config.script import exit_with, refusal
-from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
 from pretraining.config.variants import VARIANTS
 from pretraining.storage import StorageError
+
+SETTINGS = settings_of(CONFIGURATION)
 
 ROOT = Path(__file__).parents[2]
 DUMMY = "--use_dummy_dataset"
@@ -137,7 +139,7 @@ def test_reading_a_value_gives_its_type_or_a_value_error(text: str, kind: type) 
 def test_the_documented_capitals_of_a_strategy_are_accepted_and_kept_small() -> None:
     assert parse(DUMMY, "--sharding_strategy=FSDP").sharding_strategy == "fsdp"
     settings: dict[str, Any] = {"sharding_strategy": "HSDP"}
-    assert TrainConfig(**settings).sharding_strategy == "hsdp"
+    assert CONFIGURATION(**settings).sharding_strategy == "hsdp"
 
 
 def test_a_value_may_be_a_negative_number() -> None:
@@ -147,7 +149,7 @@ def test_a_value_may_be_a_negative_number() -> None:
 def test_python_values_mean_what_their_text_means() -> None:
     config = configure({"use_dummy_dataset": True, "datasets": ("a", "b"), "num_layers": None, "seed": 3})
     assert (config.datasets, config.num_layers, config.seed) == ("a,b", None, 3)
-    assert TrainConfig(datasets="a,b", weights="1,2").datasets == "a,b"
+    assert CONFIGURATION(datasets="a,b", weights="1,2").datasets == "a,b"
 
 
 def test_the_last_of_a_repeated_flag_wins_with_a_note_naming_both(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +218,7 @@ def test_a_mistake_and_its_consequences_are_one_problem(capsys: pytest.CaptureFi
 
 @given(st.lists(st.sampled_from(["--batch_size", "--low_cpu_fsdp", "--nolow_cpu_fsdp", "--x", "--", "-b", "3", "a=b"])))
 def test_every_word_is_a_flag_or_a_problem(words: list[str]) -> None:
-    line = read(words)
+    line = read(words, CONFIGURATION)
     assert line.flags.keys() <= SETTINGS.keys()
     told = " ".join([*line.flags, *line.flags.values(), *line.notes, *(problem.subject for problem in line.problems)])
     assert all(word.replace("--no", "").strip("-") in told for word in words)
@@ -225,8 +227,9 @@ def test_every_word_is_a_flag_or_a_problem(words: list[str]) -> None:
 def test_all_mistakes_are_listed_at_once_quickly_and_without_torch() -> None:
     words = ["--batch_sise=4", "--num_heads=7", "--sharding_strategy=foo", "--seq_length=two"]
     code = (
-        "import sys; from pretraining.config.flags import run; from main_training import CHECKS, configure\n"
-        "code = run(lambda **flags: configure(flags), checks=CHECKS)\n"
+        "import sys; from main_training import CHECKS, CONFIGURATION, configure\n"
+        "from pretraining.config.flags import run\n"
+        "code = run(lambda **flags: configure(flags), checks=CHECKS, configuration=CONFIGURATION)\n"
         "assert not {'torch', 'numpy', 'pyarrow'} & sys.modules.keys(), 'heavy'\n"
         "sys.exit(code)"
     )
@@ -257,7 +260,7 @@ def test_help_shows_the_common_settings_or_those_with_a_word_and_trains_nothing(
         raise AssertionError("--help must not start anything")
 
     def page(*words: str) -> set[str]:
-        assert run(main, words) == 0
+        assert run(main, words, configuration=CONFIGURATION) == 0
         return {line.strip().partition("=")[0][2:] for line in capsys.readouterr().out.splitlines() if "  --" in line}
 
     common = {name for name, setting in SETTINGS.items() if setting.is_common}
@@ -314,7 +317,7 @@ def test_a_dictionary_of_flags_is_checked_like_a_command_line() -> None:
 
 def test_an_edited_default_of_another_type_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     edited: dict[str, Any] = {"learning_rate": "1e-4", "num_steps": 10.0, "use_profiler": "yes", "seed": None}
-    found = problems(TrainConfig(**edited, use_dummy_dataset=True), CHECKS)
+    found = problems(CONFIGURATION(**edited, use_dummy_dataset=True), CHECKS)
     assert [problem.subject for problem in found] == [
         "--learning_rate=1e-4",
         "--num_steps=10.0",
@@ -327,9 +330,9 @@ def test_an_edited_default_of_another_type_is_one_problem(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("variant", ["tiny", "llama2_34b", "custom"])
 def test_a_variant_brings_its_own_sequence_length(variant: str) -> None:
     longest = VARIANTS[variant].max_position_embeddings if variant in VARIANTS else 4096
-    assert TrainConfig(model_variant=variant).seq_length == min(longest, 4096)
-    assert TrainConfig(model_variant=variant, max_position_embeddings=100).seq_length == 100
-    assert TrainConfig(model_variant=variant, seq_length=7).seq_length == 7
+    assert CONFIGURATION(model_variant=variant).seq_length == min(longest, 4096)
+    assert CONFIGURATION(model_variant=variant, max_position_embeddings=100).seq_length == 100
+    assert CONFIGURATION(model_variant=variant, seq_length=7).seq_length == 7
 
 
 TOOLS = ("run_folder", "document", "inspect_data", "report")

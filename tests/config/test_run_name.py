@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.training import TrainConfig
+from main_training import CONFIGURATION
 
 
 def folder(**fields: Any) -> Path:
-    return TrainConfig(**{"model_variant": "tiny", "data_path": "tokens", **fields}).run_folder
+    return CONFIGURATION(**{"model_variant": "tiny", "data_path": "tokens", **fields}).run_folder
 
 
 def test_the_defaults_of_a_variant_have_its_name() -> None:

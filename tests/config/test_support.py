@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from main_training import CONFIGURATION
+from pretraining.config.declaration import settings_of
 from pretraining.config.support import LIMITS, unsupported
-from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import problems
 from pretraining.parallel.checks import CHECKS
+
+SETTINGS = settings_of(CONFIGURATION)
 
 PLACES = [("xla", None), ("torch", "cpu"), ("torch", "tpu"), ("torch", "cuda")]
 # One configuration with the values of each row.
@@ -34,12 +37,12 @@ def test_every_row_has_an_example_and_no_default_is_unsupported() -> None:
     assert [limit.setting for limit in LIMITS] == [setting for setting, _ in EXAMPLES]
     assert SETTINGS.keys() >= {setting for setting, _ in EXAMPLES}
     for engine, device in PLACES:
-        assert list(unsupported(TrainConfig(), engine, device)) == []
+        assert list(unsupported(CONFIGURATION(), engine, device)) == []
 
 
 @pytest.mark.parametrize(("limit", "fields"), [(limit, row[1]) for limit, row in zip(LIMITS, EXAMPLES, strict=True)])
 def test_a_value_is_refused_where_its_row_says_and_nowhere_else(limit: Any, fields: dict[str, Any]) -> None:
-    config = TrainConfig(**fields)
+    config = CONFIGURATION(**fields)
     for engine, device in PLACES:
         refused = [problem.subject for problem in unsupported(config, engine, device)]
         missing = {engine, f"{engine} on {device}"} & set(limit.missing_on)
@@ -62,12 +65,12 @@ def test_a_value_is_refused_where_its_row_says_and_nowhere_else(limit: Any, fiel
     ],
 )
 def test_the_xla_engine_reduces_in_bf16_what_it_multiplies_in_bf16(dtype: Any, fields: Any, refused: bool) -> None:
-    config = TrainConfig(reduce_dtype=dtype, **fields)
+    config = CONFIGURATION(reduce_dtype=dtype, **fields)
     assert bool(list(unsupported(config, "xla"))) == refused
 
 
 def test_flags_that_name_the_engine_or_its_device_are_validated_against_the_table() -> None:
     for fields in ({"engine": "xla"}, {"engine": "torch", "device": "cpu"}, {"device": "cpu"}):
-        config = TrainConfig(cpu_offload=True, **fields)  # type: ignore[arg-type]
+        config = CONFIGURATION(cpu_offload=True, **fields)
         assert [problem.subject for problem in problems(config, CHECKS)] == ["--cpu_offload=True"]
-    assert problems(TrainConfig(cpu_offload=True), CHECKS) == []  # known when the engine is chosen
+    assert problems(CONFIGURATION(cpu_offload=True), CHECKS) == []  # known when the engine is chosen

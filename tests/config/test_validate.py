@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from main_training import CHECKS
-from pretraining.config.declaration import Above, AtLeast, OneOf, Setting
+from main_training import CHECKS, CONFIGURATION
+from pretraining.config.declaration import Above, AtLeast, OneOf, Setting, settings_of
 from pretraining.config.flags import read_values
 from pretraining.config.grammar import parse_selective
-from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import problems
 from pretraining.config.variants import VARIANTS, model_shape
+
+SETTINGS = settings_of(CONFIGURATION)
 
 CUSTOM: dict[str, Any] = {
     "model_variant": "custom",
@@ -37,7 +38,7 @@ ZERO_BUBBLE: dict[str, Any] = STAGES | {"pipeline_schedule": "ZBVZeroBubble", "v
 
 def found(**settings: Any) -> list[str]:
     """The problems of a dummy run with these settings, one text each."""
-    config = TrainConfig(**{"use_dummy_dataset": True, **settings})
+    config = CONFIGURATION(**{"use_dummy_dataset": True, **settings})
     return [f"{problem.subject} {problem.remedy}" for problem in problems(config, CHECKS)]
 
 
@@ -163,7 +164,7 @@ def test_a_model_that_passes_can_be_built(heads: int, kv_heads: int, hidden: int
     fits = heads % kv_heads == 0 and hidden % heads == 0 and hidden // heads % 2 == 0
     assert (not found(**settings)) == fits
     if fits:
-        shape = model_shape(TrainConfig(**settings))
+        shape = model_shape(CONFIGURATION(**settings))
         assert shape.num_attention_heads * shape.head_dim == shape.hidden_size
 
 
@@ -192,19 +193,21 @@ def test_the_batch_sizes_a_message_offers_are_valid(batch: int, total: int, pass
 def test_what_follows_from_a_mistake_is_not_a_second_problem(mistake: dict[str, Any], consequence: Any) -> None:
     given = {"use_dummy_dataset": True, **mistake, **consequence}
     (name,) = mistake
-    assert [problem.subject for problem in read_values(given, CHECKS).problems] == [f"--{name}={mistake[name]}"]
+    assert [problem.subject for problem in read_values(given, CHECKS, CONFIGURATION).problems] == [
+        f"--{name}={mistake[name]}"
+    ]
 
 
 def test_a_mistake_hides_no_problem_that_does_not_depend_on_it() -> None:
     given = {"use_dummy_dataset": True, "adam_beta1": 2, "min_lr": 1, "kv_replication": -1, "engine": "xla"}
-    found = read_values({**given, "cpu_offload": True, "num_kv_heads": 5}, CHECKS).problems
+    found = read_values({**given, "cpu_offload": True, "num_kv_heads": 5}, CHECKS, CONFIGURATION).problems
     names = [problem.subject.partition("=")[0] for problem in found]
     assert {"--adam_beta1", "--cpu_offload", "--kv_replication", "--min_lr", "--num_kv_heads"} == set(names)
 
 
 def test_a_configuration_does_not_change() -> None:
     with pytest.raises(FrozenInstanceError):
-        TrainConfig().num_steps = 3  # type: ignore[misc]
+        CONFIGURATION().num_steps = 3
 
 
 @pytest.mark.parametrize("setting", [s for s in SETTINGS.values() if s.needs], ids=lambda setting: setting.name)
@@ -216,7 +219,7 @@ def test_a_setting_without_the_one_that_it_needs_is_refused(setting: Setting) ->
     if isinstance(setting.constraint, OneOf):
         value = next(choice for choice in setting.constraint.choices if choice not in ("", setting.default))
     others = {"sharding_strategy": "fsdp", "use_dummy_dataset": True}
-    problems = read_values({**others, setting.name: value}, CHECKS).problems
+    problems = read_values({**others, setting.name: value}, CHECKS, CONFIGURATION).problems
     assert any(problem.remedy.startswith(f"needs --{setting.needs.name}") for problem in problems)
 
 

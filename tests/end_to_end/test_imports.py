@@ -56,10 +56,9 @@ SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
 # All runs of a test in one process: starting Python and importing torch takes longer than one of these trainings.
 DRIVER = """
 import json, sys
-from main_training import main
+from main_training import CHECKS, CONFIGURATION, main
 from pretraining.config.flags import run
-from main_training import CHECKS
-sys.exit(max(run(main, words, CHECKS) for words in json.loads(sys.argv[1])))
+sys.exit(max(run(main, words, CHECKS, CONFIGURATION) for words in json.loads(sys.argv[1])))
 """
 
 

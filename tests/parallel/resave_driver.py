@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from main_training import CHECKS, main
+from main_training import CHECKS, CONFIGURATION, main
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.config.flags import run
-from pretraining.config.training import TrainConfig
 from pretraining.parallel.select import open_engine
 from tests.checkpoint.saving import save
 from tests.parallel.resuming import resume_run
@@ -27,7 +26,7 @@ from tests.parallel.toy import TOY
 
 def resave(source: Path, target: Path, fields: dict[str, object]) -> None:
     """Load the checkpoint `source` and save it below `target`."""
-    config = TrainConfig(**{**TOY, **fields})
+    config = CONFIGURATION(**{**TOY, **fields})
     engine = open_engine(config)
     checkpoint = open_checkpoint(source)
     live = resume_run(engine, config, checkpoint.facts.step, source.parent)
@@ -41,4 +40,4 @@ if __name__ == "__main__":
     source, target, fields, *flags = sys.argv[1:]
     resave(Path(source), Path(target), json.loads(fields))
     sys.argv[1:] = flags
-    sys.exit(run(main, checks=CHECKS) if flags else 0)
+    sys.exit(run(main, checks=CHECKS, configuration=CONFIGURATION) if flags else 0)

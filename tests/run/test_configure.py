@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from main_training import CHECKS, main
+from main_training import CHECKS, CONFIGURATION, main
 from pretraining.config.flags import run
 from tests.tools.importing.files import put, tree, write
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def typed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     """Return what `python main_training.py --import_only` and these words print."""
-    assert run(main, ["--import_only", *words], CHECKS) == code
+    assert run(main, ["--import_only", *words], CHECKS, configuration=CONFIGURATION) == code
     printed = capsys.readouterr()
     return printed.err if code else printed.out
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pretraining.config.training import TrainConfig
+from main_training import CONFIGURATION
 from pretraining.monitor.account import Account
 from pretraining.parallel.mesh import Mesh
 from pretraining.run import loop
@@ -32,7 +32,7 @@ def test_the_first_step_is_traced_compiled_and_run_under_the_heartbeat_and_repor
         return SimpleNamespace(read=lambda: events.append("read"))
 
     monkeypatch.setattr(loop, "heartbeat", recorded)
-    config = TrainConfig(model_variant="tiny", global_batch_size=1, gradient_accumulation_steps=1)
+    config = CONFIGURATION(model_variant="tiny", global_batch_size=1, gradient_accumulation_steps=1)
     engine: Any = SimpleNamespace(mesh=Mesh(), device_name="CPU", process_index=0, train_step=train_step)
     absent: Any = None
     run = loop.TrainingRun(

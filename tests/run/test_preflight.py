@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from main_training import CONFIGURATION
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
@@ -27,7 +28,7 @@ GIB = 2**30
 def engine(processes: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[TrainConfig, TorchEngine]:
     """The torch engine of one process among so many on this host."""
     monkeypatch.setattr(torch_engine, "read_processes", lambda: Processes(local_world_size=processes))
-    config = TrainConfig(device="cpu", model_variant="llama3_194m_4k", **fields)
+    config = CONFIGURATION(device="cpu", model_variant="llama3_194m_4k", **fields)
     opened = TorchEngine(config)
     return opened.config, opened
 
@@ -64,7 +65,7 @@ def test_the_facts_show_the_memory_that_the_engine_s_layout_shards(monkeypatch: 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
 def test_a_run_folder_that_cannot_be_written_is_refused_before_a_device_is_opened(tmp_path: Path, name: str) -> None:
-    config = TrainConfig(log_dir=str(tmp_path), use_dummy_dataset=True)
+    config = CONFIGURATION(log_dir=str(tmp_path), use_dummy_dataset=True)
     (tmp_path / name).mkdir()
     with pytest.raises(UserError, match=f"{name} is a folder, where this run writes a file"):
         preflight.check_inputs(config)
@@ -79,22 +80,24 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_device_is_opened(
     fields: dict[str, Any] = {"use_dummy_dataset": True, "checkpoint_interval": 1, "log_dir": str(tmp_path / "run")}
     wrong = str(tmp_path / "file" / "deep" / "name")
     with pytest.raises(UserError, match=f"--{name}={wrong}: {tmp_path / 'file'} is not a folder"):
-        preflight.check_inputs(TrainConfig(**{**fields, name: wrong}))
+        preflight.check_inputs(CONFIGURATION(**{**fields, name: wrong}))
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "folder")  # root may write everywhere
     new = str(tmp_path / "folder" / "new" / "name")
     with pytest.raises(UserError, match=f"--{name}={new}: {tmp_path / 'folder'} cannot be written"):
-        preflight.check_inputs(TrainConfig(**{**fields, name: new}))
+        preflight.check_inputs(CONFIGURATION(**{**fields, name: new}))
 
 
 def test_settings_without_effect_are_named() -> None:
-    config = TrainConfig(val_steps=5, test_data_path="held", profile_start_step=9, num_epochs=2, use_dummy_dataset=True)
+    config = CONFIGURATION(
+        val_steps=5, test_data_path="held", profile_start_step=9, num_epochs=2, use_dummy_dataset=True
+    )
     assert preflight.settings_without_effect(config) == [
         "val_steps: no effect without val_interval",
         "test_data_path: no effect without test_steps",
         "profile_start_step: no effect without use_profiler",
         "num_epochs: no effect with use_dummy_dataset",
     ]
-    used = TrainConfig(val_steps=5, val_interval=9, use_profiler=True, profile_start_step=9, num_epochs=2)
+    used = CONFIGURATION(val_steps=5, val_interval=9, use_profiler=True, profile_start_step=9, num_epochs=2)
     assert preflight.settings_without_effect(used) == []
 
 
@@ -104,11 +107,11 @@ def test_an_error_of_the_file_system_is_a_sentence(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(preflight, "open_metrics", is_full)
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
-        preflight.open_run_folder(TrainConfig(log_dir=str(tmp_path)), 0)
+        preflight.open_run_folder(CONFIGURATION(log_dir=str(tmp_path)), 0)
 
 
 def test_a_shorter_history_is_said_when_a_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = TrainConfig(log_dir=str(tmp_path), report_interval=5)
+    config = CONFIGURATION(log_dir=str(tmp_path), report_interval=5)
     preflight.open_run_folder(config, 20).close()
     assert "note: " in (shown := capsys.readouterr().out) and "metrics.jsonl is missing" in shown
     preflight.open_run_folder(replace(config, report_interval=100), 0).close()

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from main_training import configure
-from pretraining.config.document import documented_fields, fields_in, help_text, type_words
+from main_training import CONFIGURATION, configure
+from pretraining.config.declaration import settings_of
 from pretraining.config.flags import read
-from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.help import documented_fields, fields_in, help_text, type_words
+from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.tools.document import CONFIGS, MIGRATING, ROOT, generate, main, tables_of
@@ -32,7 +33,8 @@ def test_the_contents_of_configs_md_are_its_headings() -> None:
     anchors = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     linked = set(re.findall(r"\(#([\w-]+)\)", contents))
     headings = re.findall(r"^### (.+)$", text, re.MULTILINE)
-    tables = {heading.lower().replace(" ", "-") for heading in headings if heading not in documented_fields()}
+    groups = documented_fields(CONFIGURATION)
+    tables = {heading.lower().replace(" ", "-") for heading in headings if heading not in groups}
     assert linked == anchors | tables
 
 
@@ -45,7 +47,7 @@ def commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: words[0])
 def test_every_command_of_configs_md_is_valid(words: list[str]) -> None:
-    line = read(words)
+    line = read(words, CONFIGURATION)
     assert not line.problems
     if "import_config" not in line.flags:
         configure(line.flags)
@@ -88,20 +90,20 @@ def test_every_field_that_lacks_documentation_is_named() -> None:
 
 
 def test_the_documentation_needs_no_torch() -> None:
-    code = "import sys, pretraining.config.document as d; d.help_text(); assert not {'torch', 'numpy'} & {*sys.modules}"
+    code = "import sys, pretraining.config.help as d; d.help_text(); assert not {'torch', 'numpy'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-FIELDS = [field for group in documented_fields().values() for field in group]
+FIELDS = [field for group in documented_fields(CONFIGURATION).values() for field in group]
 
 
 def test_every_field_is_documented_once_in_its_order() -> None:
-    assert [field.name for field in FIELDS] == [field.name for field in fields(TrainConfig)]
+    assert [field.name for field in FIELDS] == [field.name for field in fields(CONFIGURATION)]
 
 
 def test_the_documented_default_is_the_default() -> None:
     for field in FIELDS:
-        assert eval(field.default) == getattr(TrainConfig, field.name), field.name
+        assert eval(field.default) == getattr(CONFIGURATION, field.name), field.name
 
 
 def test_every_documentation_is_a_sentence_or_more() -> None:
@@ -111,13 +113,13 @@ def test_every_documentation_is_a_sentence_or_more() -> None:
 
 
 def test_choices_and_ranges_are_part_of_the_help() -> None:
-    words = " ".join(help_text("all").split())
-    for setting in SETTINGS.values():
+    words = " ".join(help_text("all", CONFIGURATION).split())
+    for setting in settings_of(CONFIGURATION).values():
         assert f"({type_words(setting)})" in words, setting.name
 
 
 def test_the_help_fits_a_terminal() -> None:
-    assert max(map(len, help_text("all").splitlines())) <= 100
+    assert max(map(len, help_text("all", CONFIGURATION).splitlines())) <= 100
 
 
 BEGIN, END = "<!-- begin t: python -m pretraining.tools.document --write -->", "<!-- end t -->"
@@ -140,7 +142,7 @@ def test_an_unknown_argument_of_the_generator_is_refused() -> None:
 
 
 def recomputing(choice: str) -> TrainConfig:
-    return TrainConfig(fsdp_activation_checkpointing=True, selective_checkpointing=choice)
+    return CONFIGURATION(fsdp_activation_checkpointing=True, selective_checkpointing=choice)
 
 
 def test_the_masks_shown_are_those_that_run() -> None:
@@ -157,7 +159,7 @@ def test_the_compiled_bodies_shown_are_those_of_the_scan() -> None:
     assert len(rows) == 5
     for off, first, second, bodies in rows:
         masks = [block_mask(recomputing(choice), 12) for choice in (first, second) if choice]
-        masks += [block_mask(TrainConfig(), 12)] * bool(off)
+        masks += [block_mask(CONFIGURATION(), 12)] * bool(off)
         assert {sum(len(group.mask) for group in scan_plan(mask)) for mask in masks} == {int(bodies)}
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
-from pretraining.config.training import TrainConfig
 from pretraining.data.tokenizer import open_tokenizer
 from pretraining.data.tokenizer import train as train_tokenizer
 from pretraining.models.init import build_model
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint step_1 of an untrained model with large weights, and a file of questions."""
     root = tmp_path_factory.mktemp("evaluate")
     train_tokenizer([" ".join(random.Random(n).choices(WORDS, k=20)) for n in range(50)], 290, root / "t.model", 1)
-    config = TrainConfig(
+    config = CONFIGURATION(
         model_variant="custom",
         num_layers=2,
         hidden_size=32,

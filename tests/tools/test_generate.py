@@ -17,9 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from main_training import CONFIGURATION
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.errors import UserError
-from pretraining.config.training import TrainConfig
 from pretraining.data.tokenizer import open_tokenizer
 from pretraining.models.init import build_model
 from pretraining.models.llama import Block
@@ -141,7 +141,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sentencepiece.SentencePieceTrainer.train(
         input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=36, minloglevel=2
     )
-    config = TrainConfig(
+    config = CONFIGURATION(
         model_variant="tiny", num_layers=2, seq_length=32, vocab_size=64, tokenizer_path=str(folder / "tokenizer.model")
     )
     model = build_model(config)

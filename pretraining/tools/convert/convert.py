@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
+from main_training import CONFIGURATION
 from pretraining.checkpoint import adapter
 from pretraining.checkpoint.adapter import MODEL, adapter_config, merge_adapter, their_name
 from pretraining.checkpoint.compatibility import saved_config
@@ -146,7 +147,7 @@ def to_huggingface(
 
     others: the mean of their weights and its own is written.
     """
-    config = saved_config(checkpoint.facts.config)
+    config = saved_config(checkpoint.facts.config, CONFIGURATION)
     _check_average(checkpoint, config, others)
     names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
     special_ids, tokenizer = export_tokenizer(tokenizer_path or config.tokenizer_path)
@@ -225,7 +226,7 @@ def _plan_shards(state: dict[str, Tensor], limit: int) -> list[FilePlan]:
 
 def _exported_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     """Read an unsharded tensor, with its adapter merged if lora_save_mode says so, and with its factor of muP."""
-    config, weight = saved_config(checkpoint.facts.config), read_tensor(checkpoint, name)
+    config, weight = saved_config(checkpoint.facts.config, CONFIGURATION), read_tensor(checkpoint, name)
     if (scale := folded_scale(config, name)) != 1:
         return weight * scale
     if not config.lora_rank or config.lora_save_mode != "merged":
@@ -266,7 +267,7 @@ def to_checkpoint(source: Checkpoint, folder: Location, dtype: torch.dtype | Non
     tied = HEAD in names and names[HEAD] is names.get(EMBEDDING)
     if tied:
         del names[HEAD]
-    config = replace(saved_config(source.facts.config), tie_word_embeddings=tied)
+    config = replace(saved_config(source.facts.config, CONFIGURATION), tie_word_embeddings=tied)
     state = _placeholders(source, names)
     return _write_step_0(folder, source.path, config, state, partial(read_tensor, source), dtype)
 

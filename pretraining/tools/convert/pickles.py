@@ -18,6 +18,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
+from main_training import CONFIGURATION
 from pretraining.checkpoint.files import UnreadableError, read_json
 from pretraining.checkpoint.gpt_neox import our_name
 from pretraining.checkpoint.huggingface import BUFFERS, EMBEDDING, HEAD, model_fields
@@ -87,7 +88,7 @@ def open_pickles(path: Path, layout: Layout, import_config: str = "", model_conf
     of the configuration.
     """
     if layout is LAYOUTS[0]:
-        config = TrainConfig(**model_fields(path / CONFIG))
+        config = CONFIGURATION(**model_fields(path / CONFIG))
     else:
         config = _imported(layout, import_config, model_config_path)
     if missing := missing_dimensions(config):
@@ -108,8 +109,8 @@ def open_pickles(path: Path, layout: Layout, import_config: str = "", model_conf
     if layout.read is _nemo and (states := _nemo_states(path, layout, config, tensors)):
         fields["optimizer"] = config.optimizer
         note = f"{path}: with the optimizer's state after {int(states[STEP].read())} updates"
-        return Weights(TrainConfig(**fields), tensors | states, note)
-    return Weights(TrainConfig(**fields), tensors, describe_moments(path, layout))
+        return Weights(CONFIGURATION(**fields), tensors | states, note)
+    return Weights(CONFIGURATION(**fields), tensors, describe_moments(path, layout))
 
 
 def _nemo_states(
@@ -136,7 +137,9 @@ def _imported(layout: Layout, import_config: str, model_config_path: str) -> Tra
     if not import_config:
         raise UserError(f"this is a checkpoint of {layout.title}: give its configuration file as --import_config")
     flags = {"import_config": import_config, "neox_era": "head"}
-    result = import_foreign(flags | ({"model_config_path": model_config_path} if model_config_path else {}))
+    result = import_foreign(
+        flags | ({"model_config_path": model_config_path} if model_config_path else {}), (), CONFIGURATION
+    )
     idle = [str(report) for report in [*result.keys, *result.defaults] if not _concerns_model(result.format, report)]
     if problems := [problem for problem in result.problems if problem.subject not in idle]:
         raise ConfigError(problems)

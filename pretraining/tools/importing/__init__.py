@@ -4,13 +4,13 @@
 """
 
 from pretraining.config.extension import Extension
-from pretraining.config.training import TrainConfig
 from pretraining.tools.importing.flags import flags_from_files
+from pretraining.tools.importing.settings import FileConfig
 
 
-def stop_after_import(config: TrainConfig) -> int | None:
+def stop_after_import(config: FileConfig) -> int | None:
     """Return 0 if the report was all that is asked for."""
     return 0 if config.import_only else None
 
 
-EXTENSION = Extension(resolve=flags_from_files, instead=stop_after_import)
+EXTENSION = Extension(configuration=FileConfig, resolve=flags_from_files, instead=stop_after_import)

@@ -11,18 +11,22 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from pretraining.config.declaration import Setting, settings_of
 from pretraining.config.errors import Problem
 from pretraining.config.extension import FileFlags
 from pretraining.config.flags import first_rank, is_script_setting, read_values
-from pretraining.config.training import SETTINGS
+from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 from pretraining.tools.importing.huggingface import ModelFlags, find_config_json, model_flags
 from pretraining.tools.importing.reading import read_file
 from pretraining.tools.importing.report import as_data, as_text, describe_differences, write_report
 from pretraining.tools.importing.resolve import import_foreign
+from pretraining.tools.importing.settings import FileConfig
 
 
-def flags_from_files(flags: Mapping[str, object], report: bool = True, checks: Iterable[Check] = ()) -> FileFlags:
+def flags_from_files(
+    flags: Mapping[str, object], configuration: type[TrainConfig], checks: Iterable[Check] = (), report: bool = True
+) -> FileFlags:
     """Return `flags` merged with the files that they name. Raises UserError if one of them cannot be read.
 
     report: on the first process, print what became of each key of --import_config and write it to --import_report;
@@ -33,9 +37,9 @@ def flags_from_files(flags: Mapping[str, object], report: bool = True, checks: I
     given = {**own.values, **flags}
     given.pop("config_file", None)
     origins = {name: origin for name, origin in own.origins.items() if name not in flags}
-    report = report and first_rank()
+    report, settings = report and first_rank(), settings_of(configuration)
     if given.get("import_config"):
-        result = import_foreign(given, checks)
+        result = import_foreign(given, checks, configuration)
         if report:
             data = as_data(result, str(given.get("import_lr_steps", "")))
             print(as_text(result, data))
@@ -47,9 +51,10 @@ def flags_from_files(flags: Mapping[str, object], report: bool = True, checks: I
     given.pop("model_config_path", None)
     origins |= {name: origin for name, origin in model.origins.items() if name not in given}
     values, problems = {**model.values, **given}, [*own.problems, *model.problems]
-    config, mistakes = read_values(values, checks, missing_matters=False)
+    config, mistakes = read_values(values, checks, configuration, missing_matters=False)
+    assert isinstance(config, FileConfig)
     if report and not problems and not mistakes:
-        for note in [*_replaced(own, flags), *_replaced(model, given), *model.notes]:
+        for note in [*_replaced(own, flags, settings), *_replaced(model, given, settings), *model.notes]:
             print(f"note: {note.subject}: {note.remedy}")
     if report and config.import_only and not problems and not mistakes:
         print("\n".join(describe_differences(config)))
@@ -74,16 +79,18 @@ def _read_config_file(flags: Mapping[str, object]) -> FileFlags:
     return FileFlags(values, {name: f"{name}={value} in {path}" for name, value in values.items()}, problems)
 
 
-def _replaced(file: FileFlags | ModelFlags, flags: Mapping[str, object]) -> list[Problem]:
+def _replaced(
+    file: FileFlags | ModelFlags, flags: Mapping[str, object], settings: Mapping[str, Setting]
+) -> list[Problem]:
     """Return a note for each flag that has another value than the file below it."""
     return [
         Problem(f"--{name}={flags[name]}", f"replaces {origin}")
         for name, origin in file.origins.items()
-        if name in flags and _read_value(name, flags[name]) != _read_value(name, file.values[name])
+        if name in flags and _read_value(settings, name, flags[name]) != _read_value(settings, name, file.values[name])
     ]
 
 
-def _read_value(name: str, raw: object) -> object:
+def _read_value(settings: Mapping[str, Setting], name: str, raw: object) -> object:
     with suppress(ValueError):
-        return SETTINGS[name].read(raw)
+        return settings[name].read(raw)
     return raw

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.training import SETTINGS
+from pretraining.config.declaration import Setting, settings_of
+from pretraining.tools.importing.settings import FileConfig
 
 MISSING = "???"  # OmegaConf: a value that the user must give
 
@@ -25,6 +26,7 @@ class ForeignConfig:
     from_launcher: bool = False  # NeMo's launcher fills in values that the file refers to
     other_stages: Collection[str] = ()  # keys of the launcher that are not about the training
     files: Mapping[str, Path] = field(default_factory=dict)  # dotted key -> the file that holds it
+    settings: Mapping[str, Setting] = field(default_factory=lambda: settings_of(FileConfig))  # that a key may set
     era: str = ""  # GPT-NeoX alone: whose defaults count
     era_reason: str = ""
 
@@ -48,7 +50,7 @@ class ForeignConfig:
     def integer_flag(self, name: str) -> int:
         """Return the whole number from 1 that a flag holds; 0 where it holds none, which is an error of that flag."""
         with suppress(KeyError, ValueError):
-            return max(SETTINGS[name].read(self.flags[name]) or 0, 0)
+            return max(self.settings[name].read(self.flags[name]) or 0, 0)
         return 0
 
     def has_flag(self, *names: str) -> bool:

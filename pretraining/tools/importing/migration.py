@@ -5,9 +5,8 @@ fms-fsdp and NxD Core have no configuration files: their tables are for readers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from pretraining.config.training import SETTINGS
 from pretraining.tools.importing import huggingface
 from pretraining.tools.importing.formats import FORMATS
 from pretraining.tools.importing.mappings import Format, KeyMapping, ignore, must_be_off, same_names, to
@@ -58,21 +57,22 @@ NXD_CORE = {
 }
 
 
-def migration_tables(cell: Callable[[str], str]) -> str:
-    """Return one Markdown table for each trainer; keys of one meaning share a row. cell: escapes text for a cell."""
+def migration_tables(cell: Callable[[str], str], settings: Collection[str]) -> str:
+    """Return one Markdown table for each trainer; keys of one meaning share a row. cell: escapes text for a
+    cell. settings: names of the fields that this recipe has."""
     formats = [*FORMATS.values(), Format("", "fms-fsdp", FMS), Format("", "NxD Core", NXD_CORE), huggingface.FORMAT]
-    return "\n\n".join([_table(format, cell) for format in formats])
+    return "\n\n".join([_table(format, cell, settings) for format in formats])
 
 
-def _table(format: Format, cell: Callable[[str], str]) -> str:
+def _table(format: Format, cell: Callable[[str], str], settings: Collection[str]) -> str:
     keys_of: dict[tuple[str, str], list[str]] = {}
     for key, mapping in format.mappings.items():
-        keys_of.setdefault((_fields(mapping), cell(mapping.description)), []).append(f"`{key}`")
+        keys_of.setdefault((_fields(mapping, settings), cell(mapping.description)), []).append(f"`{key}`")
     rows = [f"| {', '.join(keys)} | {fields} | {how} |" for (fields, how), keys in keys_of.items()]
     return "\n".join([f"## From {format.title}", "", "| key there | here | how |", "|---|---|---|", *rows])
 
 
-def _fields(mapping: KeyMapping) -> str:
+def _fields(mapping: KeyMapping, settings: Collection[str]) -> str:
     """Return the fields that a key sets; of those that this recipe does not have, one value alone is accepted."""
-    names = (f"`{name}`" + ("" if name in SETTINGS else " (not yet)") for name in mapping.fields)
+    names = (f"`{name}`" + ("" if name in settings else " (not yet)") for name in mapping.fields)
     return ", ".join(names) or "-"

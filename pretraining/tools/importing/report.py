@@ -112,5 +112,5 @@ def _target(report: KeyReport) -> str:
 
 def describe_differences(config: TrainConfig) -> list[str]:
     """Return one line for each setting that is not at its default."""
-    defaults = settings(TrainConfig())
+    defaults = settings(type(config)())
     return [f"  --{name}={value}" for name, value in settings(config).items() if value != defaults[name]]

@@ -7,20 +7,21 @@ unsupported, so a row of a table works from the day its field exists.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pretraining.config.declaration import Above, AtLeast
+from pretraining.config.declaration import Above, AtLeast, settings_of
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.flags import read_values, with_origin
 from pretraining.config.grammar import comma_separated
-from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 from pretraining.tools.importing.conversions import Conversion, unsupported
 from pretraining.tools.importing.foreign import MISSING, ForeignConfig
 from pretraining.tools.importing.formats import open_foreign
 from pretraining.tools.importing.huggingface import model_flags
 from pretraining.tools.importing.mappings import Format, KeyMapping
+from pretraining.tools.importing.settings import FileConfig
 
 # How the configuration was made: no part of the configuration itself.
 ORIGIN = (
@@ -89,12 +90,16 @@ class ImportResult:
     config_problems: list[Problem]
 
 
-def import_foreign(flags: Mapping[str, object], checks: Iterable[Check] = ()) -> ImportResult:
+def import_foreign(
+    flags: Mapping[str, object], checks: Iterable[Check] = (), configuration: type[TrainConfig] = FileConfig
+) -> ImportResult:
     """Resolve --import_config with the flags next to it. Raises UserError if no configuration can be read at all."""
-    own = read_values({name: flags[name] for name in ORIGIN if name in flags}, missing_matters=False)
-    if own.problems:
-        raise ConfigError(own.problems)
-    format_, foreign = open_foreign(comma_separated(str(flags["import_config"])), own.config.import_format, flags)
+    asked, mistakes = read_values({name: flags[name] for name in ORIGIN if name in flags}, (), FileConfig, False)
+    if mistakes:
+        raise ConfigError(mistakes)
+    assert isinstance(asked, FileConfig)
+    format_, foreign = open_foreign(comma_separated(str(flags["import_config"])), asked.import_format, flags)
+    foreign = replace(foreign, settings=settings_of(configuration))
     keys = [_report(key, format_, foreign) for key in foreign.values]
     defaults = [report for key in format_.defaults for report in _report_default(key, format_, foreign)]
     defaults += _report_missing(format_, foreign)
@@ -108,14 +113,14 @@ def import_foreign(flags: Mapping[str, object], checks: Iterable[Check] = ()) ->
     values = {"model_variant": "custom", "lr_schedule": "constant", **below, **merged, **given}
     values = {name: value for name, value in values.items() if name not in ORIGIN and name not in idle}
     origins = {name: text for name, text in {**below_origins, **origins}.items() if name not in {*given, *idle}}
-    if own.config.import_only:
+    if asked.import_only:
         values["import_only"] = True
     refused = [Problem(str(report), report.note) for report in [*keys, *defaults] if report.status == "unsupported"]
     problems += [problem for check in format_.checks for problem in check(foreign)]
-    warnings = [] if own.config.import_strict else refused
+    warnings = [] if asked.import_strict else refused
     problems = problems if warnings else [*refused, *problems]
     warnings = [*warnings, *notes, *(problem for check in format_.advice for problem in check(foreign))]
-    config, mistakes = read_values(values, checks, missing_matters=not own.config.import_only)
+    config, mistakes = read_values(values, checks, configuration, missing_matters=not asked.import_only)
     mistakes = [with_origin(problem, origins) for problem in mistakes]
     return ImportResult(format_, foreign, keys, defaults, values, origins, problems, warnings, config, mistakes)
 
@@ -177,14 +182,14 @@ def convert(mapping: KeyMapping, value: Any, foreign: ForeignConfig) -> Conversi
     except (TypeError, ValueError, ArithmeticError):  # a converter computed with what is no number
         return unsupported("this value is of another kind than the key takes")
     for name, setting in conversion.values.items():
-        if conversion.status != "unsupported" and (mistake := _mistake(name, setting, value)):
+        if conversion.status != "unsupported" and (mistake := _mistake(name, setting, value, foreign)):
             return Conversion("unsupported", {name: setting}, mistake)
     return conversion
 
 
-def _mistake(name: str, value: Any, source_value: Any) -> str:
+def _mistake(name: str, value: Any, source_value: Any, foreign: ForeignConfig) -> str:
     """Return what is wrong with a field's value, or nothing. Ranges of numbers are checked with all other settings."""
-    setting = SETTINGS.get(name)
+    setting = foreign.settings.get(name)
     if setting and setting.kind is int and value is source_value and isinstance(value, str | list):
         return f"{name}={value}: {setting.expected}, without quotes or brackets"
     if setting is None:
@@ -212,7 +217,7 @@ def _merge(reports: list[KeyReport], foreign: ForeignConfig) -> tuple[dict[str, 
             report.status = "unsupported"
             report.note = f"contradicts {setters[clash][0]}, which is {clash}={merged[clash]}"
             continue
-        for name in report.values.keys() & SETTINGS.keys():
+        for name in report.values.keys() & foreign.settings.keys():
             merged[name] = report.values[name]
             setters.setdefault(name, []).append(report)
     return merged, {name: _origin(setting, foreign) for name, setting in setters.items()}

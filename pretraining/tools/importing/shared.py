@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.optimizers import OPTIMIZERS
-from pretraining.config.training import SETTINGS
 from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unsupported
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import KeyMapping
@@ -27,7 +26,7 @@ def _of_stages(name: str) -> KeyMapping:
     """A setting of the stages, which is folded with them."""
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
-        default = SETTINGS[name].default
+        default = source.settings[name].default
         if source.flags.get("import_pp") == "fold" and value not in (default, []):
             return implied("folded with the stages", **{name: default})
         return mapped(**{name: value})

@@ -1,11 +1,11 @@
 """Memory, communication and time of a configuration on devices that are not present."""
 
 from pretraining.config.extension import Extension
-from pretraining.config.training import TrainConfig
 from pretraining.tools.plan.checks import CHECKS
+from pretraining.tools.plan.settings import PlanConfig
 
 
-def plan_instead(config: TrainConfig) -> int | None:
+def plan_instead(config: PlanConfig) -> int | None:
     """Print the plan and return 0 if the configuration asks for one."""
     if not config.plan:
         return None
@@ -14,4 +14,4 @@ def plan_instead(config: TrainConfig) -> int | None:
     return show(config)
 
 
-EXTENSION = Extension(checks=CHECKS, instead=plan_instead)
+EXTENSION = Extension(configuration=PlanConfig, checks=CHECKS, instead=plan_instead)

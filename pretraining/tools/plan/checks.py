@@ -8,19 +8,22 @@ from collections.abc import Iterator
 
 from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.errors import Problem
-from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
+from pretraining.models.checks import check_dimensions_are_set
+from pretraining.tools.plan.settings import PlanConfig
 
 
-def check_plan(config: TrainConfig) -> Iterator[Problem]:
-    """A plan needs devices and their kind."""
+def check_plan(config: PlanConfig) -> Iterator[Problem]:
+    """A plan needs devices, their kind, and the dimensions of the model."""
+    if config.plan:
+        yield from (found._replace(is_missing=False) for found in check_dimensions_are_set(config))
     if config.plan and not config.plan_devices and not config.plan_topology:
         yield Problem("--plan=True", "needs --plan_devices=N")
     if config.plan and not config.plan_device_kind:
         yield Problem("--plan=True", f"needs --plan_device_kind: one of {', '.join(PLAN_KINDS)}")
 
 
-def check_topology(config: TrainConfig) -> Iterator[Problem]:
+def check_topology(config: PlanConfig) -> Iterator[Problem]:
     """The topology is one of its device kind's, and has as many devices as plan_devices."""
     if not (config.plan_topology and config.plan_device_kind):
         return
@@ -37,7 +40,7 @@ def check_topology(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "plan_topology", remedy)
 
 
-def check_compilation(config: TrainConfig) -> Iterator[Problem]:
+def check_compilation(config: PlanConfig) -> Iterator[Problem]:
     """The TPU compiler compiles one configuration of the xla engine for one topology."""
     if not config.plan_compile:
         return
@@ -49,7 +52,7 @@ def check_compilation(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("--plan_compile=True", "compiles the step of the xla engine; remove --engine=torch")
 
 
-def topology_devices(config: TrainConfig) -> int:
+def topology_devices(config: PlanConfig) -> int:
     """Return the chips of plan_topology: on every generation since v4, a chip is one device."""
     return math.prod(map(int, config.plan_topology.split("x")))
 

@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem, UserError
-from pretraining.config.training import TrainConfig
 from pretraining.monitor.progress import heartbeat
 from pretraining.tools.plan.hbm import hbm_bytes
 from pretraining.tools.plan.program import collectives, estimated_cycles, kernel_flops, product_flops
+from pretraining.tools.plan.settings import PlanConfig
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,7 +71,7 @@ class CompiledStep(NamedTuple):
         return max(p.arguments + p.results - p.updated + p.temporaries for p in self.programs) - self.state_bytes
 
 
-def compile_step(config: TrainConfig, shard: int) -> CompiledStep:
+def compile_step(config: PlanConfig, shard: int) -> CompiledStep:
     """Trace and compile the step of `config` for its plan_topology, on a mesh with so many `shard` ranks."""
     _refuse_without_packages()
     target = compiler_target(config)
@@ -90,12 +90,12 @@ def compile_step(config: TrainConfig, shard: int) -> CompiledStep:
         return read_step(folder, target, seconds, programs, visible_share(config))
 
 
-def compiler_target(config: TrainConfig) -> str:
+def compiler_target(config: PlanConfig) -> str:
     """Return the slice of `config` as libtpu names it, such as v6e:4x4."""
     return f"{config.plan_device_kind.removeprefix('tpu-')}:{config.plan_topology}"
 
 
-def visible_share(config: TrainConfig) -> float:
+def visible_share(config: PlanConfig) -> float:
     """Return the share of all pairs of a query and a key that causality and the sliding window leave."""
     length = config.seq_length
     window = min(config.sliding_window or length, length)

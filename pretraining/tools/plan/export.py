@@ -22,13 +22,14 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
-from pretraining.config.training import TrainConfig
+from main_training import CONFIGURATION
 from pretraining.models.init import on_meta
 from pretraining.models.llama import Llama
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.engine import Batch
 from pretraining.parallel.sharding import TOKENS, Spec
 from pretraining.parallel.xla.engine import XlaEngine
+from pretraining.tools.plan.settings import PlanConfig
 
 _C = torch_xla._XLAC
 
@@ -44,7 +45,7 @@ class Program(NamedTuple):
 class Exporter(XlaEngine):
     """The engine, which writes its graphs to files and does not run them."""
 
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
+    def __init__(self, config: PlanConfig, folder: Path) -> None:
         super().__init__(replace(config, dump_sharding="", compile_cache_dir=""))
         self.folder = folder
         self.programs: list[Program] = []
@@ -94,14 +95,14 @@ class Exporter(XlaEngine):
         return argument
 
 
-def zero_batch(config: TrainConfig, rows: int) -> Batch:
+def zero_batch(config: PlanConfig, rows: int) -> Batch:
     """Return one micro-batch of zeros, with the arrays that this configuration's data has."""
     optional = {"segments": config.reset_attention_mask, "positions": config.reset_position_ids}
     names = ["tokens", "labels", *(name for name, is_read in optional.items() if is_read)]
     return {name: np.zeros((rows, config.seq_length), np.int32) for name in names}
 
 
-def export(config: TrainConfig, folder: Path) -> list[Program]:
+def export(config: PlanConfig, folder: Path) -> list[Program]:
     """Write the programs of a step of `config` for all devices of this process."""
     engine = Exporter(config, folder)
     model = engine.place(on_meta(config))
@@ -113,4 +114,4 @@ def export(config: TrainConfig, folder: Path) -> list[Program]:
 
 
 if __name__ == "__main__":
-    export(TrainConfig(**json.load(sys.stdin)), Path(sys.argv[1]))
+    export(CONFIGURATION(**json.load(sys.stdin)), Path(sys.argv[1]))

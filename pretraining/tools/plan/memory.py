@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.grammar import parse_modules
-from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape, padded_vocabulary
 from pretraining.models.ops import LOSS_ROWS
 from pretraining.optim.precision import precision_of
@@ -21,6 +20,7 @@ from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.splash import choose_attention
 from pretraining.parallel.stages import block_runs, piece_length, pieces, pieces_in_flight, pieces_of
 from pretraining.tools.plan.engines import engine_of, layout_in
+from pretraining.tools.plan.settings import PlanConfig
 from pretraining.tools.plan.tiles import bytes_in_memory
 
 
@@ -44,14 +44,14 @@ def weights_of(tensors: list[StateTensor]) -> list[StateTensor]:
     return [tensor for tensor in tensors if tensor.kind == "parameters"]
 
 
-def tensor_bytes(config: TrainConfig, mesh: Mesh, tensor: StateTensor) -> int:
+def tensor_bytes(config: PlanConfig, mesh: Mesh, tensor: StateTensor) -> int:
     """Return the bytes of `tensor` in the memory of one device: the blocks' tensors are stacked."""
     local = tensor.local_shape(mesh)
     stacked = (tensor.tensors, *local) if tensor.tensors > 1 else local
     return bytes_in_memory(PLAN_KINDS[config.plan_device_kind], stacked, tensor.width)
 
 
-def device_memory(config: TrainConfig, mesh: Mesh, tensors: list[StateTensor], stage: int = 0) -> DeviceMemory:
+def device_memory(config: PlanConfig, mesh: Mesh, tensors: list[StateTensor], stage: int = 0) -> DeviceMemory:
     """Return what one device of this stage holds, given the tensors of its state."""
     sums = dict.fromkeys(("parameters", "copies", "gradients", "moments"), 0)
     for tensor in tensors:
@@ -66,7 +66,7 @@ def device_memory(config: TrainConfig, mesh: Mesh, tensors: list[StateTensor], s
     )
 
 
-def activations(config: TrainConfig, mesh: Mesh, stage: int = 0) -> int:
+def activations(config: PlanConfig, mesh: Mesh, stage: int = 0) -> int:
     """Return the bytes of activations when the backward pass begins.
 
     They are those that one micro-batch keeps, and those of the blocks that are being recomputed. A pipeline of the XLA
@@ -85,7 +85,7 @@ def activations(config: TrainConfig, mesh: Mesh, stage: int = 0) -> int:
     return block_runs(config) * kept + recomputed + int(waiting * stream_bytes(config, mesh))
 
 
-def kept_activations(config: TrainConfig, mesh: Mesh) -> int:
+def kept_activations(config: PlanConfig, mesh: Mesh) -> int:
     """Return the bytes that a device's blocks keep for the backward pass of one micro-batch, or in one tick.
 
     Of a recomputed block, or of several that are recomputed together, that is the input; with save_attention, and where
@@ -100,28 +100,28 @@ def kept_activations(config: TrainConfig, mesh: Mesh) -> int:
     return int(others + inputs + results)
 
 
-def _has_kernel(config: TrainConfig) -> bool:
+def _has_kernel(config: PlanConfig) -> bool:
     if engine_of(config) == "torch":
         return config.attention_impl == "auto" and not config.attention_dropout
     return config.plan_device_kind.startswith("tpu-") and choose_attention(config, "TPU").is_splash
 
 
-def _attention_bytes(config: TrainConfig, mesh: Mesh) -> float:
+def _attention_bytes(config: PlanConfig, mesh: Mesh) -> float:
     """Return the bytes of the result of a block's attention, as wide as its queries."""
     shape, tokens = model_shape(config), config.batch_size * config.seq_length / mesh.context
     queries = shape.num_attention_heads * shape.head_dim / mesh.tensor
     return tokens * queries * precision_of(config).activations.itemsize
 
 
-def stream_bytes(config: TrainConfig, mesh: Mesh) -> float:
+def stream_bytes(config: PlanConfig, mesh: Mesh) -> float:
     """Return the bytes of the residual stream of one micro-batch."""
     tokens = config.batch_size * config.seq_length / mesh.context
     width = model_shape(config).hidden_size / (mesh.tensor if config.sequence_parallel else 1)
     return tokens * width * precision_of(config).activations.itemsize
 
 
-def _block_bytes(config: TrainConfig, mesh: Mesh, modules: Collection[str]) -> float:
-    """Return the bytes that a block keeps of which only `modules` are recomputed. See TrainConfig.checkpoint_modules.
+def _block_bytes(config: PlanConfig, mesh: Mesh, modules: Collection[str]) -> float:
+    """Return the bytes that a block keeps of which only `modules` are recomputed. See PlanConfig.checkpoint_modules.
 
     For each token both engines keep the input, queries, keys, values, attention's result, gate and up. The xla engine
     also keeps the projection of attention's result and, with sharding markers, a normed vector (counted from what the
@@ -142,7 +142,7 @@ def _block_bytes(config: TrainConfig, mesh: Mesh, modules: Collection[str]) -> f
     return vectors + tokens * width * ((2 + 2 * is_torch) * keys + gathered + wide)
 
 
-def logits(config: TrainConfig, mesh: Mesh) -> int:
+def logits(config: PlanConfig, mesh: Mesh) -> int:
     """Return the bytes of the logits of one micro-batch, their fp32 copy and their gradient.
 
     The torch engine holds them for LOSS_ROWS tokens at a time, and the fp32 sum of the head's gradient over those.
@@ -154,7 +154,7 @@ def logits(config: TrainConfig, mesh: Mesh) -> int:
     return tokens * columns * (width + 8)
 
 
-def _gathered(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> int:
+def _gathered(config: PlanConfig, mesh: Mesh, weights: list[StateTensor]) -> int:
     """Return the bytes of gathered parameters: two blocks, the running and the prefetched, and embedding or head.
 
     The torch engine keeps the head, and where it does not reshard after a forward pass, the embeddings and all blocks.

@@ -7,7 +7,6 @@ from typing import Any
 
 from pretraining.config.batches import describe_growth, tokens_of_run
 from pretraining.config.errors import counted
-from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import amount, duration, flop, micro_batches, percent, size
 from pretraining.parallel.recompute import model_mask
@@ -16,6 +15,7 @@ from pretraining.parallel.stages import describe_pipeline, idle_share, micro_bat
 from pretraining.tools.plan.compiled import CompiledStep
 from pretraining.tools.plan.engines import engine_of
 from pretraining.tools.plan.plan import USABLE, Plan, best_cuts, nearest_fit, refusals
+from pretraining.tools.plan.settings import PlanConfig
 
 # The settings that the plan varies.
 VARIED = (
@@ -91,15 +91,15 @@ def _memory(plan: Plan) -> list[str]:
     return lines
 
 
-def _change(config: TrainConfig, other: TrainConfig | None) -> str:
+def _change(config: PlanConfig, other: PlanConfig | None) -> str:
     if other is None:
         return "no change of sharding, recomputation, batch_size or up to 16 times the devices makes it fit"
     return f"fits with {flags_of(other, config, alone=False)}"
 
 
-def flags_of(config: TrainConfig, asked: TrainConfig, *, alone: bool = True) -> str:
+def flags_of(config: PlanConfig, asked: PlanConfig, *, alone: bool = True) -> str:
     """Return the flags that turn the configuration `asked` into `config`, and with `alone` the defaults, too."""
-    bases = (asked, TrainConfig(plan_devices=asked.plan_devices)) if alone else (asked,)
+    bases = (asked, type(asked)(plan_devices=asked.plan_devices)) if alone else (asked,)
     shown = ("sharding_strategy", "batch_size") if alone else ()
     names = [n for n in VARIED if n in shown or any(getattr(config, n) != getattr(base, n) for base in bases)]
     return " ".join(f"--{name}={getattr(config, name)}" for name in names)
@@ -130,7 +130,7 @@ def _time(plan: Plan) -> list[str]:
     ]
 
 
-def ranking(plans: list[Plan], asked: TrainConfig) -> str:
+def ranking(plans: list[Plan], asked: PlanConfig) -> str:
     """Return a line for each of the 20 fastest meshes, with the flags that turn the configuration `asked` into it."""
     if not plans:
         return "no mesh of these devices fits; --plan_search=False shows the nearest change"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pretraining.config.devices import PLAN_KINDS, DeviceKind
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.support import unsupported
-from pretraining.config.training import ShardingStrategy, TrainConfig
+from pretraining.config.training import ShardingStrategy
 from pretraining.config.validate import problems
 from pretraining.config.variants import model_shape
 from pretraining.models.checks import CHECKS as MODEL_CHECKS
@@ -35,6 +35,7 @@ from pretraining.parallel.stages import (
 )
 from pretraining.tools.plan.engines import engine_of, layout_in
 from pretraining.tools.plan.memory import DeviceMemory, device_memory, tensor_bytes, weights_of
+from pretraining.tools.plan.settings import PlanConfig
 from pretraining.tools.plan.traffic import Collective, collectives
 
 CHECKS = (*MODEL_CHECKS, *PARALLEL_CHECKS)
@@ -44,7 +45,7 @@ USABLE = 0.92  # of the memory: the rest is the runtime's, and fragments (a CUDA
 class Plan(NamedTuple):
     """What follows from a configuration on so many devices of a kind."""
 
-    config: TrainConfig  # with its batch resolved
+    config: PlanConfig  # with its batch resolved
     kind: DeviceKind
     mesh: Mesh
     weights: list[StateTensor]  # of the stage that holds most
@@ -91,7 +92,7 @@ class Plan(NamedTuple):
         return tensor_bytes(self.config, self.mesh, weight)
 
 
-def plan_of(config: TrainConfig) -> Plan:
+def plan_of(config: PlanConfig) -> Plan:
     """Return the plan for plan_devices of plan_device_kind. Raises ConfigError where sizes do not divide."""
     kind = PLAN_KINDS[config.plan_device_kind]
     mesh = resolve_mesh(config, config.plan_devices, min(kind.per_host, config.plan_devices))
@@ -120,7 +121,7 @@ def plan_of(config: TrainConfig) -> Plan:
     )
 
 
-def executed_flops(config: TrainConfig, weights: list[StateTensor]) -> float:
+def executed_flops(config: PlanConfig, weights: list[StateTensor]) -> float:
     """Return the operations of matrix products that are run per token, given the parameters of one device.
 
     6 N, attention below the diagonal (6 L d S), its scores once more in every backward pass (L d S), and of a
@@ -169,7 +170,7 @@ def _rate(collective: Collective, mesh: Mesh, kind: DeviceKind) -> float:
     return kind.network if reach > kind.per_host else kind.link
 
 
-def nearest_fit(plan: Plan) -> TrainConfig | None:
+def nearest_fit(plan: Plan) -> PlanConfig | None:
     """Return the configuration after the smallest of some changes that makes it fit; None if none of them does."""
     config, devices = plan.config, plan.config.plan_devices
     accumulated = config.gradient_accumulation_steps if config.pipeline_parallel_size > 1 else None
@@ -201,7 +202,7 @@ def refusals(plan: Plan) -> list[Problem]:
     return [*unsupported(config, engine), *uneven]
 
 
-def _plan_if_valid(config: TrainConfig) -> Plan | None:
+def _plan_if_valid(config: PlanConfig) -> Plan | None:
     try:
         plan = None if problems(config, CHECKS, missing_matters=False) else plan_of(config)
     except ConfigError:
@@ -209,7 +210,7 @@ def _plan_if_valid(config: TrainConfig) -> Plan | None:
     return None if plan is None or refusals(plan) else plan
 
 
-def search(config: TrainConfig) -> list[Plan]:
+def search(config: PlanConfig) -> list[Plan]:
     """Return the plan of every mesh that fits and trains on its engine with this global batch, the fastest first."""
     total, rows = plan_of(config).config.global_batch_size or 1, config.batch_size
     plans = (_plan_if_valid(_with_batch(candidate, total, rows)) for candidate in _candidates(config))
@@ -225,7 +226,7 @@ def _is_another_name(plan: Plan) -> bool:
     return plan.config.sharding_strategy != "ddp" and plan.mesh.shard * plan.mesh.context == 1
 
 
-def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
+def _candidates(config: PlanConfig) -> Iterator[PlanConfig]:
     devices, layers = config.plan_devices, model_shape(config).num_layers
     tensors = [ranks for ranks in (1, 2, 4, 8, 16) if ranks <= PLAN_KINDS[config.plan_device_kind].per_host]
     strategies: tuple[ShardingStrategy, ...] = ("ddp", "zero1", "fsdp", "hsdp")
@@ -254,7 +255,7 @@ def _candidates(config: TrainConfig) -> Iterator[TrainConfig]:
         )
 
 
-def _with_batch(config: TrainConfig, total: int, rows: int) -> TrainConfig:
+def _with_batch(config: PlanConfig, total: int, rows: int) -> PlanConfig:
     """Return `config` with a global batch of `total` rows, in micro-batches of `rows` or as many as there are.
 
     With stages there are at least as many micro-batches.

@@ -6,15 +6,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from pretraining.config.training import TrainConfig
 from pretraining.monitor.progress import heartbeat
 from pretraining.tools.plan.checks import topology_devices
 from pretraining.tools.plan.compiled import compile_step
 from pretraining.tools.plan.page import as_json, compiled_json, compiled_page, page, ranking
 from pretraining.tools.plan.plan import plan_of, search
+from pretraining.tools.plan.settings import PlanConfig
 
 
-def show(config: TrainConfig) -> int:
+def show(config: PlanConfig) -> int:
     """Print the plan or the ranking of plan_search, and the comparison of plan_compile. Return the exit code, 0."""
     config = replace(config, plan_devices=config.plan_devices or topology_devices(config))
     if config.plan_search:

@@ -10,7 +10,6 @@ import math
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import KEYS_AND_VALUES, Layout, StateTensor, TorchLayout
@@ -19,6 +18,7 @@ from pretraining.parallel.recompute import block_mask
 from pretraining.parallel.stages import piece_length, pieces, pieces_of, ticks
 from pretraining.tools.plan.engines import ends_of_stage, engine_of, layout_in, outer_runs, piece_runs
 from pretraining.tools.plan.memory import stream_bytes
+from pretraining.tools.plan.settings import PlanConfig
 
 SHARDS = ("shard", "context")
 
@@ -38,7 +38,7 @@ def ring(unsharded: float, ranks: int, *, both: bool = False) -> int:
     return int((2 if both else 1) * unsharded * (ranks - 1) / ranks)
 
 
-def collectives(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> list[Collective]:
+def collectives(config: PlanConfig, mesh: Mesh, weights: list[StateTensor]) -> list[Collective]:
     """Return everything that a step on devices with these parameters communicates, except scalars."""
     layout = layout_in(config, mesh)
     if isinstance(layout, TorchLayout):
@@ -61,7 +61,7 @@ def _matrix_bytes(weights: list[StateTensor], mesh: Mesh, width: int) -> int:
     return sum(w.tensors * math.prod(w.shape) * width for w in weights if len(w.shape) > 1) // mesh.tensor
 
 
-def _run_bytes(config: TrainConfig, weights: list[StateTensor], mesh: Mesh, width: int) -> int:
+def _run_bytes(config: PlanConfig, weights: list[StateTensor], mesh: Mesh, width: int) -> int:
     """Return `_matrix_bytes` times the runs of each matrix in a step."""
     blocks, outer = _divided(weights)
     of_blocks = piece_runs(config) * _matrix_bytes(blocks, mesh, width) // config.virtual_pipeline_size
@@ -74,7 +74,7 @@ def _divided(weights: list[StateTensor]) -> tuple[list[StateTensor], list[StateT
     return blocks, [weight for weight in weights if weight not in blocks]
 
 
-def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor]) -> list[Collective]:
+def _of_table(config: PlanConfig, layout: Layout, weights: list[StateTensor]) -> list[Collective]:
     """Return the XLA engine's collectives of parameters and gradients."""
     mesh, split, precision = layout.mesh, layout.split, precision_of(config)
     ranks = mesh.shard * mesh.context
@@ -109,7 +109,7 @@ def _of_table(config: TrainConfig, layout: Layout, weights: list[StateTensor]) -
     return [reduced, updated] if split.moments else [reduced]
 
 
-def _gradient_width(config: TrainConfig) -> int:
+def _gradient_width(config: PlanConfig) -> int:
     """Return the bytes of a value of a matrix's gradient while it is summed over devices.
 
     That of an embedding which is not sharded is summed as it is stored, which is not counted apart.
@@ -119,7 +119,7 @@ def _gradient_width(config: TrainConfig) -> int:
 
 
 def _all_reduce(
-    config: TrainConfig, weights: list[StateTensor], mesh: Mesh, axes: tuple[str, ...], shards: int
+    config: PlanConfig, weights: list[StateTensor], mesh: Mesh, axes: tuple[str, ...], shards: int
 ) -> Collective:
     """Return the all-reduces of gradients, each of one of so many shards; outside the blocks over stages, too."""
     ranks, width = math.prod(getattr(mesh, axis) for axis in axes), _gradient_width(config)
@@ -131,7 +131,7 @@ def _all_reduce(
     return Collective(purpose, "all-reduce", axes, sent, least)
 
 
-def _embedding_lookup(config: TrainConfig, mesh: Mesh) -> Collective:
+def _embedding_lookup(config: PlanConfig, mesh: Mesh) -> Collective:
     """Return the all-to-alls of an embedding whose columns are sharded, forward and backward; no row is gathered.
 
     A lookup gives some columns of all tokens of the group; the all-to-all makes them all columns of a rank's tokens.
@@ -142,7 +142,7 @@ def _embedding_lookup(config: TrainConfig, mesh: Mesh) -> Collective:
     return Collective("embedded tokens", "all-to-all", ("shard",), least, least)
 
 
-def _of_fsdp2(config: TrainConfig, layout: TorchLayout, weights: list[StateTensor]) -> list[Collective]:
+def _of_fsdp2(config: PlanConfig, layout: TorchLayout, weights: list[StateTensor]) -> list[Collective]:
     """Return the torch engine's collectives of parameters and gradients.
 
     A block is gathered for its forward pass, and again for its backward pass where it was freed in between; embedding
@@ -168,7 +168,7 @@ def _of_fsdp2(config: TrainConfig, layout: TorchLayout, weights: list[StateTenso
 # ---- Activations
 
 
-def _between_stages(config: TrainConfig, mesh: Mesh) -> list[Collective]:
+def _between_stages(config: PlanConfig, mesh: Mesh) -> list[Collective]:
     """Return the activations that a device sends to the next stage and the gradients that it sends back.
 
     On the XLA engine, as much is sent in every tick as the queue of waiting micro-batches moves on. At least, the last
@@ -185,28 +185,28 @@ def _between_stages(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     return [Collective("between stages", "collective-permute", ("stage",), sent, least)]
 
 
-def _sent_by(config: TrainConfig, stage: int) -> int:
+def _sent_by(config: PlanConfig, stage: int) -> int:
     """Return the tensors that a stage of the torch engine sends for every micro-batch."""
     numbers, count = pieces_of(config, stage), len(pieces(config))
     neighbours = [other for number in numbers for other in (number - 1, number + 1) if 0 <= other < count]
     return sum(other not in numbers for other in neighbours)
 
 
-def _of_repeated_heads(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> Collective:
+def _of_repeated_heads(config: PlanConfig, mesh: Mesh, weights: list[StateTensor]) -> Collective:
     """Return the all-reduce of the gradients of keys' and values' projections, of which each tensor rank has a part."""
     shards = [w.tensors * math.prod(w.local_shape(mesh)) for w in weights if fnmatchcase(w.name, KEYS_AND_VALUES)]
     sent = ring(sum(shards) * precision_of(config).gradients.itemsize, mesh.tensor, both=True)
     return Collective("key/value projections", "all-reduce", ("tensor",), sent, sent)
 
 
-def _of_tied_embedding(config: TrainConfig, mesh: Mesh, weights: list[StateTensor]) -> Collective:
+def _of_tied_embedding(config: PlanConfig, mesh: Mesh, weights: list[StateTensor]) -> Collective:
     """Return the all-reduce of the gradient of an embedding that is the head, too: in the first and the last stage."""
     shards = [math.prod(weight.local_shape(mesh)) for weight in weights if "embed_tokens" in weight.name]
     sent = ring(sum(shards) * precision_of(config).gradients.itemsize, 2, both=True)
     return Collective("tied embedding", "all-reduce", ("stage",), sent, sent)
 
 
-def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
+def _of_activations(config: PlanConfig, mesh: Mesh) -> list[Collective]:
     shape, mask = model_shape(config), block_mask(config, piece_length(config))
     count, width = outer_runs(config), precision_of(config).activations.itemsize
     tokens = config.batch_size * config.seq_length // mesh.context
@@ -228,7 +228,7 @@ def _of_activations(config: TrainConfig, mesh: Mesh) -> list[Collective]:
     return [Collective("stream", "all-reduce", ("tensor",), sums * reduced, count * least), *of_keys]
 
 
-def _of_keys(config: TrainConfig, again: list[bool], gathered: int) -> list[Collective]:
+def _of_keys(config: PlanConfig, again: list[bool], gathered: int) -> list[Collective]:
     """Return the all-gathers of keys and values over context ranks, `again` backward, and their gradients' sums."""
     runs, least = piece_runs(config), len(again) * gathered
     gathers = runs * sum(1 + repeated for repeated in again) * gathered

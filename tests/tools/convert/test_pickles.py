@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from main_training import CONFIGURATION
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
-from pretraining.config.training import TrainConfig
 from pretraining.models.llama import Llama
 from pretraining.tools.convert.convert import main
 from pretraining.tools.convert.pickles import LAYOUTS, describe_moments, load
@@ -61,7 +61,7 @@ def assert_same_function(theirs: Any, source: Path, target: Path, config: dict[s
         words.append(f"--import_config={target.parent / 'config.json'}")
     assert main(words) == 0
     checkpoint = open_checkpoint(target / "step_0")
-    ours = Llama(TrainConfig(**checkpoint.facts.config))
+    ours = Llama(CONFIGURATION(**checkpoint.facts.config))
     ours.load_state_dict(read_tensors(checkpoint, is_weight))  # strict
     tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

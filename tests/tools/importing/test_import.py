@@ -15,7 +15,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from main_training import configure
+from main_training import CONFIGURATION, configure
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -61,7 +61,7 @@ RESOLVED = {
 
 
 def resolved(node: dict[str, Any], folder: Path, name: str = "config.json", **flags: object) -> ImportResult:
-    return import_foreign({"import_config": write(folder, node, name), **ENOUGH, **flags})
+    return import_foreign({"import_config": write(folder, node, name), **ENOUGH, **flags}, (), CONFIGURATION)
 
 
 def from_flags(flags: Mapping[str, object]) -> TrainConfig:
@@ -809,7 +809,7 @@ def test_a_time_limit_is_days_hours_minutes_and_seconds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_target_is_a_field_or_known_to_be_missing(kind: str) -> None:
-    known = {field.name for field in fields(TrainConfig)} | FIXED.keys()
+    known = {field.name for field in fields(CONFIGURATION)} | FIXED.keys()
     assert {name for rule in FORMATS[kind].mappings.values() for name in rule.fields} <= known
 
 
@@ -819,7 +819,7 @@ def test_every_default_has_a_rule(kind: str) -> None:
 
 
 def test_fields_of_origin_are_fields() -> None:
-    assert set(ORIGIN) <= {field.name for field in fields(TrainConfig)}
+    assert set(ORIGIN) <= {field.name for field in fields(CONFIGURATION)}
 
 
 def test_the_importer_needs_neither_torch_nor_numpy() -> None:
@@ -866,7 +866,7 @@ def test_import_only_prints_our_own_settings_too(tmp_path: Path) -> None:
 
 
 def test_nothing_is_printed_without_a_foreign_file(capsys: pytest.CaptureFixture[str]) -> None:
-    flags_from_files({"model_variant": "tiny"})
+    flags_from_files({"model_variant": "tiny"}, CONFIGURATION)
     assert capsys.readouterr().out == ""
 
 

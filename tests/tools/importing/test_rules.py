@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from main_training import CONFIGURATION
 from pretraining.config.optimizers import hyperparameters
 from pretraining.config.schedules import SCHEDULES as OURS
 from pretraining.config.support import unsupported as limits
@@ -33,7 +34,7 @@ def imported_file(kind: str, folder: Path, changes: dict[str, Any], **flags: obj
     node = tree(kind)
     for key, value in changes.items():
         put(node, key, value)
-    return import_foreign({"import_config": write(folder, node), **ENOUGH, **flags})
+    return import_foreign({"import_config": write(folder, node), **ENOUGH, **flags}, (), CONFIGURATION)
 
 
 def config(kind: str, folder: Path, changes: dict[str, Any], **flags: object) -> TrainConfig:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pretraining.config.training import TrainConfig
+from main_training import CONFIGURATION
 from pretraining.tools.plan.memory import kept_activations
 from pretraining.tools.plan.plan import Plan, plan_of
 from tests.parallel.hlo import LENGTH, saved_for_backward, sent
@@ -65,7 +65,7 @@ def planned(case: str) -> Plan:
         "engine": "xla",
         "plan_device_kind": "h100",
     }
-    return plan_of(TrainConfig(**{**TOY, **fields}))
+    return plan_of(CONFIGURATION(**{**TOY, **fields}))
 
 
 Live = dict[str, dict[str, Any]]

@@ -13,7 +13,7 @@ import pytest
 
 from main_training import configure
 from pretraining.config.errors import ConfigError
-from pretraining.config.training import TrainConfig
+from pretraining.tools.plan.settings import PlanConfig
 from tests.parallel.launch import needs
 
 ROOT = Path(__file__).parents[3]
@@ -47,7 +47,7 @@ def test_missing_packages_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs torch_xla, jax, libtpu: pip install .* -r requirements-tpu-aot.txt"):
-        compiled.compile_step(TrainConfig(**BASE), 4)
+        compiled.compile_step(PlanConfig(**BASE), 4)
 
 
 needs_compiler = needs("torch_xla", "jax", "libtpu")

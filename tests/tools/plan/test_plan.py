@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from main_training import configure
 from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.errors import ConfigError
-from pretraining.config.training import TrainConfig
 from pretraining.monitor.figures import duration, flop
 from pretraining.parallel.stages import idle_share, pieces
 from pretraining.tools.plan.compiled import CompiledProgram, CompiledStep
@@ -27,15 +26,16 @@ from pretraining.tools.plan.engines import engine_of
 from pretraining.tools.plan.memory import stream_bytes
 from pretraining.tools.plan.page import VARIED, compiled_page, page, ranking
 from pretraining.tools.plan.plan import USABLE, Plan, best_cuts, nearest_fit, plan_of, refusals, search
+from pretraining.tools.plan.settings import PlanConfig
 from pretraining.tools.plan.traffic import ring
 
 ROOT = Path(__file__).parents[3]
 
 
-def config(**fields: Any) -> TrainConfig:
+def config(**fields: Any) -> PlanConfig:
     base = {"model_variant": "llama3_8b", "sharding_strategy": "fsdp", "batch_size": 1, "seq_length": 4096}
     planned = {"plan": True, "plan_devices": 64, "plan_device_kind": "h100"}
-    return TrainConfig(**{**base, **planned, **fields})
+    return PlanConfig(**{**base, **planned, **fields})
 
 
 @pytest.mark.parametrize("stages", [1, 4])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pretraining.config.training import TrainConfig
+from main_training import CONFIGURATION
 from pretraining.tools.plan.plan import Plan, plan_of
 from tests.parallel.launch import environment, launched
 from tests.parallel.toy import TOY
@@ -74,7 +74,7 @@ def live() -> dict[str, Any]:
 
 def planned(case: str) -> Plan:
     asked = {"plan": True, "plan_devices": 4, "plan_device_kind": "h100"}
-    return plan_of(TrainConfig(**{**TOY, **CASES[case], **asked}))
+    return plan_of(CONFIGURATION(**{**TOY, **CASES[case], **asked}))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 
-from pretraining.config.training import TrainConfig
+from main_training import CONFIGURATION
 from pretraining.data import open_stream
 from pretraining.models.llama import Llama
 from pretraining.parallel.layout import state_bytes
@@ -91,7 +91,7 @@ def gathered_before_backward(model: Llama, gathered: dict[str, int]) -> Callable
 
 def run_case(fields: dict[str, Any], sent: Counter[str]) -> dict[str, Any]:
     """One step of the toy with these fields."""
-    config = TrainConfig(**{**TOY, "device": "cpu", **fields})
+    config = CONFIGURATION(**{**TOY, "device": "cpu", **fields})
     engine = TorchEngine(config)
     model, optimizer = prepare_run(engine, config)
     batch = open_stream(config, engine.data_rank, engine.data_size).batch(0)

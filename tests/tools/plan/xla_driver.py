@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.training import TrainConfig
+from main_training import CONFIGURATION
 from pretraining.data import open_stream
 from pretraining.parallel.layout import state_bytes
 from pretraining.parallel.xla.engine import XlaEngine
@@ -29,7 +29,7 @@ def dumped(folder: Path) -> set[Path]:
 
 def run_case(folder: Path, fields: dict[str, Any], steps: bool) -> dict[str, Any]:
     """Place the toy with these fields, and run a step if `steps`."""
-    config = TrainConfig(**{**TOY, **fields})
+    config = CONFIGURATION(**{**TOY, **fields})
     engine = XlaEngine(config)
     model, optimizer = prepare_run(engine, config)
     result: dict[str, Any] = {"measured": engine.bytes_per_device(model, optimizer)}

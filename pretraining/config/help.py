@@ -1,0 +1,114 @@
+"""The documentation of every field, read from the source of its dataclass, and the page of `--help`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from itertools import pairwise
+from typing import NamedTuple
+
+from pretraining.config.declaration import OneOf, Setting, settings_of
+from pretraining.config.extension import COMBINED
+from pretraining.config.training import TrainConfig
+
+WIDTH = 100  # columns of --help
+
+
+class Field(NamedTuple):
+    """The source of one field."""
+
+    group: str
+    name: str
+    default: str  # as written: 3e-4, where repr has 0.0003
+    text: str  # the docstring below it, on one line
+
+
+def documented_fields(configuration: type = TrainConfig) -> dict[str, list[Field]]:
+    """Return the fields of a configuration by group: the core's first, then those of its subclasses."""
+    groups: dict[str, list[Field]] = {}
+    for part in reversed(configuration.__mro__):
+        if part.__module__ != COMBINED and "__dataclass_fields__" in vars(part):
+            source = inspect.getsource(sys.modules[part.__module__])
+            for group, fields in fields_in(source, part.__name__).items():
+                groups.setdefault(group, []).extend(fields)
+    return groups
+
+
+def fields_in(source: str, name: str = "TrainConfig") -> dict[str, list[Field]]:
+    """Return the fields of the class `name` in `source`. Raises ValueError that names those without documentation."""
+    (tree,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
+    headings = {i: match[1] for i, line in enumerate(source.splitlines()) if (match := HEADING.fullmatch(line))}
+    groups: dict[str, list[Field]] = {heading: [] for heading in headings.values()}
+    undocumented = []
+    lines = source.splitlines()
+    for node, following in pairwise([*tree.body, None]):
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        above = [heading for line, heading in headings.items() if line < node.lineno]
+        match following:
+            case ast.Expr(value=ast.Constant(value=str(text))) if above and node.value:
+                default = lines[node.value.lineno - 1][node.value.col_offset : node.value.end_col_offset]
+                groups[above[-1]].append(Field(above[-1], ast.unparse(node.target), default, " ".join(text.split())))
+            case _:
+                undocumented.append(ast.unparse(node.target))
+    if undocumented:
+        needs = "a default, a docstring below it and a '# ---- Group' above it"
+        raise ValueError(f"{name}: {', '.join(undocumented)}: every field needs {needs}")
+    return groups
+
+
+HEADING = re.compile(r" +# ---- (.+)")
+
+
+def type_words(setting: Setting) -> str:
+    """Return type and range or choices: "int or None, at least 1"."""
+    if isinstance(setting.constraint, OneOf):
+        return ", ".join(choice or '""' for choice in setting.constraint.choices)
+    kind = setting.kind.__name__ + (" or None" if setting.optional else "")
+    return f"{kind}, {setting.constraint.requirement}" if setting.constraint else kind
+
+
+def needs_words(setting: Setting) -> str:
+    """Return the sentence that names the setting that it needs, or nothing."""
+    if setting.needs is None:
+        return ""
+    return f" Needs {setting.needs.name}{(setting.needs.value and f'={setting.needs.value}') or ''}."
+
+
+# ---- --help
+
+
+def help_text(word: str = "", configuration: type = TrainConfig) -> str:
+    """Return the page of `--help=word`: the settings whose name or text has `word`; "all": all; "": the common ones."""
+    lines = [
+        "python main_training.py --name=value ...",
+        "",
+        "Also: --name value; --name and --no-name for True and False. The last of a repeated flag counts.",
+        "",
+    ]
+    settings, count = settings_of(configuration), 0
+    for group, fields in documented_fields(configuration).items():
+        shown = [field for field in fields if _is_shown(field, word, settings[field.name])]
+        lines += (
+            [group, *(line for field in shown for line in _help_lines(field, settings[field.name])), ""]
+            if shown
+            else []
+        )
+        count += len(shown)
+    more = f"{count} of {len(settings)} settings; --help=all shows all, --help=WORD those with WORD in name or text."
+    return "\n".join([*lines, more])
+
+
+def _is_shown(field: Field, word: str, setting: Setting) -> bool:
+    if not word:
+        return setting.is_common
+    return word == "all" or word.lower().replace("-", "_") in field.name or word.lower() in field.text.lower()
+
+
+def _help_lines(field: Field, setting: Setting) -> list[str]:
+    text = f"({type_words(setting)}) {field.text}{needs_words(setting)}"
+    head = f"  --{field.name}={field.default.strip(chr(34))}"
+    return [head, *textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]

@@ -1,0 +1,46 @@
+"""The settings of the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pretraining.config.declaration import AtLeast, Common, Needs, OneOf, Resume
+from pretraining.config.devices import PLAN_KINDS
+from pretraining.config.training import TrainConfig
+
+COMMON = Common()
+
+
+@dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    """A configuration that may be planned instead of run."""
+
+    # ---- Plan
+    plan: Annotated[bool, Resume.FREE, COMMON] = False
+    """Print the memory, communication and time of this configuration on plan_devices of plan_device_kind, and stop;
+    paths and devices are not opened. The exit code is 0 whether or not it fits."""
+    plan_devices: Annotated[int, AtLeast(0), Needs("plan"), Resume.FREE] = 0
+    """Devices to plan for; required by plan. 0: as many as plan_topology has."""
+    plan_device_kind: Annotated[str, OneOf(("", *PLAN_KINDS)), Needs("plan"), Resume.FREE] = ""
+    """Kind of the devices: a TPU chip, a NeuronCore of trn1 or trn2, or a GPU; required by plan."""
+    plan_search: Annotated[bool, Needs("plan"), Resume.FREE] = False
+    """Rank the meshes that fit by their predicted step time, for the same global batch."""
+    plan_compile: Annotated[bool, Needs("plan"), Resume.FREE] = False
+    """Also compile the step for plan_topology with the TPU's own compiler, and print its memory, collectives and
+    operations next to those of the plan. Needs requirements-tpu-aot.txt, but no TPU."""
+    plan_topology: Annotated[str, Needs("plan"), Resume.FREE] = ""
+    """Slice of TPUs, chips along each axis: 4x4 (v5e, v6e) or 4x4x4 (v4, v5p). Their product is plan_devices."""
+    plan_json: Annotated[str, Needs("plan"), Resume.FREE] = ""
+    """File that the plan is written to, as JSON. Empty: none."""
+
+    @property
+    def reads_data(self) -> bool:
+        """See TrainConfig: a plan opens neither data nor paths."""
+        return super().reads_data and not self.plan
+
+    def __post_init__(self) -> None:
+        """Read names of devices as their makers write them: H100 and v5e."""
+        super().__post_init__()
+        kind = str(self.plan_device_kind).lower()
+        vars(self)["plan_device_kind"] = f"tpu-{kind}" if f"tpu-{kind}" in PLAN_KINDS else kind
