@@ -12,7 +12,15 @@ from pretraining.config.script import exit_with
 from pretraining.run import configure as configuring
 from pretraining.run import run as running
 
-EXTENSIONS = installed(("tools.importing", "tools.plan"))
+# Folders of pretraining/, in the order in which the loop calls them; one that is not there is left out.
+NAMES = (
+    "tools.importing",
+    "tools.plan",
+    "extensions.questions",
+    "extensions.preemption",
+    "extensions.trackers",
+)
+EXTENSIONS = installed(NAMES)
 CHECKS = configuring.checks_of(EXTENSIONS)
 CONFIGURATION: Any = configuration_of(EXTENSIONS)  # TrainConfig with the settings of the extensions
 configure: Callable[..., Any] = partial(configuring.configure, extensions=EXTENSIONS)

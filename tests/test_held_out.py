@@ -18,9 +18,9 @@ from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.data import IGNORED, open_stream
-from pretraining.data.choices import Request, request_batch
 from pretraining.data.tokenizer import open_tokenizer
 from pretraining.data.tokenizer import train as train_tokenizer
+from pretraining.extensions.questions.choices import Request, request_batch
 from pretraining.models.llama import BatchInputs, Llama
 from pretraining.monitor.held_out import HeldOut, held_out_figures
 from pretraining.monitor.metrics import read_metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ class FileFlags(NamedTuple):
 COMBINED = "pretraining.combined"  # __module__ of the configuration that main_training.py puts together
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Extension:
     """One folder's additions to a run. A module has it as EXTENSION; every part may be absent."""
 
@@ -35,6 +35,14 @@ class Extension:
     """Rules across settings."""
     resolve: Callable[[Mapping[str, object], type[TrainConfig], Iterable[Check], bool], FileFlags] | None = None
     """Merge flags with files that they name, before validation; the last argument: print a report."""
+    folders: tuple[str, ...] = ()
+    """Settings that name folders which the run writes."""
+    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Settings that do nothing while the first is 0, False or empty."""
+    inputs: Callable[[Any], None] | None = None
+    """Check what is read or written besides the data and checkpoints, before a device is opened. Raises UserError."""
+    watch: Callable[[Any], Any] | None = None
+    """Return the Watcher of a TrainingRun, or None if the configuration asks for none."""
     instead: Callable[[Any], int | None] | None = None
     """Do what the configuration asks for instead of training, and return the exit code; None: it asks for training."""
 

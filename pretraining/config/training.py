@@ -528,13 +528,6 @@ class TrainConfig:
     drop_last_val: bool = True
     """True: skip what remains of the validation or test data after the last full global batch. False: read it in a
     batch whose other rows do not count."""
-    eval_tasks: str = ""
-    """Files of multiple-choice questions, comma-separated, with a question per line: {"context": "The sky is",
-    "choices": ["blue", "green"], "answer": 0}. Needs tokenizer_path. Empty: none."""
-    eval_interval: Annotated[int, AtLeast(0), Needs("eval_tasks")] = 0
-    """Optimizer steps between evaluations on eval_tasks, and another one after the last step: eval_acc/NAME and
-    eval_acc_norm/NAME, as pretraining.tools.evaluate computes them, in the precision of training. Every choice takes
-    the forward pass of a micro-batch. 0: none."""
     test_data_path: Annotated[str, STORABLE] = ""
     """Folder of token shards for the test at the end, laid out like data_path. test_steps needs this or the third
     fraction of split, except with use_dummy_dataset."""
@@ -607,17 +600,6 @@ class TrainConfig:
     report_interval: Annotated[int, AtLeast(1), Resume.FREE, COMMON] = 100
     """Optimizer steps between reports (a progress line and a line of metrics.jsonl). The first and the last
     step are always reported."""
-    tensorboard_dir: Annotated[str, Resume.FREE] = ""
-    """Folder of the TensorBoard events, which are written if the tensorboard package is installed. Empty:
-    <log_dir>/tensorboard."""
-    tracker: Annotated[Literal["", "wandb"], Resume.FREE] = ""
-    """"wandb": send every report to Weights & Biases too (needs the wandb package). Empty: none."""
-    tracker_dir: Annotated[str, Resume.FREE] = ""
-    """Folder of the tracker's own files. Empty: log_dir."""
-    tracker_project_name: Annotated[str, Resume.FREE] = "llama"
-    """Project of the run in the tracker."""
-    tracker_run_id: Annotated[str, Resume.FREE] = ""
-    """The tracker's id of the run, to continue one that it has. Empty: the name of log_dir."""
     log_grad_norm: Annotated[bool, Resume.FREE] = True
     """Report the norm of the gradients before clipping. It costs nothing, because clipping needs it."""
     log_param_norm: Annotated[bool, Resume.FREE] = False

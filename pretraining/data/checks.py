@@ -63,14 +63,6 @@ def check_test_data(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "test_steps", remedy, is_missing=True)
 
 
-def check_questions(config: TrainConfig) -> Iterator[Problem]:
-    """Questions have an interval, and a tokenizer."""
-    if config.eval_tasks and not config.eval_interval:
-        yield problem(config, "eval_tasks", "needs --eval_interval=N, the optimizer steps between evaluations")
-    if config.eval_tasks and not config.tokenizer_path:
-        yield problem(config, "eval_tasks", "needs --tokenizer_path=FILE, the tokenizer of the data")
-
-
 def _holds(config: TrainConfig, split: str) -> bool:
     """Whether data_path is a folder of several splits, this one among them."""
     layout = split_folders(location(config.data_path)) if config.data_path and not config.datasets else None
@@ -78,4 +70,4 @@ def _holds(config: TrainConfig, split: str) -> bool:
 
 
 INPUTS = (check_training_data, check_validation_data, check_test_data)  # what data of one's own replace
-CHECKS = (check_mixture, check_special_tokens, check_questions, *INPUTS)
+CHECKS = (check_mixture, check_special_tokens, *INPUTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from pretraining.config.errors import Problem
 from pretraining.config.training import TrainConfig
@@ -18,10 +17,4 @@ def check_profile(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "profile_start_step", remedy)
 
 
-def check_tracker(config: TrainConfig) -> Iterator[Problem]:
-    """The tracker's package is installed."""
-    if config.tracker and config.reads_data and find_spec(config.tracker) is None:
-        yield problem(config, "tracker", f"needs a package: pip install {config.tracker}, or remove the flag")
-
-
-CHECKS = (check_profile, check_tracker)
+CHECKS = (check_profile,)

@@ -1,7 +1,6 @@
-"""metrics.jsonl, and the sinks that get its records.
+"""metrics.jsonl: one JSON object per line and report, flushed at once.
 
-One JSON object per line and report, flushed at once, so a kill loses at most the line being written. The file is the
-source of truth: TensorBoard and Weights & Biases get what was written here first. Does not depend on torch.
+A kill loses at most the line being written. Does not depend on torch.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType
@@ -18,21 +17,19 @@ from typing import Any
 
 from pretraining.config.errors import UserError
 from pretraining.config.script import is_restarted
-from pretraining.config.training import TrainConfig
 from pretraining.monitor.account import carried, is_account
-from pretraining.monitor.sinks import Record, Sink, open_sinks
 
+Record = Mapping[str, Any]  # "step" (1-based, after the update) and what is reported of it
 FILE_NAME = "metrics.jsonl"
 BEAT = 1.0  # s between signs of life
 
 
 class Metrics:
-    """The open metrics.jsonl of process 0, and the sinks that get the same records."""
+    """The open metrics.jsonl of process 0."""
 
-    def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("a", encoding="utf-8")
-        self._sinks = sinks
         self._beat_at = 0.0
 
     def beat(self) -> None:
@@ -43,18 +40,17 @@ class Metrics:
             with suppress(OSError):  # some file systems set no times; the time since the last record is idle then
                 os.utime(self._file.fileno(), (now, now))
 
-    def write(self, record: Record) -> None:
-        """Append one line. A number that is not finite becomes null: JSON has no NaN. Raises UserError."""
+    def write(self, record: Record) -> dict[str, Any]:
+        """Append one line and return it; a number that is not finite becomes null. Raises UserError."""
         clean = {name: None if _infinite(value) else value for name, value in record.items()}
-        with self._named():
+        with self.named():
             self._file.write(json.dumps(clean, allow_nan=False) + "\n")
             self._file.flush()
-            for sink in self._sinks:
-                sink.write(clean)
+        return clean
 
     def write_account(self, step: int, account: Record) -> None:
-        """Append a line that has nothing but an account of time; the sinks do not get it."""
-        with self._named():
+        """Append a line that has nothing but an account of time."""
+        with self.named():
             self._file.write(json.dumps({"step": step, "account": account}) + "\n")
             self._file.flush()
 
@@ -71,14 +67,12 @@ class Metrics:
         return any("test_loss" in line and line["step"] == step for line in self.records())
 
     def close(self) -> None:
-        """Close the file, and the sinks after they have sent their records. Raises UserError."""
-        with self._named():
+        """Close the file. Raises UserError."""
+        with self.named():
             self._file.close()
-            for sink in self._sinks:
-                sink.close()
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def named(self) -> Iterator[None]:
         """Raise UserError with the name of the file where an error of the system has none."""
         try:
             yield
@@ -88,14 +82,14 @@ class Metrics:
             raise UserError(f"{name}: cannot be written ({error.strerror}); {remedy}") from error
 
 
-def open_metrics(config: TrainConfig, log_dir: Path, step: int, began: float | None = None) -> Metrics:
+def open_metrics(log_dir: Path, step: int, began: float | None = None) -> Metrics:
     """Open the metrics of a run that continues after `step` updates; 0 starts a new file.
 
     began: second of the epoch from which this start has an account of time; None: it has none.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     cut_back(log_dir / FILE_NAME, step, began)
-    return Metrics(log_dir / FILE_NAME, open_sinks(config, log_dir, step))
+    return Metrics(log_dir / FILE_NAME)
 
 
 def refuse_unusable(path: Path) -> None:

@@ -76,7 +76,7 @@ class Interrupt:
         """clock: process 0's decides; that of the others never ends. timeout: seconds that processes wait."""
         self._signal, self._received = 0, 0.0
         self._notice = 0  # as a signal; the signal that follows a notice is a first one
-        self._clock = clock
+        self.clock = clock
         # gloo on every engine: an asynchronous all-reduce of one number, for which no device waits.
         self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if processes > 1 else None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None  # the all-reduce of the last call
@@ -102,7 +102,7 @@ class Interrupt:
         With several processes it is what was known at the previous call, so that no step waits for the all-reduce.
         Raises NoRendezvousError if the others do not answer after a signal.
         """
-        own = Agreement(self._signal or self._notice, *self._clock.read())
+        own = Agreement(self._signal or self._notice, *self.clock.read())
         if self._group is None:
             return own
         previous = self._pending

@@ -17,7 +17,7 @@ from pretraining.run.configure import configure
 if TYPE_CHECKING:
     from pretraining.data import Rows
     from pretraining.models.llama import Llama
-    from pretraining.run.loop import TrainingRun
+    from pretraining.run.training_run import TrainingRun
 
 
 class TrainingResult(NamedTuple):
@@ -61,41 +61,45 @@ def train(
 
     # Everything before the first step; importing torch and torch-xla alone takes 6.6 s of CPU time
     with heartbeat("starting", shown=first_rank()):
-        training_run = _start(config, data or {}, build, account)
+        training_run = _start(config, data or {}, build, account, extensions)
 
     # Loop: steps, reports, validations, saves
     from pretraining.monitor.metrics import FILE_NAME, read_metrics
     from pretraining.run.loop import train as run_loop
 
-    code = run_loop(training_run)
+    code = run_loop(training_run, extensions)
     training_run.engine.close()
     records = read_metrics(config.run_folder / FILE_NAME) if training_run.metrics else []
     return TrainingResult(training_run.config, code, records)
 
 
 def _start(
-    config: TrainConfig, data: Mapping[str, Rows], build: Callable[[TrainConfig], Llama] | None, account: Account
+    config: TrainConfig,
+    data: Mapping[str, Rows],
+    build: Callable[[TrainConfig], Llama] | None,
+    account: Account,
+    extensions: Sequence[Extension],
 ) -> TrainingRun:
     """Return the run of a valid configuration, ready for its first step."""
     from pretraining.checkpoint.checkpoints import Checkpoints
-    from pretraining.data.choices import tasks_of
     from pretraining.models.init import build_model
     from pretraining.monitor.facts import data_lines
     from pretraining.optim.optimizer import build_optimizer
     from pretraining.parallel.select import open_engine
     from pretraining.run import start as preflight
-    from pretraining.run.loop import TrainingRun
+    from pretraining.run.interrupt import Interrupt
+    from pretraining.run.supervision import Watchdog
+    from pretraining.run.training_run import TrainingRun
 
     # Engine: one mesh; the loop does not depend on it. Missing inputs are reported before any device is opened
-    checkpoint = preflight.check_inputs(config, data)
-    tasks = tasks_of(config)
+    checkpoint = preflight.check_inputs(config, data, extensions)
     engine = open_engine(config)
 
     # Data: the global batch of step k is a pure function of (data, config, k). From here on the configuration is final
     config, streams = preflight.open_streams(engine, checkpoint, data)
     log = print if engine.process_index == 0 else (lambda *_: None)
     preflight.check_hosts(config, engine)
-    log(preflight.describe_run(config, engine))
+    log(preflight.describe_run(config, engine, extensions))
     log(data_lines(streams["train"].facts()))
 
     # Model and optimizer: placed by the sharding table
@@ -115,6 +119,7 @@ def _start(
     start_step = resumed.step if resumed else 0
     leads = engine.process_index == 0
     metrics = preflight.open_run_folder(config, start_step, account.began) if leads else None
+    clock = preflight.clock_of(config, account.began, leads)
     return TrainingRun(
         config=config,
         engine=engine,
@@ -125,7 +130,8 @@ def _start(
         metrics=metrics,
         resumed=resumed,
         account=account,
-        tasks=tasks,
+        interrupt=Interrupt(engine.process_count, clock, config.collective_timeout),
+        watchdog=Watchdog(config.step_timeout),
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from pretraining.checkpoint.files import writing_to
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.restoring import check_starting_point, checkpoint_folder
+from pretraining.config.declaration import settings_of
 from pretraining.config.errors import UserError
+from pretraining.config.extension import Extension
 from pretraining.config.flags import first_rank
-from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data import NO_ROWS, Rows, Stream, check_data, open_stream, splits_of
 from pretraining.models.init import VOCABULARIES, on_meta
@@ -33,44 +36,50 @@ from pretraining.parallel.engine import Engine
 from pretraining.parallel.layout import state_bytes, unsharded_state_bytes
 from pretraining.parallel.mesh import notes
 from pretraining.parallel.recompute import model_mask
+from pretraining.run.interrupt import Clock
+from pretraining.run.supervision import launch_time
 from pretraining.storage import is_remote
 
 CONFIG_FILE = "config.json"
-OUTPUT_FOLDERS = ("ckpt_save_path", "ckpt_local_path", "tensorboard_dir", "tracker_dir", "data_cache_dir",
+OUTPUT_FOLDERS = ("ckpt_save_path", "ckpt_local_path", "data_cache_dir",
                   "compile_cache_dir")  # fmt: skip
 # Settings that do nothing while the first is 0, False or empty
 SWITCHES = {
     "val_interval": ("valid_data_path", "valid_datasets", "valid_weights", "val_steps"),
     "test_steps": ("test_data_path",),
-    "tracker": ("tracker_dir", "tracker_project_name", "tracker_run_id"),
     "use_profiler": ("profile_start_step", "profile_num_steps"),
 }
 IGNORED_BY_DUMMY = ("data_path", "num_epochs")
 VISIBLE_WITHIN = 10.0  # seconds in which a new file is visible on every host
 
 
-def check_inputs(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> Facts | None:
+def check_inputs(
+    config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS, extensions: Sequence[Extension] = ()
+) -> Facts | None:
     """Return the facts of the checkpoint that the run continues from, before any device is opened.
 
     Raises UserError if a checkpoint, the data or a place that the run writes to would stop the run.
     """
     metrics = config.run_folder / METRICS_FILE
     if first_rank():
-        check_outputs(config)
+        check_outputs(config, [*OUTPUT_FOLDERS, *(name for extension in extensions for name in extension.folders)])
     facts = check_starting_point(config, config.run_folder, parameter_shapes(config))
     if facts and facts.step:
         read_metrics(metrics)
     check_data(config, own)
+    for extension in extensions:
+        if extension.inputs:
+            extension.inputs(config)
     return facts
 
 
-def check_outputs(config: TrainConfig) -> None:
-    """Raise UserError that names a folder or file which this process cannot write."""
+def check_outputs(config: TrainConfig, settings: Sequence[str] = OUTPUT_FOLDERS) -> None:
+    """Raise UserError that names a folder or file which this process cannot write. settings: that name folders."""
     files, folders = [config.run_folder / name for name in (METRICS_FILE, CONFIG_FILE)], {"log_dir": config.run_folder}
     if config.dump_sharding:
         files.append(Path(config.dump_sharding))
         folders["dump_sharding"] = files[-1].parent
-    for name in OUTPUT_FOLDERS:
+    for name in settings:
         is_used = config.checkpoint_interval or name != "ckpt_save_path"  # which a run may only read
         if is_used and (folder := getattr(config, name)) and not is_remote(folder):
             folders[name] = Path(folder)
@@ -172,7 +181,7 @@ def check_shared_folder(folder: Path, process: int, processes: int) -> None:
         raise UserError(f"{folder} on {answers[0][0]} is not visible on {', '.join(blind)}; {remedy}")
 
 
-def describe_run(config: TrainConfig, engine: Engine) -> str:
+def describe_run(config: TrainConfig, engine: Engine, extensions: Sequence[Extension] = ()) -> str:
     """Return the facts that follow from the configuration and the engine's devices, as lines of text."""
     facts = describe(
         config,
@@ -184,18 +193,20 @@ def describe_run(config: TrainConfig, engine: Engine) -> str:
         attention=engine.attention,
         rates={step: learning_rate(config, step) for step in milestone_steps(config)},
     )
-    lines = [*notes(config, model_shape(config), engine.mesh, engine.name), *settings_without_effect(config)]
+    lines = [
+        *notes(config, model_shape(config), engine.mesh, engine.name),
+        *settings_without_effect(config, extensions),
+    ]
     return "\n".join([facts, *lines])
 
 
-def settings_without_effect(config: TrainConfig) -> list[str]:
+def settings_without_effect(config: TrainConfig, extensions: Sequence[Extension] = ()) -> list[str]:
     """Return a line for each setting that has a value of its own and does nothing."""
-    reasons = {
-        name: f"without {switch}" for switch, names in SWITCHES.items() if not getattr(config, switch) for name in names
-    }
+    switches = [item for table in (SWITCHES, *(each.switches for each in extensions)) for item in table.items()]
+    reasons = {name: f"without {switch}" for switch, names in switches if not getattr(config, switch) for name in names}
     if config.use_dummy_dataset:
         reasons |= dict.fromkeys(IGNORED_BY_DUMMY, "with use_dummy_dataset")
-    changed = (name for name in reasons if getattr(config, name) != SETTINGS[name].default)
+    changed = (name for name in reasons if getattr(config, name) != settings_of(type(config))[name].default)
     return [f"{name}: no effect {reasons[name]}" for name in changed]
 
 
@@ -214,6 +225,13 @@ def open_run_folder(config: TrainConfig, start_step: int, began: float | None = 
         print(f"note: {lost}", flush=True)
     with writing_to("log_dir", folder):
         trains = start_step < config.num_steps
-        metrics = open_metrics(config, folder, start_step, began if trains else None)
+        metrics = open_metrics(folder, start_step, began if trains else None)
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
     return metrics
+
+
+def clock_of(config: TrainConfig, began: float, leads: bool) -> Clock:
+    """Return the clock that ends the run and saves; it never rings except in process 0. began: of this start."""
+    if not leads:
+        return Clock()
+    return Clock(launch_time(began) + (config.max_run_seconds or math.inf), config.checkpoint_seconds or math.inf)

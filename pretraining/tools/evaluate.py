@@ -24,8 +24,8 @@ from pretraining.config.errors import UserError, counted
 from pretraining.config.grammar import comma_separated
 from pretraining.config.script import exit_with
 from pretraining.config.training import SETTINGS
-from pretraining.data.choices import Request, accuracies, open_tasks
 from pretraining.data.tokenizer import Tokenizer
+from pretraining.extensions.questions.choices import Request, accuracies, open_tasks
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import open_device
 from pretraining.storage import location

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from main_training import CONFIGURATION
+from main_training import CONFIGURATION, EXTENSIONS
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
@@ -80,11 +80,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_device_is_opened(
     fields: dict[str, Any] = {"use_dummy_dataset": True, "checkpoint_interval": 1, "log_dir": str(tmp_path / "run")}
     wrong = str(tmp_path / "file" / "deep" / "name")
     with pytest.raises(UserError, match=f"--{name}={wrong}: {tmp_path / 'file'} is not a folder"):
-        preflight.check_inputs(CONFIGURATION(**{**fields, name: wrong}))
+        preflight.check_inputs(CONFIGURATION(**{**fields, name: wrong}), extensions=EXTENSIONS)
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "folder")  # root may write everywhere
     new = str(tmp_path / "folder" / "new" / "name")
     with pytest.raises(UserError, match=f"--{name}={new}: {tmp_path / 'folder'} cannot be written"):
-        preflight.check_inputs(CONFIGURATION(**{**fields, name: new}))
+        preflight.check_inputs(CONFIGURATION(**{**fields, name: new}), extensions=EXTENSIONS)
 
 
 def test_settings_without_effect_are_named() -> None:

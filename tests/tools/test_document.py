@@ -97,8 +97,8 @@ def test_the_documentation_needs_no_torch() -> None:
 FIELDS = [field for group in documented_fields(CONFIGURATION).values() for field in group]
 
 
-def test_every_field_is_documented_once_in_its_order() -> None:
-    assert [field.name for field in FIELDS] == [field.name for field in fields(CONFIGURATION)]
+def test_every_field_is_documented_once() -> None:
+    assert sorted(field.name for field in FIELDS) == sorted(field.name for field in fields(CONFIGURATION))
 
 
 def test_the_documented_default_is_the_default() -> None:

@@ -14,13 +14,15 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pretraining.run.training_run import Watcher
+
 EVERY = 3.0  # s between requests
 TIMEOUT = 2.0  # s of one request
 FIRMWARE = Path("/sys/class/dmi/id")
 TOKEN = "X-aws-ec2-metadata-token"
 
 
-class NoticeWatch:
+class NoticeWatch(Watcher):
     """A thread that calls `notify` with a sentence, once, after a notice; none on hosts without such a server."""
 
     def __init__(self, notify: Callable[[str], None], every: float = EVERY) -> None:

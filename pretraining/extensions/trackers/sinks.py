@@ -1,31 +1,45 @@
-"""The sinks of metrics.jsonl: TensorBoard where it is installed, Weights & Biases on request.
-
-Both packages are optional, and imported only here when a run opens them.
-"""
+"""The sinks of metrics.jsonl. Their packages are optional, and imported only here when a run opens them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.trackers.settings import TrackersConfig
+from pretraining.monitor.metrics import Record
+from pretraining.run.training_run import Watcher
 
-Record = Mapping[str, Any]  # "step" (1-based, after the update) and what is reported of it
 
+class Trackers(Watcher):
+    """Hands every record to the sinks of a run."""
 
-def open_sinks(config: TrainConfig, log_dir: Path, step: int) -> list[Sink]:
-    """Open the sinks of a run that continues after `step` updates."""
-    sinks: list[Sink] = []
-    if find_spec("tensorboard"):
-        sinks.append(TensorBoard(Path(config.tensorboard_dir or log_dir / "tensorboard"), step))
-    if config.tracker:
-        sinks.append(WandB(config, log_dir))
-    return sinks
+    def __init__(self, config: TrainConfig, log_dir: Path, step: int) -> None:
+        """step: updates after which the run continues."""
+        assert isinstance(config, TrackersConfig)
+        self._sinks: list[Sink] = []
+        self._folder = Path(config.tensorboard_dir or log_dir / "tensorboard") if find_spec("tensorboard") else None
+        if self._folder:
+            self._sinks.append(TensorBoard(self._folder, step))
+        if config.tracker:
+            self._sinks.append(WandB(config, log_dir))
+
+    def record(self, record: Record) -> None:
+        """See Watcher."""
+        for sink in self._sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        """Send what is buffered."""
+        for sink in self._sinks:
+            sink.close()
+
+    def where_to_look(self) -> list[str]:
+        """See Watcher."""
+        return [f"               tensorboard --logdir {self._folder}"] if self._folder else []
 
 
 PERFORMANCE = (
@@ -75,7 +89,7 @@ class WandB:
     Steps that a killed run sent after its last checkpoint are not replaced: the service accepts a step once.
     """
 
-    def __init__(self, config: TrainConfig, log_dir: Path) -> None:
+    def __init__(self, config: TrackersConfig, log_dir: Path) -> None:
         wandb = import_module("wandb")
         try:
             self._run = wandb.init(

@@ -19,6 +19,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data.stores.labels import IGNORED
 from pretraining.data.tokenizer import Tokenizer, open_tokenizer
+from pretraining.extensions.questions.settings import QuestionsConfig
 from pretraining.storage import Location, location
 
 
@@ -76,7 +77,7 @@ def _encode(question: Question, tokenizer: Tokenizer, longest: int, vocabulary: 
     return requests
 
 
-def tasks_of(config: TrainConfig) -> dict[str, Task]:
+def tasks_of(config: QuestionsConfig) -> dict[str, Task]:
     """Return the tasks that a run is evaluated on. Raises UserError."""
     if not config.eval_interval:
         return {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.preemption import NoticeWatch, find_server
+from pretraining.extensions.preemption.watch import NoticeWatch, find_server
 from tests.parallel.launch import ROOT, environment
 from tests.parallel.toy import TOY
 

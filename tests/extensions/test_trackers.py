@@ -6,25 +6,39 @@ import os
 import subprocess
 import sys
 import time
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from main_training import configure
 from pretraining.config.errors import UserError
-from pretraining.config.training import TrainConfig
-from pretraining.monitor import sinks
+from pretraining.extensions.trackers import sinks
+from pretraining.extensions.trackers.settings import TrackersConfig
 from pretraining.monitor.metrics import open_metrics, read_metrics
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(config: TrainConfig, log_dir: Path, resumed: int, steps: range, scale: float = 1.0) -> None:
-    metrics = open_metrics(config, log_dir, resumed)
+@pytest.fixture(autouse=True)
+def first_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads files in the order of their names, which end in the number of writers before: 10 before 9.
+
+    Only one process opens two of them in the same second: these tests.
+    """
+    if find_spec("tensorboard"):
+        module = import_module("tensorboard.summary.writer.event_file_writer")
+        monkeypatch.setattr(module, "_global_uid", module.AtomicCounter(0))
+
+
+def run(config: TrackersConfig, log_dir: Path, resumed: int, steps: range, scale: float = 1.0) -> None:
+    metrics, trackers = open_metrics(log_dir, resumed), sinks.Trackers(config, log_dir, resumed)
     for step in steps:
-        metrics.write({"step": step, "loss": scale / step, "mfu": None, "data_hash": "ab12"})
+        trackers.record(metrics.write({"step": step, "loss": scale / step, "mfu": None, "data_hash": "ab12"}))
         if step % 2 == 0:
-            metrics.write({"step": step, "val_loss": scale * 2 / step})
+            trackers.record(metrics.write({"step": step, "val_loss": scale * 2 / step}))
+    trackers.close()
     metrics.close()
 
 
@@ -35,7 +49,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_shows_every_number_of_the_file_at_its_step(tmp_path: Path) -> None:
-    run(TrainConfig(), tmp_path, 0, range(1, 6))
+    run(TrackersConfig(), tmp_path, 0, range(1, 6))
     shown = curves(tmp_path / "tensorboard")
     assert shown.keys() == {"train/loss", "val/loss"}  # null and text are no curves
     for tag, name in {"train/loss": "loss", "val/loss": "val_loss"}.items():
@@ -47,22 +61,22 @@ def test_tensorboard_shows_every_number_of_the_file_at_its_step(tmp_path: Path) 
 
 @pytest.mark.parametrize("resumed", [0, 2])
 def test_after_an_interruption_tensorboard_shows_each_step_once(tmp_path: Path, resumed: int) -> None:
-    run(TrainConfig(), tmp_path, 0, range(1, 6), scale=9.0)  # killed after step 5, last checkpoint at `resumed`
-    run(TrainConfig(), tmp_path, resumed, range(resumed + 1, 7))
+    run(TrackersConfig(), tmp_path, 0, range(1, 6), scale=9.0)  # killed after step 5, last checkpoint at `resumed`
+    run(TrackersConfig(), tmp_path, resumed, range(resumed + 1, 7))
     shown = curves(tmp_path / "tensorboard")["train/loss"]
     assert [step for step, _ in shown] == list(range(1, 7))
     assert [value for step, value in shown if step > resumed] == pytest.approx([1 / k for k in range(resumed + 1, 7)])
 
 
 def test_tensorboard_dir_is_where_the_events_go(tmp_path: Path) -> None:
-    run(TrainConfig(tensorboard_dir=str(tmp_path / "elsewhere")), tmp_path / "run", 0, range(1, 3))
+    run(TrackersConfig(tensorboard_dir=str(tmp_path / "elsewhere")), tmp_path / "run", 0, range(1, 3))
     assert curves(tmp_path / "elsewhere")["train/loss"]
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
 def test_without_tensorboard_the_file_alone_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
-    run(TrainConfig(), tmp_path, 0, range(1, 3))
+    run(TrackersConfig(), tmp_path, 0, range(1, 3))
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
     assert not (tmp_path / "tensorboard").exists()
 
@@ -97,7 +111,7 @@ def test_wandb_gets_the_records_offline(tmp_path: Path, monkeypatch: pytest.Monk
     pytest.importorskip("wandb", reason="the optional wandb package is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    config = TrainConfig(tracker="wandb", tracker_dir=str(tmp_path / "tracker"), tracker_run_id="chosen")
+    config = TrackersConfig(tracker="wandb", tracker_dir=str(tmp_path / "tracker"), tracker_run_id="chosen")
     (tmp_path / "tracker").mkdir()
     run(config, tmp_path / "run", 0, range(1, 4))
     (stored,) = (tmp_path / "tracker").glob("wandb/offline-run-*-chosen/run-chosen.wandb")
@@ -109,8 +123,10 @@ def test_wandb_gets_the_records_offline(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_wandb_without_an_account_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="the optional wandb package is not installed")
-    script = "from pretraining.monitor.sinks import WandB; from pretraining.config.training import TrainConfig; " + (
-        "from pathlib import Path; WandB(TrainConfig(tracker='wandb'), Path('.').resolve())"
+    script = (
+        "from pathlib import Path; from pretraining.extensions.trackers.sinks import WandB; "
+        "from pretraining.extensions.trackers.settings import TrackersConfig; "
+        "WandB(TrackersConfig(tracker='wandb'), Path('.').resolve())"
     )
     # A process of its own: wandb keeps its mode for good once it has run.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}

@@ -1,0 +1,30 @@
+"""Multiple-choice questions, answered between training steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pretraining.config.extension import Extension
+from pretraining.extensions.questions.settings import CHECKS, QuestionsConfig
+
+if TYPE_CHECKING:
+    from pretraining.extensions.questions.watch import Questions
+    from pretraining.run.training_run import TrainingRun
+
+
+def read_tasks(config: QuestionsConfig) -> None:
+    """Raise UserError if a file of questions cannot be asked."""
+    from pretraining.extensions.questions.choices import tasks_of
+
+    tasks_of(config)
+
+
+def watch(run: TrainingRun) -> Questions | None:
+    """Return what asks the questions of the configuration, if there are any."""
+    from pretraining.extensions.questions.watch import Questions
+
+    questions = Questions(run)
+    return questions if questions.tasks else None
+
+
+EXTENSION = Extension(configuration=QuestionsConfig, checks=CHECKS, inputs=read_tasks, watch=watch)

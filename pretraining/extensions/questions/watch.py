@@ -1,0 +1,46 @@
+"""Answers questions between training steps, with the engine and the precision of training."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+from pretraining.extensions.questions.choices import Request, accuracies, request_batch, task_figures, tasks_of
+from pretraining.extensions.questions.settings import QuestionsConfig
+from pretraining.monitor.progress import questions_line
+from pretraining.run.training_run import TrainingRun, Watcher
+
+
+class Questions(Watcher):
+    """Reports the accuracy on each file of questions every eval_interval steps, and after the last one."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run, self._config = run, cast(QuestionsConfig, run.config)
+        self.tasks = tasks_of(self._config)
+
+    def prepare(self) -> None:
+        """Compile the evaluation before the first step, not in mid-run."""
+        with self._run.heartbeat("compiling and running the first question"):
+            self._likelihood(next(iter(self.tasks.values())).requests[0][0])
+
+    def after_step(self, step: int) -> None:
+        """Answer all questions if `step` is one of eval_interval, or the last one; training is not affected."""
+        run = self._run
+        if step % self._config.eval_interval and step != self._config.num_steps:
+            return
+        began, results = time.perf_counter(), {}
+        with run.account.spending("validation"), run.heartbeat("answering questions"):
+            for name, task in self.tasks.items():
+                likelihoods = [[self._likelihood(request) for request in choices] for choices in task.requests]
+                results[name] = accuracies(task, likelihoods)
+        run.watchdog.rest()
+        record = {"step": step, **task_figures(results), "eval_seconds": time.perf_counter() - began}
+        run.report(record, questions_line(record, self._config.num_steps))
+
+    def _likelihood(self, request: Request) -> float:
+        """Return the log-likelihood of a request in nats, which the first row of the batch computes."""
+        run = self._run
+        run.watchdog.expect(first=False)
+        batch = request_batch(self._config, request if run.engine.data_rank == 0 else None, run.engine.rows)
+        figures = run.engine.evaluate(run.model, batch).read()
+        return -figures["loss"] * figures["tokens"]

@@ -1,0 +1,28 @@
+"""TensorBoard where it is installed, and Weights & Biases on request: they get every record of metrics.jsonl."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pretraining.config.extension import Extension
+from pretraining.extensions.trackers.settings import CHECKS, TrackersConfig
+
+if TYPE_CHECKING:
+    from pretraining.extensions.trackers.sinks import Trackers
+    from pretraining.run.training_run import TrainingRun
+
+
+def watch(run: TrainingRun) -> Trackers | None:
+    """Return what hands the records on, in process 0."""
+    from pretraining.extensions.trackers.sinks import Trackers
+
+    return Trackers(run.config, run.config.run_folder, run.start_step) if run.leads else None
+
+
+EXTENSION = Extension(
+    configuration=TrackersConfig,
+    checks=CHECKS,
+    watch=watch,
+    folders=("tensorboard_dir", "tracker_dir"),
+    switches={"tracker": ("tracker_dir", "tracker_project_name", "tracker_run_id")},
+)

@@ -1,0 +1,40 @@
+"""The settings of TensorBoard and of trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Annotated, Literal
+
+from pretraining.config.declaration import Resume
+from pretraining.config.errors import Problem
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import problem
+
+
+@dataclass(frozen=True)
+class TrackersConfig(TrainConfig):
+    """A configuration with trackers."""
+
+    # ---- Logging and profiling
+    tensorboard_dir: Annotated[str, Resume.FREE] = ""
+    """Folder of the TensorBoard events, which are written if the tensorboard package is installed. Empty:
+    <log_dir>/tensorboard."""
+    tracker: Annotated[Literal["", "wandb"], Resume.FREE] = ""
+    """"wandb": send every report to Weights & Biases too (needs the wandb package). Empty: none."""
+    tracker_dir: Annotated[str, Resume.FREE] = ""
+    """Folder of the tracker's own files. Empty: log_dir."""
+    tracker_project_name: Annotated[str, Resume.FREE] = "llama"
+    """Project of the run in the tracker."""
+    tracker_run_id: Annotated[str, Resume.FREE] = ""
+    """The tracker's id of the run, to continue one that it has. Empty: the name of log_dir."""
+
+
+def check_tracker(config: TrackersConfig) -> Iterator[Problem]:
+    """The tracker's package is installed."""
+    if config.tracker and config.reads_data and find_spec(config.tracker) is None:
+        yield problem(config, "tracker", f"needs a package: pip install {config.tracker}, or remove the flag")
+
+
+CHECKS = (check_tracker,)

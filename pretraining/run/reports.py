@@ -1,0 +1,142 @@
+"""The reports of the loop: a record of metrics.jsonl and a line for a step, and the summary at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from pretraining.config.batches import row_length
+from pretraining.config.devices import kind_of
+from pretraining.config.script import FINISHED
+from pretraining.config.variants import model_shape
+from pretraining.data import Batch
+from pretraining.monitor.flops import Meter, flops_per_token
+from pretraining.monitor.progress import progress_line, summary
+from pretraining.monitor.spikes import WINDOW, is_spike
+from pretraining.parallel.engine import Engine
+from pretraining.run.training_run import TrainingRun
+from pretraining.storage import RETRIES
+
+
+class Stopwatch:
+    """Seconds per step since the last lap, without pauses. step: after which the lap began."""
+
+    def __init__(self, step: int) -> None:
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Begin a lap after `step`."""
+        self.step, self._began = step, time.perf_counter()
+
+    def lap(self, step: int) -> float:
+        """Return the mean seconds of the steps since the lap began."""
+        return (time.perf_counter() - self._began) / (step - self.step)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the body out of the lap."""
+        began = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - began
+
+
+class Reports:
+    """What the loop remembers between two reports: their time, and the losses that a spike is compared with."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        config, engine = run.config, run.engine
+        self._run = run
+        self.watch = Stopwatch(run.start_step)
+        flops = flops_per_token(model_shape(config), config.seq_length)
+        kind = kind_of(engine.device_name, config.precision_mode)
+        self._meter = Meter(config.tokens_per_step, engine.mesh.size, flops, kind)
+        self._losses = deque(run.metrics.losses() if run.metrics else [], maxlen=WINDOW)
+        self._seconds: dict[str, float] = {}  # by activity, at the last report
+        self._step_times: list[float] = []  # seconds per step, one for each report after the first step
+        self.first_step_seconds = 0.0  # of the steps that compile
+
+    def write(self, step: int, figures: dict[str, float], rate: float, batch: Batch) -> None:
+        """Report a step, and begin another lap."""
+        run = self._run
+        record = self._record(step, figures, rate, batch) | self._timing()
+        tokens_left = run.tokens_seen(run.config.num_steps) - record["tokens_seen"]
+        steps_left = tokens_left / (record["tokens_per_second"] * record["step_time"])
+        run.report(record, progress_line(record, run.config.num_steps, steps_left))
+        self.watch.restart(step)
+
+    def _record(self, step: int, figures: dict[str, float], rate: float, batch: Batch) -> dict[str, Any]:
+        run, config, engine, step_time = self._run, self._run.config, self._run.engine, self.watch.lap(step)
+        before = self.watch.step
+        tokens = (run.tokens_seen(step) - run.tokens_seen(before)) / (step - before)  # per step, in the mean
+        length = row_length(config, step)
+        if not begins_rows(run, step) and (tokens, length) == (config.tokens_per_step, config.seq_length):
+            self._step_times.append(step_time)
+        spike = is_spike(figures["loss"], self._losses)
+        self._losses.append(figures["loss"])
+        return {
+            "step": step,
+            "loss": figures["loss"],
+            "loss_spike": spike,
+            **({"grad_norm": figures["grad_norm"]} if config.log_grad_norm else {}),
+            **({"param_norm": engine.parameter_norm(run.model)} if config.log_param_norm else {}),
+            **{name: figures[name] for name in ("loss_scale", "outliers") if name in figures},
+            "learning_rate": rate,
+            "tokens_seen": run.tokens_seen(step),
+            "samples_seen": run.stream.state(step - run.start_step)["sequences"],
+            "consumed": run.stream.consumed(step - run.start_step),
+            "step_time": step_time,
+            **self._meter.speed(step_time, tokens, flops_per_token(model_shape(config), length)),
+            "samples_per_second": tokens / config.seq_length / step_time,
+            "memory_bytes": engine.memory_bytes(),
+            "compilations": engine.compilations(),
+            **({"storage_retries": RETRIES.count} if RETRIES.count else {}),
+            "data_hash": data_hash(batch, engine),
+        }
+
+    def _timing(self) -> dict[str, Any]:
+        """Return the account of the time since the last record, and the seconds since the last report by activity."""
+        seconds, before = self._run.account.seconds(), self._seconds
+        names = {"data_wait": "data_wait_seconds"}
+        if self._run.config.log_step_timing:
+            names |= {"train": "train_seconds", "validation": "validation_seconds", "save": "checkpoint_seconds"}
+        self._seconds = seconds
+        spent = {name: seconds[activity] - before.get(activity, 0.0) for activity, name in names.items()}
+        return {**spent, "account": self._run.account.take()}
+
+    def print_summary(self, code: int) -> None:
+        """Print the figures of a run without data."""
+        run = self._run
+        if code == FINISHED and run.config.use_dummy_dataset and self.first_step_seconds:
+            run.print(summary(self._meter, self.first_step_seconds, self._step_times, run.engine.memory_bytes()))
+
+
+def begins_rows(run: TrainingRun, step: int) -> bool:
+    """Return whether `step` is the first of this process with rows of its length, which is a program of its own."""
+    return step == run.start_step + 1 or row_length(run.config, step) != row_length(run.config, step - 1)
+
+
+def data_hash(batch: Batch, engine: Engine) -> str:
+    """Return 16 hex digits of the global batch's tokens, which do not depend on the number of data-parallel ranks.
+
+    Several processes may share a data-parallel rank, and therefore its rows.
+    """
+    rows = [hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=8).digest() for row in batch["tokens"]]
+    every_row = [row for rows in gather_from_data_ranks(engine, rows) for row in rows]
+    return hashlib.blake2b(b"".join(every_row), digest_size=8).hexdigest()
+
+
+def gather_from_data_ranks(engine: Engine, value: Any) -> list[Any]:
+    """Return the values of all data-parallel ranks, in their order."""
+    if engine.process_count == 1:
+        return [value]
+    gathered: list[Any] = [None] * engine.process_count
+    dist.all_gather_object(gathered, (engine.data_rank, value))
+    by_rank = dict(gathered)
+    return [by_rank[rank] for rank in range(engine.data_size)]

@@ -1,0 +1,137 @@
+"""What a training run works with, and the concerns beside its steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from pretraining.checkpoint.checkpoints import Checkpoints
+from pretraining.checkpoint.manifest import Facts
+from pretraining.config.training import TrainConfig
+from pretraining.data import Stream
+from pretraining.monitor.account import Account
+from pretraining.monitor.metrics import Metrics, Record
+from pretraining.monitor.progress import heartbeat
+from pretraining.optim.optimizer import Optimizer
+from pretraining.parallel.engine import Engine
+from pretraining.run.interrupt import Interrupt
+from pretraining.run.supervision import Progress, Watchdog
+
+
+class Watcher:
+    """One concern beside the training steps. The loop calls these methods in the order of its watchers."""
+
+    def prepare(self) -> None:
+        """Compile and run before the first step what will be needed later."""
+
+    def before_step(self, step: int) -> None:
+        """Act before the step that makes the update `step`. The step's time does not count this."""
+
+    def after_step(self, step: int) -> None:
+        """Act after the update `step`, and its report if it has one. The step's time does not count this."""
+
+    def record(self, record: Record) -> None:
+        """Get a record that was written to metrics.jsonl. Called in process 0 alone."""
+
+    def finish(self) -> None:
+        """Act after the last step of a run that is complete."""
+
+    def close(self) -> None:
+        """Release what is held, at the end of the process's training, whatever ended it."""
+
+    def where_to_look(self) -> list[str]:
+        """Return lines that say where the run's output is."""
+        return []
+
+
+@dataclass(kw_only=True)
+class TrainingRun:
+    """What a training run works with. The loop knows nothing else."""
+
+    config: TrainConfig
+    engine: Engine
+    model: torch.nn.Module
+    optimizer: Optimizer
+    streams: dict[str, Stream]  # "train", and where they are configured "valid" and "test"
+    checkpoints: Checkpoints
+    metrics: Metrics | None  # None except in process 0
+    resumed: Facts | None  # of the checkpoint that this run continues from
+    account: Account  # of this process's time
+    interrupt: Interrupt
+    watchdog: Watchdog
+    watchers: list[Watcher] = field(default_factory=list)
+    step: int = field(init=False)  # updates done
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self.step = self.start_step
+
+    @property
+    def start_step(self) -> int:
+        """Updates done before this process started."""
+        return self.resumed.step if self.resumed else 0
+
+    @property
+    def stream(self) -> Stream:
+        """The training data."""
+        return self.streams["train"]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0, which prints and writes the metrics."""
+        return self.engine.process_index == 0
+
+    def tokens_seen(self, step: int) -> int:
+        """Return the tokens of every global batch up to and including this step's."""
+        before = self.resumed.tokens_seen if self.resumed else 0
+        return before + self.stream.trained(step - self.start_step) * self.config.seq_length
+
+    def facts(self, step: int) -> Facts:
+        """Return what a checkpoint after `step` updates records besides its tensors."""
+        data = self.stream.state(step - self.start_step)
+        mesh = self.engine.mesh._asdict()
+        return Facts(step, self.tokens_seen(step), data, asdict(self.config), self.engine.name, mesh)
+
+    def reach(self, step: int) -> None:
+        """Note that `step` updates are done, also where a kill leaves it for the next start."""
+        self.step = step
+        self.progress.reach(step)
+        if self.metrics:
+            self.metrics.beat()
+
+    def watch_before(self, step: int) -> None:
+        """Let the watchers act before a step."""
+        for watcher in self.watchers:
+            watcher.before_step(step)
+
+    def watch_after(self, step: int) -> None:
+        """Let the watchers act after a step."""
+        for watcher in self.watchers:
+            watcher.after_step(step)
+
+    def print(self, text: str) -> None:
+        """Print in process 0."""
+        if self.leads:
+            print(text, flush=True)
+
+    def report(self, record: Mapping[str, Any], line: str) -> None:
+        """Write a record to metrics.jsonl, hand it to the watchers and print its line, in process 0."""
+        if self.metrics:
+            clean = self.metrics.write(record)
+            with self.metrics.named():
+                for watcher in self.watchers:
+                    watcher.record(clean)
+        self.print(line)
+
+    def write_account(self, **more: float) -> None:
+        """Write where the time since the last record went, in process 0."""
+        if self.metrics:
+            self.metrics.write_account(self.step, {**self.account.take(), **more})
+
+    def heartbeat(self, label: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which process 0 prints a sign of life."""
+        return heartbeat(label, shown=self.leads)

@@ -1,0 +1,85 @@
+"""Losses on held-out data: validations between steps, and a test after the last one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from pretraining.data import Stream
+from pretraining.monitor.held_out import HeldOut, held_out_figures
+from pretraining.monitor.progress import evaluation_line
+from pretraining.run.reports import gather_from_data_ranks
+from pretraining.run.training_run import TrainingRun, Watcher
+
+
+class Validation(Watcher):
+    """Validates every val_interval steps, and tests once."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+
+    def prepare(self) -> None:
+        """Compile the evaluation before the first step, not in mid-run."""
+        run = self._run
+        for part in (part for part in run.streams if part != "train"):
+            with run.heartbeat(f"compiling and running the first batch of {part} data"):
+                run.engine.evaluate(run.model, run.streams[part].batch(0)).read()
+
+    def before_step(self, step: int) -> None:
+        """Validate before the first step of all, if that is asked for."""
+        config = self._run.config
+        if step == 1 and "valid" in self._run.streams and config.val_sanity_steps:
+            self._evaluate(0, "valid", config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps)
+
+    def after_step(self, step: int) -> None:
+        """Validate if `step` is one of val_interval, or the last one."""
+        config = self._run.config
+        if "valid" in self._run.streams and (step % config.val_interval == 0 or step == config.num_steps):
+            self._evaluate(step, "valid", config.val_steps)
+
+    def finish(self) -> None:
+        """Test, unless an earlier process of this run has written the result."""
+        run = self._run
+        if "test" not in run.streams:
+            return
+        tested = [bool(run.metrics and run.metrics.has_test(run.step))]
+        if run.engine.process_count > 1:
+            dist.broadcast_object_list(tested, src=0)
+        if not tested[0]:
+            self._evaluate(run.step, "test", run.config.test_steps)
+
+    def _evaluate(self, step: int, part: str, steps: int) -> None:
+        """Report losses over the first `steps` batches (-1: all) of a held-out part; training is not affected."""
+        run, stream, name = self._run, self._run.streams[part], "val" if part == "valid" else part
+        began, batches = time.perf_counter(), batches_of(stream, steps)
+        with run.account.spending("validation"), run.heartbeat(f"running {batches} batches of {part} data"):
+            groups = stream.batches_by_dataset(batches)
+            sums = {dataset: self._sums(stream, chosen) for dataset, chosen in groups.items()}
+        run.watchdog.rest()
+        figures = held_out_figures(name, sums)
+        record = {"step": step, **figures, f"{name}_seconds": time.perf_counter() - began}
+        run.report(record, evaluation_line(record, run.config.num_steps))
+
+    def _sums(self, stream: Stream, groups: list[Sequence[int]]) -> HeldOut:
+        """Return the sums over the sequences of one dataset, a global batch at a time."""
+        run, loss, tokens = self._run, 0.0, 0.0
+        counts: list[int | None] = []  # bytes of the rows of this process
+        for number, sequences in enumerate(groups):
+            run.watchdog.expect(first=not number)
+            batch = stream.batch_of(sequences)
+            figures = run.engine.evaluate(run.model, batch).read()
+            if figures["tokens"]:
+                loss, tokens = loss + figures["loss"] * figures["tokens"], tokens + figures["tokens"]
+            counts.append(stream.text_bytes(batch))
+        own = [count for count in counts if count is not None]
+        by_rank = gather_from_data_ranks(run.engine, sum(own)) if own else []
+        return HeldOut(loss, tokens, sum(by_rank) if by_rank else None)
+
+
+def batches_of(stream: Stream, steps: int) -> int:
+    """Return the global batches of an evaluation of `steps` (-1: all); the dummy dataset has no end."""
+    if stream.steps is None:
+        return max(steps, 1)
+    return stream.steps if steps == -1 else min(steps, stream.steps)
