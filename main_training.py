@@ -5,6 +5,7 @@ from __future__ import annotations
 from pretraining.config.flags import run
 from pretraining.config.script import exit_with
 from pretraining.configure import CHECKS
+from pretraining.parallel.rendezvous import report
 from pretraining.run import train
 
 
@@ -14,4 +15,4 @@ def main(**flags: str) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(lambda: run(main, checks=CHECKS))
+    exit_with(lambda: run(main, checks=CHECKS, report=report))

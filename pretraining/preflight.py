@@ -49,8 +49,9 @@ IGNORED_BY_DUMMY = ("data_path", "num_epochs")
 VISIBLE_WITHIN = 10.0  # seconds in which a new file is visible on every host
 
 
-def check_inputs(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> Facts | None:
-    """Return the facts of the checkpoint that the run continues from, before any device is opened.
+def check_inputs(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> tuple[Facts | None, dict[str, str]]:
+    """Return the facts of the checkpoint that the run continues from, and the fingerprints of its data, before any
+    device is opened.
 
     Raises UserError if a checkpoint, the data or a place that the run writes to would stop the run.
     """
@@ -60,8 +61,7 @@ def check_inputs(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> Fact
     facts = check_starting_point(config, config.run_folder, parameter_shapes(config))
     if facts and facts.step:
         read_metrics(metrics)
-    check_data(config, own)
-    return facts
+    return facts, check_data(config, own)
 
 
 def check_outputs(config: TrainConfig) -> None:

@@ -12,9 +12,12 @@ from pretraining.data.checks import INPUTS
 from pretraining.monitor.account import Account
 from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.processes import read_processes
+from pretraining.parallel.rendezvous import compare
 
 if TYPE_CHECKING:
+    from pretraining.checkpoint.manifest import Facts
     from pretraining.data import Rows
+    from pretraining.data.choices import Task
     from pretraining.loop import TrainingRun
     from pretraining.models.llama import Llama
 
@@ -60,9 +63,14 @@ def train(
 
         return TrainingResult(config, show(config), [])
 
+    # Inputs: missing ones are reported before any device is opened, and all processes have the same
+    with heartbeat("starting", shown=first_rank()):
+        inputs = _read_inputs(config, data or {})
+    compare(config, inputs.fingerprints)
+
     # Everything before the first step; importing torch and torch-xla alone takes 6.6 s of CPU time
     with heartbeat("starting", shown=first_rank()):
-        training_run = _start(config, data or {}, build, account)
+        training_run = _start(config, inputs, data or {}, build, account)
 
     # Loop: steps, reports, validations, saves
     from pretraining.loop import train as run_loop
@@ -74,23 +82,40 @@ def train(
     return TrainingResult(training_run.config, code, records)
 
 
+class _Inputs(NamedTuple):
+    """What a run reads before it opens a device."""
+
+    checkpoint: Facts | None  # that the run continues from
+    fingerprints: dict[str, str]  # of the data
+    tasks: dict[str, Task]
+
+
+def _read_inputs(config: TrainConfig, data: Mapping[str, Rows]) -> _Inputs:
+    """Return the inputs of a run. Raises UserError for every one that is missing or does not fit."""
+    from pretraining.data.choices import tasks_of
+    from pretraining.preflight import check_inputs
+
+    return _Inputs(*check_inputs(config, data), tasks_of(config))
+
+
 def _start(
-    config: TrainConfig, data: Mapping[str, Rows], build: Callable[[TrainConfig], Llama] | None, account: Account
+    config: TrainConfig,
+    inputs: _Inputs,
+    data: Mapping[str, Rows],
+    build: Callable[[TrainConfig], Llama] | None,
+    account: Account,
 ) -> TrainingRun:
     """Return the run of a valid configuration, ready for its first step."""
     from pretraining import preflight
     from pretraining.checkpoint.checkpoints import Checkpoints
-    from pretraining.data.choices import tasks_of
     from pretraining.loop import TrainingRun
     from pretraining.models.init import build_model
     from pretraining.monitor.facts import data_lines
     from pretraining.optim.optimizer import build_optimizer
     from pretraining.parallel.select import open_engine
 
-    # Engine: one mesh; the loop does not depend on it. Missing inputs are reported before any device is opened
-    checkpoint = preflight.check_inputs(config, data)
-    tasks = tasks_of(config)
-    engine = open_engine(config)
+    # Engine: one mesh; the loop does not depend on it
+    checkpoint, engine = inputs.checkpoint, open_engine(config)
 
     # Data: the global batch of step k is a pure function of (data, config, k). From here on the configuration is final
     config, streams = preflight.open_streams(engine, checkpoint, data)
@@ -126,7 +151,7 @@ def _start(
         metrics=metrics,
         resumed=resumed,
         account=account,
-        tasks=tasks,
+        tasks=inputs.tasks,
     )
 
 

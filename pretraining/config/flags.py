@@ -23,11 +23,21 @@ from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import Check, problems
 
 
-def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None, checks: Iterable[Check] = ()) -> int:
+def print_mistake(error: UserError) -> None:
+    """Print a mistake of the user without a traceback, in rank 0 or where the error asks for it."""
+    if error.is_printed_by_all or first_rank():
+        print(error, file=sys.stderr, flush=True)
+
+
+def run(
+    main: Callable[..., int | None],
+    arguments: Sequence[str] | None = None,
+    checks: Iterable[Check] = (),
+    report: Callable[[UserError], None] = print_mistake,
+) -> int:
     """Call `main` with the flags of `arguments` (default: the process's) as raw text. Return the exit code.
 
-    0 or what `main` returns; 2 after a UserError, which rank 0 prints without traceback, and where the system refuses
-    something.
+    0 or what `main` returns; 2 after a UserError, which `report` prints, and where the system refuses something.
     """
     words = sys.argv[1:] if arguments is None else arguments
     if request := next((word for word in words if word in ("--help", "-h") or word.startswith("--help=")), None):
@@ -35,8 +45,7 @@ def run(main: Callable[..., int | None], arguments: Sequence[str] | None = None,
     try:
         code = exit_code(lambda: _call(main, read(words), checks))
     except UserError as error:
-        if error.is_printed_by_all or first_rank():
-            print(error, file=sys.stderr, flush=True)
+        report(error)
         code = error.code
     write_exit_code(code)
     return code

@@ -19,6 +19,7 @@ from pretraining.config.declaration import (
     Grammar,
     Needs,
     OneOf,
+    PerHost,
     Resume,
     Storable,
     declared_settings,
@@ -47,6 +48,7 @@ InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavi
 
 COMMON = Common()
 STORABLE = Storable()
+PER_HOST = PerHost()
 BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a share of the blocks (1/3, 0.5)")
 CUTS = Grammar(parse_cuts, "ascending layer numbers, comma-separated, such as 7,15,23")
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
@@ -226,7 +228,7 @@ class TrainConfig:
     gradients of weights; parameters stay gathered, gradients are reduced once per step, and blocks are neither compiled
     nor recomputed. "auto": 1F1B, or with virtual_pipeline_size Interleaved1F1B. The xla engine has one schedule of its
     own."""
-    dump_sharding: str = ""
+    dump_sharding: Annotated[str, PER_HOST] = ""
     """File that is written before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype
     and the mesh axes that shard each dimension. Empty: none."""
     low_cpu_fsdp: Annotated[bool, Resume.FREE] = False
@@ -437,7 +439,7 @@ class TrainConfig:
     use_dummy_dataset: Annotated[bool, COMMON] = False
     """Train on a deterministic stream of counters, for performance runs. Neither saves nor resumes unless
     checkpoint_interval is given."""
-    data_path: Annotated[str, Resume.FREE, COMMON, STORABLE] = ""
+    data_path: Annotated[str, Resume.FREE, COMMON, STORABLE, PER_HOST] = ""
     """Folder of token shards, local or s3://BUCKET/NAME or gs://BUCKET/NAME (credentials as the clouds' own tools find
     them): one sub-folder per dataset, or the shards themselves. Of a folder that prepare.py wrote,
     or a DatasetDict that Hugging Face's datasets saved, training, validation and test take their own splits."""
@@ -490,13 +492,13 @@ class TrainConfig:
     """Count positions from 0 in every document of a sequence."""
     reset_attention_mask: bool = False
     """Attend only within a document."""
-    index_dir: str = ""
+    index_dir: Annotated[str, PER_HOST] = ""
     """Folder of the shards' indexes (12 bytes a document; of Parquet shards the decoded tokens too), which are built
     once. Empty: pretraining/token_index in $XDG_CACHE_HOME, otherwise in ~/.cache."""
-    data_cache_dir: Annotated[str, Resume.FREE] = ""
+    data_cache_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Local folder that keeps what was read of data in object storage, so that a later epoch reads it from there;
     processes may share it. Empty: memory keeps it."""
-    data_cache_gib: Annotated[float, Above(0), Resume.FREE] = 1.0
+    data_cache_gib: Annotated[float, Above(0), Resume.FREE, PER_HOST] = 1.0
     """GiB of data in object storage that are kept in data_cache_dir, or in the memory of each process. Where it has
     room for a block of documents of every logical shard, each block is read once per epoch."""
     verify_data: Annotated[Literal["off", "first_read", "always"], Resume.FREE] = "first_read"
@@ -510,11 +512,11 @@ class TrainConfig:
     """Sequences of the training data that are passed over, FIRST-LAST and comma-separated, as samples_seen of
     metrics.jsonl counts them; they count there. A global batch that would have one of them begins after it. See
     "Loss spikes". Empty: none."""
-    num_workers: Annotated[int, AtLeast(1), Resume.FREE] = 1
+    num_workers: Annotated[int, AtLeast(1), Resume.FREE, PER_HOST] = 1
     """Threads that read batches ahead. The order of the data does not depend on it."""
 
     # ---- Validation
-    valid_data_path: Annotated[str, COMMON, STORABLE] = ""
+    valid_data_path: Annotated[str, COMMON, STORABLE, PER_HOST] = ""
     """Folder of held-out token shards, laid out like data_path. val_interval needs this or split, except with
     use_dummy_dataset."""
     valid_datasets: str = ""
@@ -540,7 +542,7 @@ class TrainConfig:
     """Optimizer steps between evaluations on eval_tasks, and another one after the last step: eval_acc/NAME and
     eval_acc_norm/NAME, as pretraining.evaluate computes them, in the precision of training. Every choice takes the
     forward pass of a micro-batch. 0: none."""
-    test_data_path: Annotated[str, STORABLE] = ""
+    test_data_path: Annotated[str, STORABLE, PER_HOST] = ""
     """Folder of token shards for the test at the end, laid out like data_path. test_steps needs this or the third
     fraction of split, except with use_dummy_dataset."""
     test_steps: Annotated[int, AtLeast(0, special=-1)] = 0
@@ -556,7 +558,7 @@ class TrainConfig:
     <log_dir>/checkpoints. A checkpoint in it takes precedence over ckpt_load_path: the run continues. Object storage
     has no locks, so every run needs a name of its own there, and the bucket a rule that removes uploads that were never
     completed."""
-    ckpt_local_path: Annotated[str, Resume.FREE] = ""
+    ckpt_local_path: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Local folder of every host, for checkpoints every ckpt_local_interval steps between those in ckpt_save_path. Only
     the newest is kept. A start continues from the newest step that is complete in either place, so that a process that
     died costs few steps; after the loss of a host, or on another mesh of several hosts, it is that in ckpt_save_path.
@@ -597,7 +599,7 @@ class TrainConfig:
     async_checkpointing: Annotated[bool, Resume.FREE] = False
     """Training waits only until its state is copied to host memory; the next save and the end of the run wait for the
     disk. Needs as much free host memory as this host's part of a checkpoint."""
-    ckpt_io_workers: Annotated[int, AtLeast(1), Resume.FREE] = 8
+    ckpt_io_workers: Annotated[int, AtLeast(1), Resume.FREE, PER_HOST] = 8
     """Threads per process that hash and write, or read and verify, a checkpoint. The files do not depend on it."""
     ckpt_max_failures: Annotated[int, AtLeast(1), Resume.FREE] = 3
     """Consecutive saves that may fail (because the disk is full, for example) before the run stops. The last good
@@ -607,17 +609,17 @@ class TrainConfig:
     run_name: Annotated[str, Resume.FREE, COMMON] = ""
     """Name of the run. Empty: model_variant, and a hash of the settings that a checkpoint must match if any of them is
     not its default, so that another model or optimizer gets another folder."""
-    log_dir: Annotated[str, Resume.FREE, COMMON] = ""
+    log_dir: Annotated[str, Resume.FREE, COMMON, PER_HOST] = ""
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
     report_interval: Annotated[int, AtLeast(1), Resume.FREE, COMMON] = 100
     """Optimizer steps between reports (a progress line and a line of metrics.jsonl). The first and the last
     step are always reported."""
-    tensorboard_dir: Annotated[str, Resume.FREE] = ""
+    tensorboard_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the TensorBoard events, which are written if the tensorboard package is installed. Empty:
     <log_dir>/tensorboard."""
     tracker: Annotated[Literal["", "wandb"], Resume.FREE] = ""
     """"wandb": send every report to Weights & Biases too (needs the wandb package). Empty: none."""
-    tracker_dir: Annotated[str, Resume.FREE] = ""
+    tracker_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the tracker's own files. Empty: log_dir."""
     tracker_project_name: Annotated[str, Resume.FREE] = "llama"
     """Project of the run in the tracker."""
@@ -648,7 +650,7 @@ class TrainConfig:
     use_torch_compile: bool = True
     """Compile each block (torch engine on CUDA). The xla engine always compiles; the torch engine runs eagerly on
     CPUs."""
-    compile_cache_dir: Annotated[str, Resume.FREE] = ""
+    compile_cache_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the persistent compilation cache of XLA (on TPUs: the CPU backend cannot read it). Empty: off."""
 
     # ---- Plan
@@ -670,10 +672,10 @@ class TrainConfig:
     """File that the plan is written to, as JSON. Empty: none."""
 
     # ---- Configuration files
-    config_file: Annotated[str, COMMON] = ""
+    config_file: Annotated[str, COMMON, PER_HOST] = ""
     """File of settings with these names, overridden by the flags of the command line: TOML, YAML, or the config.json of
     a run. Empty: none."""
-    import_config: Annotated[str, COMMON] = ""
+    import_config: Annotated[str, COMMON, PER_HOST] = ""
     """Configuration file of NxD Training, NeMo Megatron or GPT-NeoX to train with, overridden by the flags of the
     command line; several files of GPT-NeoX are comma-separated. A report of every key is printed first. Empty: none."""
     import_format: Annotated[Literal["auto", "nxdt", "nemo", "neox"], Needs("import_config")] = "auto"
@@ -683,7 +685,7 @@ class TrainConfig:
     training ignores it."""
     import_only: bool = False
     """Print the resolved configuration and the report of import_config, and stop; paths and devices are not opened."""
-    import_report: Annotated[str, Needs("import_config")] = ""
+    import_report: Annotated[str, Needs("import_config"), PER_HOST] = ""
     """File that the report of import_config is written to, as JSON. Empty: none."""
     import_lr_steps: Annotated[str, STEPS, Needs("import_config")] = ""
     """Steps, counted from 0 and comma-separated, whose learning rate the report of import_config lists. Empty: the

@@ -33,6 +33,8 @@ CONTRADICTIONS: list[tuple[dict[str, str], set[str]]] = [
     ({"LOCAL_WORLD_SIZE": "5"}, {"LOCAL_WORLD_SIZE"}),
     ({"MASTER_PORT": "0"}, {"MASTER_PORT"}),
     ({"MASTER_PORT": "65536"}, {"MASTER_PORT"}),
+    ({"MASTER_ADDR": ".."}, {"MASTER_ADDR"}),
+    ({"MASTER_ADDR": "a" * 300}, {"MASTER_ADDR"}),
     ({"RANK": "9", "MASTER_PORT": "x", "MASTER_ADDR": ""}, {"RANK", "MASTER_PORT", "MASTER_ADDR"}),
 ]
 
@@ -47,7 +49,7 @@ def wrong_variables(environment: dict[str, str]) -> set[str]:
 
 
 def test_a_complete_environment_is_read_and_none_is_a_single_process() -> None:
-    assert read_processes(COMPLETE) == Processes(1, 4, 1, 2, is_launched=True)
+    assert read_processes(COMPLETE) == Processes(1, 4, 1, 2, True, "localhost", 29500)
     assert read_processes({"MASTER_ADDR": "", "MASTER_PORT": "x"}) == Processes()
 
 
