@@ -205,6 +205,7 @@ def train(run: TrainingRun) -> int:
         gc.unfreeze()  # a program may train again, and this model must go first
         run.watchdog.close()
         notices.close()
+        interrupt.close()
         batches.close()
         _close_metrics(run, code)
     if code == FINISHED and run.config.use_dummy_dataset and run.first_step_seconds:
@@ -254,11 +255,15 @@ def _clock(run: TrainingRun) -> Clock:
 def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt, clock: Clock) -> int:
     config, watch = run.config, Stopwatch(run.start_step)
     run.account.begin("compile")
-    _prepare_first_step(run)
+    if number := _prepare_first_step(run, interrupt):
+        return 128 + number
     watch.restart(run.start_step)
     for step in range(run.start_step + 1, config.num_steps + 1):
         is_first = run.begins_rows(step)
-        run.watchdog.expect(first=is_first or run.changes_size(step))
+        compiles = is_first or run.changes_size(step)
+        if number := _left_before(run, interrupt, compiles):
+            return 128 + number
+        run.watchdog.expect(first=compiles)
         run.account.begin("compile" if is_first else "train")
         with _profiled(run, step):
             with run.account.spending("data_wait"):
@@ -267,6 +272,7 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt, cl
             train_step = run.first_train_step if is_first else run.engine.train_step
             result = train_step(run.model, run.optimizer, batch, rate)
         run.account.begin("train")
+        interrupt.is_compiling = False
         agreed = interrupt.agreed()
         run.reached(step)
         reports = step in (1, config.num_steps) or step % config.report_interval == 0
@@ -299,6 +305,15 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, interrupt: Interrupt, cl
             run.print(f"stopped: the time of --max_run_seconds={config.max_run_seconds} is up")
             return TIME_IS_UP
     return FINISHED
+
+
+def _left_before(run: TrainingRun, interrupt: Interrupt, compiles: bool) -> int:
+    """Return the signal after which a step that compiles is not begun, and the steps before it are saved; or 0."""
+    interrupt.is_compiling = compiles
+    number = interrupt.agreed_now() if compiles else 0
+    if number and run.step > run.start_step:
+        _save(run, run.step, asked=True)
+    return number
 
 
 def _test_once(run: TrainingRun) -> None:
@@ -403,22 +418,34 @@ def gather_from_data_ranks(engine: Engine, value: Any) -> list[Any]:
     return [by_rank[rank] for rank in range(engine.data_size)]
 
 
-def _prepare_first_step(run: TrainingRun) -> None:
-    """Compile the evaluation before the first step, not in mid-run; validate and save where that is asked for."""
+def _prepare_first_step(run: TrainingRun, interrupt: Interrupt) -> int:
+    """Compile the evaluation before the first step, not in mid-run; validate and save where that is asked for.
+
+    Returns the signal after which no further compilation was begun; 0: none came.
+    """
     config = run.config
+    interrupt.is_compiling = True
     if config.log_param_norm:
         run.engine.parameter_norm(run.model)
     for part in (part for part in run.streams if part != "train"):
+        if number := interrupt.agreed_now():
+            return number
         with run.heartbeat(f"compiling and running the first batch of {part} data"):
             run.engine.evaluate(run.model, run.streams[part].batch(0)).read()
     if run.tasks:
+        if number := interrupt.agreed_now():
+            return number
         with run.heartbeat("compiling and running the first question"):
             _likelihood(run, next(iter(run.tasks.values())).requests[0][0])
+    if number := interrupt.agreed_now():
+        return number
+    interrupt.is_compiling = False
     if "valid" in run.streams and config.val_sanity_steps and run.start_step == 0:
         steps = config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps
         _evaluate(run, 0, "valid", steps)
     if run.checkpoints.due(run.start_step):
         _save(run, run.start_step)
+    return 0
 
 
 def _evaluate(run: TrainingRun, step: int, part: str, steps: int) -> None:
