@@ -3,7 +3,7 @@
     python -m pretraining.configure --name=value ...
 
 validates a command line without opening a device, and prints the folder of its run. scripts/train.sh calls it before it
-launches anything, because torchrun turns every exit code into 1. Imports no torch.
+launches anything. Imports no torch.
 """
 
 from __future__ import annotations

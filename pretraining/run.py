@@ -13,6 +13,8 @@ from pretraining.monitor.account import Account
 from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.processes import read_processes
 from pretraining.parallel.rendezvous import compare
+from pretraining.storage import RETRIES
+from pretraining.supervision import check_variables
 
 if TYPE_CHECKING:
     from pretraining.checkpoint.manifest import Facts
@@ -51,6 +53,7 @@ def train(
 
     # Configuration: the files that flags name are reported key by key; every mistake at once, before torch is imported
     read_processes()
+    check_variables()
     checks = [check for check in CHECKS if not (data and check in INPUTS)]
     if isinstance(settings, TrainConfig):
         config = configure(_changed(settings), checks=checks, origin="TrainConfig")
@@ -64,12 +67,12 @@ def train(
         return TrainingResult(config, show(config), [])
 
     # Inputs: missing ones are reported before any device is opened, and all processes have the same
-    with heartbeat("starting", shown=first_rank()):
+    with heartbeat("starting", shown=first_rank(), waiting=lambda: RETRIES.waiting):
         inputs = _read_inputs(config, data or {})
     compare(config, inputs.fingerprints)
 
     # Everything before the first step; importing torch and torch-xla alone takes 6.6 s of CPU time
-    with heartbeat("starting", shown=first_rank()):
+    with heartbeat("starting", shown=first_rank(), waiting=lambda: RETRIES.waiting):
         training_run = _start(config, inputs, data or {}, build, account)
 
     # Loop: steps, reports, validations, saves

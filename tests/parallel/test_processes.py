@@ -11,7 +11,9 @@ import time
 
 import pytest
 
+from pretraining.config.errors import UserError
 from pretraining.parallel.processes import COUNTS, VARIABLES, ProcessError, Processes, read_processes
+from pretraining.supervision import check_variables
 from tests.parallel.launch import ROOT
 
 COMPLETE = {
@@ -71,6 +73,14 @@ def test_a_value_that_is_no_number_is_named(name: str, value: str) -> None:
 @pytest.mark.parametrize(("changes", "names"), CONTRADICTIONS)
 def test_contradictions_are_named_together(changes: dict[str, str], names: set[str]) -> None:
     assert wrong_variables({**COMPLETE, **changes}) == names
+
+
+@pytest.mark.parametrize("text", ["garbage", "nan", "1e999"])
+def test_a_time_of_the_launch_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_variables()
+    monkeypatch.setenv("LAUNCHED_AT", text)
+    with pytest.raises(UserError, match=f"LAUNCHED_AT={text} in the environment is not a number of seconds: unset it"):
+        check_variables()
 
 
 def start(**variables: str) -> tuple[int, str, float]:
