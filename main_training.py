@@ -1,16 +1,29 @@
-"""Pretrain a Llama variant: `python main_training.py --name=value ...`, or `bash scripts/train.sh`."""
+"""Pretrain a Llama variant: `python main_training.py --name=value ...`, or `bash scripts/train.sh`.
+
+`train` is a run from its first line to its last. A notebook calls the same function: `pretraining.train(settings)`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pretraining.config.extension import configuration_of, installed
-from pretraining.config.flags import run
+from pretraining.config.extension import Extension, configuration_of, installed
+from pretraining.config.flags import run as run_main
 from pretraining.config.script import exit_with
+from pretraining.config.training import TrainConfig
+from pretraining.data.checks import INPUTS
+from pretraining.monitor.account import Account
+from pretraining.monitor.metrics import FILE_NAME, read_metrics
+from pretraining.parallel.rendezvous import compare, report
 from pretraining.run import configure as configuring
-from pretraining.run import run as running
+from pretraining.run.environment import check_environment, starting
+from pretraining.run.result import TrainingResult
+
+if TYPE_CHECKING:
+    from pretraining.data import Rows
+    from pretraining.models.llama import Llama
 
 # Folders of pretraining/, in the order in which the loop calls them; one that is not there is left out.
 NAMES = (
@@ -24,13 +37,80 @@ EXTENSIONS = installed(NAMES)
 CHECKS = configuring.checks_of(EXTENSIONS)
 CONFIGURATION: Any = configuration_of(EXTENSIONS)  # TrainConfig with the settings of the extensions
 configure: Callable[..., Any] = partial(configuring.configure, extensions=EXTENSIONS)
-train = partial(running.train, extensions=EXTENSIONS)
+
+
+def train(
+    settings: TrainConfig | Mapping[str, object],
+    *,
+    data: Mapping[str, Rows] | None = None,
+    build: Callable[[TrainConfig], Llama] | None = None,
+    extensions: Sequence[Extension] = EXTENSIONS,
+) -> TrainingResult:
+    """Train, and return the run's figures.
+
+    settings: a configuration, or flags. data: by split, in place of the shards that settings name. build: returns the
+    model, whose parameters have the names and shapes of Llama's; None: models.init.build_model. extensions: what the
+    run adds to the core. UserError names every mistake, before a device is opened.
+    """
+    account, data = Account(), data or {}
+
+    # Configuration: every mistake at once, before torch is imported
+    check_environment()
+    config = configuring.configure(settings, extensions, without=INPUTS if data else ())
+    for extension in extensions:  # a plan, or the report of an imported file
+        if extension.instead and (code := extension.instead(config)) is not None:
+            return TrainingResult(config, code, [])
+
+    # Inputs: what is missing is reported before any device is opened, and all processes have the same
+    with starting():
+        from pretraining.run import start  # imports torch, which takes 3 s
+
+        checkpoint, fingerprints = start.check_inputs(config, data, extensions)
+    compare(config, fingerprints)
+
+    with starting():
+        from pretraining.checkpoint.checkpoints import Checkpoints
+        from pretraining.models.init import build_model
+        from pretraining.optim.optimizer import build_optimizer
+        from pretraining.parallel.select import open_engine
+        from pretraining.run.loop import train as train_steps
+        from pretraining.run.training_run import TrainingRun
+
+        # Engine: one mesh; the loop does not depend on it
+        engine = open_engine(config)
+
+        # Data: the global batch of step k is a function of (data, config, k). From here on the configuration is final
+        config, streams = start.open_streams(engine, checkpoint, data)
+        start.check_hosts(config, engine)
+        start.print_run(config, engine, streams, extensions)
+
+        # Model and optimizer: placed by the sharding table
+        model = engine.place((build or build_model)(config))
+        optimizer = build_optimizer(config, model.named_parameters())
+        engine.prepare(optimizer)
+        start.print_placement(config, engine, model, optimizer)
+
+        # Checkpoint: the same command continues from the newest one, with the data that follow it
+        checkpoints = Checkpoints(config, config.run_folder)
+        with account.spending("restore"):
+            resumed = checkpoints.restore(engine, model, optimizer)
+        streams["train"] = start.stream_after(resumed, checkpoint, config, engine, streams["train"], data)
+
+        # Metrics: those of the steps before the checkpoint are kept
+        leads, step = engine.process_index == 0, resumed.step if resumed else 0
+        metrics = start.open_run_folder(config, step, account.began) if leads else None
+
+    # Loop: steps, reports, validations, saves
+    run = TrainingRun(config, engine, model, optimizer, streams, checkpoints, metrics, resumed, account)
+    code = train_steps(run, extensions)
+    engine.close()
+    return TrainingResult(config, code, read_metrics(config.run_folder / FILE_NAME) if metrics else [])
 
 
 def main(**flags: str) -> int:
-    """Pretrain a Llama variant: `train` has the parts of a run in their order."""
+    """Pretrain a Llama variant."""
     return train(flags).code
 
 
 if __name__ == "__main__":
-    exit_with(lambda: run(main, checks=CHECKS, configuration=CONFIGURATION))
+    exit_with(lambda: run_main(main, checks=CHECKS, configuration=CONFIGURATION, report=report))

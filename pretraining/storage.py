@@ -84,16 +84,17 @@ class Stamp(NamedTuple):
 
 
 class Retries:
-    """How many requests had to be repeated in this process."""
+    """How many requests had to be repeated in this process, and what is waited for."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.waiting = ""  # why, and until when, a request is being repeated
         self._lock = Lock()
 
-    def add(self) -> None:
+    def add(self, waiting: str) -> None:
         """Count one."""
         with self._lock:
-            self.count += 1
+            self.count, self.waiting = self.count + 1, waiting
 
 
 RETRIES = Retries()
@@ -173,9 +174,12 @@ class ObjectPath:
         """
         scheme, name = self._parts
         began, pause = time.monotonic(), FIRST_PAUSE
+        until = time.strftime("%X", time.localtime(time.time() + RETRY_FOR))
         while True:
             try:
-                return act(_client(scheme, name.parts[0]), str(name))
+                result = act(_client(scheme, name.parts[0]), str(name))
+                RETRIES.waiting = ""
+                return result
             except FileNotFoundError as error:
                 raise MissingObjectError(f"{self}: no such object: check that it is still there") from error
             except OSError as error:
@@ -188,7 +192,7 @@ class ObjectPath:
                 if time.monotonic() - began + pause > RETRY_FOR:
                     tried = f"tried for {RETRY_FOR:.0f} s ({reason})"
                     raise UnreachableError(f"{self}: cannot be reached, {tried}: check the network") from error
-            RETRIES.add()
+            RETRIES.add(f"{self} cannot be reached, tried until {until} ({reason})")
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)
 

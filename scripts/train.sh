@@ -55,6 +55,7 @@ main() {
         exec "$python" main_training.py "$@"
     fi
     choose_devices
+    check_variables "$@"
     local flags=("${settings[@]}") folder code=0
     if has_config_file "$@"; then
         flags=()
@@ -114,14 +115,14 @@ choose_devices() {
 }
 
 # Check the flags before any process starts, and print the run's folder. Notes are printed only together with an error,
-# because training prints them again.
+# because training prints them again. Of several hosts, the processes print it, so that those of the others hear of it.
 run_folder() {
     local output
-    if ! output=$("$python" -m pretraining.tools.run_folder "$@" 2>&1); then
-        log "$output"
-        exit 2
+    if output=$("$python" -m pretraining.tools.run_folder "$@" 2>&1); then
+        echo "${output##*$'\n'}"
+    elif ((${NNODES:-1} == 1)); then
+        refuse "$output"
     fi
-    echo "${output##*$'\n'}"
 }
 
 # Launch, and launch again while that helps. RESTARTS counts it, and PROGRESS_FILE has the newest step.
@@ -154,7 +155,7 @@ keep_running() {
 }
 
 launch() {
-    local processes hosts codes code=0
+    local processes hosts
     if uses_torch_tpu; then
         set_tpu_variables || return
     fi
@@ -164,17 +165,31 @@ launch() {
         run_attended "$python" main_training.py "$@"
         return
     fi
-    local rendezvous=(--standalone)
-    if ((hosts > 1)); then
-        rendezvous=(--node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
-    fi
     # NCCL's flight recorder: after collective_timeout, each process writes its last collectives to /tmp/nccl_trace_rank_N
     export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
     export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
-    codes=$(mktemp -d)
-    EXIT_CODES=$codes run_attended "$python" -m torch.distributed.run --nnodes="$hosts" --nproc-per-node="$processes" \
-        "${rendezvous[@]}" main_training.py "$@" || code=$?
-    first_failure "$codes" "$code"
+    NPROC=$processes run_attended "$python" -m pretraining.run.launch main_training.py "$@"
+}
+
+# Refuse variables that a launch could not use, and those that are missing on one of several hosts.
+check_variables() {
+    local name
+    for name in NPROC NPROC_PER_NODE NNODES NODE_RANK MASTER_PORT MAX_RESTARTS; do
+        [[ -z ${!name:-} || ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]] || refuse "$name=${!name} is not a whole number"
+    done
+    if ((${NNODES:-1} <= 1)) || uses_torch_tpu || uses_one_process "$@"; then
+        return
+    fi
+    for name in NODE_RANK MASTER_ADDR; do
+        [[ -n ${!name:-} ]] || refuse "NNODES=$NNODES, but $name is not set: each host needs NODE_RANK, its number" \
+            "from 0 to $((NNODES - 1)), and MASTER_ADDR, the name or address of host 0"
+    done
+    ((NODE_RANK < NNODES)) || refuse "NODE_RANK=$NODE_RANK is not below NNODES=$NNODES: hosts are counted from 0"
+}
+
+refuse() {
+    log "$*"
+    exit 2
 }
 
 uses_torch_tpu() {
@@ -223,19 +238,6 @@ os.execv(sys.argv[1], sys.argv[1:])' "$@" &
         wait "$child" || code=$?
     fi
     trap - TERM INT
-    return "$code"
-}
-
-# torchrun replaces every exit code by 1, so each process writes its own to a file. Return the first failure's code.
-first_failure() {
-    local code=$2 first="" file
-    for file in "$1"/*; do
-        if [[ $code != 0 && -f $file && $(< "$file") != 0 && (-z $first || $file -ot $first) ]]; then
-            first=$file
-        fi
-    done
-    [[ -z $first ]] || code=$(< "$first")
-    rm -r "$1"
     return "$code"
 }
 

@@ -111,6 +111,10 @@ class Storable:
     """The path may be in object storage; those of other settings are local."""
 
 
+class PerHost:
+    """Processes of a run may have different values, because neither the result nor a collective depends on them."""
+
+
 class Setting(NamedTuple):
     """One field of a configuration, as it is declared."""
 
@@ -123,6 +127,7 @@ class Setting(NamedTuple):
     resume: Resume
     is_common: bool
     may_be_object: bool
+    may_differ: bool  # between the processes of a run
 
     @property
     def expected(self) -> str:
@@ -211,4 +216,5 @@ def _setting(name: str, hint: Any, default: Any) -> Setting:
         resume=next((marker for marker in markers if isinstance(marker, Resume)), Resume.NOTE),
         is_common=any(isinstance(marker, Common) for marker in markers),
         may_be_object=any(isinstance(marker, Storable) for marker in markers),
+        may_differ=any(isinstance(marker, PerHost) for marker in markers),
     )

@@ -26,16 +26,23 @@ from pretraining.config.validate import Check, problems
 Settings = Mapping[str, Setting]  # by name
 
 
+def print_mistake(error: UserError) -> None:
+    """Print a mistake of the user without a traceback, in rank 0 or where the error asks for it."""
+    if error.is_printed_by_all or first_rank():
+        print(error, file=sys.stderr, flush=True)
+
+
 def run(
     main: Callable[..., int | None],
     arguments: Sequence[str] | None = None,
     checks: Iterable[Check] = (),
     configuration: type[TrainConfig] = TrainConfig,
+    report: Callable[[UserError], None] = print_mistake,
 ) -> int:
     """Call `main` with the flags of `arguments` (default: the process's) as raw text. Return the exit code.
 
     configuration: the dataclass whose fields are the flags; checks: rules across them. The code is 0 or what `main`
-    returns, and 2 after a UserError, which rank 0 prints without traceback, and where the system refuses something.
+    returns, and 2 after a UserError, which `report` prints, and where the system refuses something.
     """
     words = sys.argv[1:] if arguments is None else arguments
     if request := next((word for word in words if word in ("--help", "-h") or word.startswith("--help=")), None):
@@ -43,8 +50,7 @@ def run(
     try:
         code = exit_code(lambda: _call(main, read(words, configuration), checks, configuration))
     except UserError as error:
-        if error.is_printed_by_all or first_rank():
-            print(error, file=sys.stderr, flush=True)
+        report(error)
         code = error.code
     write_exit_code(code)
     return code

@@ -60,7 +60,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
 
 
 def write_exit_code(code: int) -> None:
-    """torchrun turns every exit code into 1; scripts/train.sh finds each process's own in the folder EXIT_CODES."""
+    """torchrun turns every exit code into 1; whoever starts it finds each process's own in the folder EXIT_CODES."""
     if folder := os.environ.get("EXIT_CODES"):
         rank = os.environ.get("RANK", "0")
         try:

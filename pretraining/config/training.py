@@ -19,6 +19,7 @@ from pretraining.config.declaration import (
     Grammar,
     Needs,
     OneOf,
+    PerHost,
     Resume,
     Storable,
     settings_of,
@@ -46,6 +47,7 @@ InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavi
 
 COMMON = Common()
 STORABLE = Storable()
+PER_HOST = PerHost()
 BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a share of the blocks (1/3, 0.5)")
 CUTS = Grammar(parse_cuts, "ascending layer numbers, comma-separated, such as 7,15,23")
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
@@ -221,7 +223,7 @@ class TrainConfig:
     gradients of weights; parameters stay gathered, gradients are reduced once per step, and blocks are neither compiled
     nor recomputed. "auto": 1F1B, or with virtual_pipeline_size Interleaved1F1B. The xla engine has one schedule of its
     own."""
-    dump_sharding: str = ""
+    dump_sharding: Annotated[str, PER_HOST] = ""
     """File that is written before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype
     and the mesh axes that shard each dimension. Empty: none."""
     low_cpu_fsdp: Annotated[bool, Resume.FREE] = False
@@ -432,7 +434,7 @@ class TrainConfig:
     use_dummy_dataset: Annotated[bool, COMMON] = False
     """Train on a deterministic stream of counters, for performance runs. Neither saves nor resumes unless
     checkpoint_interval is given."""
-    data_path: Annotated[str, Resume.FREE, COMMON, STORABLE] = ""
+    data_path: Annotated[str, Resume.FREE, COMMON, STORABLE, PER_HOST] = ""
     """Folder of token shards, local or s3://BUCKET/NAME or gs://BUCKET/NAME (credentials as the clouds' own tools find
     them): one sub-folder per dataset, or the shards themselves. Of a folder that prepare.py wrote,
     or a DatasetDict that Hugging Face's datasets saved, training, validation and test take their own splits."""
@@ -485,13 +487,13 @@ class TrainConfig:
     """Count positions from 0 in every document of a sequence."""
     reset_attention_mask: bool = False
     """Attend only within a document."""
-    index_dir: str = ""
+    index_dir: Annotated[str, PER_HOST] = ""
     """Folder of the shards' indexes (12 bytes a document; of Parquet shards the decoded tokens too), which are built
     once. Empty: pretraining/token_index in $XDG_CACHE_HOME, otherwise in ~/.cache."""
-    data_cache_dir: Annotated[str, Resume.FREE] = ""
+    data_cache_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Local folder that keeps what was read of data in object storage, so that a later epoch reads it from there;
     processes may share it. Empty: memory keeps it."""
-    data_cache_gib: Annotated[float, Above(0), Resume.FREE] = 1.0
+    data_cache_gib: Annotated[float, Above(0), Resume.FREE, PER_HOST] = 1.0
     """GiB of data in object storage that are kept in data_cache_dir, or in the memory of each process. Where it has
     room for a block of documents of every logical shard, each block is read once per epoch."""
     verify_data: Annotated[Literal["off", "first_read", "always"], Resume.FREE] = "first_read"
@@ -505,11 +507,11 @@ class TrainConfig:
     """Sequences of the training data that are passed over, FIRST-LAST and comma-separated, as samples_seen of
     metrics.jsonl counts them; they count there. A global batch that would have one of them begins after it. See
     "Loss spikes". Empty: none."""
-    num_workers: Annotated[int, AtLeast(1), Resume.FREE] = 1
+    num_workers: Annotated[int, AtLeast(1), Resume.FREE, PER_HOST] = 1
     """Threads that read batches ahead. The order of the data does not depend on it."""
 
     # ---- Validation
-    valid_data_path: Annotated[str, COMMON, STORABLE] = ""
+    valid_data_path: Annotated[str, COMMON, STORABLE, PER_HOST] = ""
     """Folder of held-out token shards, laid out like data_path. val_interval needs this or split, except with
     use_dummy_dataset."""
     valid_datasets: str = ""
@@ -528,7 +530,7 @@ class TrainConfig:
     drop_last_val: bool = True
     """True: skip what remains of the validation or test data after the last full global batch. False: read it in a
     batch whose other rows do not count."""
-    test_data_path: Annotated[str, STORABLE] = ""
+    test_data_path: Annotated[str, STORABLE, PER_HOST] = ""
     """Folder of token shards for the test at the end, laid out like data_path. test_steps needs this or the third
     fraction of split, except with use_dummy_dataset."""
     test_steps: Annotated[int, AtLeast(0, special=-1)] = 0
@@ -544,7 +546,7 @@ class TrainConfig:
     <log_dir>/checkpoints. A checkpoint in it takes precedence over ckpt_load_path: the run continues. Object storage
     has no locks, so every run needs a name of its own there, and the bucket a rule that removes uploads that were never
     completed."""
-    ckpt_local_path: Annotated[str, Resume.FREE] = ""
+    ckpt_local_path: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Local folder of every host, for checkpoints every ckpt_local_interval steps between those in ckpt_save_path. Only
     the newest is kept. A start continues from the newest step that is complete in either place, so that a process that
     died costs few steps; after the loss of a host, or on another mesh of several hosts, it is that in ckpt_save_path.
@@ -585,7 +587,7 @@ class TrainConfig:
     async_checkpointing: Annotated[bool, Resume.FREE] = False
     """Training waits only until its state is copied to host memory; the next save and the end of the run wait for the
     disk. Needs as much free host memory as this host's part of a checkpoint."""
-    ckpt_io_workers: Annotated[int, AtLeast(1), Resume.FREE] = 8
+    ckpt_io_workers: Annotated[int, AtLeast(1), Resume.FREE, PER_HOST] = 8
     """Threads per process that hash and write, or read and verify, a checkpoint. The files do not depend on it."""
     ckpt_max_failures: Annotated[int, AtLeast(1), Resume.FREE] = 3
     """Consecutive saves that may fail (because the disk is full, for example) before the run stops. The last good
@@ -595,7 +597,7 @@ class TrainConfig:
     run_name: Annotated[str, Resume.FREE, COMMON] = ""
     """Name of the run. Empty: model_variant, and a hash of the settings that a checkpoint must match if any of them is
     not its default, so that another model or optimizer gets another folder."""
-    log_dir: Annotated[str, Resume.FREE, COMMON] = ""
+    log_dir: Annotated[str, Resume.FREE, COMMON, PER_HOST] = ""
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
     report_interval: Annotated[int, AtLeast(1), Resume.FREE, COMMON] = 100
     """Optimizer steps between reports (a progress line and a line of metrics.jsonl). The first and the last
@@ -625,7 +627,7 @@ class TrainConfig:
     use_torch_compile: bool = True
     """Compile each block (torch engine on CUDA). The xla engine always compiles; the torch engine runs eagerly on
     CPUs."""
-    compile_cache_dir: Annotated[str, Resume.FREE] = ""
+    compile_cache_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the persistent compilation cache of XLA (on TPUs: the CPU backend cannot read it). Empty: off."""
 
     @property

@@ -434,12 +434,20 @@ def splits_of(config: TrainConfig) -> list[str]:
     return ["train", *(["valid"] if config.val_interval else []), *(["test"] if config.test_steps else [])]
 
 
-def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> None:
-    """Raise UserError for everything about the run's data that can be known without the number of devices."""
+def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> dict[str, str]:
+    """Return the fingerprint of every dataset by "SPLIT data NAME".
+
+    Raises UserError for everything about the run's data that can be known without the number of devices.
+    """
     if config.tokenizer_path and not config.use_dummy_dataset:  # checkpoints record it, also where training reads none
         check_tokenizer(config.tokenizer_path)
+    fingerprints: dict[str, str] = {}
     for split in splits_of(config):
-        open_stream(config, split=split, own=own.get(split)).close()
+        stream = open_stream(config, split=split, own=own.get(split))
+        mixture = stream.state(0)["mixture"]
+        fingerprints |= {f"{split} data {name}": entry["fingerprint"] for name, entry in mixture.items()}
+        stream.close()
+    return fingerprints
 
 
 def _slice(config: TrainConfig, rank: int, world_size: int) -> RankSlice:

@@ -9,7 +9,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,8 +64,13 @@ def _position(step: int, num_steps: int) -> str:
 
 
 @contextmanager
-def heartbeat(label: str, every: float = 4.0, shown: bool = True) -> Iterator[None]:
-    """While the body runs, print "<label> ... 20s" every `every` seconds; nothing if it is faster, or not `shown`."""
+def heartbeat(
+    label: str, every: float = 4.0, shown: bool = True, waiting: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
+    """While the body runs, print "<label> ... 20s" every `every` seconds; nothing if it is faster, or not `shown`.
+
+    waiting: returns what is waited for, which the line then names.
+    """
     if not shown:
         yield
         return
@@ -74,7 +79,8 @@ def heartbeat(label: str, every: float = 4.0, shown: bool = True) -> Iterator[No
 
     def beat() -> None:
         while not done.wait(every):
-            print(f"{label} ... {duration(time.monotonic() - start)}", flush=True)
+            name = f"{label}: {waits}" if (waits := waiting()) else label
+            print(f"{name} ... {duration(time.monotonic() - start)}", flush=True)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()

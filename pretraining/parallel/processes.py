@@ -31,6 +31,8 @@ class Processes(NamedTuple):
     local_rank: int = 0  # among the processes of this host
     local_world_size: int = 1  # processes of this host
     is_launched: bool = False
+    address: str = ""  # of process 0, through which the processes meet
+    port: int = 0
 
 
 class ProcessError(UserError):
@@ -57,26 +59,31 @@ def read_processes(environment: Mapping[str, str] = os.environ) -> Processes:
         headline = f"{counted(len(problems), 'problem')} with the environment:"
         raise ProcessError("\n".join([headline, *lines, HOW_TO_START]))
     rank, world_size, local_rank, local_world_size = (int(environment[name]) for name in COUNTS)
-    return Processes(rank, world_size, local_rank, local_world_size, is_launched=True)
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    return Processes(rank, world_size, local_rank, local_world_size, True, address, port)
 
 
 @contextmanager
-def raise_process_error(processes: Processes, timeout: int) -> Iterator[None]:
+def raise_process_error(processes: Processes, timeout: float) -> Iterator[None]:
     """Raise NoPeersError where the processes do not find each other: torch.distributed describes a socket."""
-    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     try:
         if processes.is_launched:
-            socket.getaddrinfo(address, int(port))
+            socket.getaddrinfo(processes.address, processes.port)
         yield
     except socket.gaierror as error:
-        raise NoPeersError(f"MASTER_ADDR={address} is not the name of a host: {error.strerror}") from error
+        raise NoPeersError(f"MASTER_ADDR={processes.address} is not the name of a host: {error.strerror}") from error
     except RuntimeError as error:  # DistNetworkError, DistStoreError and gloo's errors
         if not processes.is_launched:
             raise
-        start = f"process {processes.rank} of {processes.world_size} did not reach the others through {address}:{port}"
-        remedy = f"start all {processes.world_size} with the same MASTER_ADDR and MASTER_PORT"
-        reason = str(error).splitlines()[0]
-        raise NoPeersError(f"{start} within {timeout} s (collective_timeout): {remedy} ({reason})") from error
+        who = f"process {processes.rank} of {processes.world_size} did not reach the others"
+        raise no_peers(processes, timeout, who, str(error).splitlines()[0]) from error
+
+
+def no_peers(processes: Processes, timeout: float, who: str, reason: str) -> NoPeersError:
+    """Return the error that `who` has not come in time."""
+    where = f"{processes.address}:{processes.port} within {timeout:g} s (collective_timeout)"
+    remedy = f"start all {processes.world_size} with the same MASTER_ADDR and MASTER_PORT"
+    return NoPeersError(f"{who} through {where}: {remedy} ({reason})")
 
 
 def _problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -86,13 +93,25 @@ def _problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         text = environment.get(name)
         if not text:
             yield name, "is not set" if text is None else "is empty"
+        elif name == "MASTER_ADDR":
+            if not _may_be_host(text):
+                yield name, "is not the name or the address of a host"
         elif text.isascii() and text.isdigit() and len(text) < 10:
             numbers[name] = int(text)
-        elif name != "MASTER_ADDR":
+        else:
             yield name, "is not a whole number"
     for name, number in numbers.items():
         if contradiction := _contradiction(name, number, numbers):
             yield name, contradiction
+
+
+def _may_be_host(text: str) -> bool:
+    """Return whether the name can be looked up: its labels have 1 to 63 characters."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def _contradiction(name: str, number: int, numbers: Mapping[str, int]) -> str | None:

@@ -59,13 +59,16 @@ def _has_xla() -> bool:
 
 
 def refuse_variables() -> None:
-    """Raise UserError where an environment variable would override --precision, or the CPU has no virtual device."""
+    """Raise UserError where an environment variable would override --precision, the CPU has no virtual device, or a
+    launcher has started several processes, each of which would train alone."""
     is_set = {name: os.environ.get(name, "").lower() not in ("", "0", "false") for name in DOWNCAST_VARIABLES}
     if settings := [f"{name}={os.environ[name]}" for name in DOWNCAST_VARIABLES if is_set[name]]:
         remedy = "unset it and use --precision (bf16_sr keeps no fp32 copy)"
         raise UserError(f"{', '.join(settings)} in the environment casts all fp32 tensors to 16 bits: {remedy}")
-    devices = os.environ.get("CPU_NUM_DEVICES", "1")
-    if os.environ.get("PJRT_DEVICE", "CPU") == "CPU" and not (devices.isdecimal() and int(devices)):
+    devices, is_cpu = os.environ.get("CPU_NUM_DEVICES", "1"), os.environ.get("PJRT_DEVICE", "CPU") == "CPU"
+    if is_cpu and (count := read_processes().world_size) > 1:
+        raise UserError(f"--engine=xla trains on CPUs in one process, and there are {count}: use --engine=torch")
+    if is_cpu and not (devices.isdecimal() and int(devices)):
         raise UserError(
             f"CPU_NUM_DEVICES={devices} in the environment: set it to a number of virtual devices, or unset it"
         )

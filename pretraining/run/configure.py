@@ -19,18 +19,22 @@ CHECKS = (*MODELS, *PARALLEL, *OPTIM, *DATA, *CHECKPOINT, *MONITOR)
 
 
 def configure(
-    flags: Mapping[str, object],
+    settings: TrainConfig | Mapping[str, object],
     extensions: Sequence[Extension] = (),
     *,
     report: bool = True,
     without: Collection[Check] = (),
-    origin: str = "command line",
 ) -> TrainConfig:
-    """Return the configuration of `flags` and of the files that they name. Raises ConfigError with every mistake.
+    """Return the configuration of flags, or of a configuration, and of the files that they name.
 
     report: print the report of --import_config, and the settings of a run that are not the default. without: checks
-    that do not apply. origin: of the flags.
+    that do not apply. Raises ConfigError with every mistake.
     """
+    flags: Mapping[str, object]
+    if isinstance(settings, TrainConfig):
+        flags, origin = changed_settings(settings), "TrainConfig"
+    else:
+        flags, origin = settings, "command line"
     configuration = configuration_of(tuple(extensions))
     checks = [check for check in checks_of(extensions) if check not in without]
     values, origins, problems = FileFlags(dict(flags), {}, [])
@@ -39,7 +43,10 @@ def configure(
             values, origins, problems = extension.resolve(flags, configuration, checks, report)
     config = config_from_flags(values, checks, configuration, origins, problems)
     if report and config.reads_data and first_rank():
-        print("\n".join(describe_settings(config, flags, origins, origin)), flush=True)
+        print(
+            "\n".join(describe_settings(config, flags, origins, origin)),
+            flush=True,
+        )
     return config
 
 
@@ -48,12 +55,17 @@ def checks_of(extensions: Sequence[Extension]) -> tuple[Check, ...]:
     return (*CHECKS, *(check for extension in extensions for check in extension.checks))
 
 
+def changed_settings(config: TrainConfig) -> dict[str, object]:
+    """Return the settings that are not the default: what a command line would name."""
+    defaults = type(config)()
+    return {name: value for name, value in vars(config).items() if value != getattr(defaults, name)}
+
+
 def describe_settings(
     config: TrainConfig, flags: Mapping[str, object], origins: Mapping[str, str], origin: str
 ) -> list[str]:
     """Return a line for each setting that is not the default: its value, and where that comes from."""
-    defaults = type(config)()
-    changed = {name: value for name, value in vars(config).items() if value != getattr(defaults, name)}
+    changed = changed_settings(config)
     sources = dict.fromkeys(changed, "derived") | dict(origins)
     for name, raw in flags.items():
         sources[name] = "scripts/train.sh" if is_script_setting(name, raw) else origin

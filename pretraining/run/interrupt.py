@@ -11,11 +11,14 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from types import FrameType
+from threading import Thread
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from pretraining.config.training import TrainConfig
+from pretraining.run.supervision import launch_time
 
 # Seconds in which a repeated signal counts as the same request: SLURM signals every process of a job step, and torchrun
 # forwards the signals it receives, so one request arrives twice.
@@ -69,8 +72,17 @@ class Clock:
         return now + 2 * step_time + self._longest_save >= self._ends_at, saves
 
 
+def clock_of(config: TrainConfig, began: float) -> Clock:
+    """Return the clock that ends the run and saves. began: second of the epoch at which this start began."""
+    return Clock(launch_time(began) + (config.max_run_seconds or math.inf), config.checkpoint_seconds or math.inf)
+
+
 class Interrupt:
-    """Tells the loop to save and exit after a signal or by the clock; a second signal exits at once."""
+    """Tells the loop to save and exit after a signal or by the clock; a second signal exits at once.
+
+    A thread reads signals from a pipe: Python runs the handler of a signal in the main thread, which may be inside a
+    compiler for minutes.
+    """
 
     def __init__(self, processes: int, clock: Clock, timeout: int) -> None:
         """clock: process 0's decides; that of the others never ends. timeout: seconds that processes wait."""
@@ -80,14 +92,35 @@ class Interrupt:
         # gloo on every engine: an asynchronous all-reduce of one number, for which no device waits.
         self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if processes > 1 else None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None  # the all-reduce of the last call
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._receive)
+        self.is_compiling = False  # set by the loop: no step ends for long
+        self._pipe, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        self._earlier = (
+            signal.set_wakeup_fd(write_end, warn_on_full_buffer=False),
+            {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)},
+        )
+        Thread(target=self._listen, name="signals", daemon=True).start()
 
-    def _receive(self, number: int, _: FrameType | None) -> None:
+    def close(self) -> None:
+        """Leave signals to the handlers from before, unless one has come: it may be delivered twice."""
+        if not self._signal:
+            descriptor, handlers = self._earlier
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            os.close(signal.set_wakeup_fd(descriptor))  # ends the thread
+
+    def _listen(self) -> None:
+        while numbers := os.read(self._pipe, 1):
+            if numbers[0] in self._earlier[1]:
+                self._receive(numbers[0])
+        os.close(self._pipe)
+
+    def _receive(self, number: int) -> None:
         if not self._signal:
             self._signal, self._received = number, time.monotonic()
-            message = f"{signal.Signals(number).name}: saving and leaving; again to leave at once"
-            print(message, file=sys.stderr, flush=True)
+            plan = "leaving after this compilation; again to leave now"
+            plan = plan if self.is_compiling else "saving and leaving; again to leave at once"
+            print(f"{signal.Signals(number).name}: {plan}", file=sys.stderr, flush=True)
         elif time.monotonic() - self._received > ECHO:
             os._exit(128 + number)
 
@@ -95,6 +128,16 @@ class Interrupt:
         """Save and exit as after SIGTERM; from any thread."""
         self._notice = signal.SIGTERM
         print(f"{reason}: saving and leaving", file=sys.stderr, flush=True)
+
+    def agreed_now(self) -> int:
+        """Return the signal that any process has received, or 0; the same in every process, which wait for each other.
+
+        Called before what may compile, which is not begun after a signal.
+        """
+        number = torch.tensor(self._signal or self._notice)
+        if self._group is not None:
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
+        return int(number)
 
     def agreed(self) -> Agreement:
         """Return what to do after this step; the same in every process. Called once per step.

@@ -39,7 +39,10 @@ def train(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
     try:
         run.watchers += [watcher for extension in extensions if extension.watch and (watcher := extension.watch(run))]
         with raise_lost_peer_error(run.engine.process_index, run.config.collective_timeout):
-            code = FINISHED if run.start_step >= run.config.num_steps else _train_steps(run, batches, reports)
+            if run.start_step >= run.config.num_steps:
+                code = FINISHED
+            else:
+                code = 128 + number if (number := _prepare_first_step(run)) else _train_steps(run, batches, reports)
             if code == FINISHED:
                 for watcher in run.watchers:
                     watcher.finish()
@@ -60,6 +63,7 @@ def train(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
     finally:
         gc.unfreeze()  # a program may train again, and this model must go first
         run.watchdog.close()
+        run.interrupt.close()
         batches.close()
         _close(run, code)
     reports.print_summary(code)
@@ -68,14 +72,14 @@ def train(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
 
 
 def _train_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
-    config, interrupt = run.config, run.interrupt
-    run.account.begin("compile")
-    _prepare_first_step(run)
-    skipped = 0
+    config, interrupt, skipped = run.config, run.interrupt, 0
     reports.watch.restart(run.start_step)
     for step in range(run.start_step + 1, config.num_steps + 1):
         is_first = begins_rows(run, step)
-        run.watchdog.expect(first=is_first or _changes_size(run, step))
+        compiles = is_first or _changes_size(run, step)
+        if number := _left_before(run, compiles):
+            return 128 + number
+        run.watchdog.expect(first=compiles)
         run.account.begin("compile" if is_first else "train")
         with reports.watch.paused():
             run.watch_before(step)
@@ -89,6 +93,7 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int
         else:
             result = run.engine.train_step(run.model, run.optimizer, batch, rate)
         run.account.begin("train")
+        interrupt.is_compiling = False
         agreed = interrupt.agreed()
         run.reach(step)
 
@@ -119,14 +124,32 @@ def _train_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int
     return FINISHED
 
 
-def _prepare_first_step(run: TrainingRun) -> None:
-    """Compile what is needed later before the first step, not in mid-run; save where that is asked for."""
+def _prepare_first_step(run: TrainingRun) -> int:
+    """Compile what is needed later before the first step, not in mid-run; save where that is asked for.
+
+    Returns the signal after which no further compilation was begun; 0: none came.
+    """
+    run.account.begin("compile")
+    run.interrupt.is_compiling = True
     if run.config.log_param_norm:
         run.engine.parameter_norm(run.model)
     for watcher in run.watchers:
+        if number := run.interrupt.agreed_now():
+            return number
         watcher.prepare()
+    run.interrupt.is_compiling = False
     if run.checkpoints.due(run.start_step):
         _save(run, run.start_step)
+    return 0
+
+
+def _left_before(run: TrainingRun, compiles: bool) -> int:
+    """Return the signal after which a step that compiles is not begun, and the steps before it are saved; or 0."""
+    run.interrupt.is_compiling = compiles
+    number = run.interrupt.agreed_now() if compiles else 0
+    if number and run.step > run.start_step:
+        _save(run, run.step, asked=True)
+    return number
 
 
 def _first_step(run: TrainingRun, reports: Reports, step: int, *arguments: Any) -> StepResult:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import time
@@ -13,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.files import writing_to
@@ -26,18 +26,17 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data import NO_ROWS, Rows, Stream, check_data, open_stream, splits_of
 from pretraining.models.init import VOCABULARIES, on_meta
-from pretraining.monitor.facts import describe, placed_line
+from pretraining.monitor.facts import data_lines, describe, placed_line
 from pretraining.monitor.memory import check_memory
 from pretraining.monitor.metrics import FILE_NAME as METRICS_FILE
 from pretraining.monitor.metrics import Metrics, missing_history, open_metrics, read_metrics, refuse_unusable
+from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import describe_dtypes
 from pretraining.optim.schedule import learning_rate, milestone_steps
 from pretraining.parallel.engine import Engine
 from pretraining.parallel.layout import state_bytes, unsharded_state_bytes
 from pretraining.parallel.mesh import notes
 from pretraining.parallel.recompute import model_mask
-from pretraining.run.interrupt import Clock
-from pretraining.run.supervision import launch_time
 from pretraining.storage import is_remote
 
 CONFIG_FILE = "config.json"
@@ -55,8 +54,9 @@ VISIBLE_WITHIN = 10.0  # seconds in which a new file is visible on every host
 
 def check_inputs(
     config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS, extensions: Sequence[Extension] = ()
-) -> Facts | None:
-    """Return the facts of the checkpoint that the run continues from, before any device is opened.
+) -> tuple[Facts | None, dict[str, str]]:
+    """Return the facts of the checkpoint that the run continues from, and the fingerprints of its data, before any
+    device is opened.
 
     Raises UserError if a checkpoint, the data or a place that the run writes to would stop the run.
     """
@@ -66,11 +66,10 @@ def check_inputs(
     facts = check_starting_point(config, config.run_folder, parameter_shapes(config))
     if facts and facts.step:
         read_metrics(metrics)
-    check_data(config, own)
     for extension in extensions:
         if extension.inputs:
             extension.inputs(config)
-    return facts
+    return facts, check_data(config, own)
 
 
 def check_outputs(config: TrainConfig, settings: Sequence[str] = OUTPUT_FOLDERS) -> None:
@@ -122,14 +121,23 @@ def open_streams(
     return config, {"train": train, **held_out}
 
 
-def reopen_stream(config: TrainConfig, engine: Engine, resumed: Facts | None, own: Rows | None = None) -> Stream:
-    """Return the training data that follow `resumed`, another checkpoint than this host expected before it had met the
-    others: the newest is damaged, or not on every host.
+def stream_after(
+    resumed: Facts | None,
+    expected: Facts | None,
+    config: TrainConfig,
+    engine: Engine,
+    stream: Stream,
+    own: Mapping[str, Rows] = NO_ROWS,
+) -> Stream:
+    """Return the training data that follow the checkpoint `resumed`: `stream`, which follows the `expected` one, or
+    another one if the newest checkpoint is damaged or not on every host.
 
     Raises UserError if they end before num_steps, which was derived from the expected one.
     """
     step, state = (resumed.step, resumed.data) if resumed else (0, None)
-    stream = open_stream(config, engine.data_rank, engine.data_size, state=state, own=own)
+    if step == (expected.step if expected else 0):
+        return stream
+    stream = open_stream(config, engine.data_rank, engine.data_size, state=state, own=own.get("train"))
     if stream.steps is not None and step + stream.steps < config.num_steps:
         raise UserError(
             f"the newest checkpoint is damaged, and from step {step} on num_epochs={config.num_epochs} allows "
@@ -210,9 +218,19 @@ def settings_without_effect(config: TrainConfig, extensions: Sequence[Extension]
     return [f"{name}: no effect {reasons[name]}" for name in changed]
 
 
-def describe_placement(config: TrainConfig, bytes_per_device: Mapping[str, int]) -> str:
-    """Return a line with the bytes that the engine measured on one device, and their share of one copy."""
-    return placed_line(bytes_per_device, unsharded_state_bytes(config))
+def print_run(
+    config: TrainConfig, engine: Engine, streams: Mapping[str, Stream], extensions: Sequence[Extension] = ()
+) -> None:
+    """Print what follows from the configuration, the devices and the data, in process 0."""
+    if engine.process_index == 0:
+        print(describe_run(config, engine, extensions), data_lines(streams["train"].facts()), sep="\n", flush=True)
+
+
+def print_placement(config: TrainConfig, engine: Engine, model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Print the bytes that the engine measured on one device, and their share of one copy, in process 0."""
+    measured = engine.bytes_per_device(model, optimizer)
+    if engine.process_index == 0:
+        print(placed_line(measured, unsharded_state_bytes(config)), flush=True)
 
 
 def open_run_folder(config: TrainConfig, start_step: int, began: float | None = None) -> Metrics:
@@ -228,10 +246,3 @@ def open_run_folder(config: TrainConfig, start_step: int, began: float | None = 
         metrics = open_metrics(folder, start_step, began if trains else None)
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
     return metrics
-
-
-def clock_of(config: TrainConfig, began: float, leads: bool) -> Clock:
-    """Return the clock that ends the run and saves; it never rings except in process 0. began: of this start."""
-    if not leads:
-        return Clock()
-    return Clock(launch_time(began) + (config.max_run_seconds or math.inf), config.checkpoint_seconds or math.inf)

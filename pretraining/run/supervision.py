@@ -13,10 +13,22 @@ import sys
 import threading
 import time
 
+from pretraining.config.errors import UserError
 from pretraining.config.script import TRY_AGAIN, write_exit_code
 
 FIRST_STEP = 10  # times step_timeout: it compiles
 BACKUP = 20.0  # s after which C code ends a process whose interpreter lock is held by what hangs
+
+
+def check_variables() -> None:
+    """Raise UserError if a variable is set to what its reader cannot use."""
+    text = os.environ.get("LAUNCHED_AT") or "0"
+    try:
+        is_valid = math.isfinite(float(text))
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise UserError(f"LAUNCHED_AT={text} in the environment is not a number of seconds: unset it")
 
 
 def launch_time(began: float) -> float:

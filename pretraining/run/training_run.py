@@ -18,7 +18,7 @@ from pretraining.monitor.metrics import Metrics, Record
 from pretraining.monitor.progress import heartbeat
 from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Engine
-from pretraining.run.interrupt import Interrupt
+from pretraining.run.interrupt import Clock, Interrupt, clock_of
 from pretraining.run.supervision import Progress, Watchdog
 
 
@@ -48,7 +48,7 @@ class Watcher:
         return []
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TrainingRun:
     """What a training run works with. The loop knows nothing else."""
 
@@ -61,14 +61,17 @@ class TrainingRun:
     metrics: Metrics | None  # None except in process 0
     resumed: Facts | None  # of the checkpoint that this run continues from
     account: Account  # of this process's time
-    interrupt: Interrupt
-    watchdog: Watchdog
     watchers: list[Watcher] = field(default_factory=list)
-    step: int = field(init=False)  # updates done
     progress: Progress = field(default_factory=Progress)
+    interrupt: Interrupt = field(init=False)  # SIGTERM, SIGINT, notices and the clock
+    watchdog: Watchdog = field(init=False)
+    step: int = field(init=False)  # updates done
 
     def __post_init__(self) -> None:
-        self.step = self.start_step
+        config, self.step = self.config, self.start_step
+        clock = clock_of(config, self.account.began) if self.leads else Clock()  # the others' never rings
+        self.interrupt = Interrupt(self.engine.process_count, clock, config.collective_timeout)
+        self.watchdog = Watchdog(config.step_timeout)
 
     @property
     def start_step(self) -> int:

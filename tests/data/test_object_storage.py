@@ -18,6 +18,7 @@ from pretraining.data.files import OpenFile
 from pretraining.data.layouts import FLAGS, RECORDS
 from pretraining.data.prefetch import AHEAD, FETCH_AHEAD, FETCH_BYTES
 from pretraining.data.remote import RangeCache
+from pretraining.monitor.progress import heartbeat
 from pretraining.storage import RETRIES, ObjectPath, Stamp, StorageError, location
 from pretraining.tools.prepare import prepare
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
@@ -216,6 +217,18 @@ def test_a_passing_network_error_is_repeated_and_counted(tmp_path: Path, proxy: 
     proxy.plan = lambda number, method, path: fault if number % 6 == 0 else ""
     assert np.array_equal(rows(open_stream(remote), 10), expected)
     assert (RETRIES.count == before) == (fault == "slow")
+
+
+def test_while_storage_is_away_the_heartbeat_says_what_is_waited_for(
+    tmp_path: Path, proxy: FaultProxy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, remote = local_and_remote(tmp_path, proxy, "flat", "waited-for", shards=1)
+    proxy.plan = lambda number, method, path: "503" if number < 4 else ""
+    with heartbeat("starting", every=0.02, waiting=lambda: RETRIES.waiting):
+        open_stream(remote)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("starting: s3://bucket/waited-for") and " tried until " in line for line in lines), lines
+    assert RETRIES.waiting == ""
 
 
 def test_storage_that_stays_away_is_one_error_that_names_the_object(

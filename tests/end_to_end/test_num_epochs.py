@@ -16,7 +16,7 @@ from pretraining.checkpoint.manifest import Facts
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
-from pretraining.run.start import open_streams, reopen_stream
+from pretraining.run.start import open_streams, stream_after
 from tests.end_to_end.small import FLAGS
 
 DOCUMENTS, TOKENS = 40, 101  # and a separator each: 40 x 102 / (16 x 32) = 7 whole steps of an epoch
@@ -65,6 +65,8 @@ def test_an_earlier_checkpoint_than_expected_ends_with_the_data_or_is_refused(co
 
     final, streams = open_streams(engine, checkpoint(4, 4))
     assert (final.num_steps, streams["train"].steps) == (7, 3)
-    assert reopen_stream(final, engine, checkpoint(2, 2)).steps == 5
+    expected = (checkpoint(4, 4), final, engine, streams["train"])
+    assert stream_after(checkpoint(4, 4), *expected) is streams["train"]
+    assert stream_after(checkpoint(2, 2), *expected).steps == 5
     with pytest.raises(UserError, match="from step 2 on num_epochs=1 allows 3 steps instead of 5"):
-        reopen_stream(final, engine, checkpoint(2, 4))  # its batches were twice as large
+        stream_after(checkpoint(2, 4), *expected)  # its batches were twice as large

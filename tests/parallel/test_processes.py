@@ -11,7 +11,9 @@ import time
 
 import pytest
 
+from pretraining.config.errors import UserError
 from pretraining.parallel.processes import COUNTS, VARIABLES, ProcessError, Processes, read_processes
+from pretraining.run.supervision import check_variables
 from tests.parallel.launch import ROOT
 
 COMPLETE = {
@@ -33,6 +35,8 @@ CONTRADICTIONS: list[tuple[dict[str, str], set[str]]] = [
     ({"LOCAL_WORLD_SIZE": "5"}, {"LOCAL_WORLD_SIZE"}),
     ({"MASTER_PORT": "0"}, {"MASTER_PORT"}),
     ({"MASTER_PORT": "65536"}, {"MASTER_PORT"}),
+    ({"MASTER_ADDR": ".."}, {"MASTER_ADDR"}),
+    ({"MASTER_ADDR": "a" * 300}, {"MASTER_ADDR"}),
     ({"RANK": "9", "MASTER_PORT": "x", "MASTER_ADDR": ""}, {"RANK", "MASTER_PORT", "MASTER_ADDR"}),
 ]
 
@@ -47,7 +51,7 @@ def wrong_variables(environment: dict[str, str]) -> set[str]:
 
 
 def test_a_complete_environment_is_read_and_none_is_a_single_process() -> None:
-    assert read_processes(COMPLETE) == Processes(1, 4, 1, 2, is_launched=True)
+    assert read_processes(COMPLETE) == Processes(1, 4, 1, 2, True, "localhost", 29500)
     assert read_processes({"MASTER_ADDR": "", "MASTER_PORT": "x"}) == Processes()
 
 
@@ -69,6 +73,14 @@ def test_a_value_that_is_no_number_is_named(name: str, value: str) -> None:
 @pytest.mark.parametrize(("changes", "names"), CONTRADICTIONS)
 def test_contradictions_are_named_together(changes: dict[str, str], names: set[str]) -> None:
     assert wrong_variables({**COMPLETE, **changes}) == names
+
+
+@pytest.mark.parametrize("text", ["garbage", "nan", "1e999"])
+def test_a_time_of_the_launch_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_variables()
+    monkeypatch.setenv("LAUNCHED_AT", text)
+    with pytest.raises(UserError, match=f"LAUNCHED_AT={text} in the environment is not a number of seconds: unset it"):
+        check_variables()
 
 
 def start(**variables: str) -> tuple[int, str, float]:

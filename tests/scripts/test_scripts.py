@@ -201,18 +201,53 @@ def test_a_host_without_an_nvidia_driver_has_no_gpus(installed: Path) -> None:
     assert (ended.returncode, ended.stdout) == (0, "CPU False\n"), ended.stderr
 
 
-def test_torchrun_starts_nproc_processes_and_the_script_returns_their_exit_code(installed: Path) -> None:
-    """torchrun itself would return 1."""
-    program = "import os, sys, pathlib; rank = os.environ['RANK']; print('rank', rank)\n"
-    program += "pathlib.Path(os.environ['EXIT_CODES'], rank).write_text('3'); sys.exit(3)\n"
+def test_the_script_starts_nproc_processes_and_returns_the_exit_code_of_the_first_that_fails(installed: Path) -> None:
+    """torchrun would return 1."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    program = f"import os, sys, time; print(*(os.environ[name] for name in {names}), flush=True)\n"
+    program += "time.sleep(60 * int(os.environ['RANK']) % 120); sys.exit(3)\n"  # process 1 is ended by SIGTERM
     replace_main(installed, program)
-    ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --engine=torch", NPROC="2", PJRT_DEVICE="")
-    assert ended.returncode == 3
-    # NPROC_PER_NODE is the same: what would be started
-    python = f'#!/bin/sh\ncase "$*" in *distributed*) echo "$@"; exit;; esac\nexec {sys.executable} "$@"\n'
-    write_executable(installed / ".venv" / "bin" / "python", python)
-    ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --engine=torch", NPROC_PER_NODE="2")
-    assert "--nproc-per-node=2" in ended.stdout, ended.stderr
+    for name in ("NPROC", "NPROC_PER_NODE"):
+        variables = {name: "2", "PJRT_DEVICE": ""}
+        ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --engine=torch", **variables)
+        assert (ended.returncode, ended.stderr) == (3, "")
+        assert sorted(ended.stdout.splitlines()) == ["0 0 2 2 127.0.0.1", "1 1 2 2 127.0.0.1"]
+
+
+def test_processes_of_two_hosts_are_counted_on(installed: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    replace_main(installed, f"import os; print(*(os.environ[name] for name in {names}), flush=True)\n")
+    variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first", "NPROC": "2"}
+    ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --engine=torch", **variables)
+    assert sorted(ended.stdout.splitlines()) == ["2 0 4 2 first 29500", "3 1 4 2 first 29500"], ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"NNODES": "2"}, "NNODES=2, but NODE_RANK is not set"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "NNODES=2, but MASTER_ADDR is not set"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "first"}, "NODE_RANK=2 is not below NNODES=2"),
+        ({"NNODES": "two"}, "NNODES=two is not a whole number"),
+        ({"NPROC": "-1"}, "NPROC=-1 is not a whole number"),
+        ({"MAX_RESTARTS": "08"}, "MAX_RESTARTS=08 is not a whole number"),
+    ],
+)
+def test_variables_that_are_missing_or_wrong_are_a_sentence(
+    installed: Path, variables: dict[str, str], sentence: str
+) -> None:
+    ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --engine=torch", **variables)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(sentence) and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_processes_of_one_host_listen_on_the_loopback_address_only(installed: Path) -> None:
+    with Attended(installed, "--num_steps=100000", NPROC="2", PJRT_DEVICE="") as run:
+        run.wait_until(partial(run.has_reached, 3))
+        processes = psutil.Process(run.script.pid).children(recursive=True)
+        sockets = [each for process in processes for each in process.net_connections() if each.status == "LISTEN"]
+        assert {each.laddr.ip for each in sockets} == {"127.0.0.1"} and len(run.workers()) == 2
 
 
 # How each start ends: exit code (-9: killed) and newest step; the code of the script, and how often it starts.
@@ -384,7 +419,7 @@ def test_a_run_that_hangs_writes_its_stacks_and_is_started_again(installed: Path
         before = run.lines()
         run.wait_until(lambda: "Current thread" in run.errors())
         assert "a step has not ended in time (--step_timeout=4)" in run.errors()
-        stopped.kill()  # torchrun would, after 30 s
+        stopped.kill()  # the launcher would, after 30 s
         assert run.script.wait(120) == 0, run.errors()
         assert "training ended with code 5 at step" in run.errors()
         assert list(run.lines()) == list(range(1, 41))
@@ -425,7 +460,7 @@ def test_engine_torch_on_a_tpu_host_installs_torchtpu_and_starts_a_process_per_c
         f"""#!/bin/sh
 case "$*" in
     *set_tpu_launch_env*) echo a word; echo TORCH_TPU_TOPOLOGY=2,2,1; echo NPROC=4 ;;
-    *distributed.run*) echo "$TORCH_TPU_TOPOLOGY" "$@" ;;
+    *pretraining.run.launch*) echo "$TORCH_TPU_TOPOLOGY" "NPROC=$NPROC" "$@" ;;
     *) exec {sys.executable} "$@" ;;
 esac
 """,
@@ -435,7 +470,7 @@ esac
     assert bash(installed, f"file=requirements-torchtpu.txt; {stamp}", **host).returncode == 0
     ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset", **host)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("2,2,1 ") and "--nproc-per-node=4" in ended.stdout
+    assert ended.stdout.startswith("2,2,1 ") and "NPROC=4" in ended.stdout
     assert "--engine=torch" in ended.stdout.split()
     failed = bash(installed, "bash scripts/train.sh --use_dummy_dataset", ENGINE="torhc")
     assert (failed.returncode, "--engine=torhc" in failed.stderr) == (2, True)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import Problem
-from pretraining.config.training import TrainConfig
+from pretraining.config.training import PER_HOST, TrainConfig
 from pretraining.config.validate import problem
 
 
@@ -18,12 +18,12 @@ class TrackersConfig(TrainConfig):
     """A configuration with trackers."""
 
     # ---- Logging and profiling
-    tensorboard_dir: Annotated[str, Resume.FREE] = ""
+    tensorboard_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the TensorBoard events, which are written if the tensorboard package is installed. Empty:
     <log_dir>/tensorboard."""
     tracker: Annotated[Literal["", "wandb"], Resume.FREE] = ""
     """"wandb": send every report to Weights & Biases too (needs the wandb package). Empty: none."""
-    tracker_dir: Annotated[str, Resume.FREE] = ""
+    tracker_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the tracker's own files. Empty: log_dir."""
     tracker_project_name: Annotated[str, Resume.FREE] = "llama"
     """Project of the run in the tracker."""

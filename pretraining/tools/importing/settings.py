@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pretraining.config.declaration import AtLeast, Common, Needs
-from pretraining.config.training import STEPS, TrainConfig
+from pretraining.config.training import PER_HOST, STEPS, TrainConfig
 
 COMMON = Common()
 
@@ -20,10 +20,10 @@ class FileConfig(TrainConfig):
     """Hugging Face's config.json of a Llama, Mistral or Qwen 3, or its folder, from which dimensions, rotary settings
     and norm_eps are read; flags and the keys of import_config override it. Empty: that of ckpt_load_path, if it is a
     folder in Hugging Face's format."""
-    config_file: Annotated[str, COMMON] = ""
+    config_file: Annotated[str, COMMON, PER_HOST] = ""
     """File of settings with these names, overridden by the flags of the command line: TOML, YAML, or the config.json of
     a run. Empty: none."""
-    import_config: Annotated[str, COMMON] = ""
+    import_config: Annotated[str, COMMON, PER_HOST] = ""
     """Configuration file of NxD Training, NeMo Megatron or GPT-NeoX to train with, overridden by the flags of the
     command line; several files of GPT-NeoX are comma-separated. A report of every key is printed first. Empty: none."""
     import_format: Annotated[Literal["auto", "nxdt", "nemo", "neox"], Needs("import_config")] = "auto"
@@ -33,7 +33,7 @@ class FileConfig(TrainConfig):
     training ignores it."""
     import_only: bool = False
     """Print the resolved configuration and the report of import_config, and stop; paths and devices are not opened."""
-    import_report: Annotated[str, Needs("import_config")] = ""
+    import_report: Annotated[str, Needs("import_config"), PER_HOST] = ""
     """File that the report of import_config is written to, as JSON. Empty: none."""
     import_lr_steps: Annotated[str, STEPS, Needs("import_config")] = ""
     """Steps, counted from 0 and comma-separated, whose learning rate the report of import_config lists. Empty: the

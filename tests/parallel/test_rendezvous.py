@@ -1,0 +1,150 @@
+"""Processes that disagree, or one of which has a mistake, end with a sentence and code 2 before a device is opened."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from pretraining.config.training import TrainConfig
+from pretraining.parallel.rendezvous import Member, Verdict, compared_settings, judge
+from tests.data.corpora import write_flat
+from tests.object_storage import free_port
+from tests.parallel.launch import ROOT, environment
+
+DRIVER = str(Path(__file__).with_name("meeting_driver.py"))
+TIMEOUT = 20  # s, collective_timeout
+COMMON = ["--use_dummy_dataset", "--model_variant=tiny", "--seq_length=64"]
+ENGINES = {"torch": ["--engine=torch", "--device=cpu", f"--collective_timeout={TIMEOUT}"], "xla": ["--engine=xla"]}
+# Settings of each kind: of the mesh, the model, the optimizer, the batch, the data and the run.
+SETTINGS = {
+    "seed": "1",
+    "learning_rate": "0.01",
+    "grad_clip_thresh": "0.5",
+    "sharding_strategy": "ddp",
+    "optimizer": "lion",
+    "num_steps": "7",
+    "batch_size": "1",
+    "global_batch_size": "8",
+    "num_layers": "3",
+    "mixed_precision": "False",
+    "fsdp_activation_checkpointing": "True",
+    "checkpoint_interval": "5",
+}
+
+
+Case = tuple[list[str], list[str]]  # flags of each process
+
+
+class Ending(NamedTuple):
+    """How a process of a case ended."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+def train(
+    engine: str, cases: list[tuple[list[str], list[str]]], delays: tuple[int, int] = (0, 0)
+) -> list[list[Ending]]:
+    """Start each case in two processes, with the flags of each; return how both ended."""
+    jobs = [
+        {"port": free_port(), "flags": [[*COMMON, *ENGINES[engine], *own] for own in case], "delays": delays}
+        for case in cases
+    ]
+    started = []
+    for rank in map(str, range(2)):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        if engine == "xla":
+            variables = {"PJRT_DEVICE": "TPU", "TPU_SKIP_MDS_QUERY": "true", "TPU_WORKER_ID": rank}
+            variables["TPU_WORKER_HOSTNAMES"] = "127.0.0.1,127.0.0.1"
+        command = [sys.executable, DRIVER, json.dumps(jobs)]
+        started.append(subprocess.Popen(command, cwd=ROOT, env=environment(**variables), stdout=subprocess.PIPE))
+    results = [[Ending(*ending) for ending in json.loads(process.communicate(timeout=300)[0])] for process in started]
+    return [list(endings) for endings in zip(*results, strict=True)]
+
+
+def different_data(folder: Path) -> Case:
+    """Flags that train on two folders of one name, whose shards have one name and other tokens."""
+    for number in range(2):
+        (folder / str(number) / "corpus").mkdir(parents=True)
+        write_flat(folder / str(number) / "corpus" / "s", [[2 + number] * 200] * 40)
+    flags = [
+        ["--use_dummy_dataset=False", "--sep_token=-1", f"--data_path={folder}/{number}/corpus"] for number in range(2)
+    ]
+    return flags[0], flags[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_processes_with_different_settings_or_data_name_them_on_both_and_end(engine: str, tmp_path: Path) -> None:
+    if engine == "xla":
+        pytest.importorskip("torch_xla")
+    cases: dict[str, Case] = {f"--{name}": ([], [f"--{name}={value}"]) for name, value in SETTINGS.items()}
+    cases["train data corpus"] = different_data(tmp_path)
+    for (name, (_, flags)), endings in zip(cases.items(), train(engine, list(cases.values())), strict=True):
+        for ending in endings:
+            assert (ending.code, ending.seconds < TIMEOUT) == (2, True), ending
+            assert f"\n  {name}: " in ending.output, ending.output
+            (line,) = [line for line in ending.output.splitlines() if line.startswith(f"  {name}: ")]
+            assert " in process 1 on " in line and " in process 0 on " in line
+            assert flags[-1].partition("=")[2] in line or "data" in name
+            assert "Traceback" not in ending.output and "engine: " not in ending.output
+
+
+@pytest.mark.slow
+def test_a_mistake_of_one_process_is_printed_there_and_one_of_all_once(tmp_path: Path) -> None:
+    wrong, must, gone = ["--batch_sise=2"], ["--resume=must"], ["--use_dummy_dataset=False", "--data_path=/nowhere"]
+    must = [*must, f"--log_dir={tmp_path}"]
+    cases = [([], wrong), (wrong, []), (["--no_flag=1"], wrong), ([], must), ([], gone), (wrong, wrong)]
+    *endings, both = train("torch", cases)
+    sentences = ["no such flag; did you mean --batch_size?"] * 3 + [
+        "there is no committed checkpoint",
+        "/nowhere: no such",
+    ]
+    for (first, second), own, sentence in zip(cases, endings, sentences, strict=False):
+        for rank, (ending, flags) in enumerate(zip(own, (first, second), strict=True)):
+            assert ending.code == 2 and ending.seconds < TIMEOUT and "Traceback" not in ending.output
+            assert (f"process {rank} of 2 on " in ending.output) == bool(flags), ending
+            assert "MASTER_ADDR" not in ending.output
+            if not flags:
+                assert f"because of the mistake that process {1 - rank} of 2 printed" in ending.output
+        assert any(sentence in ending.output for ending in own)
+    assert "1 problem with the configuration:" in both[0].output and "process 0" not in both[0].output
+    assert (both[0].code, both[1].code, both[1].output) == (2, 2, "")
+
+
+@pytest.mark.slow
+def test_a_process_that_comes_late_is_waited_for_with_a_sign_of_life_and_hears_of_mistakes() -> None:
+    (late,) = train("torch", [(["--batch_sise=2"], [])], delays=(0, 9))
+    assert [ending.code for ending in late] == [2, 2]
+    assert "waiting for process 1 of 2 at 127.0.0.1:" in late[0].output
+    assert "because of the mistake that process 0 of 2 printed" in late[1].output
+    assert late[0].output.count("no such flag") == 1
+
+
+def test_settings_that_may_differ_are_left_out_and_secrets_are_not_written() -> None:
+    config = TrainConfig(data_path="/a", index_dir="/b", ckpt_save_path="s3://KEY:SECRET@bucket/name", seed=3)
+    settings = compared_settings(config)
+    assert settings["--seed"] == "3" and "SECRET" not in str(settings)
+    assert not {"--data_path", "--index_dir", "--num_workers", "--config_file"} & set(settings)
+
+
+def test_verdicts_name_all_processes_and_print_a_mistake_once_per_host() -> None:
+    first, other = Member("a", {"--seed": "1"}), Member("b", {"--seed": "2"})
+    assert judge({0: first, 1: first}, 2) == {0: Verdict(), 1: Verdict()}
+    verdicts = judge({0: first, 1: first, 2: other}, 3)
+    assert {verdict.code for verdict in verdicts.values()} == {2}
+    assert "--seed: '2' in process 2 on b, '1' in process 0 on a" in verdicts[0].text
+    assert verdicts[2].text == verdicts[0].text and "process 2 of 3 differ" in verdicts[1].text
+    wrong = Member("b", {}, "no such file")
+    verdicts = judge({0: first, 1: first, 2: wrong, 3: wrong}, 5)  # process 4 has not come
+    assert [verdict.is_printed for verdict in verdicts.values()] == [True, False, True, False]
+    assert verdicts[2].text == "processes 2, 3 of 5 on b: no such file"
+    many = {rank: Member("a", {"--seed": str(rank)}) for rank in range(1000)}
+    assert len(judge(many, 1000)[0].text.splitlines()) == 1 + 8 + 1 + 1
