@@ -1,4 +1,4 @@
-"""What a run may add to the core. main_training.py hands a tuple of them to it; the core names none."""
+"""What a run may add to the core. main_training.py hands a tuple of extensions to it; the core names none."""
 
 from __future__ import annotations
 
@@ -25,6 +25,32 @@ class FileFlags(NamedTuple):
 COMBINED = "pretraining.combined"  # __module__ of the configuration that main_training.py puts together
 
 
+class Watcher:
+    """One concern beside the training steps. The loop calls these methods in the order of its watchers."""
+
+    def prepare(self) -> None:
+        """Compile and run before the first step what will be needed later."""
+
+    def before_step(self, step: int) -> None:
+        """Act before the step that makes the update `step`. The step's time does not count this."""
+
+    def after_step(self, step: int) -> None:
+        """Act after the update `step`, and its report if it has one. The step's time does not count this."""
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Get a record that was written to metrics.jsonl. Called in process 0 alone."""
+
+    def finish(self) -> None:
+        """Act after the last step of a run that is complete."""
+
+    def close(self) -> None:
+        """Release what is held, at the end of the process's training, whatever ended it."""
+
+    def where_to_look(self) -> list[str]:
+        """Return lines that say where the run's output is."""
+        return []
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Extension:
     """One folder's additions to a run. A module has it as EXTENSION; every part may be absent."""
@@ -41,7 +67,7 @@ class Extension:
     """Settings that do nothing while the first is 0, False or empty."""
     inputs: Callable[[Any], None] | None = None
     """Check what is read or written besides the data and checkpoints, before a device is opened. Raises UserError."""
-    watch: Callable[[Any], Any] | None = None
+    watch: Callable[[Any], Watcher | None] | None = None
     """Return the Watcher of a TrainingRun, or None if the configuration asks for none."""
     instead: Callable[[Any], int | None] | None = None
     """Do what the configuration asks for instead of training, and return the exit code; None: it asks for training."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pretraining.run.training_run import TrainingRun, Watcher
+from pretraining.config.extension import Watcher
+from pretraining.run.training_run import TrainingRun
 
 
 class Profiler(Watcher):

@@ -1,4 +1,4 @@
-"""What a training run works with, and the concerns beside its steps."""
+"""What a training run works with."""
 
 from __future__ import annotations
 
@@ -11,41 +11,16 @@ import torch
 
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts
+from pretraining.config.extension import Watcher
 from pretraining.config.training import TrainConfig
 from pretraining.data import Stream
 from pretraining.monitor.account import Account
-from pretraining.monitor.metrics import Metrics, Record
+from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import heartbeat
 from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Engine
 from pretraining.run.interrupt import Clock, Interrupt, clock_of
 from pretraining.run.supervision import Progress, Watchdog
-
-
-class Watcher:
-    """One concern beside the training steps. The loop calls these methods in the order of its watchers."""
-
-    def prepare(self) -> None:
-        """Compile and run before the first step what will be needed later."""
-
-    def before_step(self, step: int) -> None:
-        """Act before the step that makes the update `step`. The step's time does not count this."""
-
-    def after_step(self, step: int) -> None:
-        """Act after the update `step`, and its report if it has one. The step's time does not count this."""
-
-    def record(self, record: Record) -> None:
-        """Get a record that was written to metrics.jsonl. Called in process 0 alone."""
-
-    def finish(self) -> None:
-        """Act after the last step of a run that is complete."""
-
-    def close(self) -> None:
-        """Release what is held, at the end of the process's training, whatever ended it."""
-
-    def where_to_look(self) -> list[str]:
-        """Return lines that say where the run's output is."""
-        return []
 
 
 @dataclass

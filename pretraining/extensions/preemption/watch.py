@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pretraining.run.training_run import Watcher
+from pretraining.config.extension import Watcher
 
 EVERY = 3.0  # s between requests
 TIMEOUT = 2.0  # s of one request

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import cast
 
+from pretraining.config.extension import Watcher
 from pretraining.extensions.questions.choices import Request, accuracies, request_batch, task_figures, tasks_of
 from pretraining.extensions.questions.settings import QuestionsConfig
 from pretraining.monitor.progress import questions_line
-from pretraining.run.training_run import TrainingRun, Watcher
+from pretraining.run.training_run import TrainingRun
 
 
 class Questions(Watcher):

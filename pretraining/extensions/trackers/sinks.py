@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pretraining.config.errors import UserError
+from pretraining.config.extension import Watcher
 from pretraining.config.training import TrainConfig
 from pretraining.extensions.trackers.settings import TrackersConfig
 from pretraining.monitor.metrics import Record
-from pretraining.run.training_run import Watcher
 
 
 class Trackers(Watcher):

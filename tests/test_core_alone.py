@@ -1,0 +1,92 @@
+"""The core trains, is killed and continues without tools and extensions, and an extension is a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from main_training import train
+from tests.data.corpora import numbered, write_flat
+from tests.end_to_end.small import FLAGS, ROOT, environment, figures
+
+(EXAMPLE,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+SMALL = {**FLAGS, "vocab_size": 2000, "num_steps": 10, "checkpoint_interval": 2, "global_batch_size": 8}
+
+
+def copy_core(folder: Path, *left_out: str) -> Path:
+    """Copy the main script and the package without the folders `left_out`."""
+    shutil.copytree(ROOT / "pretraining", folder / "pretraining", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "main_training.py", folder)
+    for name in left_out:
+        shutil.rmtree(folder / "pretraining" / name)
+    return folder
+
+
+def command(log_dir: Path, **flags: Any) -> list[str]:
+    words = [f"--{name}={value}" for name, value in {**SMALL, "log_dir": log_dir, **flags}.items()]
+    return [sys.executable, "main_training.py", *words]
+
+
+def run(folder: Path, log_dir: Path, **flags: Any) -> subprocess.CompletedProcess[str]:
+    """Run the main script of `folder`."""
+    words, variables = command(log_dir, **flags), environment(4)
+    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_core_alone_trains_on_shards_and_continues_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
+    core = copy_core(tmp_path / "core", "tools", "extensions")
+    (tmp_path / "data").mkdir()
+    write_flat(tmp_path / "data" / "shard", [[token % 1900 + 2 for token in row] for row in numbered([50] * 80)])
+    for engine in ("torch", "xla"):
+        flags = {"engine": engine, "data_path": tmp_path / "data", "index_dir": tmp_path / "index", "sep_token": 1}
+        unbroken, broken = tmp_path / f"{engine}_unbroken", tmp_path / engine
+        done = run(core, unbroken, **flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+        process = subprocess.Popen(command(broken, **flags), cwd=core, env=environment(4), stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while not list(broken.glob("checkpoints/step_[4-8]")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        done = run(core, broken, **flags)
+        assert done.returncode == 0 and "continuing from" in done.stdout, done.stdout + done.stderr
+        assert figures(broken) == figures(unbroken)
+
+
+@pytest.mark.slow
+def test_the_extension_of_contributing_md_is_passed_to_train(tmp_path: Path) -> None:
+    module = ModuleType("activation")
+    module.__file__ = str(tmp_path / "activation.py")
+    sys.modules["activation"] = module
+    exec(EXAMPLE, vars(module))
+    settings = {**SMALL, "use_dummy_dataset": True, "num_steps": 2, "checkpoint_interval": 0, "watch_layer": 1}
+    flags = {**settings, "engine": "torch", "device": "cpu", "log_dir": str(tmp_path)}
+    records = train(flags, extensions=[module.EXTENSION]).records
+    assert [record["step"] for record in records if abs(record.get("activation_mean", 0.0)) > 0] == [1, 2]
+
+
+@pytest.mark.slow
+def test_the_extension_of_contributing_md_is_a_folder_with_a_flag(tmp_path: Path) -> None:
+    core = copy_core(tmp_path / "core")
+    (core / "pretraining" / "extensions" / "activation").mkdir()
+    (core / "pretraining" / "extensions" / "activation" / "__init__.py").write_text(EXAMPLE)
+    script = core / "main_training.py"
+    script.write_text(script.read_text().replace("NAMES = (\n", 'NAMES = (\n    "extensions.activation",\n'))
+    flags = {"use_dummy_dataset": True, "num_steps": 2, "engine": "torch", "watch_layer": 0}
+    done = run(core, tmp_path / "run", **flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "activation_mean" in line] == [1, 2]
+    refused = run(core, tmp_path / "run", watch_layer=-2)
+    assert refused.returncode == 2 and "--watch_layer=-2" in refused.stderr
