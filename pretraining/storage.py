@@ -192,7 +192,7 @@ class ObjectPath:
                 if time.monotonic() - began + pause > RETRY_FOR:
                     tried = f"tried for {RETRY_FOR:.0f} s ({reason})"
                     raise UnreachableError(f"{self}: cannot be reached, {tried}: check the network") from error
-            RETRIES.add(f"{self} cannot be reached, tried until {until} ({reason})")
+            RETRIES.add(f"{self} cannot be reached, tried until {until}")
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE)
 

@@ -110,7 +110,7 @@ def find_processes(is_xla: bool) -> Processes:
     from pretraining.parallel.xla_hosts import read_hosts
 
     rank, addresses = read_hosts()
-    return Processes(rank, len(addresses), address=addresses[0], port=XLA_PORT)
+    return Processes(rank, len(addresses), is_launched=True, address=addresses[0], port=XLA_PORT)
 
 
 def compared_settings(config: TrainConfig) -> dict[str, str]:
@@ -121,8 +121,9 @@ def compared_settings(config: TrainConfig) -> dict[str, str]:
 
 def code_facts() -> dict[str, str]:
     """Return a digest of the source, and the versions of the packages that compute."""
-    root = Path(__file__).parents[1]
-    files = sorted((path.relative_to(root).as_posix(), path) for path in root.rglob("*.py"))
+    root = Path(__file__).parents[2]
+    paths = [*root.glob("main_training.py"), *root.glob("pretraining/**/*.py")]
+    files = sorted((path.relative_to(root).as_posix(), path) for path in paths)
     digest = sha256(b"".join(f"{name}\n".encode() + path.read_bytes() for name, path in files)).hexdigest()
     facts = {"digest of the source": digest[:12]}
     for package in PACKAGES:
@@ -261,7 +262,7 @@ class _Meeting:
         now, processes = time.monotonic(), self._processes
         self._on_wait()
         if now > self._deadline:
-            raise no_peers(processes, self._timeout, missing(), "no answer")
+            raise no_peers(processes, self._timeout, f"{missing()} did not come", "no answer")
         if now > self._printed + SIGN_OF_LIFE:
             self._printed = now
             if processes.local_rank == 0:

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 
+from pretraining.config.script import exit_with
+
 PATIENCE = 30.0  # s after which the processes that are left are killed; see interrupt.RENDEZVOUS
 
 
@@ -75,4 +77,4 @@ def wait_for(processes: list[subprocess.Popen[bytes]], signals: list[int]) -> in
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.damage import damage
-from tests.faults.harness import KILLED, REFUSED, Outcome, Programs
+from tests.faults.harness import KILLED, REFUSED, TRY_AGAIN, Outcome, Programs, group
 from tests.faults.programs import copied, left_over
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT)
@@ -23,6 +23,15 @@ PHASES = (
     ("remove:1:kill:0:", "checkpoints/step_2"),
 )
 LATER = ("slow", "short", "back")  # faults that a program does not notice
+# Variables that a run or its libraries read, and what none of them means.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OTHERS = ("LAUNCHED_AT", "RESTARTS", "PROGRESS_FILE", "EXIT_CODES", "SCRIPT_SETTINGS", "PJRT_DEVICE",
+          "CPU_NUM_DEVICES",
+          "TORCHELASTIC_USE_AGENT_STORE", "GLOO_SOCKET_IFNAME", "GCE_METADATA_HOST", "HOME", "XDG_CACHE_HOME",
+          "AWS_EC2_METADATA_SERVICE_ENDPOINT", "TMPDIR", "TZ", "OMP_NUM_THREADS", "TPU_WORKER_ID")  # fmt: skip
+VALUES = ("", " ", "..", "a" * 300, "garbage", "-1", "0", "2", "1.5", "nan", "1e999", "9" * 400, "/nowhere/file",
+          "a b",
+          "\udcff", "\u0663", "None", "true", "10.255.255.1", "no-such-host.invalid", ",", "[::1", "%s%n")  # fmt: skip
 
 
 @dataclass
@@ -62,9 +71,10 @@ class Target:
         read = {Path(path).relative_to(self.folder) for kind, path in self.calls if kind == "open"}
         return sorted(path for path in read if (self.sound / path).is_file())
 
-    def start(self, fault: str = "") -> Outcome:
-        """Run the program."""
-        return self.programs.run(*self.words, fault=fault, processes=self.processes)
+    def start(self, fault: str = "", variables: dict[str, str] | None = None) -> Outcome:
+        """Run the program; with variables of the environment, which may name files, in its folder."""
+        options: dict[str, Any] = {"variables": variables, "folder": self.folder} if variables else {}
+        return self.programs.run(*self.words, fault=fault, processes=self.processes, **options)
 
     def differs(self, outcome: Outcome) -> str:
         """Return "silent difference" if a program that completed has not computed what it does undisturbed."""
@@ -105,6 +115,18 @@ class Target:
         self.must_complete(report, str(attacks))
         if left := left_over(self.folder):
             report.broken.append(f"left over: {left} after {attacks}")
+
+    def surround(self, report: Report, seed: int) -> None:
+        """Set variables of the environment to what they do not mean; every other time those of a launcher, too."""
+        copied(self.sound, self.folder)
+        chance = random.Random(seed)
+        variables = group(2)[0] | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"} if seed % 2 else {}
+        names = chance.sample((*LAUNCHER, *LAUNCHER, *OTHERS) if seed % 2 else OTHERS, k=chance.choice((1, 1, 2, 3)))
+        changed = {name: chance.choice(VALUES) for name in names}
+        outcome = self.start(variables=variables | changed)
+        if outcome.code == TRY_AGAIN:  # the address of a host that does not answer; judged like a refusal
+            outcome = outcome._replace(code=REFUSED[0])
+        report.add(f"{changed} (seed {seed})", outcome, outcome.broken or self.differs(outcome))
 
     def fail(self, report: Report, seed: int) -> None:
         """Let calls fail."""

@@ -1,9 +1,10 @@
 """The attacks in large numbers: `python -m tests.faults.campaign ATTACK [--engine=E] [--first=N] [--number=N]`.
 
-ATTACK: kill, kill_late and kill_async (five kills to each number), fail, spoil, scripts (damaged files that other
-programs read), long (2,000 steps) or goodput (the quickstart, killed --number times). With --storage=s3, kill,
-kill_async and long have data and checkpoints on an S3 server; the kills in --processes=N processes of the torch engine
-or on two devices of xla, with --stages as two stages. Prints the counts and everything that broke.
+ATTACK: kill, kill_late and kill_async (five kills to each number), fail, spoil, surround (malformed variables of the
+environment), scripts (damaged files that other programs read), long (2,000 steps) or goodput (the quickstart, killed
+--number times). With --storage=s3, kill, kill_async and long have data and checkpoints on an S3 server; the kills in
+--processes=N processes of the torch engine or on two devices of xla, with --stages as two stages. Prints the counts
+and everything that broke.
 """
 
 from __future__ import annotations
@@ -75,6 +76,10 @@ def attack(name: str, programs: Programs, root: Path, seeds: range, report: Repo
         target = continued_run(programs, root / "work")
         for seed in seeds:
             target.spoil(report, seed)
+    elif name == "surround":
+        target = new_run(programs, root / "work", collective_timeout=3)
+        for seed in seeds:
+            target.surround(report, seed)
     else:
         target = new_run(programs, root / "work", async_checkpointing=name == "kill_async")
         for seed in seeds:

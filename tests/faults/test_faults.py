@@ -69,6 +69,13 @@ def test_a_disk_that_fails_is_a_sentence_or_makes_no_difference(programs: Progra
     assert not report.broken and report.counts["refused"] >= 2
 
 
+def test_a_malformed_environment_is_a_sentence_or_makes_no_difference(programs: Programs, tmp_path: Path) -> None:
+    target, report = new_run(programs, tmp_path / "work", collective_timeout=3), Report()
+    for seed in range(12):
+        target.surround(report, seed)
+    assert not report.broken and report.counts["refused"] >= 2
+
+
 def test_damage_to_any_file_that_a_run_reads_is_a_sentence_or_makes_no_difference(
     programs: Programs, tmp_path: Path
 ) -> None:

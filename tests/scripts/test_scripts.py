@@ -204,22 +204,25 @@ def test_a_host_without_an_nvidia_driver_has_no_gpus(installed: Path) -> None:
 def test_the_script_starts_nproc_processes_and_returns_the_exit_code_of_the_first_that_fails(installed: Path) -> None:
     """torchrun would return 1."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    program = f"import os, sys, time; print(*(os.environ[name] for name in {names}), flush=True)\n"
+    program = (
+        f"import os, sys, time; os.write(1, ' '.join([os.environ[name] for name in {names}] + ['\\n']).encode())\n"
+    )
     program += "time.sleep(60 * int(os.environ['RANK']) % 120); sys.exit(3)\n"  # process 1 is ended by SIGTERM
     replace_main(installed, program)
     for name in ("NPROC", "NPROC_PER_NODE"):
         variables = {name: "2", "PJRT_DEVICE": ""}
         ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --engine=torch", **variables)
         assert (ended.returncode, ended.stderr) == (3, "")
-        assert sorted(ended.stdout.splitlines()) == ["0 0 2 2 127.0.0.1", "1 1 2 2 127.0.0.1"]
+        assert sorted(ended.stdout.splitlines()) == ["0 0 2 2 127.0.0.1 ", "1 1 2 2 127.0.0.1 "]
 
 
 def test_processes_of_two_hosts_are_counted_on(installed: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    replace_main(installed, f"import os; print(*(os.environ[name] for name in {names}), flush=True)\n")
+    program = f"import os; os.write(1, ' '.join([os.environ[name] for name in {names}] + ['\\n']).encode())\n"
+    replace_main(installed, program)
     variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first", "NPROC": "2"}
     ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --engine=torch", **variables)
-    assert sorted(ended.stdout.splitlines()) == ["2 0 4 2 first 29500", "3 1 4 2 first 29500"], ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["2 0 4 2 first 29500 ", "3 1 4 2 first 29500 "], ended.stderr
 
 
 @pytest.mark.parametrize(
