@@ -34,6 +34,7 @@ from pretraining.checkpoint.adapter import MODEL, adapter_config, merge_adapter,
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.export_tokenizer import export_tokenizer
 from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
+from pretraining.checkpoint.folder import ALLOW_REMOTE, refuse_remote
 from pretraining.checkpoint.gpt_neox import fuse, their_names
 from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, INDEX, SINGLE, is_huggingface, open_any_checkpoint
 from pretraining.checkpoint.manifest import DTYPES, Checkpoint, Entry, Facts, Manifest
@@ -54,7 +55,7 @@ from pretraining.config.grammar import comma_separated
 from pretraining.config.huggingface import CONFIG, GPT_NEOX, config_json
 from pretraining.config.lora import adapters_alone, is_adapter, is_trained
 from pretraining.config.mup import folded_scale
-from pretraining.config.script import exit_with
+from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
 from pretraining.storage import Location, location
@@ -81,14 +82,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_note(weights.note)
             print(from_pickles(weights, flags.source, flags.target, dtype))
             return 0
-        source = open_any_checkpoint(flags.source)
+        source = open_any_checkpoint(flags.source, flags.allow_remote)
         if is_huggingface(flags.source):
             _print_note(describe_moments(flags.source, LAYOUTS[0]) if isinstance(flags.source, Path) else "")
             print(to_checkpoint(source, flags.target, dtype))
         else:
             if not isinstance(flags.target, Path):
                 raise UserError(f"{flags.target}: a folder in Hugging Face's format must be local: copy it afterwards")
-            sources = [source, *(open_any_checkpoint(location(name)) for name in comma_separated(flags.average_with))]
+            if not (flags.allow_remote or flags.tokenizer_path):
+                refuse_remote("tokenizer_path", saved_config(source.facts.config).tokenizer_path, flags.source)
+            paths = map(location, comma_separated(flags.average_with))
+            sources = [source, *(open_any_checkpoint(path, flags.allow_remote) for path in paths)]
             source, *others = map(with_moving_averages, sources) if flags.use_ema else sources
             print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
     except UserError as error:
@@ -104,7 +108,7 @@ def _print_note(note: str) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m pretraining.checkpoint.convert", allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m pretraining.checkpoint.convert", allow_abbrev=False)
     parser.add_argument("source", type=location, help="a run, a checkpoint, or a folder in Hugging Face's format")
     parser.add_argument("target", type=location, help="folder to write; must be new or empty")
     parser.add_argument("--dtype", choices=CHOICES, help="of the written tensors (default: unchanged)")
@@ -113,6 +117,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--average_with", default="", help="more checkpoints, comma-separated, for the mean of all")
     parser.add_argument("--use_ema", action="store_true", help="write the moving averages of the weights (ema_decay)")
+    parser.add_argument("--allow_remote", action="store_true", help=ALLOW_REMOTE)
     parser.add_argument("--import_config", default="", help="configuration file of the trainer that wrote `source`")
     parser.add_argument("--model_config_path", default="", help="config.json that --import_config refers to")
     parser.add_argument(

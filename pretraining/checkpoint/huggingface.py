@@ -42,9 +42,9 @@ def is_huggingface(path: Location) -> bool:
     return (path / CONFIG).is_file() and describes_model(read_json(path / CONFIG))
 
 
-def open_any_checkpoint(path: Location) -> Checkpoint:
+def open_any_checkpoint(path: Location, allow_remote: bool = True) -> Checkpoint:
     """Open a folder in Hugging Face's format, a step_N folder, or the newest checkpoint of a run."""
-    return open_huggingface(path) if is_huggingface(path) else open_checkpoint(newest_checkpoint(path))
+    return open_huggingface(path) if is_huggingface(path) else open_checkpoint(newest_checkpoint(path, allow_remote))
 
 
 def open_huggingface(path: Location) -> Checkpoint:
