@@ -255,6 +255,7 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     path = saved(tmp_path / "run", tokenizer_path=str(tmp_path / file))
     exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
     ours, theirs = open_tokenizer(str(tmp_path / file)), transformers.AutoTokenizer.from_pretrained(exported)
+    assert (exported / "tokenizer.json").is_file()
     texts = random_texts(source.split())
     ids = ours.encode(texts)
     assert [theirs.encode(text, add_special_tokens=False) for text in texts] == ids
@@ -265,6 +266,24 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     lora = saved(tmp_path / "lora", lora_rank=2)
     adapters = to_huggingface(open_checkpoint(lora), tmp_path / "peft", tokenizer_path=str(tmp_path / file))
     assert (adapters / file).read_bytes() == (exported / file).read_bytes()
+
+
+def test_transformers_reads_an_exported_tokenizer_without_sentencepiece_and_protobuf(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    source = Path(__file__).read_text()
+    train_tokenizer([source], 400, tmp_path / "sp.model", threads=1)
+    (tmp_path / "hf").mkdir()
+    for name, content in export_tokenizer(str(tmp_path / "sp.model"))[1].items():
+        (tmp_path / "hf" / name).write_bytes(content)
+    script = f"""
+import sys
+sys.modules |= dict.fromkeys(("sentencepiece", "google.protobuf"))
+from transformers import AutoTokenizer
+print(AutoTokenizer.from_pretrained({str(tmp_path / "hf")!r}).encode("def main", add_special_tokens=False))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == open_tokenizer(str(tmp_path / "sp.model")).encode(["def main"])[0]
 
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
