@@ -73,6 +73,8 @@ _MALFORMED = (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeErro
 
 
 def _unpickle(path: Path) -> Any:
+    if not path.is_file():  # a named pipe would be waited for
+        raise UnreadableError(f"{path}: no such file")
     try:
         is_zip = _begins_like_zip(path) or is_zipfile(path)
         is_mapped = is_zip and _is_stored(path)
