@@ -27,6 +27,7 @@ from pretraining.config.training import TrainConfig
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor's name in the file
+NO_SUCH = "is no adapter of this recipe's; merge it into its model with PEFT (merge_and_unload), and start from that"
 
 
 def adapter_config(config: TrainConfig) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def open_adapter(folder: Path, config: TrainConfig) -> Checkpoint:
         settings = peft_settings(adapter)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-    problems = [Problem(f"{path}: {key}", "this recipe has no such adapters") for key in peft_unsupported(adapter)]
+    problems = [Problem(f"{path}: {key}", NO_SUCH) for key in peft_unsupported(adapter)]
     theirs = _meaning(replace(config, **settings))
     problems += [
         Problem(f"--{field}={getattr(config, field)}", f"the adapter at lora_load_path has {settings[field]}; use that")
