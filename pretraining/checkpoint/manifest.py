@@ -196,9 +196,9 @@ def _facts(fields: dict[str, Any]) -> Facts:
         if (setting := SETTINGS.get(name)) and (fault := setting.fault(value)):
             # What a run may change may have had another range, or other choices, in an earlier version.
             may_change = setting.resume in (Resume.FREE, Resume.NOTE)
-            _expect(
-                may_change and (setting.constraint is not None or isinstance(value, setting.kind)), f"{name}: {fault}"
-            )
+            was_choice = setting.kind is str and setting.constraint is not None and isinstance(value, bool)
+            is_known = name != "model_variant" and (was_choice or isinstance(value, setting.kind))
+            _expect(may_change and is_known, f"{name}: {fault}")
     return facts
 
 
