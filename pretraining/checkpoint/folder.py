@@ -12,10 +12,11 @@ from typing import NamedTuple
 from pretraining.checkpoint.files import DAMAGED, DELETED, MARKER, PARTIAL, read_json, remove_folder
 from pretraining.checkpoint.manifest import is_committed
 from pretraining.config.errors import UserError
-from pretraining.storage import Location, ObjectPath, location
+from pretraining.storage import Location, ObjectPath, is_remote, location
 
 CHECKPOINTS = "checkpoints"  # in a run's folder, unless ckpt_save_path is set
 RUN_CONFIG = "config.json"  # of a run: its effective configuration
+ALLOW_REMOTE = "contact the object storage that the run's configuration names"  # help of the flag
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 
 
@@ -69,10 +70,17 @@ def sweep(folder: Location) -> None:
             remove_folder(path)
 
 
-def newest_checkpoint(path: Location) -> Location:
+def refuse_remote(name: str, value: str, owner: Location) -> None:
+    """Raise UserError if a configuration in `owner`, which may be anyone's, names a path in object storage."""
+    if is_remote(value) and not is_remote(owner):
+        raise UserError(f"{owner}: its configuration has {name}={value}; --allow_remote contacts that storage")
+
+
+def newest_checkpoint(path: Location, allow_remote: bool = True) -> Location:
     """Return the checkpoint at `path`: a step_N folder itself, or the newest of a run or of a folder of checkpoints.
 
-    A run has its checkpoints where its config.json says, or in `checkpoints`. Raises UserError if there is none.
+    A run has its checkpoints where its config.json says, or in `checkpoints`. allow_remote: whether that may be object
+    storage, if `path` is not. Raises UserError if there is none.
     """
     if not path.exists():
         raise UserError(f"{path}: there is no such folder")
@@ -80,6 +88,10 @@ def newest_checkpoint(path: Location) -> Location:
         return path
     folders = [path / CHECKPOINTS, path]
     if (path / RUN_CONFIG).is_file() and (named := read_json(path / RUN_CONFIG).get("ckpt_save_path")):
+        if not isinstance(named, str):
+            raise UserError(f"{path / RUN_CONFIG}: ckpt_save_path={named} is no path")
+        if not allow_remote:
+            refuse_remote("ckpt_save_path", named, path)
         folders.insert(0, location(named))
     for folder in folders:
         if committed := find_checkpoints(folder).committed:

@@ -32,7 +32,6 @@ from pretraining.storage import Location, size_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FILE_NAME = re.compile(r"[\w.+-]*\.safetensors", re.ASCII)
 # Saved by old versions, and not parameters
 BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
@@ -43,9 +42,9 @@ def is_huggingface(path: Location) -> bool:
     return (path / CONFIG).is_file() and describes_model(read_json(path / CONFIG))
 
 
-def open_any_checkpoint(path: Location) -> Checkpoint:
+def open_any_checkpoint(path: Location, allow_remote: bool = True) -> Checkpoint:
     """Open a folder in Hugging Face's format, a step_N folder, or the newest checkpoint of a run."""
-    return open_huggingface(path) if is_huggingface(path) else open_checkpoint(newest_checkpoint(path))
+    return open_huggingface(path) if is_huggingface(path) else open_checkpoint(newest_checkpoint(path, allow_remote))
 
 
 def open_huggingface(path: Location) -> Checkpoint:
@@ -76,13 +75,18 @@ def _weight_files(path: Location) -> dict[str, set[str]]:
         is_pickled = any(file.suffix == ".bin" or file.suffix.startswith(".pt") for file in path.iterdir())
         remedy = f"convert them: python -m pretraining.tools.convert {path} TARGET"
         raise UserError(f"{path}: contains {f'weights as pickles; {remedy}' if is_pickled else 'no weights'}")
-    weight_map = read_json(path / INDEX).get("weight_map")
+    return files_of_index(path / INDEX, "safetensors")
+
+
+def files_of_index(path: Location, suffix: str) -> dict[str, set[str]]:
+    """Return the files that the index at `path` names, all of them in its folder, and the parameters in each."""
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UnreadableError(f"{path / INDEX}: has no weight_map with the file of each tensor")
+        raise UnreadableError(f"{path}: has no weight_map with the file of each tensor")
     files: dict[str, set[str]] = {}
     for name, file in sorted(weight_map.items()):
-        if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
-            raise UnreadableError(f"{path / INDEX}: {file!r} is not the name of a safetensors file in the folder")
+        if not isinstance(file, str) or not re.fullmatch(rf"[\w.+-]*\.{suffix}", file, re.ASCII):
+            raise UnreadableError(f"{path}: {file!r} is not the name of a {suffix} file in the folder")
         files.setdefault(file, set())
         if not name.endswith(BUFFERS):
             files[file].add(name)

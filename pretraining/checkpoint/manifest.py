@@ -13,14 +13,20 @@ Reading executes nothing: there is no pickle.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from pretraining.checkpoint.files import MARKER, UnreadableError, digest, read_file, write_file
+from pretraining.checkpoint.files import BLOCK, MARKER, UnreadableError, digest, parse_json, read_file, write_file
+from pretraining.config.declaration import Resume
+from pretraining.config.training import SETTINGS
 from pretraining.storage import Location
+
+T = TypeVar("T")
 
 FORMAT = 1
 MANIFEST, FACTS = "manifest.json", "facts.json"
@@ -141,7 +147,8 @@ def open_checkpoint(path: Location) -> Checkpoint:
         raise UnreadableError(f"{path}: has no {MARKER} marker, so its save was never finished")
     marker = _read_marker(path / MARKER)
     texts = {name: _read_hashed(path / name, marker[name]) for name in (MANIFEST, FACTS)}
-    checkpoint = Checkpoint(path, Facts(**json.loads(texts[FACTS])), _manifest(json.loads(texts[MANIFEST])))
+    manifest, facts = _parsed(_manifest, texts, path / MANIFEST), _parsed(_facts, texts, path / FACTS)
+    checkpoint = Checkpoint(path, facts, manifest)
     refuse_pickles(path, known={MANIFEST, FACTS, MARKER, *checkpoint.manifest.files})
     return checkpoint
 
@@ -151,9 +158,11 @@ def _read_marker(path: Location) -> dict[str, Any]:
     text = whole[: whole.find(b"\n") + 1]
     if whole != _signed(text):
         raise UnreadableError(f"{path}: differs from what was saved")
-    marker: dict[str, Any] = json.loads(text)
-    if marker["format"] != FORMAT:
-        raise UnreadableError(f"{path}: written in format {marker['format']}, this program reads {FORMAT}")
+    marker = parse_json(text, path)
+    if marker.get("format") != FORMAT:
+        raise UnreadableError(f"{path}: written in format {marker.get('format')}, this program reads {FORMAT}")
+    if not {MANIFEST, FACTS} <= marker.keys():
+        raise UnreadableError(f"{path}: has no digests of {MANIFEST} and {FACTS}")
     return marker
 
 
@@ -164,17 +173,62 @@ def _read_hashed(path: Location, expected: str) -> bytes:
     return text
 
 
+def _parsed(read: Callable[[Any], T], texts: dict[str, bytes], path: Location) -> T:
+    """Return what `read` makes of a file of JSON. Raises UnreadableError where no save of ours wrote it."""
+    try:
+        return read(parse_json(texts[path.name], path))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
+        raise UnreadableError(f"{path}: is not what this program writes ({reason})") from error
+
+
+def _expect(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise ValueError(what)
+
+
+def _facts(fields: dict[str, Any]) -> Facts:
+    facts = Facts(**fields)
+    _expect(_are_sizes([facts.step, facts.tokens_seen, *facts.mesh.values()]), "step, tokens_seen or mesh")
+    _expect(isinstance(facts.data, dict | None) and isinstance(facts.config, dict), "data or config")
+    _expect(isinstance(facts.engine, str) and isinstance(facts.base, str), "engine or base")
+    for name, value in facts.config.items():
+        if (setting := SETTINGS.get(name)) and (fault := setting.fault(value)):
+            # What a run may change may have had another range, or other choices, in an earlier version.
+            may_change = setting.resume in (Resume.FREE, Resume.NOTE)
+            was_choice = setting.kind is str and setting.constraint is not None and isinstance(value, bool)
+            is_known = name != "model_variant" and (was_choice or isinstance(value, setting.kind))
+            _expect(may_change and is_known, f"{name}: {fault}")
+    return facts
+
+
 def _manifest(value: dict[str, Any]) -> Manifest:
     files = {name: ShardFile(**facts) for name, facts in value["files"].items()}
-    return Manifest({name: _entry(entry) for name, entry in value["tensors"].items()}, files)
+    for name, file in files.items():
+        _expect(re.fullmatch(r"[\w.+-]*\.safetensors", name, re.ASCII) is not None, f"the file {name!r}")
+        _expect(_are_sizes([file.size, file.header_size]) and isinstance(file.header, str), f"sizes of {name}")
+    return Manifest({name: _entry(entry, files) for name, entry in value["tensors"].items()}, files)
 
 
-def _entry(value: dict[str, Any]) -> Entry:
+def _entry(value: dict[str, Any], files: dict[str, ShardFile]) -> Entry:
     pieces = tuple(
         Chunk(tuple(p["offsets"]), tuple(p["sizes"]), p["file"], p["start"], p["size"], tuple(p["digests"]))
         for p in value["pieces"]
     )
-    return Entry(value["dtype"], tuple(value["shape"]), pieces)
+    entry = Entry(value["dtype"], tuple(value["shape"]), pieces)
+    width = DTYPES[entry.dtype].itemsize
+    for chunk in pieces:
+        dimensions = [*zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)]
+        _expect(_are_sizes([*entry.shape, *chunk.offsets, *chunk.sizes, chunk.start, chunk.size]), "sizes of a chunk")
+        _expect(all(offset + size <= whole for offset, size, whole in dimensions), "a chunk outside of its tensor")
+        _expect(chunk.size == math.prod(chunk.sizes) * width, "bytes of a chunk")
+        _expect(chunk.start + chunk.size <= files[chunk.file].size, f"a chunk beyond the end of {chunk.file}")
+        _expect(len(chunk.digests) == math.ceil(chunk.size / BLOCK), "digests of a chunk")
+    return entry
+
+
+def _are_sizes(values: Iterable[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def refuse_pickles(folder: Location, known: set[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretraining.checkpoint.adapter import adapter_folder, open_adapter
+from pretraining.checkpoint.adapter import adapter_folder, check_files, open_adapter
 from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start, describe_rate_change
 from pretraining.checkpoint.files import UnreadableError, digest
 from pretraining.checkpoint.folder import CHECKPOINTS, CheckpointList, find_checkpoints, newest_first
@@ -19,7 +19,8 @@ from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import check_fit, check_host_has_all, is_weight, load
 from pretraining.config.errors import UserError
-from pretraining.config.lora import adapters_alone, is_adapter
+from pretraining.config.grammar import comma_separated
+from pretraining.config.lora import adapters_alone, is_adapter, is_trained
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.engine import OPTIONAL, TrainingState
 from pretraining.storage import Location, location, opened
@@ -41,29 +42,53 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
     found = found._replace(committed=newest_first(local, found.committed))
     check_policy(config, found)
     if adapter := adapter_folder(config):
-        open_adapter(adapter, config)
+        check_files(adapter)
+        if not found.committed:
+            check_trained(open_adapter(adapter, config), config, shapes)
     if config.ckpt_load_path and (adapters_alone(config) or not found.committed):
         check_other_run(config, shapes)
+    elif config.ckpt_load_path:
+        check_exists(config)
     if not found.committed:
         return None
     for path in found.committed:
         try:
-            facts = open_any_checkpoint(path).facts
+            checkpoint = open_any_checkpoint(path)
         except UnreadableError:
             if config.resume == "must" and path not in local:
                 raise
         else:
+            facts = checkpoint.facts
             check_resume(facts.config, config)
+            if adapters_alone(config) and path not in local:
+                check_trained(checkpoint, config, shapes)
             if config.strict_load:
                 check_base(path, facts, config, "give those, or --strict_load=False to continue on these")
             return facts
     return None  # `restore` raises the error
 
 
-def check_other_run(config: TrainConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UserError if ckpt_load_path has no checkpoint, or one whose tensors this run cannot take."""
+def check_exists(config: TrainConfig) -> None:
+    """Raise UserError if ckpt_load_path is not there, whether or not this start reads it."""
     if not location(config.ckpt_load_path).exists():
         raise UserError(f"--ckpt_load_path={config.ckpt_load_path}: there is no such folder; give another one")
+
+
+def check_trained(adapter: Checkpoint, config: TrainConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError unless the weights in `adapter` are exactly those that this run trains, with their shapes."""
+    trained = {name: shape for name, shape in shapes.items() if is_trained(config, name)}
+    if others := sorted(name for name in adapter.manifest.tensors if is_weight(name) and name not in trained):
+        raise UserError(f"{adapter.path}: has {', '.join(others[:5])}, which this run does not train")
+    if lacking := sorted(trained.keys() - adapter.manifest.tensors.keys()):
+        is_last_norm = "norm" in comma_separated(config.lora_modules_to_save) and "norm." in lacking[0]
+        remedy = "; the last norm alone is --lora_modules_to_save=model.norm" if is_last_norm else ""
+        raise UserError(f"{adapter.path}: has no {', '.join(lacking[:5])}, which this run trains{remedy}")
+    check_fit(adapter, trained)
+
+
+def check_other_run(config: TrainConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError if ckpt_load_path has no checkpoint, or one whose tensors this run cannot take."""
+    check_exists(config)
     source = open_any_checkpoint(location(config.ckpt_load_path))
     check_start(source.facts.config, config)
     names, differences = common_names(source, shapes, weights_only=True)
@@ -135,6 +160,10 @@ def common_names(checkpoint: Checkpoint, names: Iterable[str], *, weights_only: 
     return sorted(here & there), "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)
 
 
+def _absolute(path: Location) -> Location:
+    return path.resolve() if isinstance(path, Path) else path
+
+
 @dataclass(frozen=True)
 class Restoring:
     """Fills the state of a placed model and its optimizer and commits it; every method is collective over `peers`."""
@@ -172,6 +201,7 @@ class Restoring:
             if change := describe_rate_change(checkpoint.facts.config, self.config, checkpoint.facts.step):
                 self.peers.say(change)
             self.peers.say(f"continuing from {path}, read in {time.perf_counter() - began:.1f} s")
+            self._say_unread(path)
             return checkpoint.facts, paths[:number]
         raise UserError(f"{paths[0].parent}: none of the checkpoints can be read; remove them to start from step 0")
 
@@ -183,9 +213,20 @@ class Restoring:
         # A run that was trained in another precision so far has no loss scale: it starts with the first one.
         return [name for name in names if name not in OPTIONAL or name in checkpoint.manifest.tensors]
 
+    def _say_unread(self, path: Location) -> None:
+        """Print which paths to start from are not read, because the run continues from its own checkpoint at `path`."""
+        base, adapter = self.config.ckpt_load_path, adapter_folder(self.config)
+        is_own = base and _absolute(location(base)) in map(_absolute, (path, path.parent, path.parent.parent))
+        unread = {"ckpt_load_path": "" if is_own or adapters_alone(self.config) else base, "lora_load_path": adapter}
+        for name, value in unread.items():
+            if value:
+                self.peers.say(f"--{name}={value} is not read: only a run without a checkpoint of its own starts there")
+
     def start(self) -> Facts | None:
         """Load ckpt_load_path's weights and lora_load_path's adapter, if they are set."""
         facts, restart = None, True
+        if not self.config.ckpt_load_path:
+            self.peers.say("starting at step 0 from initial weights")
         if self.config.ckpt_load_path:
             facts, restart = self._load_other_run(location(self.config.ckpt_load_path))
         if folder := adapter_folder(self.config):

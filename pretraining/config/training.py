@@ -386,7 +386,8 @@ class TrainConfig:
     lora_bias: Annotated[Literal["none", "all", "lora_only"], Needs("lora_rank"), Resume.STATE] = "none"
     """Biases that are trained too: "none", "all", or "lora_only" (those of projections with an adapter)."""
     lora_modules_to_save: Annotated[str, Needs("lora_rank"), Resume.STATE] = ""
-    """Modules that are trained in full, comma-separated: lm_head, embed_tokens, norm."""
+    """Modules that are trained in full, comma-separated ends of their names, as in PEFT: lm_head, embed_tokens, norm
+    (every norm), model.norm (the last one), input_layernorm."""
     lora_init: Annotated[Literal["default", "gaussian"], Needs("lora_rank")] = "default"
     """Initial values of A: "default" (uniform within 1 / sqrt(inputs)) or "gaussian" (standard deviation 1 /
     lora_rank). B starts at 0."""
@@ -397,7 +398,8 @@ class TrainConfig:
     "base_and_adapter", "merged": checkpoints have all weights; python -m pretraining.tools.convert then writes
     PEFT's files and the base model, or W + s B A in Hugging Face's format."""
     lora_load_path: Annotated[str, Needs("lora_rank")] = ""
-    """Folder of an adapter in PEFT's format (adapter_model.safetensors) to start from. Empty: a new one."""
+    """Folder of an adapter in PEFT's format (adapter_model.safetensors) to start from. Its rank, scale, projections,
+    biases and modules are taken over where no flag gives them. Empty: a new one."""
     lora_load_tag: Annotated[str, Needs("lora_rank")] = ""
     """Sub-folder of lora_load_path. Empty: none."""
 

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretraining.checkpoint.folder import ALLOW_REMOTE
 from pretraining.config.errors import UserError, counted
 from pretraining.config.grammar import comma_separated
-from pretraining.config.script import exit_with
+from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import SETTINGS
 from pretraining.data.tokenizer import Tokenizer
 from pretraining.extensions.questions.choices import Request, accuracies, open_tasks
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m pretraining.tools.evaluate", allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m pretraining.tools.evaluate", allow_abbrev=False)
     parser.add_argument("run_dir", type=location, help="the run's folder, its checkpoints' folder, or one checkpoint")
     parser.add_argument("--tasks", required=True, help="files *.jsonl and tasks of the harness, comma-separated")
     parser.add_argument("--num_fewshot", type=int, help="examples before each question (default: the task's)")
@@ -69,6 +70,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json (default: the run's)"
     )
     parser.add_argument("--use_ema", action="store_true", help="take the moving averages of the weights (ema_decay)")
+    parser.add_argument("--allow_remote", action="store_true", help=ALLOW_REMOTE)
     parser.add_argument("--output", type=Path, help="file that the results are written to, as JSON")
     return parser.parse_args(arguments)
 

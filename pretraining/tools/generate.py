@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice, takewhile
 
@@ -20,14 +21,14 @@ from torch import Tensor
 
 from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
-from pretraining.checkpoint.folder import newest_checkpoint
+from pretraining.checkpoint.folder import ALLOW_REMOTE, newest_checkpoint, refuse_remote
 from pretraining.checkpoint.huggingface import open_any_checkpoint
 from pretraining.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretraining.checkpoint.restoring import check_base
 from pretraining.checkpoint.store import is_weight, read_tensors, with_moving_averages
 from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone
-from pretraining.config.script import exit_with
+from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.data.tokenizer import Tokenizer, open_tokenizer
 from pretraining.models.init import build_model
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m pretraining.tools.generate", allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m pretraining.tools.generate", allow_abbrev=False)
     parser.add_argument("run_dir", type=location, help="the run's folder, its checkpoints' folder, or one checkpoint")
     parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
     parser.add_argument("--max_new_tokens", type=positive, default=100, help="tokens to add at most")
@@ -63,6 +64,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json (default: the run's)"
     )
+    parser.add_argument("--allow_remote", action="store_true", help=ALLOW_REMOTE)
     return parser.parse_args(arguments)
 
 
@@ -105,13 +107,26 @@ def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig
 
     Raises UserError.
     """
-    checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir))
+    checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir, flags.allow_remote))
     if flags.use_ema:
         checkpoint = with_moving_averages(checkpoint)
-    config = saved_config(checkpoint.facts.config, CONFIGURATION)
+    # No rows that only a mesh needs: checkpoints have none of them.
+    saved = saved_config(checkpoint.facts.config, CONFIGURATION)
+    config = replace(saved, make_vocab_size_divisible_by=1, tensor_parallel_size=1)
+    if not flags.allow_remote:
+        _refuse_remote_inputs(flags, config)
     tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
     weights = {**base_weights(checkpoint, config), **read_tensors(checkpoint, is_weight)}
     return load_model(config, weights), tokenizer, config
+
+
+def _refuse_remote_inputs(flags: argparse.Namespace, config: TrainConfig) -> None:
+    """Raise UserError if a path in the configuration, or in that of the run which it names, is in object storage."""
+    if not flags.tokenizer_path:
+        refuse_remote("tokenizer_path", config.tokenizer_path, flags.run_dir)
+    if adapters_alone(config) and config.ckpt_load_path:
+        refuse_remote("ckpt_load_path", config.ckpt_load_path, flags.run_dir)
+        open_any_checkpoint(location(config.ckpt_load_path), allow_remote=False)
 
 
 def decoded(tokenizer: Tokenizer, prompt: list[int], added: Iterable[int]) -> Iterator[str]:
@@ -153,6 +168,9 @@ def load_model(config: TrainConfig, weights: dict[str, Tensor]) -> Llama:
     """Return the model with these weights, without a second copy of them."""
     with torch.device("meta"):
         model = Llama(config)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    if wrong := sorted(n for n in {*shapes, *weights} if n not in weights or shapes.get(n) != weights[n].shape):
+        raise UserError(f"the checkpoint has another {', '.join(wrong[:5])} than the model of its configuration")
     model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
     return model.eval()
 

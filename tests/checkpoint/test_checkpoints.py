@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from main_training import CHECKS
 from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_power, shortage
 from pretraining.checkpoint.files import FolderLock
 from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
-from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.manifest import Facts, open_checkpoint, write_commit
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError, UserError
@@ -314,6 +315,46 @@ def test_a_start_that_cannot_go_well_is_refused_before_a_model_exists(tmp_path: 
     check()
     with pytest.raises(UserError, match=r"facts\.json: differs"):
         check(resume="must")
+
+
+def test_a_run_prints_where_it_starts_and_does_not_ignore_a_path_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(log_dir: Path, **fields: Any) -> str:
+        capsys.readouterr()
+        run(log_dir, **fields)
+        return capsys.readouterr().out
+
+    assert "starting at step 0 from initial weights" in printed(tmp_path / "other", num_steps=2)
+    path = tmp_path / "other" / "checkpoints" / "step_2"
+    assert f"starting at step 0 from {path}" in printed(tmp_path / "a", num_steps=2, ckpt_load_path=str(path))
+    again = printed(tmp_path / "a", num_steps=4, ckpt_load_path=str(path))
+    assert f"continuing from {tmp_path / 'a' / 'checkpoints' / 'step_2'}" in again
+    assert f"--ckpt_load_path={path} is not read: only a run without a checkpoint of its own starts there" in again
+    for own in ("a", "a/checkpoints"):  # the checkpoint that it continues from
+        assert "is not read" not in printed(tmp_path / "a", num_steps=4, ckpt_load_path=str(tmp_path / own))
+    for folder in ("a", "new"):
+        with pytest.raises(UserError, match=r"--ckpt_load_path=.*typo: there is no such folder"):
+            check_start_of(small_config(tmp_path / folder, ckpt_load_path=str(tmp_path / "typo")), tmp_path / folder)
+
+
+def test_adapters_continue_with_the_modules_that_their_checkpoint_has(tmp_path: Path) -> None:
+    """norm was the last norm once: such a checkpoint continues as model.norm."""
+    run(tmp_path / "base", num_steps=2)
+    fields = {"lora_rank": 2, "ckpt_load_path": str(tmp_path / "base"), "num_steps": 4}
+    train(small_config(tmp_path / "run", **fields, lora_modules_to_save="model.norm"), lambda step, loss: None)
+    checkpoint = newest_checkpoint(tmp_path / "run")
+    facts = json.loads((checkpoint / "facts.json").read_text())
+    facts["config"]["lora_modules_to_save"] = "norm"
+    manifest = open_checkpoint(checkpoint).manifest
+    for name in ("facts.json", "manifest.json", "COMMITTED"):
+        (checkpoint / name).unlink()
+    write_commit(checkpoint, manifest, Facts(**facts))
+    check_start_of(small_config(tmp_path / "run", **fields, lora_modules_to_save="model.norm"), tmp_path / "run")
+    with pytest.raises(UserError, match=r"has no .*norm.*this run trains; the last norm alone is .*=model\.norm"):
+        check_start_of(small_config(tmp_path / "run", **fields, lora_modules_to_save="norm"), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"--lora_modules_to_save=lm_head .*trained with norm"):
+        check_start_of(small_config(tmp_path / "run", **fields, lora_modules_to_save="lm_head"), tmp_path / "run")
 
 
 def test_another_model_is_refused_with_the_field_and_both_values(tmp_path: Path) -> None:

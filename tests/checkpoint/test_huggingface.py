@@ -255,6 +255,7 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     path = saved(tmp_path / "run", tokenizer_path=str(tmp_path / file))
     exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
     ours, theirs = open_tokenizer(str(tmp_path / file)), transformers.AutoTokenizer.from_pretrained(exported)
+    assert (exported / "tokenizer.json").is_file()
     texts = random_texts(source.split())
     ids = ours.encode(texts)
     assert [theirs.encode(text, add_special_tokens=False) for text in texts] == ids
@@ -265,6 +266,24 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     lora = saved(tmp_path / "lora", lora_rank=2)
     adapters = to_huggingface(open_checkpoint(lora), tmp_path / "peft", tokenizer_path=str(tmp_path / file))
     assert (adapters / file).read_bytes() == (exported / file).read_bytes()
+
+
+def test_transformers_reads_an_exported_tokenizer_without_sentencepiece_and_protobuf(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    source = Path(__file__).read_text()
+    train_tokenizer([source], 400, tmp_path / "sp.model", threads=1)
+    (tmp_path / "hf").mkdir()
+    for name, content in export_tokenizer(str(tmp_path / "sp.model"))[1].items():
+        (tmp_path / "hf" / name).write_bytes(content)
+    script = f"""
+import sys
+sys.modules |= dict.fromkeys(("sentencepiece", "google.protobuf"))
+from transformers import AutoTokenizer
+print(AutoTokenizer.from_pretrained({str(tmp_path / "hf")!r}).encode("def main", add_special_tokens=False))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == open_tokenizer(str(tmp_path / "sp.model")).encode(["def main"])[0]
 
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
@@ -446,3 +465,47 @@ def test_a_wrong_index_is_refused(index: dict[str, Any], message: str, tmp_path:
     (exported / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UnreadableError, match=message):
         open_any_checkpoint(exported)
+
+
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        ({EMBEDDING: None}, {}, f"{EMBEDDING} is missing"),
+        ({NORM: None}, {}, f"{NORM} is missing"),
+        ({"lm_head.weight": None}, {}, "lm_head.weight is missing"),
+        ({NORM: torch.ones(8)}, {}, f"{NORM} has shape [8], the model needs [16]"),
+        ({EMBEDDING: torch.ones(60, 16)}, {}, f"{EMBEDDING} has shape [60, 16], the model needs [64, 16]"),
+        ({"score.weight": torch.ones(2, 16)}, {}, "score.weight: this model has no such tensor"),
+        ({}, {"hidden_size": 32}, "has shape [16], the model needs [32]"),
+        ({}, {"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight, "),
+        ({}, {"num_key_value_heads": 4}, "the model needs [16, 16]"),
+    ],
+)
+@pytest.mark.parametrize("pickled", [False, True])
+def test_convert_refuses_tensors_that_are_not_the_model_s(
+    tensors: dict[str, Any], config: dict[str, Any], message: str, pickled: bool, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+    file = exported / "model.safetensors"
+    state = {name: tensor for name, tensor in (load_file(file) | tensors).items() if tensor is not None}
+    if pickled:
+        file.unlink()
+        torch.save(state, exported / "pytorch_model.bin")
+        message = (
+            "" if EMBEDDING in tensors or "lm_head.weight" in tensors or "num_hidden_layers" in config else message
+        )
+    else:
+        save_file(state, file)
+    description = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps(description | config))
+    capsys.readouterr()
+    code = main([str(exported), str(tmp_path / "ours")])
+    if pickled and tensors.get(EMBEDDING) is not None:  # a .bin's embedding gives the vocabulary
+        assert code == 2 and "lm_head.weight has shape" in capsys.readouterr().err
+        return
+    assert code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pretraining.checkpoint.checkpoints import Checkpoints
-from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.files import MARKER, digest
+from pretraining.checkpoint.manifest import FACTS, MANIFEST, open_checkpoint, write_commit
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
 from pretraining.run.start import parameter_shapes
@@ -150,3 +152,77 @@ def test_a_malformed_folder_is_one_error_before_the_model_is_placed(
 
     try_folder()
     assert counts["refused"] >= 300, counts
+
+
+# ---- Checkpoints of our own with valid digests
+
+
+@st.composite
+def forged(draw: st.DrawFn, sound: Path, target: Path) -> Path:
+    """A checkpoint in `target` whose manifest or facts are changed, with the digests of what is there."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(sound, target)
+    manifest, facts = (json.loads((target / name).read_text()) for name in (MANIFEST, FACTS))
+    tensor = manifest["tensors"][draw(st.sampled_from(sorted(manifest["tensors"])))]
+    file = manifest["files"][draw(st.sampled_from(sorted(manifest["files"])))]
+    objects = [
+        manifest,
+        manifest["tensors"],
+        manifest["files"],
+        tensor,
+        tensor["pieces"][0],
+        file,
+        facts,
+        facts["mesh"],
+    ]
+    change_object(draw, draw(st.sampled_from([*objects, facts["config"], facts["config"]])), values)
+    texts = {name: json.dumps(value).encode() for name, value in ((MANIFEST, manifest), (FACTS, facts))}
+    marker = json.dumps({"format": 1, "step": 2, **{name: digest(text) for name, text in texts.items()}}).encode()
+    for name, text in {**texts, MARKER: marker + b"\n" + digest(marker + b"\n").encode() + b"\n"}.items():
+        (target / name).write_bytes(text)
+    return target
+
+
+def test_a_forged_checkpoint_is_one_error(tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.mktemp("forged")
+    config = small_config(root / "run", **SMALL)
+    sound = save(root / "run" / "checkpoints", PlainEngine().state(*open_run(config)), facts_of(config, 2))
+    target, counts = root / "other" / "checkpoints" / "step_2", {"refused": 0, "loaded": 0}
+    shapes = parameter_shapes(config)
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(st.data())
+    def try_checkpoint(data: st.DataObject) -> None:
+        data.draw(forged(sound, target))
+        run = replace(config, log_dir=str(root / "other"), checkpoint_interval=0)
+        try:
+            check_starting_point(run, root / "other", shapes)
+            Checkpoints(run, root / "other").restore(PlainEngine(), *open_run(run))  # type: ignore[arg-type]
+            counts["loaded"] += 1
+        except UserError as error:
+            assert str(error)
+            counts["refused"] += 1
+
+    try_checkpoint()
+    assert counts["refused"] >= 50, counts
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "weights.bin"])
+def test_a_manifest_names_files_of_its_folder(name: str, tmp_path: Path) -> None:
+    config = small_config(tmp_path, **SMALL)
+    path = save(tmp_path, PlainEngine().state(*open_run(config)), facts_of(config, 2))
+    checkpoint = open_checkpoint(path)
+    text = (path / MANIFEST).read_text().replace("weights-00000.safetensors", name)
+    for file in (MANIFEST, FACTS, MARKER):
+        (path / file).unlink()
+    write_commit(path, checkpoint.manifest, checkpoint.facts)
+    marker = (
+        (path / MARKER)
+        .read_text()
+        .splitlines()[0]
+        .replace(digest((path / MANIFEST).read_bytes()), digest(text.encode()))
+    )
+    (path / MANIFEST).write_text(text)
+    (path / MARKER).write_text(f"{marker}\n{digest(f'{marker}{chr(10)}'.encode())}\n")
+    with pytest.raises(UserError, match=r"manifest\.json: is not what this program writes \(the file '"):
+        open_checkpoint(path)

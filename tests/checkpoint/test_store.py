@@ -130,7 +130,7 @@ def test_pieces_of_any_cut_load_into_any_other(
 ) -> None:
     whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("files", "shards"):  # small blocks: reads begin and end inside them
+        for module in ("files", "shards", "manifest"):  # small blocks: reads begin and end inside them
             patch.setattr(f"pretraining.checkpoint.{module}.BLOCK", block)
         path = save(tmp_path_factory.mktemp("c"), {"w": Pieces(whole, grid(shape, *saved))}, FACTS)
         target = torch.zeros(shape)

@@ -143,11 +143,11 @@ class Target:
         if outcome.code in REFUSED:
             self.must_complete(report, fault)
 
-    def spoil(self, report: Report, seed: int, is_checked: bool = True) -> None:
-        """Damage a file that it reads. is_checked: the format of the file has checksums."""
+    def spoil(self, report: Report, seed: int, is_checked: bool = True, ending: str = "") -> None:
+        """Damage a file that it reads. is_checked: the format of the file has checksums. ending: of the file's name."""
         copied(self.sound, self.folder)
         chance, files = random.Random(seed), self.files()
-        name = chance.choice(files)
+        name = chance.choice([file for file in files if file.name.endswith(ending)])
         others = [self.folder / other for other in files if other.parent == name.parent and other != name]
         attack = f"{name} {damage(self.folder / name, others, chance)} (seed {seed})"
         outcome = self.start()

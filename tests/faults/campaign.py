@@ -1,10 +1,10 @@
 """The attacks in large numbers: `python -m tests.faults.campaign ATTACK [--engine=E] [--first=N] [--number=N]`.
 
 ATTACK: kill, kill_late and kill_async (five kills to each number), fail, spoil, surround (malformed variables of the
-environment), scripts (damaged files that other programs read), long (2,000 steps) or goodput (the quickstart, killed
---number times). With --storage=s3, kill, kill_async and long have data and checkpoints on an S3 server; the kills in
---processes=N processes of the torch engine or on two devices of xla, with --stages as two stages. Prints the counts
-and everything that broke.
+environment), scripts (damaged files that other programs read), bins (damaged pickles of weights, converted), long
+(2,000 steps) or goodput (the quickstart, killed --number times). With --storage=s3, kill, kill_async and long have data
+and checkpoints on an S3 server; the kills in --processes=N processes of the torch engine or on two devices of xla, with
+--stages as two stages. Prints the counts and everything that broke.
 """
 
 from __future__ import annotations
@@ -30,7 +30,16 @@ from pretraining.monitor.metrics import read_metrics
 from tests.end_to_end.checkout import copy_checkout
 from tests.faults.attacks import Report, Target
 from tests.faults.harness import Programs
-from tests.faults.programs import contents, left_over, result, scripts, training, write_corpus
+from tests.faults.programs import (
+    contents,
+    converted,
+    left_over,
+    result,
+    scripts,
+    training,
+    write_bins,
+    write_corpus,
+)
 from tests.faults.stored import LARGE, PART, STAGES, StoredRun
 from tests.object_storage import BUCKET, FaultProxy, environment, s3_server, upload
 from tests.scripts.test_scripts import Attended
@@ -72,6 +81,11 @@ def attack(name: str, programs: Programs, root: Path, seeds: range, report: Repo
         targets = other_scripts(programs, root / "work")
         for seed in seeds:
             targets[list(targets)[seed % len(targets)]].spoil(report, seed, is_checked=False)
+    elif name == "bins":
+        (root / "work").mkdir()
+        target = Target(programs, root / "work", write_bins(root / "work"), converted)
+        for seed in seeds:
+            target.spoil(report, seed, ending=".bin")
     elif name == "spoil":
         target = continued_run(programs, root / "work")
         for seed in seeds:

@@ -12,8 +12,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from pretraining.checkpoint.folder import find_checkpoints
+from pretraining.config.huggingface import config_json
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import REQUIRED_OF_CUSTOM
+from pretraining.models.init import build_model
 from pretraining.storage import location
 from tests.data import corpora
 from tests.end_to_end.small import figures
@@ -132,3 +137,23 @@ def scripts(programs: Programs, folder: Path) -> dict[str, list[str]]:
         "convert": [*convert, f"{folder}/hf2"],
         "import": ["main_training.py", f"--import_config={imported}", "--import_only", "--use_dummy_dataset"],
     }
+
+
+def write_bins(folder: Path) -> list[str]:
+    """Write a model as Hugging Face's pickles to folder/hf, in two files; return the words that convert it."""
+    shape: dict[str, Any] = {name: SMALL[name] for name in (*REQUIRED_OF_CUSTOM, "model_variant", "num_kv_heads")}
+    config = TrainConfig(**shape)
+    weights = list(build_model(config).state_dict().items())
+    (folder / "hf").mkdir(parents=True)
+    (folder / "hf" / "config.json").write_text(json.dumps(config_json(config, "float32")))
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate((weights[::2], weights[1::2])):
+        torch.save(dict(part), folder / "hf" / f"pytorch_model-{number}.bin")
+        weight_map |= dict.fromkeys(dict(part), f"pytorch_model-{number}.bin")
+    (folder / "hf" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return ["pretraining.tools.convert", f"{folder}/hf", f"{folder}/ours"]
+
+
+def converted(folder: Path) -> str:
+    """Return the manifest of what `write_bins`'s words write, which has a digest of every tensor."""
+    return (folder / "ours" / "step_0" / "manifest.json").read_text()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.faults.attacks import Report
-from tests.faults.campaign import continued_run, new_run, other_scripts
+from tests.faults.campaign import attack, continued_run, new_run, other_scripts
 from tests.faults.harness import REFUSED, Programs
 from tests.faults.programs import training
 from tests.faults.stored import STAGES, StoredRun
@@ -90,6 +90,14 @@ def test_damage_to_any_file_that_other_programs_read_is_a_sentence(programs: Pro
     for seed, target in enumerate(other_scripts(programs, tmp_path / "work").values()):
         target.spoil(report, seed, is_checked=False)
     assert not report.broken
+
+
+def test_damage_to_weights_that_are_converted_is_a_sentence_or_makes_no_difference(
+    programs: Programs, tmp_path: Path
+) -> None:
+    report = Report()
+    attack("bins", programs, tmp_path, range(12), report)
+    assert not report.broken and report.counts["refused"] >= 8
 
 
 ENVIRONMENTS: dict[str, tuple[dict[str, Any], str]] = {

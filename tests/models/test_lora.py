@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from main_training import configure
-from pretraining.config.errors import ConfigError
+from main_training import configure, train
+from pretraining.checkpoint.adapter import MODEL
+from pretraining.checkpoint.huggingface import open_any_checkpoint
+from pretraining.checkpoint.restoring import check_starting_point
+from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.lora import adapted, is_adapter, lora_scale
 from pretraining.config.training import TrainConfig
+from pretraining.data import open_stream
 from pretraining.models.init import build_model
+from pretraining.models.ops import next_token_loss
+from pretraining.run.start import parameter_shapes
+from pretraining.tools.convert.convert import to_huggingface
 
 SIZES: dict[str, Any] = {
     "model_variant": "custom",
@@ -50,6 +60,28 @@ def test_a_target_that_names_nothing_is_an_error_that_lists_what_there_is() -> N
         configure({**SIZES, "use_dummy_dataset": True, "lora_alpha": 3})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora_target_modules": "q_proj,typo"}, "lora_target_modules=q_proj,typo .*contains typo, which matches no"),
+        ({"lora_target_modules": "q_proj,"}, "matches no projection"),
+        ({"lora_target_modules": "gate_proj", "activation": "gelu"}, "contains gate_proj, which matches no projection"),
+        ({"lora_target_modules": "layers.0.self_attn.q_proj"}, "means other projections in layer 1 than in layer 0"),
+        ({"lora_target_modules": r"model\.layers\.1\..*q_proj"}, "means other projections in layer 1 than in layer 0"),
+        ({"lora_target_modules": r"model\.layers\.0\..*q_proj"}, "means other projections in layer 1 than in layer 0"),
+        ({"lora_modules_to_save": "lm_head,typo"}, "contains typo, which ends the name of no module"),
+        (
+            {"lora_modules_to_save": "lm_head", "tie_word_embeddings": True},
+            "contains lm_head, which ends the name of no",
+        ),
+        ({"lora_modules_to_save": "q_proj"}, "lora_modules_to_save=q_proj .*q_proj, which has an adapter"),
+    ],
+)
+def test_every_word_names_a_module_of_the_model(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure({**LORA, "use_dummy_dataset": True, **fields})
+
+
 def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
     assert lora_scale(TrainConfig(lora_rank=16, lora_alpha=32)) == 2
     assert lora_scale(TrainConfig(lora_rank=16, lora_alpha=32, lora_use_rslora=True)) == 8
@@ -75,10 +107,143 @@ def test_a_new_adapter_changes_nothing_and_alone_takes_gradients(init: Any) -> N
         ({}, set()),
         ({"lora_bias": "lora_only"}, {"q_proj.bias", "v_proj.bias"}),
         ({"lora_bias": "all"}, {f"{n}_proj.bias" for n in ("q", "k", "v", "o", "gate", "up", "down")}),
-        ({"lora_modules_to_save": "lm_head,norm"}, {"lm_head.weight", "norm.weight"}),
+        ({"lora_modules_to_save": "lm_head,model.norm"}, {"lm_head.weight", "norm.weight"}),
+        ({"lora_modules_to_save": "norm"}, {f"{n}norm.weight" for n in ("", "input_layer", "post_attention_layer")}),
     ],
 )
 def test_biases_and_whole_modules_are_trained_if_asked(fields: dict[str, Any], expected: set[str]) -> None:
     model = build_model(TrainConfig(**LORA, attn_bias=True, mlp_bias=True, **fields))
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad and not is_adapter(name)]
     assert {".".join(name.split(".")[-2:]) for name in trained} == expected
+
+
+# ---- Adapters that PEFT writes, and what it makes of ours
+
+RUN = {**SIZES, "use_dummy_dataset": True, "engine": "torch", "device": "cpu", "mixed_precision": False}
+RUN |= {"seq_length": 24, "batch_size": 2, "num_steps": 1, "report_interval": 1, "norm_eps": 1e-6}
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of transformers with the small model and random weights."""
+    transformers = pytest.importorskip("transformers")
+    names = {
+        "num_layers": "num_hidden_layers",
+        "num_kv_heads": "num_key_value_heads",
+        "seq_length": "max_position_embeddings",
+    }
+    sizes = {names.get(name, name): value for name, value in SIZES.items() if name != "model_variant"}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, initializer_range=0.3))
+    folder = tmp_path_factory.mktemp("base")
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_peft(base: Path, folder: Path, **settings: Any) -> Any:
+    """Write an adapter whose parameters are all random, with PEFT; return its model."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    settings = {"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), peft.LoraConfig(**settings)
+    )
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight) * 0.2)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def start(base: Path, adapter: Path, log_dir: Path, **fields: Any) -> tuple[TrainConfig, float]:
+    """Train a step from PEFT's adapter, with no other flag of it; return the configuration and the loss of the step."""
+    flags = {**RUN, "ckpt_load_path": str(base), "lora_load_path": str(adapter), "log_dir": str(log_dir), **fields}
+    done = train({name: str(value) for name, value in flags.items()})
+    assert done.code == 0
+    lines = map(json.loads, (log_dir / "metrics.jsonl").read_text().splitlines())
+    config = TrainConfig(**json.loads((log_dir / "config.json").read_text()))
+    return config, next(line["loss"] for line in lines if "loss" in line)
+
+
+def loss_of(model: Any, config: TrainConfig) -> float:
+    """Return PEFT's loss of the first global batch."""
+    batch = {name: torch.from_numpy(array).long() for name, array in open_stream(config).batch(0).items()}
+    with torch.no_grad():
+        return next_token_loss(model(batch["tokens"]).logits, batch["labels"]).item() / batch["labels"].numel()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lora_alpha": 16}, {"lora_alpha": 16.0, "lora_rank": 4, "lora_target_modules": "down_proj,q_proj,v_proj"}),
+        ({"lora_alpha": 16, "use_rslora": True}, {"lora_use_rslora": True}),
+        (
+            {"target_modules": "all-linear", "modules_to_save": ["norm", "lm_head"]},  # PEFT writes every path
+            {"lora_modules_to_save": "lm_head,norm"},
+        ),
+        (
+            {"target_modules": r".*\.(q|up)_proj", "modules_to_save": ["model.norm"]},
+            {"lora_target_modules": r".*\.(q|up)_proj"},
+        ),
+    ],
+)
+def test_an_adapter_of_peft_is_the_same_function_without_further_flags(
+    settings: dict[str, Any], expected: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    theirs = write_peft(base, tmp_path / "adapter", **settings)
+    config, loss = start(base, tmp_path / "adapter", tmp_path / "run", checkpoint_interval=1, learning_rate=1e-30)
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert loss == pytest.approx(loss_of(theirs, config), abs=2e-5)
+    # And back: what the run saved is PEFT's function, all trained norms included
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    exported = to_huggingface(open_any_checkpoint(tmp_path / "run"), tmp_path / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    again = peft.PeftModel.from_pretrained(model, str(exported)).eval()
+    assert loss_of(again, config) == pytest.approx(loss, abs=2e-5)
+    assert load_file(exported / MODEL).keys() == load_file(tmp_path / "adapter" / MODEL).keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "message"),
+    [
+        ({"use_dora": True}, {}, "use_dora=True"),
+        ({"alpha_pattern": {"q_proj": 4}}, {}, r"alpha_pattern=\{'q_proj': 4\}"),
+        ({"rank_pattern": {"q_proj": 2}}, {}, r"rank_pattern=\{'q_proj': 2\}"),
+        ({"lora_bias": True}, {}, "lora_bias=True"),
+        ({"layers_to_transform": [1]}, {}, r"layers_to_transform=\[1\]"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights=pissa"),
+        ({"lora_alpha": 16}, {"lora_alpha": 8}, "--lora_alpha=8.0 .*has 16.0; use that"),
+        ({}, {"lora_use_rslora": True}, "--lora_use_rslora=True .*has False; use that"),
+        ({}, {"lora_rank": 2}, "--lora_rank=2 .*has 4; use that"),
+        ({"modules_to_save": ["norm"]}, {"lora_modules_to_save": "model.norm"}, "lora_modules_to_save=model.norm"),
+    ],
+)
+def test_an_adapter_that_this_recipe_does_not_have_is_refused(
+    settings: dict[str, Any], fields: dict[str, Any], message: str, base: Path, tmp_path: Path
+) -> None:
+    write_peft(base, tmp_path / "adapter", **settings)
+    flags = {**RUN, "ckpt_load_path": str(base), "lora_load_path": str(tmp_path / "adapter"), **fields}
+    config = configure(flags, report=False)
+    with pytest.raises(ConfigError, match=message):
+        check_starting_point(config, tmp_path / "run", parameter_shapes(config))
+
+
+def test_tensors_of_an_adapter_are_exactly_those_that_are_trained(base: Path, tmp_path: Path) -> None:
+    write_peft(base, tmp_path / "adapter")
+    flags = {**RUN, "ckpt_load_path": str(base), "lora_load_path": str(tmp_path / "adapter")}
+    config, file = configure(flags, report=False), tmp_path / "adapter" / MODEL
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    for changed, message in (
+        ({other: tensors[other] for other in tensors if other != name}, "which this run trains"),
+        (
+            tensors | {"base_model.model.lm_head.weight": torch.ones(61, 32)},
+            "has lm_head.weight, which this run does not",
+        ),
+        (tensors | {name: tensors[name][:, :5].contiguous()}, "has shape"),
+    ):
+        save_file(changed, file)
+        with pytest.raises(UserError, match=message):
+            check_starting_point(config, tmp_path / "run", parameter_shapes(config))

@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,11 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from main_training import CONFIGURATION
-from pretraining.checkpoint.manifest import Facts
+from pretraining.checkpoint.manifest import Facts, open_checkpoint
+from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
 from pretraining.data.tokenizer import open_tokenizer
 from pretraining.models.init import build_model
 from pretraining.models.llama import Block
+from pretraining.tools.convert.convert import main as convert
+from pretraining.tools.evaluate import main as evaluate
 from pretraining.tools.generate import decoded, draw, main, sample
 from tests.checkpoint.saving import save
 from tests.faults.damage import CONTENTS
@@ -198,6 +201,47 @@ def test_a_run_whose_checkpoints_lie_elsewhere_is_found_by_its_config(run: Path,
     assert speak("--temperature=0", "--prompt=fox", path=tmp_path) == speak("--temperature=0", "--prompt=fox")
 
 
+def test_storage_that_a_configuration_names_is_contacted_on_request_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"ckpt_save_path": "s3://bucket/checkpoints"}')
+    asked: list[str] = []
+
+    def stored(path: str | Path) -> Path:
+        asked.append(str(path))
+        return run / "checkpoints" if str(path).startswith("s3:") else Path(path)
+
+    monkeypatch.setattr("pretraining.checkpoint.folder.location", stored)
+    words = [str(tmp_path), "--max_new_tokens=1"]
+    tokenizer = ["--tokenizer_path=s3://bucket/tokenizer.model"]
+    for program in (main, evaluate, convert):
+        more = {main: [], evaluate: ["--tasks=a.jsonl"], convert: [str(tmp_path / "hf")]}[program]
+        assert program([*words[: 1 if more else 2], *more]) == 2
+        error = capsys.readouterr().err
+        assert "ckpt_save_path=s3://bucket/checkpoints; --allow_remote contacts that storage" in error
+    assert not asked
+    assert main([*words, "--allow_remote"]) == 0 and asked
+    facts = {"tokenizer_path": "s3://bucket/tokenizer.model", "lora_rank": 0}
+    lora = {"lora_rank": 2, "ckpt_load_path": "s3://bucket/base", "tokenizer_path": ""}
+    for number, fields in enumerate((facts, lora)):
+        config = CONFIGURATION(model_variant="tiny", num_layers=1, seq_length=32, vocab_size=64, **fields)
+        saved = Facts(step=1, tokens_seen=0, data={}, config=asdict(config), engine="torch", mesh={})
+        folder = save(tmp_path / str(number), {"model.norm.weight": torch.ones(192)}, saved)
+        assert main([str(folder), *(tokenizer if number else [])]) == 2
+        assert "--allow_remote contacts that storage" in capsys.readouterr().err
+
+
+def test_the_rows_that_a_mesh_needs_are_not_of_the_checkpoint(run: Path, speak: Speak, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(run / "checkpoints" / "step_2")
+    config = {**checkpoint.facts.config, "make_vocab_size_divisible_by": 48, "tensor_parallel_size": 2}
+    save(tmp_path / "checkpoints", dict(read_tensors(checkpoint)), replace(checkpoint.facts, config=config))
+    assert speak("--temperature=0", "--prompt=fox", path=tmp_path) == speak("--temperature=0", "--prompt=fox")
+
+
+def test_two_dashes_are_a_prompt(speak: Speak) -> None:
+    assert speak("--prompt=--", "--max_new_tokens=1")
+
+
 def test_a_run_with_a_tokenizer_json_speaks(run: Path, speak: Speak, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.CharBPETokenizer(suffix="")
@@ -216,13 +260,17 @@ def test_a_run_with_a_tokenizer_json_speaks(run: Path, speak: Speak, tmp_path: P
         (["{run}", "--max_new_tokens=0"], "--max_new_tokens"),
         (["{run}", "--temperature=nan"], "--temperature"),
         (["{run}", "--promt=x"], "--promt"),
+        (["{run}", "--top_k=--"], "--top_k"),
+        (["{other}"], "config.json: ckpt_save_path=3 is no path"),
     ],
 )
 def test_a_mistake_is_one_clear_error_with_exit_code_2(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], words: str
 ) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"ckpt_save_path": 3}')
     try:
-        code: object = main([part.format(run=run, tmp=tmp_path) for part in change])
+        code: object = main([part.format(run=run, tmp=tmp_path, other=tmp_path / "other") for part in change])
     except SystemExit as ended:  # as argparse ends
         code = ended.code
     assert code == 2

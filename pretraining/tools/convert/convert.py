@@ -7,8 +7,8 @@ SOURCE is a run, a checkpoints folder or a step_N folder, and TARGET becomes a H
 safetensors with an index, the tokenizer. With --average_with, the weights are the mean of several checkpoints; with
 --use_ema, they are the moving averages of a run with ema_decay. Or SOURCE is a Hugging Face folder, and TARGET/step_0
 becomes a checkpoint without moments; so does a checkpoint of GPT-NeoX, NxD Training or NeMo with --import_config=FILE,
-its trainer's configuration. Training starts from a Hugging Face folder with safetensors as it is: give it as
---ckpt_load_path.
+its trainer's configuration, and --neox_gqa=head or legacy for GPT-NeoX's grouped queries. Training starts from a
+Hugging Face folder with safetensors as it is: give it as --ckpt_load_path.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ from pretraining.checkpoint import adapter
 from pretraining.checkpoint.adapter import MODEL, adapter_config, merge_adapter, their_name
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
+from pretraining.checkpoint.folder import ALLOW_REMOTE, refuse_remote
 from pretraining.checkpoint.gpt_neox import fuse, their_names
 from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, INDEX, SINGLE, is_huggingface, open_any_checkpoint
-from pretraining.checkpoint.manifest import DTYPES, Checkpoint, Facts
+from pretraining.checkpoint.manifest import DTYPES, Checkpoint, Entry, Facts, Manifest
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
 from pretraining.checkpoint.store import (
     IO_WORKERS,
     PendingSave,
+    check_fit,
     is_weight,
     read_tensors,
     with_moving_averages,
@@ -52,7 +54,9 @@ from pretraining.config.grammar import comma_separated
 from pretraining.config.huggingface import CONFIG, GPT_NEOX, config_json
 from pretraining.config.lora import adapters_alone, is_adapter, is_trained
 from pretraining.config.mup import folded_scale
+from pretraining.config.script import ArgumentParser
 from pretraining.config.training import TrainConfig
+from pretraining.models.init import on_meta
 from pretraining.storage import Location, location
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.convert.pickles import LAYOUTS, Weights, describe_moments, layout_of, open_pickles
@@ -74,18 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flags.import_config and not layout:
             raise UserError(f"--import_config: {flags.source} is no checkpoint of GPT-NeoX, NxD Training or NeMo")
         if layout:
-            weights = open_pickles(flags.source, layout, flags.import_config, flags.model_config_path)
+            more = {name: getattr(flags, name) for name in ("model_config_path", "neox_gated_ffn", "neox_gqa")}
+            weights = open_pickles(flags.source, layout, flags.import_config, **more)
             _print_note(weights.note)
             print(from_pickles(weights, flags.source, flags.target, dtype))
             return 0
-        source = open_any_checkpoint(flags.source)
+        source = open_any_checkpoint(flags.source, flags.allow_remote)
         if is_huggingface(flags.source):
             _print_note(describe_moments(flags.source, LAYOUTS[0]) if isinstance(flags.source, Path) else "")
             print(to_checkpoint(source, flags.target, dtype))
         else:
             if not isinstance(flags.target, Path):
                 raise UserError(f"{flags.target}: a folder in Hugging Face's format must be local: copy it afterwards")
-            sources = [source, *(open_any_checkpoint(location(name)) for name in comma_separated(flags.average_with))]
+            if not (flags.allow_remote or flags.tokenizer_path):
+                refuse_remote("tokenizer_path", saved_config(source.facts.config).tokenizer_path, flags.source)
+            paths = map(location, comma_separated(flags.average_with))
+            sources = [source, *(open_any_checkpoint(path, flags.allow_remote) for path in paths)]
             source, *others = map(with_moving_averages, sources) if flags.use_ema else sources
             print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
     except UserError as error:
@@ -101,7 +109,7 @@ def _print_note(note: str) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m pretraining.tools.convert", allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m pretraining.tools.convert", allow_abbrev=False)
     parser.add_argument("source", type=location, help="a run, a checkpoint, or a folder in Hugging Face's format")
     parser.add_argument("target", type=location, help="folder to write; must be new or empty")
     parser.add_argument("--dtype", choices=CHOICES, help="of the written tensors (default: unchanged)")
@@ -110,8 +118,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--average_with", default="", help="more checkpoints, comma-separated, for the mean of all")
     parser.add_argument("--use_ema", action="store_true", help="write the moving averages of the weights (ema_decay)")
+    parser.add_argument("--allow_remote", action="store_true", help=ALLOW_REMOTE)
     parser.add_argument("--import_config", default="", help="configuration file of the trainer that wrote `source`")
     parser.add_argument("--model_config_path", default="", help="config.json that --import_config refers to")
+    parser.add_argument(
+        "--neox_gqa",
+        choices=("head", "legacy"),
+        default="",
+        help="order of GPT-NeoX's grouped queries: written by its code of 2024-11-14 or later, or by an older one",
+    )
+    parser.add_argument("--neox_gated_ffn", default="", help="as in training, for the file of --import_config")
     parser.add_argument(
         "--shard_size", type=float, default=SHARD_SIZE, help="bytes of a file at most (default: %(default)g)"
     )
@@ -278,6 +294,16 @@ def from_pickles(weights: Weights, source: Path, folder: Location, dtype: torch.
     return _write_step_0(folder, source, weights.config, state, lambda name: weights.tensors[name].read(), dtype)
 
 
+def _check_model(source: Location, config: TrainConfig, state: Mapping[str, Tensor]) -> None:
+    """Raise UserError unless the weights that `state` describes are those of the model of `config`, as train does."""
+    expected = {name: tuple(weight.shape) for name, weight in on_meta(config).named_parameters()}
+    entries = {name: Entry("F32", tuple(tensor.shape), ()) for name, tensor in state.items() if is_weight(name)}
+    if unknown := sorted(entries.keys() - expected.keys()):
+        raise UserError(f"{source}: {', '.join(unknown[:5])}: this model has no such tensor (of {len(unknown)})")
+    facts = Facts(step=0, tokens_seen=0, data=None, config={}, engine="", mesh={})
+    check_fit(Checkpoint(source, facts, Manifest(entries, {})), expected)
+
+
 def _write_step_0(
     folder: Location,
     source: Location,
@@ -287,6 +313,7 @@ def _write_step_0(
     dtype: torch.dtype | None,
 ) -> Location:
     """Write the tensors that `state` describes, with the tokenizer next to the source."""
+    _check_model(source, config, state)
     _refuse_used(folder)
     tokenizers = [path for name in ("tokenizer.model", "tokenizer.json") if (path := source / name).is_file()]
     config = replace(config, tokenizer_path=str(tokenizers[0]) if tokenizers else "")

@@ -1,8 +1,8 @@
 """A run's tokenizer in a Hugging Face folder, so that transformers encodes texts with the ids of the training data.
 
-transformers' LlamaTokenizer encodes like a BPE model of sentencepiece without normalization, which is the kind that
-pretraining.tools.prepare trains: the ids of 1,000 random texts are the same. It does not normalize (353 of 701 texts
-differed) and takes a unigram model for BPE (643 of 701), so such a model is also written as tokenizer.json.
+A sentencepiece model is written as it is and as tokenizer.json, which transformers reads without sentencepiece and
+protobuf. The ids of 1,000 random texts are the same; transformers' LlamaTokenizer does not normalize (353 of 701 texts
+differed) and takes a unigram model for BPE (643 of 701).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def export_tokenizer(path: str) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def _sentencepiece(path: Location, files: dict[str, bytes]) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the special ids and the tokenizer_config.json of a sentencepiece model; add tokenizer.json if needed.
+    """Return the special ids and the tokenizer_config.json of a sentencepiece model, and add its tokenizer.json.
 
     Raises UserError for a model that no tokenizer of transformers follows.
     """
@@ -55,23 +55,12 @@ def _sentencepiece(path: Location, files: dict[str, bytes]) -> tuple[dict[str, i
             "with spaces before words can be exported"
         )
     names = {f"{kind}_token": model.id_to_piece(number) for kind, number in ids.items()}
-    if described.kind == UNIGRAM or described.normalizes:
-        if described.kind == UNIGRAM:
-            reason = "of two segmentations with the same score, transformers may choose the other one"
-            print(f"{path} is a unigram model: {reason}", file=sys.stderr)
-        pieces = [(model.id_to_piece(number), model.get_score(number)) for number in range(model.vocab_size())]
-        tree = tokenizer_json(described, pieces, model.unk_id())
-        files["tokenizer.json"] = json.dumps(tree).encode()
-        return ids, {**FAST, **names}
-    usage = {
-        "tokenizer_class": "LlamaTokenizer",
-        "add_bos_token": False,
-        "add_eos_token": False,
-        "add_prefix_space": described.adds_prefix,
-        "legacy": False,
-        **names,
-    }
-    return ids, usage
+    if described.kind == UNIGRAM:
+        reason = "of two segmentations with the same score, transformers may choose the other one"
+        print(f"{path} is a unigram model: {reason}", file=sys.stderr)
+    pieces = [(model.id_to_piece(number), model.get_score(number)) for number in range(model.vocab_size())]
+    files["tokenizer.json"] = json.dumps(tokenizer_json(described, pieces, model.unk_id())).encode()
+    return ids, {**FAST, **names}
 
 
 def _tokenizer_json(path: Location) -> tuple[dict[str, int], dict[str, Any]]:

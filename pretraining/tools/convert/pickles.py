@@ -1,27 +1,33 @@
 """Read the weights that other trainers save as pickles: Hugging Face's .bin, GPT-NeoX's, NxD Training's and NeMo's.
 
 torch.load(weights_only=True) reads them and nothing else: objects of other classes become empty stand-ins, so that no
-code of a file runs. Tensors are mapped, not read, where the file is a zip archive. Of optimizer states, those are
-read that have a name (nemo_states.py).
+code of a file runs. Every member of a zip archive is compared with its checksum first, because torch compares none;
+then tensors are mapped, not read, unless members are compressed. Of optimizer states, those are read that have a name
+(nemo_states.py).
 """
 
 from __future__ import annotations
 
+import pickletools
 import re
+import struct
+import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
-from zipfile import is_zipfile
+from typing import IO, Any, NamedTuple
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, is_zipfile
 
 import torch
 from torch import Tensor
 
 from main_training import CONFIGURATION
-from pretraining.checkpoint.files import UnreadableError, read_json
+from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.gpt_neox import our_name
-from pretraining.checkpoint.huggingface import BUFFERS, EMBEDDING, HEAD, model_fields
+from pretraining.checkpoint.huggingface import BUFFERS, EMBEDDING, HEAD, files_of_index, model_fields
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.huggingface import CONFIG
@@ -32,6 +38,7 @@ from pretraining.tools.convert.nemo_states import STEP, named_states
 from pretraining.tools.importing.mappings import Format
 from pretraining.tools.importing.resolve import KeyReport, import_foreign
 
+DEEPEST = 100  # tuples in tuples
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 NXDT_FILE = re.compile(r"dp_rank_00(?:_ep_rank_00)?_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 MODEL = [name for name, setting in SETTINGS.items() if setting.resume in (Resume.SHAPE, Resume.FUNCTION)]
@@ -52,22 +59,81 @@ class StandIn(dict[Any, Any]):
 
 def load(path: Path) -> dict[str, Any]:
     """Return the dictionary in a pickle. Raises UnreadableError if it is none or cannot be read."""
-    loaded = _unpickle(path)
-    if not isinstance(loaded, dict):
-        raise UnreadableError(f"{path}: holds {type(loaded).__name__}, not tensors by name")
-    return loaded
+    return _named(_unpickle(path), path)
+
+
+def _named(value: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise UnreadableError(f"{path}: holds {type(value).__name__}, not tensors by name")
+    return value
+
+
+# What torch and zipfile raise for malformed files; an unpickler's instructions fail in the ways of any program.
+_MALFORMED = (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, AssertionError,
+              ArithmeticError, MemoryError, BadZipFile, zlib.error, struct.error)  # fmt: skip
 
 
 def _unpickle(path: Path) -> Any:
+    if not path.is_file():  # a named pipe would be waited for
+        raise UnreadableError(f"{path}: no such file")
     try:
-        is_zip = is_zipfile(path)
+        is_zip = _begins_like_zip(path) or is_zipfile(path)
+        is_mapped = is_zip and _is_stored(path)
+        if not is_zip:
+            with path.open("rb") as file:
+                for _ in range(4):  # of a number, a version, the system's properties, the tensors
+                    _check_depth(file)
+            print(f"note: {path}: in torch's format before 1.6, without checksums: damage is not seen", file=sys.stderr)
         others = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
         with torch.serialization.safe_globals([(StandIn, name) for name in others]):
-            return torch.load(path, map_location=lambda storage, _: storage, weights_only=True, mmap=is_zip)  # on host
+            return torch.load(path, map_location=lambda storage, _: storage, weights_only=True, mmap=is_mapped)  # host
     except UnpicklingError as error:  # torch's message advises weights_only=False
         raise UnreadableError(f"{path}: holds more than tensors and could execute a program: not read") from error
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
-        raise UnreadableError(f"{path}: cannot be read as weights: {error}") from error
+    except _MALFORMED as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UnreadableError(f"{path}: cannot be read as weights: {reason}") from error
+
+
+def _begins_like_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _is_stored(path: Path) -> bool:
+    """Return whether no member of the archive is compressed. Raises BadZipFile if one is not what was saved."""
+    with ZipFile(path) as archive:
+        if damaged := archive.testzip():
+            raise BadZipFile(f"{damaged} differs from its checksum: the file is damaged, fetch it again")
+        for name in archive.namelist():
+            if name.endswith("data.pkl"):
+                _check_depth(archive.open(name))
+        return all(member.compress_type == ZIP_STORED for member in archive.infolist())
+
+
+def _check_depth(file: IO[bytes]) -> None:
+    """Raise ValueError if the pickle has tuples in tuples that would exhaust the stack of the function that hashes one.
+
+    That is a crash and no exception, because the function is C. Follows the pickle machine, with the depth of each
+    object's tuples in the place of the object.
+    """
+    stack: list[int | None] = []  # None: a mark
+    memo: dict[Any, int] = {}
+    for opcode, argument, _ in pickletools.genops(file):
+        name, taken = opcode.name, [0]
+        if "PUT" in name or name == "MEMOIZE":
+            memo[len(memo) if argument is None else argument] = stack[-1] or 0
+            continue
+        for kind in reversed(opcode.stack_before):
+            if kind is pickletools.stackslice:
+                while (depth := stack.pop()) is not None:
+                    taken.append(depth)
+            elif kind is not pickletools.markobject:
+                taken.append(stack.pop() or 0)
+        depth = max(taken) + 1 if name.startswith("TUPLE") else max(taken) if name == "REDUCE" else 0
+        if depth > DEEPEST:
+            raise ValueError(f"it has tuples in tuples, more than {DEEPEST} deep")
+        results = [depth] * len(opcode.stack_after)
+        stack += [None] if name == "MARK" else [memo.get(argument, 0)] if name.endswith("GET") else results
 
 
 # ---- Weights
@@ -81,16 +147,17 @@ class Weights(NamedTuple):
     note: str = ""  # on the optimizer states
 
 
-def open_pickles(path: Path, layout: Layout, import_config: str = "", model_config_path: str = "") -> Weights:
+def open_pickles(path: Path, layout: Layout, import_config: str = "", neox_gqa: str = "", **flags: str) -> Weights:
     """Open a folder of one of the layouts. import_config: file of the trainer that wrote it, "" for Hugging Face's.
 
-    model_config_path: the config.json that such a file may refer to. Raises UserError where the tensors are not those
-    of the configuration.
+    neox_gqa: "head" or "legacy", the order of grouped queries in GPT-NeoX's checkpoint. flags: others that the file may
+    need. Raises UserError where the tensors are not those of the configuration.
     """
     if layout is LAYOUTS[0]:
         config = CONFIGURATION(**model_fields(path / CONFIG))
     else:
-        config = _imported(layout, import_config, model_config_path)
+        config = _imported(layout, import_config, flags)
+        layout = _with_order_of_queries(layout, config, neox_gqa)
     if missing := missing_dimensions(config):
         raise UserError(f"{import_config}: has no {', '.join(missing)}")
     layers, expected = model_shape(config).num_layers, config.tensor_parallel_size
@@ -132,14 +199,30 @@ def _nemo_states(
     return {**merged, STEP: ranks.MergedTensor(updates.to("meta"), lambda: updates)}
 
 
-def _imported(layout: Layout, import_config: str, model_config_path: str) -> TrainConfig:
+def _with_order_of_queries(layout: Layout, config: TrainConfig, neox_gqa: str) -> Layout:
+    """Return the layout with the order that --neox_gqa names.
+
+    GPT-NeoX's checkpoints have the same shapes in both orders and record the sizes of the model, but no version of
+    GPT-NeoX (`megatron/checkpointing.py: save_ds_checkpoint`), so that only the user can say which one it is.
+    """
+    shape = model_shape(config)
+    if layout.table is not ranks.neox or shape.num_kv_heads == shape.num_attention_heads:
+        return layout
+    if not neox_gqa:
+        raise UserError(
+            f"num_kv_heads={shape.num_kv_heads}: GPT-NeoX's grouped queries changed their order on 2024-11-14 (commit "
+            "96c242eb), and a checkpoint does not say which it has: give --neox_gqa=head if the code that wrote it is "
+            "of that day or later, --neox_gqa=legacy if it is older"
+        )
+    return layout if neox_gqa == "legacy" else layout._replace(table=partial(ranks.neox, queries=ranks.by_rank))
+
+
+def _imported(layout: Layout, import_config: str, more: Mapping[str, str]) -> TrainConfig:
     """Return the model's settings in the trainer's file. Keys that are refused for training alone do not matter."""
     if not import_config:
         raise UserError(f"this is a checkpoint of {layout.title}: give its configuration file as --import_config")
-    flags = {"import_config": import_config, "neox_era": "head"}
-    result = import_foreign(
-        flags | ({"model_config_path": model_config_path} if model_config_path else {}), (), CONFIGURATION
-    )
+    flags = {"import_config": import_config, "neox_era": "head"} | {name: text for name, text in more.items() if text}
+    result = import_foreign(flags, (), CONFIGURATION)
     idle = [str(report) for report in [*result.keys, *result.defaults] if not _concerns_model(result.format, report)]
     if problems := [problem for problem in result.problems if problem.subject not in idle]:
         raise ConfigError(problems)
@@ -163,10 +246,12 @@ def _concerns_model(format_: Format, report: KeyReport) -> bool:
 
 def _bins(path: Path) -> Read:
     index = path / BIN_INDEX
-    files = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else [BIN]
-    for file in files:
-        loaded = load(path / file).items()
-        yield 0, 0, {our_name(name): tensor for name, tensor in loaded if not name.endswith(BUFFERS)}
+    files = files_of_index(index, "bin") if index.is_file() else {BIN: set[str]()}
+    for file, names in files.items():
+        loaded = {name: tensor for name, tensor in load(path / file).items() if not name.endswith(BUFFERS)}
+        if missing := sorted(names - loaded.keys()):
+            raise UnreadableError(f"{index}: {file} does not contain {missing[0]}")
+        yield 0, 0, {our_name(name): tensor for name, tensor in loaded.items() if not names or name in names}
 
 
 def _neox(path: Path) -> Read:
@@ -175,7 +260,7 @@ def _neox(path: Path) -> Read:
         layer, rank = map(int, re.findall(r"\d+", file.name))
         yield rank, layer, {_neox_name(layer, name): tensor for name, tensor in load(file).items()}
     for file in sorted(path.glob("mp_rank_*_model_states.pt")):
-        module = load(file).get("module") or {}
+        module = _named(load(file).get("module") or {}, file)
         parts = ((name.split(".", 2), tensor) for name, tensor in module.items() if name.startswith("sequential."))
         yield int(re.findall(r"\d+", file.name)[0]), 0, {_neox_name(int(n), rest): t for (_, n, rest), t in parts}
 
@@ -202,7 +287,7 @@ def _nxdt(path: Path) -> Read:
 def _nemo(path: Path) -> Read:
     """Layers are counted from the stage's first."""
     for rank, stage, loaded in _nemo_files(path):
-        yield rank, stage, loaded.get("state_dict", loaded)
+        yield rank, stage, _named(loaded.get("state_dict", loaded), path)
 
 
 def _nemo_files(path: Path) -> Read:

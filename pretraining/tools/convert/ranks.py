@@ -122,8 +122,14 @@ MEGATRON_ROWS = (  # GPT-NeoX, NeMo and NxD Training's own models share them
 NORMS = r"(input|post_attention)_layernorm\.(weight|bias)"
 
 
+def by_rank(shape: ModelShape, ranks: Ranks) -> Sequence[Tensor]:
+    """GPT-NeoX's order of grouped queries since its commit 96c242eb: a rank's queries, then its keys, its values."""
+    queries, keys = (count // len(ranks) * shape.head_dim for count in (shape.num_attention_heads, shape.num_kv_heads))
+    return blocks(1, (queries, keys, keys), ranks)
+
+
 def by_head(shape: ModelShape, ranks: Ranks) -> Sequence[Tensor]:
-    """GPT-NeoX's order: each query head is followed by its share of the keys and of the values."""
+    """GPT-NeoX's other order: each query head is followed by its share of the keys and of the values."""
     heads = shape.num_attention_heads
     share = shape.head_dim * shape.num_kv_heads // heads
     return blocks(heads // len(ranks), (shape.head_dim, share, share), ranks)
@@ -143,7 +149,7 @@ def huggingface(config: TrainConfig) -> tuple[Row, ...]:
     )
 
 
-def neox(config: TrainConfig) -> tuple[Row, ...]:
+def neox(config: TrainConfig, queries: Callable[[ModelShape, Ranks], Sequence[Tensor]] = by_head) -> tuple[Row, ...]:
     """GPT-NeoX: with a parallel residual every rank adds its own bias before the sum over the ranks."""
     bias = total if config.parallel_residual else replicated
     gated = model_shape(config).gated
@@ -152,7 +158,7 @@ def neox(config: TrainConfig) -> tuple[Row, ...]:
         Row(r"norm\.(weight|bias)", (r"model.norm.\1",), mean),
         Row(r"final_linear\.weight", ("lm_head.weight",), rows),
         Row(NORMS, (r"\1_layernorm.\2",), mean),
-        Row(r"attention\.query_key_value\.(\w+)", QKV, partial(by_head, model_shape(config))),
+        Row(r"attention\.query_key_value\.(\w+)", QKV, partial(queries, model_shape(config))),
         Row(r"attention\.dense\.weight", ("self_attn.o_proj.weight",), columns),
         Row(r"attention\.dense\.bias", ("self_attn.o_proj.bias",), bias),
         Row(r"mlp\.w1\.(\w+)", (r"mlp.gate_proj.\1",), rows),

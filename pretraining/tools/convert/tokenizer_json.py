@@ -28,11 +28,6 @@ class Description(NamedTuple):
     is_exotic: bool  # spaces follow their word, or are not escaped
     types: list[int]  # of the pieces
 
-    @property
-    def normalizes(self) -> bool:
-        """Whether decoding does not give the text back."""
-        return bool(self.charsmap) or self.strips
-
 
 def describe(model: bytes) -> Description:
     """Read a serialized model. Absent fields have the defaults of the format."""

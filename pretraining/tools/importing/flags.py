@@ -15,6 +15,7 @@ from pretraining.config.declaration import Setting, settings_of
 from pretraining.config.errors import Problem
 from pretraining.config.extension import FileFlags
 from pretraining.config.flags import first_rank, is_script_setting, read_values
+from pretraining.config.lora import PEFT_SETTINGS, peft_settings
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 from pretraining.tools.importing.huggingface import ModelFlags, find_config_json, model_flags
@@ -47,10 +48,12 @@ def flags_from_files(
         return FileFlags(result.flags, {**result.origins, **origins}, [*own.problems, *result.problems])
     if find_config_json(given) and is_script_setting("model_variant", given.get("model_variant")):
         del given["model_variant"]  # only a variant that the user names replaces that of the file
-    model = model_flags(given)
+    model, adapter = model_flags(given), adapter_flags(given)
     given.pop("model_config_path", None)
-    origins |= {name: origin for name, origin in model.origins.items() if name not in given}
-    values, problems = {**model.values, **given}, [*own.problems, *model.problems]
+    below = {**model.origins, **adapter.origins}
+    origins |= {name: origin for name, origin in below.items() if name not in given}
+    values = {**model.values, **adapter.values, **given}
+    problems = [*own.problems, *model.problems, *adapter.problems]
     config, mistakes = read_values(values, checks, configuration, missing_matters=False)
     assert isinstance(config, FileConfig)
     if report and not problems and not mistakes:
@@ -59,6 +62,21 @@ def flags_from_files(
     if report and config.import_only and not problems and not mistakes:
         print("\n".join(describe_differences(config)))
     return FileFlags(values, origins, problems)
+
+
+def adapter_flags(flags: Mapping[str, object]) -> FileFlags:
+    """Return the settings of the adapter at --lora_load_path; none if it has no file, which the checkpoints' room
+    reports."""
+    path = Path(str(flags.get("lora_load_path") or ""), str(flags.get("lora_load_tag") or ""), "adapter_config.json")
+    if not flags.get("lora_load_path") or not path.is_file():
+        return FileFlags({}, {}, [])
+    adapter = read_file(path)
+    try:
+        values = peft_settings(adapter)
+    except ValueError as error:
+        return FileFlags({}, {}, [Problem(f"{path}: {error}", "PEFT writes no such value")])
+    origins = {field: f"{key}={adapter.get(key)} in {path}" for key, field in PEFT_SETTINGS.items()}
+    return FileFlags(values, origins, [])
 
 
 def _read_config_file(flags: Mapping[str, object]) -> FileFlags:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pretraining.config.grammar import comma_separated
+from pretraining.config.lora import PROJECTIONS
 from pretraining.tools.importing import lightning, megatron, megatron_optim, shared
 from pretraining.tools.importing.conversions import (
     Conversion,
@@ -164,12 +166,23 @@ PRECISION = {
 _PEFT = f"{_ALIGNMENT}peft."
 
 
+# Layers there that are several here
+_FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+
+
 def _targets(value: Any, _: ForeignConfig) -> Conversion:
-    names = value if isinstance(value, list) else str(value).split(",")
-    if "qkv_proj" not in names:
-        return mapped(lora_target_modules=",".join(map(str, names)))
-    split = [part for name in names for part in (["q_proj", "k_proj", "v_proj"] if name == "qkv_proj" else [name])]
-    return implied("qkv_proj is three layers here", lora_target_modules=",".join(dict.fromkeys(split)))
+    """Projections whose names include one of the words, as NxD Core documents it; else fused ones that do."""
+    words = list(map(str, value)) if isinstance(value, list) else comma_separated(str(value))
+    names: dict[str, None] = {}
+    for word in words:
+        found = [name.rpartition(".")[2] for name in PROJECTIONS if word in name]
+        found = found or [part for name, parts in _FUSED.items() if word in name for part in parts]
+        if not found or not word:
+            return unsupported(f"{word} is in the name of no projection: {', '.join((*PROJECTIONS, *_FUSED))}")
+        names |= dict.fromkeys(found)
+    if words == list(names):
+        return mapped(lora_target_modules=",".join(names))
+    return implied("every projection with one of the words in its name", lora_target_modules=",".join(names))
 
 
 def _lora_saving(_: Any, source: ForeignConfig) -> Conversion:
@@ -231,7 +244,9 @@ FORMAT = Format(
         "model.optim.weight_decay": KeyMapping(_weight_decay, ("weight_decay",), "as written"),
         **PRECISION,
         **same_names("lora_rank lora_alpha lora_dropout lora_bias", _PEFT),
-        f"{_PEFT}target_modules": KeyMapping(_targets, ("lora_target_modules",), "qkv_proj: q_proj,k_proj,v_proj"),
+        f"{_PEFT}target_modules": KeyMapping(
+            _targets, ("lora_target_modules",), "by a part of the name; qkv_proj: q_proj,k_proj,v_proj"
+        ),
         **each("save_lora_base merge_lora", KeyMapping(_lora_saving, ("lora_save_mode",), "both together"), _PEFT),
         **each("save_lora_config_adapter merge_sharded_lora", ignore("PEFT's files hold it, unsharded"), _PEFT),
         f"{_PEFT}load_lora_from_ckpt": must_be_off("name the adapter with --lora_load_path"),

@@ -6,7 +6,9 @@ import functools
 import itertools
 import json
 import os
+import random
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,11 @@ def gpt_neox(parallel: bool = True) -> Any:
     return randomised(transformers.GPTNeoXForCausalLM(sizes))
 
 
-def assert_same_function(theirs: Any, source: Path, target: Path, config: dict[str, Any] | None = None) -> None:
+def assert_same_function(
+    theirs: Any, source: Path, target: Path, config: dict[str, Any] | None = None, *more: str
+) -> None:
     """Convert the folder and compare the logits of the model that it becomes."""
-    words = [str(source), str(target)]
+    words = [str(source), str(target), *more]
     if config:
         (target.parent / "config.json").write_text(json.dumps(config))
         words.append(f"--import_config={target.parent / 'config.json'}")
@@ -110,28 +114,41 @@ def test_gpt_neox_s_layers_and_ranks_are_one_model(ranks: int, stages: int, para
     assert_same_function(theirs, folder, tmp_path / "ours", config)
 
 
+def by_rank(layer: str, state: dict[str, Tensor], ranks: int) -> list[Tensor]:
+    """Return query_key_value of each rank as GPT-NeoX writes it since its commit 96c242eb: [queries | keys | values].
+
+    A rank has consecutive query heads with the key and value heads that serve them (`gqa_project`).
+    """
+    parts = [state[f"{layer}self_attn.{letter}_proj.weight"].chunk(ranks) for letter in "qkv"]
+    return [torch.cat([part[rank] for part in parts]) for rank in range(ranks)]
+
+
 @pytest.mark.parametrize("names", [("w1", "w3", "w2"), ("linear1", "", "linear2")])
-def test_gpt_neox_s_llama_is_read_with_both_names_of_its_gate(names: tuple[str, str, str], tmp_path: Path) -> None:
-    """linear1 holds the rank's rows of the second projection, then of the gate."""
+@pytest.mark.parametrize(("order", "ranks"), [("legacy", 2), ("head", 1), ("head", 2), ("", 2)])
+def test_gpt_neox_s_llama_is_read_with_both_names_of_its_gate_and_both_orders_of_its_queries(
+    names: tuple[str, str, str], order: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """linear1 holds the rank's rows of the second projection, then of the gate. No order given: it is asked for."""
     theirs = llama()
     state = theirs.state_dict()
     gate, up, down = names
-    for rank in range(2):
+    for rank in range(ranks):
         module = {
-            "sequential.0.word_embeddings.weight": state["model.embed_tokens.weight"].chunk(2)[rank],
+            "sequential.0.word_embeddings.weight": state["model.embed_tokens.weight"].chunk(ranks)[rank],
             "sequential.5.norm.scale": state["model.norm.weight"],
-            "sequential.6.final_linear.weight": state["lm_head.weight"].chunk(2)[rank],
+            "sequential.6.final_linear.weight": state["lm_head.weight"].chunk(ranks)[rank],
         }
         for layer in range(2):
             there, here = f"sequential.{layer + 2}.", f"model.layers.{layer}."
-            halves = [state[f"{here}mlp.{half}_proj.weight"].chunk(2)[rank] for half in ("gate", "up")]
+            legacy = fused(here, state, groups=4).chunk(ranks)[rank]
+            halves = [state[f"{here}mlp.{half}_proj.weight"].chunk(ranks)[rank] for half in ("gate", "up")]
             gates = (
                 {f"mlp.{gate}": halves[0], f"mlp.{up}": halves[1]} if up else {f"mlp.{gate}": torch.cat(halves[::-1])}
             )
             gates |= {
-                "attention.query_key_value": fused(here, state, groups=4).chunk(2)[rank],
-                "attention.dense": state[f"{here}self_attn.o_proj.weight"].chunk(2, 1)[rank],
-                f"mlp.{down}": state[f"{here}mlp.down_proj.weight"].chunk(2, 1)[rank],
+                "attention.query_key_value": legacy if order == "legacy" else by_rank(here, state, ranks)[rank],
+                "attention.dense": state[f"{here}self_attn.o_proj.weight"].chunk(ranks, 1)[rank],
+                f"mlp.{down}": state[f"{here}mlp.down_proj.weight"].chunk(ranks, 1)[rank],
             }
             module |= {f"{there}{name}.weight": weight for name, weight in gates.items()}
             for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -140,7 +157,13 @@ def test_gpt_neox_s_llama_is_read_with_both_names_of_its_gate(names: tuple[str, 
     config = {**NEOX, "norm": "rmsnorm", "rms_norm_epsilon": 1e-6, "rotary_pct": 1.0, "num_kv_heads": 2}
     config |= dict.fromkeys(("use_bias_in_attn_linear", "use_bias_in_mlp"), False)
     config |= {"mlp_type": "llama"} if up else {"activation": "swiglu", "intermediate_size": 192}
-    assert_same_function(theirs, tmp_path, tmp_path / "ours", {**config, "model_parallel_size": 2})
+    config["model_parallel_size"] = ranks
+    if order:
+        assert_same_function(theirs, tmp_path, tmp_path / "ours", config, f"--neox_gqa={order}")
+        return
+    (tmp_path / "neox.json").write_text(json.dumps(config))
+    assert main([str(tmp_path), str(tmp_path / "ours"), f"--import_config={tmp_path / 'neox.json'}"]) == 2
+    assert "give --neox_gqa=head if the code that wrote it is of that day" in capsys.readouterr().err
 
 
 # ---- NeMo and NxD Training
@@ -366,6 +389,93 @@ def test_a_folder_of_pickles_is_converted(build: Any, tmp_path: Path) -> None:
     theirs.config.save_pretrained(folder)
     torch.save(theirs.state_dict(), folder / "pytorch_model.bin", _use_new_zipfile_serialization=build is llama)
     assert_same_function(theirs, folder, tmp_path / "ours")
+
+
+def rewrite(source: Path, target: Path, compression: int, pickle: bytes = b"") -> None:
+    """Write the members of a zip archive to another one, with another pickle if one is given."""
+    with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", compression) as other:
+        for name in archive.namelist():
+            other.writestr(name, pickle if pickle and name.endswith("data.pkl") else archive.read(name))
+
+
+def test_an_archive_is_read_compressed_or_not_and_no_damage_to_it_is_silent(tmp_path: Path) -> None:
+    tensors = {f"weight{number}": torch.randn(40, 40) for number in range(3)}
+    sound, other = tmp_path / "sound.bin", tmp_path / "other.bin"
+    torch.save(tensors, sound)
+    for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2):
+        rewrite(sound, other, compression)
+        try:
+            loaded = load(other)
+        except UnreadableError:
+            assert compression == zipfile.ZIP_BZIP2  # which torch cannot inflate
+        else:
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    data, chance, refused = sound.read_bytes(), random.Random(0), 0
+    for attempt in range(60):
+        spoilt = bytearray(data)
+        if attempt % 3:
+            spoilt[chance.randrange(len(spoilt))] ^= 1 << chance.randrange(8)
+        else:
+            del spoilt[chance.randrange(len(spoilt)) :]
+        other.write_bytes(spoilt)
+        try:
+            loaded = load(other)
+        except UnreadableError as error:
+            assert str(error).count(str(other)) == 1 and "\n" not in str(error)
+            refused += 1
+        else:  # in bytes that mean nothing: padding, times, the other copy of a field
+            assert loaded.keys() == tensors.keys()
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({}, "has no weight_map"),
+        ({"weight_map": None}, "has no weight_map"),
+        ({"weight_map": 3}, "has no weight_map"),
+        ({"weight_map": {"model.norm.weight": 3}}, "3 is not the name of a bin file in the folder"),
+        ({"weight_map": {"model.norm.weight": "../outside.bin"}}, "'../outside.bin' is not the name of a bin file"),
+        ({"weight_map": {"other.weight": "pytorch_model.bin"}}, "pytorch_model.bin does not contain other.weight"),
+        ({"weight_map": {"model.norm.weight": "pytorch_model.bin"}}, "holds no model.embed_tokens.weight"),
+    ],
+)
+def test_an_index_of_pickles_names_files_of_its_folder_and_what_is_in_them(
+    index: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, theirs = tmp_path / "hf", llama()
+    theirs.config.save_pretrained(folder)
+    for path in (folder / "pytorch_model.bin", tmp_path / "outside.bin"):
+        torch.save(theirs.state_dict(), path)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert main([str(folder), str(tmp_path / "ours")]) == 2
+    assert message in capsys.readouterr().err
+
+
+TUPLES = b"}" + b")" + b"\x85" * 200_000 + b"K\x01s."  # {((...),): 1}, whose hash is a recursion in C
+LISTS = b"}X\x01\x00\x00\x00a" + b"]" * 200_000 + b"a" * 199_999 + b"s."
+IDENTITY = b"}X\x01\x00\x00\x00a)" + b"\x85" * 200_000 + b"Qs."
+CONTENTS = [{3: torch.ones(2)}, {"state_dict": 3}, {"weight": [1]}, [torch.ones(2)], TUPLES, LISTS, IDENTITY]
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_pickle_of_something_else_is_one_sentence(
+    content: Any, is_zip: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, file = llama(), tmp_path / "hf" / "pytorch_model.bin"
+    theirs.config.save_pretrained(tmp_path / "hf")
+    torch.save({} if isinstance(content, bytes) else content, file, _use_new_zipfile_serialization=is_zip)
+    if isinstance(content, bytes) and is_zip:
+        rewrite(file, tmp_path / "other.bin", zipfile.ZIP_STORED, pickle=b"\x80\x02" + content)
+        (tmp_path / "other.bin").rename(file)
+    elif isinstance(content, bytes):
+        data = file.read_bytes()
+        file.write_bytes(data.replace(b"\x80\x02}q\x00.\x80\x02]", b"\x80\x02" + content + b"\x80\x02]"))
+    assert main([str(tmp_path / "hf"), str(tmp_path / "ours")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len([line for line in lines if not line.startswith("note: ")]) == 1
 
 
 # ---- What is refused

@@ -595,3 +595,26 @@ def test_another_fp8_is_refused(key: str, value: Any, remains: str, tmp_path: Pa
 
 def test_a_value_that_no_number_equals_is_not_a_contradiction(tmp_path: Path) -> None:
     assert config("nxdt", tmp_path, {"compiler_cache_url": math.nan}).compile_cache_dir == "nan"
+
+
+# ---- NxD Training
+
+
+@pytest.mark.parametrize(
+    ("words", "targets"),
+    [
+        (["q_proj", "v_proj"], "q_proj,v_proj"),
+        (["qkv_proj", "o_proj"], "q_proj,k_proj,v_proj,o_proj"),
+        (["gate_up_proj"], "gate_proj,up_proj"),
+        ("mlp", "gate_proj,up_proj,down_proj"),
+        (["self_attn", "down"], "q_proj,k_proj,v_proj,o_proj,down_proj"),
+        (["q_proj", "typo"], None),
+    ],
+)
+def test_targets_of_adapters_are_parts_of_names(words: object, targets: str | None, tmp_path: Path) -> None:
+    changes = {"model_alignment_strategy.peft.lora_rank": 4, "model_alignment_strategy.peft.target_modules": words}
+    imported = imported_file("nxdt", tmp_path, changes)
+    if targets is None:
+        assert "typo is in the name of no projection" in imported.problems[0].remedy
+    else:
+        assert imported.config.lora_target_modules == targets
