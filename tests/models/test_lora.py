@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from main_training import configure, train
+from main_training import CONFIGURATION, configure, train
 from pretraining.checkpoint.adapter import MODEL
 from pretraining.checkpoint.huggingface import open_any_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point
@@ -163,7 +163,7 @@ def start(base: Path, adapter: Path, log_dir: Path, **fields: Any) -> tuple[Trai
     done = train({name: str(value) for name, value in flags.items()})
     assert done.code == 0
     lines = map(json.loads, (log_dir / "metrics.jsonl").read_text().splitlines())
-    config = TrainConfig(**json.loads((log_dir / "config.json").read_text()))
+    config = CONFIGURATION(**json.loads((log_dir / "config.json").read_text()))
     return config, next(line["loss"] for line in lines if "loss" in line)
 
 

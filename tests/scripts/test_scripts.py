@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import psutil
@@ -86,9 +87,10 @@ def mark_as_installed(checkout: Path, requirements: str) -> None:
 
 
 def replace_main(checkout: Path, program: str) -> None:
-    """Put another program in the place of main_training.py."""
-    (checkout / "main_training.py").unlink()
-    (checkout / "main_training.py").write_text(program)
+    """Put another program in the place of main_training.py, from which tools import the settings."""
+    (checkout / "main_training.py").rename(checkout / "original.py")
+    guarded = f"if __name__ == '__main__':\n{indent(program, '    ')}\nelse:\n    from original import *\n"
+    (checkout / "main_training.py").write_text(guarded)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
