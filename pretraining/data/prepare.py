@@ -36,7 +36,7 @@ from pretraining.data.hashing import key_of, short_hash
 from pretraining.data.instructions import LONGER, InstructionOptions, Packer, Reader, Row
 from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_json
 from pretraining.data.stores.labels import LABELS, POSITIONS
-from pretraining.data.text import SHARD_BYTES, TextShard, divide, find_files, read_documents, read_records
+from pretraining.data.text import SHARD_BYTES, TextShard, check_texts, divide, find_files, read_documents, read_records
 from pretraining.data.tokenizer import Tokenizer, open_tokenizer, train
 from pretraining.storage import Location, ObjectPath, location
 
@@ -237,7 +237,10 @@ def _move(output: Path, place: ObjectPath) -> None:
 
 
 def _prepare_shards(options: Options, files: list[Path], output: Path) -> None:
-    sources = divide(files, options.endings.split(","), _STDLIB_SHARD_BYTES if options.stdlib else SHARD_BYTES)
+    endings = options.endings.split(",")
+    for note in check_texts(files, endings):
+        print(note)
+    sources = divide(files, endings, _STDLIB_SHARD_BYTES if options.stdlib else SHARD_BYTES)
     path = _copy_or_train(options, sources, output)
     tokenizer = open_tokenizer(str(path))
     separator = tokenizer.separator if options.separator < 0 else options.separator

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import UserError
 from pretraining.config.huggingface import END_OF_DOCUMENT
-from pretraining.data.files import write_atomically
+from pretraining.data.files import file_hash, write_atomically
 from pretraining.storage import location
 
 # Sentencepiece skips longer sentences silently, so none is longer: bytes a character times characters a sentence.
@@ -108,6 +108,8 @@ class HuggingFaceTokenizer:
         except ModuleNotFoundError as error:
             raise UserError("a tokenizer.json needs the tokenizers package: pip install tokenizers") from error
         self._model: Any = tokenizers.Tokenizer.from_buffer(model)
+        self._model.no_truncation()  # the last use is saved with the tokenizer: a corpus would be cut to its length
+        self._model.no_padding()
         self.vocab_size: int = self._model.get_vocab_size(with_added_tokens=True)
         ends = [self._model.token_to_id(name) for name in END_OF_DOCUMENT]
         self.separator: int | None = next((number for number in ends if number is not None), None)
@@ -168,6 +170,25 @@ def check_tokenizer(path: str, flag: str = "--tokenizer_path") -> None:
         raise UserError(f"{flag}={path}: no such file; give the tokenizer of the data, tokenizer.model or .json")
 
 
+def check_origin(path: str, prepared: Mapping[str, str]) -> None:
+    """Raise UserError if data were prepared with another tokenizer than the one at `path`; "": none is given.
+
+    prepared: name of the data -> sha256 of their tokenizer, as meta.json has it; "" where it is not known.
+    """
+    known = {name: checksum for name, checksum in prepared.items() if checksum}
+    if not path or not known:
+        return
+    check_tokenizer(path)
+    actual = file_hash(location(path))
+    for name, checksum in known.items():
+        if checksum != actual:
+            sums = f"sha256 {checksum[:12]}..., not {actual[:12]}..."
+            raise UserError(
+                f"--tokenizer_path={path}: {name} was prepared with another tokenizer ({sums}): give that one; "
+                "prepare wrote a copy next to train/"
+            )
+
+
 def open_tokenizer(path: str, flag: str = "--tokenizer_path") -> Tokenizer:
     """Open the tokenizer at `path`, which `flag` names: *.json is Hugging Face's, others sentencepiece's.
 
@@ -195,7 +216,7 @@ def train(texts: Iterable[str], vocabulary: int, target: Path, threads: int) -> 
 
     import sentencepiece
 
-    count, unreadable = [0, 0], list[UserError]()
+    count, unreadable = [0, 0], list[Exception]()
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -234,7 +255,7 @@ def _size_remedy(message: str) -> str:
     return f"failed ({message}); use another size"
 
 
-def _sentences(texts: Iterable[str], count: list[int], unreadable: list[UserError]) -> Iterator[str]:
+def _sentences(texts: Iterable[str], count: list[int], unreadable: list[Exception]) -> Iterator[str]:
     """Yield the texts in sentences. count: documents and characters so far. unreadable: gets what ends the texts."""
     try:
         for text in texts:
@@ -242,6 +263,6 @@ def _sentences(texts: Iterable[str], count: list[int], unreadable: list[UserErro
             count[1] += len(text)
             for start in range(0, len(text), _SENTENCE):
                 yield text[start : start + _SENTENCE]
-    except UserError as error:
+    except Exception as error:
         unreadable.append(error)
         raise
