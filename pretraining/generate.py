@@ -28,7 +28,9 @@ from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
-from pretraining.data.tokenizer import Tokenizer, open_tokenizer
+from pretraining.config.variants import model_shape
+from pretraining.data.state import TOKENIZER
+from pretraining.data.tokenizer import Tokenizer, check_origin, open_tokenizer
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.storage import location
@@ -108,7 +110,10 @@ def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig
     if flags.use_ema:
         checkpoint = with_moving_averages(checkpoint)
     config = saved_config(checkpoint.facts.config)
-    tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
+    tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path, checkpoint)
+    if tokenizer.vocab_size > (rows := model_shape(config).vocab_size):
+        has = f"{tokenizer.vocab_size:,} ids, but the model's vocabulary is {rows:,}"
+        raise UserError(f"the tokenizer has {has}: give --tokenizer_path=FILE, the tokenizer of the run's data")
     weights = {**base_weights(checkpoint, config), **read_tensors(checkpoint, is_weight)}
     return load_model(config, weights), tokenizer, config
 
@@ -126,12 +131,14 @@ def decoded(tokenizer: Tokenizer, prompt: list[int], added: Iterable[int]) -> It
     yield tokenizer.decode(tokens)[len(shown) :]
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """Open the tokenizer at `path`. Raises UserError if there is none."""
+def load_tokenizer(path: str, checkpoint: Checkpoint) -> Tokenizer:
+    """Open the tokenizer at `path`. Raises UserError if there is none, or the run's data were made with another."""
     if not path:
         raise UserError(
             "no tokenizer in the run's configuration: give --tokenizer_path=FILE, the tokenizer of its data"
         )
+    mixture = (checkpoint.facts.data or {}).get("mixture", {})
+    check_origin(path, {f"dataset {name} of the run": entry.get(TOKENIZER, "") for name, entry in mixture.items()})
     return open_tokenizer(path)
 
 

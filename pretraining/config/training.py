@@ -451,7 +451,7 @@ class TrainConfig:
     tokenizer_path: Annotated[str, STORABLE] = ""
     """The tokenizer that made the tokens: a sentencepiece model or a tokenizer.json. Validation and test read it to
     report bits per byte (special tokens count 0 bytes); pretraining.generate turns a prompt into tokens and back with
-    it. Empty: none."""
+    it. Another one than prepare recorded in meta.json is refused, there and here. Empty: none."""
     sep_token: Annotated[int | None, AtLeast(-1)] = None
     """Token id put after every document; -1: none, for rows that are packed already. None: the one that preparation
     recorded in meta.json next to the shards, otherwise 1, as in fms-fsdp; an error where the documents end with

@@ -21,6 +21,7 @@ from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardFile, ShardIndex, index_folder, last_tokens, open_indexes
 from pretraining.data.layouts import read_json, split_folders
 from pretraining.data.stores.find import FORMATS, find_datasets, find_shards
+from pretraining.data.tokenizer import check_origin
 from pretraining.storage import Location, ObjectPath, location
 
 SPLITS = ("train", "valid", "test")
@@ -51,6 +52,11 @@ class Dataset:
     documents: range  # those of the split, counted over all shards
     fingerprint: str  # of the shards' content and names, whatever their folder
     description: dict[str, Any]  # contents of meta.json, empty without one
+
+    @property
+    def tokenizer(self) -> str:
+        """The sha256 of the tokenizer that the data were prepared with; "" if it is not known."""
+        return str(self.description.get("tokenizer_sha256") or "")
 
 
 class SpecialTokens(NamedTuple):
@@ -100,6 +106,7 @@ def open_datasets(config: TrainConfig, split: str) -> list[Dataset]:
     for name in find_datasets(source.folder, source.datasets):
         folder = _of_split(source.folder / name, "train" if source.shares else split)
         datasets.append(_open(config, folder, name or source.folder.name, split, source.shares))
+    check_origin(config.tokenizer_path, {str(dataset.folder): dataset.tokenizer for dataset in datasets})
     return datasets
 
 
@@ -197,6 +204,14 @@ def _check_labels(config: TrainConfig, folder: Location, description: dict[str, 
              if getattr(config, name) not in (None, "")]  # fmt: skip
     if length and added:
         raise UserError(f"{folder}: rows of whole examples have no place for --{added[0]}: remove it")
+
+
+def describe_vocabulary(dataset: Dataset, rows: int | None) -> str:
+    """Return a line if the model's vocabulary has ids that the tokenizer of the data does not have; otherwise ""."""
+    size = dataset.description.get("vocab_size")
+    if not isinstance(size, int) or rows is None or size >= rows:
+        return ""
+    return f"{dataset.name}: its tokenizer has {size:,} ids, the model's vocabulary {rows:,}: the rest is never trained"
 
 
 def describe_labels(dataset: Dataset) -> str:

@@ -23,6 +23,7 @@ from pretraining import inspect_data
 from pretraining.config.errors import UserError
 from pretraining.configure import configure
 from pretraining.data import check_data, open_stream, prepare, splits_of
+from pretraining.data.files import file_hash
 from pretraining.data.text import FileRange, divide, find_files, read_documents
 from pretraining.data.tokenizer import open_tokenizer
 from tests.data.corpora import rows
@@ -244,6 +245,27 @@ def test_a_vocabulary_larger_than_the_models_is_known_before_training(prepared: 
     flags = {"data_path": str(prepared.folder / "out" / "train"), "index_dir": str(tmp_path), "vocab_size": 300}
     with pytest.raises(UserError, match=r"400 ids, but the model's vocabulary is 300: .*--vocab_size=400"):
         open_stream(configure(flags))
+
+
+def test_another_tokenizer_than_that_of_the_data_is_refused(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint records it, because the data may be gone when a text is generated."""
+    out = prepared.folder / "out"
+    (tmp_path / "other.model").write_bytes((out / "tokenizer.model").read_bytes() + b"\x0a\x00")
+    (tmp_path / "copy.model").write_bytes((out / "tokenizer.model").read_bytes())
+    flags = {"data_path": str(out), "index_dir": str(tmp_path), "vocab_size": 410, "seq_length": 16, "batch_size": 1}
+    wrong = {**flags, "tokenizer_path": str(tmp_path / "other.model")}
+    message = rf"--tokenizer_path={tmp_path}/other.model: {out}/train was prepared with another tokenizer"
+    with pytest.raises(UserError, match=message):
+        check_data(configure(wrong))
+    assert inspect_data.main([f"--{name}={value}" for name, value in wrong.items()]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    stream = open_stream(configure({**flags, "tokenizer_path": str(tmp_path / "copy.model")}))
+    assert stream.state(0)["mixture"]["train"]["tokenizer_sha256"] == file_hash(out / "tokenizer.model")
+    line = "train: its tokenizer has 400 ids, the model's vocabulary 410: the rest is never trained"
+    assert line in stream.facts()["notes"]
+    assert not any("ids" in note for note in open_stream(configure({**flags, "vocab_size": 400})).facts()["notes"])
 
 
 def test_a_given_tokenizer_and_a_tokenizer_json_are_used(prepared: Prepared, tmp_path: Path) -> None:
