@@ -9,6 +9,7 @@ import contextlib
 import gc
 import hashlib
 import math
+import shlex
 import sys
 import time
 from collections import deque
@@ -234,9 +235,10 @@ def _print_where_to_look(run: TrainingRun, code: int) -> None:
     elif config.checkpoint_interval:
         run.print("the same command continues from the newest checkpoint")
     run.print(f"  metrics      {folder / 'metrics.jsonl'}")
-    run.print(f"  curves       python -m pretraining.monitor.report {folder}")
+    run.print(f"  curves       python -m pretraining.monitor.report {shlex.quote(str(folder))}")
     if find_spec("tensorboard"):
-        run.print(f"               tensorboard --logdir {config.tensorboard_dir or folder / 'tensorboard'}")
+        events = config.tensorboard_dir or str(folder / "tensorboard")
+        run.print(f"               tensorboard --logdir {shlex.quote(events)}")
     if config.checkpoint_interval:
         run.print(f"  checkpoints  {run.checkpoints.folder}")
 

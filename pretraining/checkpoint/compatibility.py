@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, Problem
+from pretraining.config.grammar import without_credentials
 from pretraining.config.lora import adapters_alone
 from pretraining.config.optimizers import FLAGS, hyperparameters
 from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.validate import problem
 from pretraining.config.variants import model_shape
 from pretraining.optim.schedule import learning_rate
 
@@ -27,7 +29,7 @@ class Change(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.field} {self.before} -> {self.now}"
+        return without_credentials(f"{self.field} {self.before} -> {self.now}")
 
     @property
     def policy(self) -> Resume:
@@ -51,8 +53,17 @@ def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
 
 
 def saved_config(saved: Mapping[str, Any]) -> TrainConfig:
-    """Return the configuration in a checkpoint's facts without the settings that this version does not have."""
-    return TrainConfig(**{name: value for name, value in saved.items() if name in SETTINGS})
+    """Return the configuration in a checkpoint's facts without the settings that this version does not have.
+
+    Raises ConfigError if one that decides the model is out of its range.
+    """
+    config = TrainConfig(**{name: value for name, value in saved.items() if name in SETTINGS})
+    model = {name: setting for name, setting in SETTINGS.items() if setting.resume in (Resume.SHAPE, Resume.FUNCTION)}
+    faults = {name: setting.fault(getattr(config, name)) for name, setting in model.items()}
+    wrong = [problem(config, name, f"in the checkpoint: {fault}") for name, fault in faults.items() if fault]
+    if wrong:
+        raise ConfigError(wrong)
+    return config
 
 
 def _resolved(config: TrainConfig) -> dict[str, Any]:

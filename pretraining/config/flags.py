@@ -18,6 +18,7 @@ from difflib import SequenceMatcher, get_close_matches
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import ConfigError, Problem, UserError
+from pretraining.config.grammar import without_credentials
 from pretraining.config.script import exit_code, write_exit_code
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.validate import Check, problems
@@ -56,7 +57,7 @@ def _call(main: Callable[..., int | None], line: CommandLine, checks: Iterable[C
         raise ConfigError([*line.problems, *read_values(line.flags, checks, missing_matters=False).problems])
     for note in line.notes:
         if first_rank():
-            print(f"note: {note}", file=sys.stderr, flush=True)
+            print(f"note: {without_credentials(note)}", file=sys.stderr, flush=True)
     import fire
 
     command = [f"--{name}={value}" for name, value in line.flags.items()]

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 from pretraining.config.errors import Problem, UnknownValueError
-from pretraining.config.grammar import without_credentials
 from pretraining.config.training import SETTINGS, TrainConfig
 
 Check = Callable[[TrainConfig], Iterable[Problem]]  # a rule across settings; rooms export theirs as CHECKS
@@ -48,7 +47,7 @@ def check_needs(config: TrainConfig) -> Iterator[Problem]:
 
 def problem(config: TrainConfig, name: str, remedy: str, is_missing: bool = False) -> Problem:
     """Return the problem with setting `name`, whose subject is the flag as the user would type it."""
-    return Problem(f"--{name}={without_credentials(str(getattr(config, name)))}", remedy, is_missing)
+    return Problem(f"--{name}={getattr(config, name)}", remedy, is_missing)
 
 
 class GuardedConfig(TrainConfig):

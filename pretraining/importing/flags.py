@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem
 from pretraining.config.flags import first_rank, is_script_setting, read_values
+from pretraining.config.grammar import without_credentials
 from pretraining.config.training import SETTINGS
 from pretraining.config.validate import Check
 from pretraining.importing.huggingface import ModelFlags, find_config_json, model_flags
@@ -46,7 +47,7 @@ def flags_from_files(flags: Mapping[str, object], report: bool = True, checks: I
         result = import_foreign(given, checks)
         if report:
             data = as_data(result, str(given.get("import_lr_steps", "")))
-            print(as_text(result, data))
+            print(without_credentials(as_text(result, data)))
             write_report(data, str(given.get("import_report", "")))
         return FileFlags(result.flags, {**result.origins, **origins}, [*own.problems, *result.problems])
     if find_config_json(given) and is_script_setting("model_variant", given.get("model_variant")):
@@ -58,9 +59,9 @@ def flags_from_files(flags: Mapping[str, object], report: bool = True, checks: I
     config, mistakes = read_values(values, checks, missing_matters=False)
     if report and not problems and not mistakes:
         for note in [*_replaced(own, flags), *_replaced(model, given), *model.notes]:
-            print(f"note: {note.subject}: {note.remedy}")
+            print(without_credentials(f"note: {note.subject}: {note.remedy}"))
     if report and config.import_only and not problems and not mistakes:
-        print("\n".join(describe_differences(config)))
+        print(without_credentials("\n".join(describe_differences(config))))
     return FileFlags(values, origins, problems)
 
 

@@ -1,9 +1,9 @@
 """The attacks in large numbers: `python -m tests.faults.campaign ATTACK [--engine=E] [--first=N] [--number=N]`.
 
 ATTACK: kill, kill_late and kill_async (five kills to each number), fail, spoil, scripts (damaged files that other
-programs read), long (2,000 steps) or goodput (the quickstart, killed --number times). With --storage=s3, kill,
-kill_async and long have data and checkpoints on an S3 server; the kills in --processes=N processes of the torch engine
-or on two devices of xla, with --stages as two stages. Prints the counts and everything that broke.
+programs read), flags (extreme numbers), long (2,000 steps) or goodput (the quickstart, killed --number times). With
+--storage=s3, kill, kill_async and long have data and checkpoints on an S3 server; the kills in --processes=N processes
+of the torch engine or on two devices of xla, with --stages as two stages. Prints the counts and everything that broke.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -24,6 +25,8 @@ from typing import Any
 
 import psutil
 
+from pretraining.config.huggingface import DIMENSIONS
+from pretraining.config.training import SETTINGS
 from pretraining.monitor.account import account_line, totals
 from pretraining.monitor.metrics import read_metrics
 from tests.end_to_end.checkout import copy_checkout
@@ -35,6 +38,15 @@ from tests.object_storage import BUCKET, FaultProxy, environment, s3_server, upl
 from tests.scripts.test_scripts import Attended
 
 HOUR = 3600.0  # seconds
+EXTREMES = (
+    *(10**9, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 10**30, -(2**63), -(10**30)),
+    *("9" * 5000, "1e300", "-1e308", "1e-320", "inf", "-inf", "nan"),
+)
+ENABLING = {"lora_rank": 2, "mup_base_width": 16, "val_interval": 1, "fsdp_activation_checkpointing": True}
+SMALL_LLAMA = {
+    **{"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "intermediate_size": 32, "head_dim": 8, "max_position_embeddings": 64},
+}
 FROM = 4  # step of the checkpoint from which the continued run continues
 
 
@@ -67,7 +79,9 @@ def other_scripts(programs: Programs, folder: Path) -> dict[str, Target]:
 
 def attack(name: str, programs: Programs, root: Path, seeds: range, report: Report) -> None:
     """Run one kind of attack."""
-    if name == "scripts":
+    if name == "flags":
+        start_with_extremes(programs, root / "work", seeds, report)
+    elif name == "scripts":
         targets = other_scripts(programs, root / "work")
         for seed in seeds:
             targets[list(targets)[seed % len(targets)]].spoil(report, seed, is_checked=False)
@@ -82,6 +96,32 @@ def attack(name: str, programs: Programs, root: Path, seeds: range, report: Repo
                 target.fail(report, seed)
             else:
                 target.kill(report, seed, part=(0.85, 1) if name == "kill_late" else (0, 1))
+
+
+def start_with_extremes(programs: Programs, folder: Path, seeds: range, report: Report) -> None:
+    """Give one setting an extreme number, as a flag or in a model's config.json: it is refused, or the run has it."""
+    write_corpus(folder)
+    numbers = [name for name, setting in SETTINGS.items() if setting.kind in (int, float)]
+    keys = {field: key for key, field in DIMENSIONS.items()}
+    for seed in seeds:
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        chance = random.Random(seed)
+        name, value = chance.choice(numbers), chance.choice(EXTREMES)
+        needs = SETTINGS[name].needs
+        enabling = {"ckpt_local_path": folder / "local", **ENABLING}
+        fields = {"num_steps": 2, **({needs.name: needs.value or enabling.get(needs.name, 0)} if needs else {})}
+        words = training(folder, programs.engine, **(fields | {name: value}))
+        if in_file := name in keys and seed % 2:
+            model = json.dumps({**SMALL_LLAMA, keys[name]: "EXTREME"})
+            (folder / "config.json").write_text(model.replace('"EXTREME"', str(value)))
+            words = [word for word in words if word.partition("=")[0][2:] not in (*keys, "model_variant")]
+            words.append(f"--model_config_path={folder}/config.json")
+        outcome = programs.run(*words, limits={"RLIMIT_AS": 12 << 30})
+        problem = "memory" if "may not have more memory" in outcome.errors else ""
+        if outcome.code == 0:
+            taken = json.loads((folder / "run" / "config.json").read_text())[name]
+            problem = "" if taken == SETTINGS[name].read(value) else "silent difference"
+        report.add(f"{name}={str(value)[:40]}{' in config.json' if in_file else ''} (seed {seed})", outcome, problem)
 
 
 def attack_stored(programs: Programs, root: Path, options: argparse.Namespace, report: Report) -> None:
