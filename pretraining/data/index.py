@@ -143,9 +143,11 @@ def _read_header(sidecar: Path) -> ShardIndex | None:
 
 def _from_header(header: dict[str, Any], sidecar: Path) -> ShardIndex:
     arrays = {
-        name: DiskArray(path or str(sidecar), offset, dtype, length)
+        name: DiskArray(path or str(sidecar), offset, np.dtype(dtype).str, length)
         for name, (path, offset, dtype, length) in header["arrays"].items()
     }
+    if {array.dtype for array in arrays.values()} - {"<i4", "<i8"}:
+        raise ValueError(f"{sidecar}: is damaged")
     stamps = {name: Stamp(*header["facts"][name]) for name in ("stamp", "token_stamp")}
     return ShardIndex(**{**header["facts"], **stamps, **arrays})
 

@@ -217,7 +217,7 @@ def test_a_stale_index_is_built_again(tmp_path: Path) -> None:
     assert got[:60].tolist() == [*range(2, 52), 1, *range(52, 61)]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "zeroed"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "type", "zeroed"])
 def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) -> None:
     path = corpora.write_flat(tmp_path / "s", DOCUMENTS)
     source = ShardFile(str(path), "arrow", "tokens", ())
@@ -227,6 +227,8 @@ def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) ->
         truncate(sidecar, 0.8)
     elif damage == "garbage":
         sidecar.write_bytes(b"tokidx01" + b"\xff" * 500)
+    elif damage == "type":
+        sidecar.write_bytes(sidecar.read_bytes().replace(b'"<i8"', b'"<)8"'))
     else:
         raw = bytearray(sidecar.read_bytes())
         raw[before.lengths.offset :] = bytes(len(raw) - before.lengths.offset)
