@@ -91,7 +91,7 @@ def not_negative(text: str) -> float:
 def generate(flags: argparse.Namespace) -> Iterator[str]:
     """Yield the prompt and its continuation, in pieces. Raises UserError if there is no checkpoint or no tokenizer."""
     model, tokenizer, config = open_model(flags)
-    prompt = tokenizer.encode([flags.prompt])[0]
+    prompt = tokenizer.encode_prompt(flags.prompt, surrounded=False)
     document_start = [] if tokenizer.separator is None else [tokenizer.separator]
     source = torch.Generator().manual_seed(flags.seed)
     choose = partial(draw, temperature=flags.temperature, top_k=flags.top_k, generator=source)

@@ -18,6 +18,8 @@ _SENTENCE = 2_000
 _LONGEST = 4 * _SENTENCE
 
 
+_SPACED = "  \ufb01 \u212b  "  # which every normalization changes
+_UNMERGED = "\ue000"  # a character for private use: in no piece of a model, so it merges with nothing
 SPACE, BYTE_LEVEL_SPACE = "\u2581", "\u0120"  # as the names of tokens have it: sentencepiece's, GPT-2's
 
 
@@ -56,9 +58,31 @@ class SentencePieceTokenizer:
         """Return the id that an empty prompt stands for, as in transformers: the beginning of a text, or its end."""
         return self._model.bos_id() if self._model.bos_id() >= 0 else self.separator
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, as an export's tokenizer does: without special tokens."""
-        return self.encode([text])[0]
+    def encode_prompt(self, text: str, surrounded: bool = True) -> list[int]:
+        """Return the token ids of a prompt as the exported tokenizer does: names of special tokens are these tokens.
+
+        There are none around it, `surrounded` or not.
+        """
+        ids: list[int] = []
+        special = {**self._controls, self._model.id_to_piece(self._model.unk_id()): self._model.unk_id()}
+        for number, part in enumerate(re.split(f"({'|'.join(map(re.escape, special))})", text)):
+            if number % 2:
+                ids.append(special[part])
+            elif part:
+                ids += self._continue(part) if number else self.encode([part])[0]
+        return ids
+
+    def _continue(self, text: str) -> list[int]:
+        """Return the token ids of a text after a special token.
+
+        Of a model that normalizes texts, the export's tokenizer.json takes it for a text of its own; otherwise
+        transformers adds the space before a text to the first one alone.
+        """
+        is_normalized = not self._model.normalize(_SPACED).replace(SPACE, " ").endswith(_SPACED)
+        if is_normalized or not self.adds_space():
+            return self.encode([text])[0]
+        before, both = self.encode([_UNMERGED, _UNMERGED + text])
+        return both[len(before) :]
 
     def trace(self, text: str) -> TracedTokens:
         """Return the tokens of a text; the names of special tokens in it are those tokens."""
@@ -120,9 +144,9 @@ class HuggingFaceTokenizer:
         """Return the id that an empty prompt stands for: the end of a document."""
         return self.separator
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that tokenizer.json puts around it."""
-        ids: list[int] = self._model.encode(text).ids
+    def encode_prompt(self, text: str, surrounded: bool = True) -> list[int]:
+        """Return the token ids of a prompt; if `surrounded`, with the special tokens that tokenizer.json puts there."""
+        ids: list[int] = self._model.encode(text, add_special_tokens=surrounded).ids
         return ids
 
     def trace(self, text: str) -> TracedTokens:
