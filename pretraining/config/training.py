@@ -503,9 +503,9 @@ class TrainConfig:
     """GiB of data in object storage that are kept in data_cache_dir, or in the memory of each process. Where it has
     room for a block of documents of every logical shard, each block is read once per epoch."""
     verify_data: Annotated[Literal["off", "first_read", "always"], Resume.FREE] = "first_read"
-    """When the bytes of a block of documents are compared with the checksum that the index folder has recorded at its
-    first read ever: at its first read in a run, at every read, or never. pretraining.inspect_data --verify compares
-    whole files with the checksums in meta.json before a run."""
+    """When the bytes of a block of documents are compared with its checksum: at its first read in a run, at every read,
+    or never. The checksum is that of meta.json where prepare wrote the shards, otherwise what the index folder has
+    recorded at the first read ever, or when pretraining.inspect_data --verify compared whole files before a run."""
     accept_data_changes: bool = False
     """Continue although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture
     begins at that step, and the change is recorded. False: an error that lists what changed."""

@@ -17,6 +17,7 @@ from pretraining.config.grammar import parse_split, parse_steps, parse_weights
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import CUSTOM, VARIANTS
 from pretraining.data.checksums import verify
+from pretraining.data.corpus import whole_corpus
 from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardFile, ShardIndex, index_folder, last_tokens, open_indexes
 from pretraining.data.layouts import read_json, split_folders
@@ -25,6 +26,7 @@ from pretraining.data.tokenizer import check_origin
 from pretraining.storage import Location, ObjectPath, location
 
 SPLITS = ("train", "valid", "test")
+TOKENS = "tokens"  # column that prepare.py writes, and default of --col_name
 DESCRIPTION = "meta.json"  # what prepare.py writes next to the shards
 DEFAULT_SEPARATOR = 1  # fms-fsdp's sep_token
 NO_SEPARATOR = -1  # value of --sep_token
@@ -52,6 +54,12 @@ class Dataset:
     documents: range  # those of the split, counted over all shards
     fingerprint: str  # of the shards' content and names, whatever their folder
     description: dict[str, Any]  # contents of meta.json, empty without one
+
+    @property
+    def blocks(self) -> dict[str, Any]:
+        """The checksums of the blocks as prepare.py wrote them; {} if it did not."""
+        blocks = self.description.get("blocks")
+        return blocks if isinstance(blocks, dict) else {}
 
     @property
     def tokenizer(self) -> str:
@@ -121,8 +129,10 @@ def _of_split(folder: Location, split: str) -> Location:
 
 
 def verify_dataset(dataset: Dataset, config: TrainConfig) -> tuple[int, int]:
-    """Compare the shards with their checksums. See checksums.verify."""
-    return verify(dataset.shards, dataset.description.get("shards", {}), index_folder(config.index_dir))
+    """Compare the shards, and their blocks as the loader reads them, with their checksums. See checksums.verify."""
+    result = verify(dataset.shards, dataset.description.get("shards", {}), index_folder(config.index_dir))
+    whole_corpus(dataset.shards, dataset.blocks).verify_all()
+    return result
 
 
 def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: str) -> Dataset:
@@ -138,6 +148,8 @@ def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: 
     parts += [f"{shard.fingerprint} {shard.documents} {shard.token_count}" for shard in shards]
     total = sum(shard.documents for shard in shards)
     description = read_json(folder / DESCRIPTION) if (folder / DESCRIPTION).is_file() else {}
+    if strip or config.col_name != TOKENS:  # other documents than those that prepare.py counted
+        description = {name: value for name, value in description.items() if name not in ("tokens", "blocks")}
     _check_description(folder, description, shards, vocabulary(config))
     _check_labels(config, folder, description, shards)
     first, last = 0, total
@@ -182,12 +194,14 @@ def _check_description(
     missing = sorted(set(description.get("shards", {})) - {location(shard.path).name for shard in shards})
     if missing:
         raise UserError(f"{folder / missing[0]}: missing, but {DESCRIPTION} lists it: prepare the dataset again")
-    expected, documents = description.get("documents"), sum(shard.documents for shard in shards)
-    if expected is not None and expected != documents:
-        raise UserError(
-            f"{folder}: {documents:,} documents, but {DESCRIPTION} lists {expected:,}: a shard is missing or "
-            "belongs to another dataset; prepare the dataset again"
-        )
+    counts = {"documents": sum(shard.documents for shard in shards)}
+    counts["tokens"] = sum(shard.token_count for shard in shards)
+    for name, count in counts.items():
+        if (expected := description.get(name)) not in (None, count):
+            raise UserError(
+                f"{folder}: {count:,} {name}, but {DESCRIPTION} lists {expected:,}: a shard is missing, damaged or "
+                "belongs to another dataset; prepare the dataset again"
+            )
 
 
 def _check_labels(config: TrainConfig, folder: Location, description: dict[str, Any], shards: list[ShardIndex]) -> None:

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -30,11 +31,14 @@ from typing import Annotated, Any, get_args, get_type_hints
 from pretraining.config.errors import UserError, counted
 from pretraining.config.script import exit_with
 from pretraining.data.chat import find_template
+from pretraining.data.corpus import whole_corpus
 from pretraining.data.datasets import DESCRIPTION, NO_SEPARATOR
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.hashing import key_of, short_hash
+from pretraining.data.index import ShardFile, open_indexes
 from pretraining.data.instructions import LONGER, InstructionOptions, Packer, Reader, Row
 from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_json
+from pretraining.data.stores.find import find_shards
 from pretraining.data.stores.labels import LABELS, POSITIONS
 from pretraining.data.text import SHARD_BYTES, TextShard, check_texts, divide, find_files, read_documents, read_records
 from pretraining.data.tokenizer import Tokenizer, open_tokenizer, train
@@ -463,7 +467,7 @@ def _describe(
             continue
         counts = {name: sum(shard[name] for shard in shards) for name in ("documents", "tokens")}
         hashes = {shard["name"]: shard["sha256"] for shard in shards}
-        content = {**description, **counts, "shards": hashes}
+        content = {**description, **counts, "shards": hashes, "blocks": _block_sums(output / split)}
         write_atomically(output / split / DESCRIPTION, json.dumps(content, indent=2) + "\n")
         flags.append(f"--{flag}={output / split}")
         parts = {"document": counts["documents"], "token": counts["tokens"], "shard": len(shards)}
@@ -473,6 +477,13 @@ def _describe(
         print(f"{count:,} {what}")
     flags += validation if (output / "valid").is_dir() else ()
     write_atomically(output / FLAGS, "\n".join(flags) + "\n")
+
+
+def _block_sums(folder: Path) -> dict[str, Any]:
+    """Return the checksums of the blocks of a split's documents, which the loader compares at their first read."""
+    files = [ShardFile(path, format, COLUMNS[0], ()) for path, format in find_shards(folder, "auto")]
+    with tempfile.TemporaryDirectory() as indexes:  # its own, because the shards may be moved
+        return whole_corpus(open_indexes(files, Path(indexes)), {}).block_sums()
 
 
 if __name__ == "__main__":

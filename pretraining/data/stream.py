@@ -387,7 +387,13 @@ def open_stream(
     ranges = RangeCache(config.data_cache_dir, int(config.data_cache_gib * 2**30))
     corpora = [
         Corpus(
-            dataset.shards, dataset.documents, _order(config, special, dataset.name, any(fields)), files, cache, ranges
+            dataset.shards,
+            dataset.documents,
+            _order(config, special, dataset.name, any(fields)),
+            files,
+            cache,
+            ranges,
+            dataset.blocks,
         )
         for dataset in datasets
     ]

@@ -1,9 +1,10 @@
 """The attacks in large numbers: `python -m tests.faults.campaign ATTACK [--engine=E] [--first=N] [--number=N]`.
 
 ATTACK: kill, kill_late and kill_async (five kills to each number), fail, spoil, scripts (damaged files that other
-programs read), flags (extreme numbers), long (2,000 steps) or goodput (the quickstart, killed --number times). With
---storage=s3, kill, kill_async and long have data and checkpoints on an S3 server; the kills in --processes=N processes
-of the torch engine or on two devices of xla, with --stages as two stages. Prints the counts and everything that broke.
+programs read), flags (extreme numbers), unread (shards that no run has read), long (2,000 steps) or goodput (the
+quickstart, killed --number times). With --storage=s3, kill, kill_async and long have data and checkpoints on an S3
+server; the kills in --processes=N processes of the torch engine or on two devices of xla, with --stages as two stages.
+Prints the counts and everything that broke.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tests.faults.attacks import Report, Target
 from tests.faults.harness import Programs
 from tests.faults.programs import contents, left_over, result, scripts, training, write_corpus
 from tests.faults.stored import LARGE, PART, STAGES, StoredRun
+from tests.faults.unread import OTHERS, UnreadShard, flip_bit, swap_words
 from tests.object_storage import BUCKET, FaultProxy, environment, s3_server, upload
 from tests.scripts.test_scripts import Attended
 
@@ -79,7 +81,9 @@ def other_scripts(programs: Programs, folder: Path) -> dict[str, Target]:
 
 def attack(name: str, programs: Programs, root: Path, seeds: range, report: Report) -> None:
     """Run one kind of attack."""
-    if name == "flags":
+    if name == "unread":
+        damage_unread(root, seeds, report)
+    elif name == "flags":
         start_with_extremes(programs, root / "work", seeds, report)
     elif name == "scripts":
         targets = other_scripts(programs, root / "work")
@@ -122,6 +126,18 @@ def start_with_extremes(programs: Programs, folder: Path, seeds: range, report: 
             taken = json.loads((folder / "run" / "config.json").read_text())[name]
             problem = "" if taken == SETTINGS[name].read(value) else "silent difference"
         report.add(f"{name}={str(value)[:40]}{' in config.json' if in_file else ''} (seed {seed})", outcome, problem)
+
+
+def damage_unread(root: Path, seeds: range, report: Report) -> None:
+    """Flip a bit in shards that were never read, and exchange words in those and in shards that were read once."""
+    for kind, is_read in [("prepared", False), *((kind, is_read) for kind in OTHERS for is_read in (False, True))]:
+        shard = UnreadShard(root / ("read" if is_read else "unread"), kind, is_read)
+        for seed in seeds:
+            for how in (swap_words,) if is_read else (flip_bit, swap_words):
+                result = shard.damage(seed, how)
+                report.count(result)
+                if result == "silent":
+                    print(f"silent difference: {how.__name__} in {kind}{' read' * is_read} (seed {seed})", flush=True)
 
 
 def attack_stored(programs: Programs, root: Path, options: argparse.Namespace, report: Report) -> None:

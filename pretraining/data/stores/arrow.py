@@ -65,7 +65,7 @@ def index_arrow(path: str, column: str, decoded: str) -> ShardContents:
             return _read_messages(pa.PythonFile(headers, "r"), headers, column, path, schema, blocks)
     except StorageError:
         raise
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, EOFError) as error:
         if "decompress" in str(error):
             raise UserError(f"{path}: {COMPRESSED}") from error
         raise UserError(f"{path}: not a complete Arrow file ({error}): copy or write it again") from error
