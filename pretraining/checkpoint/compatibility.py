@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from pretraining.config.declaration import Resume, settings_of
 from pretraining.config.errors import ConfigError, Problem
-from pretraining.config.grammar import comma_separated
+from pretraining.config.grammar import comma_separated, without_credentials
 from pretraining.config.lora import adapted, adapters_alone
 from pretraining.config.optimizers import FLAGS, hyperparameters
 from pretraining.config.training import TrainConfig
+from pretraining.config.validate import problem
 from pretraining.config.variants import model_shape
 from pretraining.optim.schedule import learning_rate
 
@@ -29,7 +30,7 @@ class Change(NamedTuple):
     policy: Resume = Resume.NOTE  # what is declared for such a change
 
     def __str__(self) -> str:
-        return f"{self.field} {self.before} -> {self.now}"
+        return without_credentials(f"{self.field} {self.before} -> {self.now}")
 
 
 def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
@@ -49,9 +50,18 @@ def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
 
 
 def saved_config(saved: Mapping[str, Any], configuration: type[TrainConfig] = TrainConfig) -> TrainConfig:
-    """Return the configuration in a checkpoint's facts without the settings that this version does not have."""
-    names = settings_of(configuration).keys() & saved.keys()
-    return configuration(**{name: saved[name] for name in names})
+    """Return the configuration in a checkpoint's facts without the settings that this version does not have.
+
+    Raises ConfigError if one that decides the model is out of its range.
+    """
+    settings = settings_of(configuration)
+    config = configuration(**{name: value for name, value in saved.items() if name in settings})
+    model = {name: setting for name, setting in settings.items() if setting.resume in (Resume.SHAPE, Resume.FUNCTION)}
+    faults = {name: setting.fault(getattr(config, name)) for name, setting in model.items()}
+    wrong = [problem(config, name, f"in the checkpoint: {fault}") for name, fault in faults.items() if fault]
+    if wrong:
+        raise ConfigError(wrong)
+    return config
 
 
 def _resolved(config: TrainConfig) -> dict[str, Any]:

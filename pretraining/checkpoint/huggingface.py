@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from typing import Any
 
 from pretraining.checkpoint.files import UnreadableError, digest, parse_json, read_json, unreadable
@@ -73,7 +74,7 @@ def _weight_files(path: Location) -> dict[str, set[str]]:
         if (path / SINGLE).is_file():
             return {SINGLE: set()}
         is_pickled = any(file.suffix == ".bin" or file.suffix.startswith(".pt") for file in path.iterdir())
-        remedy = f"convert them: python -m pretraining.tools.convert {path} TARGET"
+        remedy = f"convert them: python -m pretraining.tools.convert {shlex.quote(str(path))} TARGET"
         raise UserError(f"{path}: contains {f'weights as pickles; {remedy}' if is_pickled else 'no weights'}")
     return files_of_index(path / INDEX, "safetensors")
 

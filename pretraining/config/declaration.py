@@ -157,11 +157,15 @@ class Setting(NamedTuple):
             return f"{self.expected}, not the {type(value).__name__} {value!r}"
         if self.kind is str and (fault := path_fault(value, self.may_be_object)):
             return fault
-        if self.constraint is None or self.constraint.accepts(value):
-            return None
-        return f"must be {self.constraint.requirement}"
+        if self.constraint and not self.constraint.accepts(value):
+            return f"must be {self.constraint.requirement}"
+        limit = LARGEST.get(self.kind)
+        if limit and abs(value) >= limit and getattr(self.constraint, "below", math.inf) == math.inf:
+            return f"must be below {limit:g}"
+        return None
 
 
+LARGEST = {int: 10**15, float: 1e30}  # where no upper bound is declared: products stay below 2^63, and within fp32
 TYPE_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pretraining.config.grammar import without_credentials
 from pretraining.config.script import USER_MISTAKE
+
+_LONGEST = 300  # characters of the subject of a problem
 
 
 class UserError(ValueError):
@@ -13,6 +16,9 @@ class UserError(ValueError):
 
     code = USER_MISTAKE  # of the process that it ends
     is_printed_by_all = False  # by every process of a run, and not by rank 0 alone
+
+    def __str__(self) -> str:
+        return without_credentials(super().__str__())
 
 
 def counted(number: int, noun: str) -> str:
@@ -32,11 +38,17 @@ class ConfigError(UserError):
     """Every mistake in the configuration at once."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = list(problems)
+        self.problems = list(map(_shortened, problems))
         width = max(len(problem.subject) for problem in self.problems)
         lines = [f"{counted(len(self.problems), 'problem')} with the configuration:"]
         lines += [f"  {problem.subject:<{width}}  {problem.remedy}" for problem in self.problems]
         super().__init__("\n".join(lines))
+
+
+def _shortened(problem: Problem) -> Problem:
+    """Return the problem without the middle of a value that would fill the screen."""
+    text, half = problem.subject, _LONGEST // 2
+    return problem._replace(subject=f"{text[:half]}...{text[-half:]}") if len(text) > _LONGEST else problem
 
 
 class UnknownValueError(ValueError):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from pretraining.config.declaration import Setting, settings_of
 from pretraining.config.errors import ConfigError, Problem, UserError
+from pretraining.config.grammar import without_credentials
 from pretraining.config.script import exit_code, write_exit_code
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check, problems
@@ -73,7 +74,7 @@ def _call(
         raise ConfigError([*line.problems, *values.problems])
     for note in line.notes:
         if first_rank():
-            print(f"note: {note}", file=sys.stderr, flush=True)
+            print(f"note: {without_credentials(note)}", file=sys.stderr, flush=True)
     import fire
 
     command = [f"--{name}={value}" for name, value in line.flags.items()]

@@ -29,13 +29,24 @@ def path_fault(text: str, may_be_object: bool) -> str | None:
 
 
 def without_credentials(text: str) -> str:
-    """Return `text` without what may be a password in a URI."""
-    return re.sub(r"(?<=://)[^/]*@|(?<=\?).*", "***", text) if "://" in text else text
+    """Return a value, or a message with values, without what may be a password in a URI.
+
+    Whatever prints the value of a setting prints it through this function; the messages of UserError do.
+    """
+    text = re.sub(r"(:/+)\S*@", r"\1***@", text)  # one slash: Path has taken the other
+    return re.sub(r"(:/+[^\s?]*\?)\S+", r"\1***", text)
 
 
 def comma_separated(text: str) -> list[str]:
     """Return the items without blanks around them; none for a blank text."""
     return [item.strip() for item in text.split(",")] if text.strip() else []
+
+
+def parse_name(text: str) -> str:
+    """Return the name of one folder; "" stands for the default."""
+    if text in (".", "..") or re.search(r"[/\0\n\r]", text):
+        raise ValueError(f"expected a name without a slash, got {text}")
+    return text
 
 
 def parse_weights(text: str) -> list[float]:

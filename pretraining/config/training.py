@@ -28,6 +28,7 @@ from pretraining.config.grammar import (
     RECOMPUTABLE,
     parse_cuts,
     parse_modules,
+    parse_name,
     parse_rampup,
     parse_ranges,
     parse_selective,
@@ -52,6 +53,7 @@ BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a s
 CUTS = Grammar(parse_cuts, "ascending layer numbers, comma-separated, such as 7,15,23")
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
 ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
+NAME = Grammar(parse_name, "a name without a slash; --log_dir may be any folder")
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
 RAMPUP = Grammar(parse_rampup, "start,increment,samples: three whole numbers from 1, such as 16,16,100000")
 RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
@@ -69,27 +71,28 @@ class TrainConfig:
     model_variant: Annotated[str, OneOf((*VARIANTS, CUSTOM)), Resume.FREE, COMMON] = "llama2_7b"
     """Row of the variant table that gives the dimensions below. The 7b, 13b, 34b and 70b are short names of llama2_*;
     tiny and mini are for CPUs; "custom": every dimension is set by its own flag."""
-    num_layers: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
-    """Transformer blocks. None: the variant's."""
-    hidden_size: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
+    num_layers: Annotated[int | None, AtLeast(1, below=10_000), Resume.SHAPE] = None
+    """Transformer blocks. None: the variant's. Upper bounds here and below are far above any model: they end what would
+    exhaust memory before it is reported."""
+    hidden_size: Annotated[int | None, AtLeast(1, below=2**20), Resume.SHAPE] = None
     """Width of the residual stream, a multiple of num_attention_heads unless head_dim is set. None: the variant's."""
-    intermediate_size: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
+    intermediate_size: Annotated[int | None, AtLeast(1, below=2**22), Resume.SHAPE] = None
     """Width of the feed-forward layer; with a gated activation, gate and up projection each have this width. None: the
     variant's."""
-    num_attention_heads: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
+    num_attention_heads: Annotated[int | None, AtLeast(1, below=2**16), Resume.SHAPE] = None
     """Query heads. None: the variant's."""
-    num_kv_heads: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
+    num_kv_heads: Annotated[int | None, AtLeast(1, below=2**16), Resume.SHAPE] = None
     """Key/value heads (grouped-query attention), a divisor of num_attention_heads. None: the variant's; for "custom",
     num_attention_heads."""
-    head_dim: Annotated[int | None, AtLeast(2), Resume.SHAPE] = None
+    head_dim: Annotated[int | None, AtLeast(2, below=2**16), Resume.SHAPE] = None
     """Width of one head, an even number. None: hidden_size / num_attention_heads."""
-    vocab_size: Annotated[int | None, AtLeast(1), Resume.SHAPE] = None
+    vocab_size: Annotated[int | None, AtLeast(1, below=2**24), Resume.SHAPE] = None
     """Rows of the embedding and of the output head; every token id must be below it. None: the variant's (no default
     for "custom")."""
-    make_vocab_size_divisible_by: Annotated[int, AtLeast(1)] = 1
+    make_vocab_size_divisible_by: Annotated[int, AtLeast(1, below=2**20)] = 1
     """The embedding and the output head are padded to a multiple of this x tensor_parallel_size rows. Padding rows are
     zero, do not take part in the loss and are not saved in checkpoints."""
-    max_position_embeddings: Annotated[int | None, AtLeast(1), Resume.FREE] = None
+    max_position_embeddings: Annotated[int | None, AtLeast(1, below=2**28), Resume.FREE] = None
     """Longest sequence of the model in tokens, at least seq_length. None: the variant's, or seq_length for "custom"."""
     norm_type: Annotated[Literal["rmsnorm", "layernorm"], Resume.FUNCTION] = "rmsnorm"
     """Normalization: "rmsnorm", or "layernorm" (subtracts the mean; with norm_bias, adds a bias)."""
@@ -137,9 +140,9 @@ class TrainConfig:
     """llama3 scaling: wavelengths above rope_original_max_position / this are divided by the full factor."""
     rope_high_freq_factor: Annotated[float, Above(0), Resume.FUNCTION] = 4.0
     """llama3 scaling: wavelengths below rope_original_max_position / this are not scaled."""
-    rope_original_max_position: Annotated[int, AtLeast(1), Resume.FUNCTION] = 8192
+    rope_original_max_position: Annotated[int, AtLeast(1, below=2**28), Resume.FUNCTION] = 8192
     """llama3 scaling: context length of the original model in tokens."""
-    sliding_window: Annotated[int | None, AtLeast(1), Resume.FUNCTION] = None
+    sliding_window: Annotated[int | None, AtLeast(1, below=2**28), Resume.FUNCTION] = None
     """Tokens that a token attends to, itself included. None: all previous tokens."""
     hidden_dropout: Annotated[float, AtLeast(0, below=1)] = 0.0
     """Dropout probability of the embedding and of what attention and feed-forward layer add to the residual stream. The
@@ -159,13 +162,13 @@ class TrainConfig:
     output_init_method: InitMethod = "scaled_normal"
     """init_method of the output projections of attention and feed-forward layer, whose results are summed over all
     blocks."""
-    mup_base_width: Annotated[int, AtLeast(0), Resume.FUNCTION] = 0
+    mup_base_width: Annotated[int, AtLeast(0, below=2**20), Resume.FUNCTION] = 0
     """Maximal update parametrization (Yang et al. 2022, table 8): hidden_size of the base model, whose learning rate is
     then the best one for every width, too. With m = hidden_size / mup_base_width, the matrices of the blocks start with
     1 / sqrt(m) of the base model's standard deviation and have 1 / m of the learning rate (muon: 1 / sqrt(m)), and the
     logits are divided by m. Weight decay per step is the base model's. intermediate_size and the number of heads, or
     head_dim, must grow like hidden_size. 0: the usual parametrization, the same as m = 1."""
-    mup_base_head_dim: Annotated[int, AtLeast(0), Needs("mup_base_width"), Resume.FUNCTION] = 0
+    mup_base_head_dim: Annotated[int, AtLeast(0, below=2**16), Needs("mup_base_width"), Resume.FUNCTION] = 0
     """head_dim of the base model: attention scores are q k sqrt(mup_base_head_dim) / head_dim. 0: the head_dim of this
     model, because wider models have more heads of the same width; scores are q k / sqrt(head_dim) as usual."""
 
@@ -231,7 +234,7 @@ class TrainConfig:
     parameter at a time. False: build the whole model in host memory first. The initial weights are the same."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP2's offload policy). CUDA only."""
-    collective_timeout: Annotated[int, AtLeast(1), Resume.FREE] = 600
+    collective_timeout: Annotated[int, AtLeast(1, below=10**9), Resume.FREE] = 600
     """Seconds that a collective of the torch engine may wait for a peer before the run ends with an error."""
 
     # ---- Precision
@@ -371,7 +374,7 @@ class TrainConfig:
     code 3, counted anew at every start. A skipped step does not change parameters or optimizer state."""
 
     # ---- Adapters
-    lora_rank: Annotated[int, AtLeast(0), Resume.STATE] = 0
+    lora_rank: Annotated[int, AtLeast(0, below=2**16), Resume.STATE] = 0
     """Rank r of an adapter for each of lora_target_modules: y = W x + s B A x, where only A and B are trained and W
     keeps the values of ckpt_load_path (or of the seed). 0: none, everything is trained."""
     lora_alpha: Annotated[float, Above(0), Needs("lora_rank")] = 8.0
@@ -404,19 +407,19 @@ class TrainConfig:
     """Sub-folder of lora_load_path. Empty: none."""
 
     # ---- Batch and length
-    batch_size: Annotated[int, AtLeast(1), COMMON] = 2
+    batch_size: Annotated[int, AtLeast(1, below=2**20), COMMON] = 2
     """Sequences per data-parallel rank in one forward and backward pass (the micro-batch). A rank is
     tensor_parallel_size x context_parallel_size devices."""
-    global_batch_size: Annotated[int | None, AtLeast(1), COMMON] = None
+    global_batch_size: Annotated[int | None, AtLeast(1, below=2**24), COMMON] = None
     """Sequences per optimizer step over all devices, a multiple of batch_size x ranks; the quotient is the number of
     micro-batches. None: batch_size x ranks x gradient_accumulation_steps."""
-    gradient_accumulation_steps: Annotated[int | None, AtLeast(1)] = None
+    gradient_accumulation_steps: Annotated[int | None, AtLeast(1, below=2**20)] = None
     """Micro-batches per optimizer step. None: derived from global_batch_size, or 1."""
     rampup_batch_size: Annotated[str, RAMPUP, Needs("global_batch_size")] = ""
     """Megatron's start,increment,samples: the global batch has `start` sequences at first and grows by `increment` up
     to global_batch_size, evenly over the first `samples` sequences of the run. Every size is a multiple of batch_size x
     ranks. Learning rate and intervals still follow the step. Empty: all global batches have one size."""
-    seq_length: Annotated[int, AtLeast(1, special=0), COMMON] = 0
+    seq_length: Annotated[int, AtLeast(1, below=2**28, special=0), COMMON] = 0
     """Length of a sequence in tokens. 0: the longest of the model, at most 4096."""
     seq_length_stages: Annotated[str, STAGES, Resume.NOTE] = ""
     """Train on shorter rows first, LENGTH:STEP and comma-separated: 1024:2000,2048:4000 has rows of 1024 tokens up to
@@ -425,7 +428,7 @@ class TrainConfig:
     seq_length, and is compiled for once. Validation has seq_length. Empty: seq_length from the first step on."""
     num_steps: Annotated[int, AtLeast(1), COMMON] = 1_000_000
     """Optimizer steps of the whole run; the learning rate schedule spans them."""
-    max_run_seconds: Annotated[int, AtLeast(0), Resume.FREE] = 0
+    max_run_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
     """Seconds after the start of scripts/train.sh, or of the program without it, in which the run saves and ends, with
     exit code 4; the same command continues it. Training stops early enough for two more steps and a save that lasts as
     long as the longest so far. 0: no limit."""
@@ -444,25 +447,25 @@ class TrainConfig:
     """Sub-folders of data_path to mix. Empty: all of them, or data_path itself where it holds shards."""
     weights: Annotated[str, WEIGHTS, COMMON] = ""
     """Fraction of each dataset in the mixture, by tokens, in the order of datasets; normalized. Empty: by size."""
-    logical_shards: Annotated[int, AtLeast(1)] = 1024
+    logical_shards: Annotated[int, AtLeast(1, below=2**24)] = 1024
     """Lanes of neighbouring sequences that an epoch of a dataset is divided into; one sequence is taken from each lane
     in turn, so consecutive sequences come from different places of the data. It need not divide anything."""
     tokenizer_path: Annotated[str, STORABLE] = ""
     """The tokenizer that made the tokens: a sentencepiece model or a tokenizer.json. Validation and test read it to
     report bits per byte (special tokens count 0 bytes); pretraining.tools.generate turns a prompt into tokens and back
-    with it. Empty: none."""
-    sep_token: Annotated[int | None, AtLeast(-1)] = None
+    with it. Another one than prepare recorded in meta.json is refused, there and here. Empty: none."""
+    sep_token: Annotated[int | None, AtLeast(-1, below=2**24)] = None
     """Token id put after every document; -1: none, for rows that are packed already. None: the one that preparation
     recorded in meta.json next to the shards, otherwise 1, as in fms-fsdp; an error where the documents end with
     another id. Documents that end with the separator already need strip_tokens, which is an error otherwise, except in
     object storage with sep_token set."""
-    eos_token: Annotated[int | None, AtLeast(0)] = None
+    eos_token: Annotated[int | None, AtLeast(0, below=2**24)] = None
     """fms-fsdp's newer name of sep_token; set only one of the two."""
-    bos_token: Annotated[int | None, AtLeast(0)] = None
+    bos_token: Annotated[int | None, AtLeast(0, below=2**24)] = None
     """Token id put before every document. None: none."""
-    bol_token: Annotated[int | None, AtLeast(0)] = None
+    bol_token: Annotated[int | None, AtLeast(0, below=2**24)] = None
     """Token id at the first position of every sequence. None: none."""
-    eol_token: Annotated[int | None, AtLeast(0)] = None
+    eol_token: Annotated[int | None, AtLeast(0, below=2**24)] = None
     """Token id that is the last label of every sequence, instead of the next token of the stream. None: none."""
     strip_tokens: Annotated[str, TOKENS] = ""
     """Token ids, comma-separated: one of them at the beginning of a document and one at its end are removed, so that
@@ -499,9 +502,9 @@ class TrainConfig:
     """GiB of data in object storage that are kept in data_cache_dir, or in the memory of each process. Where it has
     room for a block of documents of every logical shard, each block is read once per epoch."""
     verify_data: Annotated[Literal["off", "first_read", "always"], Resume.FREE] = "first_read"
-    """When the bytes of a block of documents are compared with the checksum that the index folder has recorded at its
-    first read ever: at its first read in a run, at every read, or never. pretraining.tools.inspect_data --verify
-    compares whole files with the checksums in meta.json before a run."""
+    """When the bytes of a block of documents are compared with its checksum: at its first read in a run, at every read,
+    or never. The checksum is that of meta.json where prepare wrote the shards, otherwise what the index folder has
+    recorded at the first read ever, or when pretraining.tools.inspect_data --verify compared whole files before."""
     accept_data_changes: bool = False
     """Continue although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture
     begins at that step, and the change is recorded. False: an error that lists what changed."""
@@ -509,7 +512,7 @@ class TrainConfig:
     """Sequences of the training data that are passed over, FIRST-LAST and comma-separated, as samples_seen of
     metrics.jsonl counts them; they count there. A global batch that would have one of them begins after it. See
     "Loss spikes". Empty: none."""
-    num_workers: Annotated[int, AtLeast(1), Resume.FREE, PER_HOST] = 1
+    num_workers: Annotated[int, AtLeast(1, below=4096), Resume.FREE, PER_HOST] = 1
     """Threads that read batches ahead. The order of the data does not depend on it."""
 
     # ---- Validation
@@ -561,7 +564,7 @@ class TrainConfig:
     checkpoint_scale: Annotated[Literal["linear", "log"], Resume.FREE] = "linear"
     """"linear": every checkpoint_interval steps. "log": at step 1 and at every power of checkpoint_interval, which is
     then at least 2."""
-    checkpoint_seconds: Annotated[int, AtLeast(0), Resume.FREE] = 0
+    checkpoint_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
     """Seconds between checkpoints, besides those of checkpoint_interval: the first step that ends later than this after
     the last save is saved too. 0: never by the clock."""
     extra_checkpoint_steps: Annotated[str, STEPS, Resume.FREE] = ""
@@ -589,16 +592,16 @@ class TrainConfig:
     async_checkpointing: Annotated[bool, Resume.FREE] = False
     """Training waits only until its state is copied to host memory; the next save and the end of the run wait for the
     disk. Needs as much free host memory as this host's part of a checkpoint."""
-    ckpt_io_workers: Annotated[int, AtLeast(1), Resume.FREE, PER_HOST] = 8
+    ckpt_io_workers: Annotated[int, AtLeast(1, below=4096), Resume.FREE, PER_HOST] = 8
     """Threads per process that hash and write, or read and verify, a checkpoint. The files do not depend on it."""
     ckpt_max_failures: Annotated[int, AtLeast(1), Resume.FREE] = 3
     """Consecutive saves that may fail (because the disk is full, for example) before the run stops. The last good
     checkpoint is not touched."""
 
     # ---- Logging and profiling
-    run_name: Annotated[str, Resume.FREE, COMMON] = ""
-    """Name of the run. Empty: model_variant, and a hash of the settings that a checkpoint must match if any of them is
-    not its default, so that another model or optimizer gets another folder."""
+    run_name: Annotated[str, NAME, Resume.FREE, COMMON] = ""
+    """Name of the run, without a slash. Empty: model_variant, and a hash of the settings that a checkpoint must match
+    if any of them is not its default, so that another model or optimizer gets another folder."""
     log_dir: Annotated[str, Resume.FREE, COMMON, PER_HOST] = ""
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
     report_interval: Annotated[int, AtLeast(1), Resume.FREE, COMMON] = 100
@@ -611,7 +614,7 @@ class TrainConfig:
     log_step_timing: bool = False
     """Report where the time between two reports went, in seconds: data_wait_seconds (always reported), train_seconds,
     validation_seconds and checkpoint_seconds."""
-    step_timeout: Annotated[int, AtLeast(0)] = 0
+    step_timeout: Annotated[int, AtLeast(0, below=10**9)] = 0
     """Seconds after which a process whose step has not ended prints the stacks of its threads, to show where it hangs,
     and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, which compiles, has ten
     times as long; saves do not count. 0: never."""

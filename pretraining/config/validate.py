@@ -12,7 +12,6 @@ from typing import Any
 
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import Problem, UnknownValueError
-from pretraining.config.grammar import without_credentials
 from pretraining.config.training import TrainConfig
 
 Check = Callable[[TrainConfig], Iterable[Problem]]  # a rule across settings; rooms export theirs as CHECKS
@@ -50,7 +49,7 @@ def check_needs(config: TrainConfig) -> Iterator[Problem]:
 
 def problem(config: TrainConfig, name: str, remedy: str, is_missing: bool = False) -> Problem:
     """Return the problem with setting `name`, whose subject is the flag as the user would type it."""
-    return Problem(f"--{name}={without_credentials(str(getattr(config, name)))}", remedy, is_missing)
+    return Problem(f"--{name}={getattr(config, name)}", remedy, is_missing)
 
 
 def guarded(config: TrainConfig, bad: Collection[str]) -> TrainConfig:

@@ -8,9 +8,11 @@ whatever the number of documents) and the documents of the blocks that are being
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from pretraining.data.hashing import key_of, mix_one, permutation
 from pretraining.data.index import GROUP, ShardIndex
 from pretraining.data.remote import RangeCache, Ranges, coalesced
 from pretraining.data.stores.shard import DiskArray, to_int32
-from pretraining.storage import StorageError, is_remote
+from pretraining.storage import StorageError, is_remote, location
 
 # Tokens a block should have: with short documents whole blocks are read at once, and 64 KiB take 8 us.
 _BLOCK_TOKENS = 16_384
@@ -119,8 +121,12 @@ class Corpus:
         files: OpenFiles,
         cache: BlockCache,
         ranges: RangeCache,
+        listed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """documents: those that belong to the stream, counted over all shards. ranges: of shards in object storage."""
+        """documents: those that belong to the stream, counted over all shards. ranges: of shards in object storage.
+
+        listed: checksums of the blocks, as meta.json has them.
+        """
         self._ranges, self._is_remote = ranges, any(is_remote(shard.tokens) for shard in shards)
         self.keeps_blocks = True  # whether a block of object storage is kept until it is read to its end
         self._shards, self._order, self._files, self._cache = shards, order, files, cache
@@ -128,7 +134,7 @@ class Corpus:
         self._lock = Lock()
         self._verified: set[int] = set()  # blocks
         self._block_documents = _documents_per_block(shards)
-        self._sums = BlockSums(self._block_documents)
+        self._sums = BlockSums(self._block_documents, listed)
         self._shard, self._first, self._last, self._tokens = self._divide(documents).T
         self.tokens = int(self._tokens.sum())  # of one epoch, added ones included
         self.has_labels = any(shard.trained is not None for shard in shards)
@@ -225,8 +231,18 @@ class Corpus:
         starts = np.asarray(block.starts[first:last])
         return coalesced(starts, starts + np.asarray(block.lengths[first:last]) * block.width)
 
-    def _verify(self, number: int, block: Block) -> None:
-        """Compare the checksum of a block with its record. UserError names the shard if they differ."""
+    def _verify(self, number: int, block: Block) -> bool:
+        """Compare the checksum of a block with its record; return whether there was one.
+
+        UserError names the shard if they differ.
+        """
+        first, last = int(self._first[number]), int(self._last[number])
+        is_known = self._sums.check(block.shard, first, last, self._checksum(block))
+        self._verified.add(number)
+        block.is_verified = True
+        return is_known
+
+    def _checksum(self, block: Block) -> int:
         shard = block.shard
         file = self._files.get(shard.tokens, shard.token_stamp, shard.path)
         documents = len(block.lengths)
@@ -238,9 +254,22 @@ class Corpus:
             ranges = zip(block.starts, block.lengths, strict=True)
             total = sum(byte_sum(source, at, at + length * block.width) for at, length in ranges)
         places = int(np.dot(block.starts, block.lengths))  # of the documents: a block may hold its bytes in any order
-        self._sums.check(shard, int(self._first[number]), int(self._last[number]), (total + places) % 2**64)
-        self._verified.add(number)
-        block.is_verified = True
+        return (total + places) % 2**64
+
+    def verify_all(self) -> int:
+        """Compare every block with its record, or record it; return how many had none. UserError if one differs."""
+        epoch = self._permute(0)
+        return sum(not self._verify(number, self._read_block(epoch, number)) for number in range(len(self._tokens)))
+
+    def block_sums(self) -> dict[str, Any]:
+        """Return the checksums of all blocks for meta.json: hexadecimal digits for each shard, by its name."""
+        epoch, count = self._permute(0), self._block_documents
+        sums = [np.zeros(-(-shard.documents // count), "<u8") for shard in self._shards]
+        for number in range(len(self._tokens)):
+            checksum = self._checksum(self._read_block(epoch, number))
+            sums[self._shard[number]][int(self._first[number]) // count] = checksum
+        pairs = zip(self._shards, sums, strict=True)
+        return {"documents": count, "sums": {location(shard.path).name: each.tobytes().hex() for shard, each in pairs}}
 
     def _read_block(self, epoch: Epoch, number: int) -> Block:
         shard = self._shards[self._shard[number]]
@@ -323,6 +352,13 @@ class Corpus:
             lengths = self._read(shard.lengths, shard, int(edges[at]) // GROUP * GROUP, int(edges[at]))
             tokens[at] += int(lengths.sum(dtype=np.int64)) + added * int(np.count_nonzero(lengths))
         return tokens
+
+
+def whole_corpus(shards: list[ShardIndex], listed: Mapping[str, Any]) -> Corpus:
+    """Return all documents of a dataset in the order in which they are stored. listed: see Corpus."""
+    order = DocumentOrder((0,), shuffled=False, separator=None, bos=None, boundaries=False)
+    documents = range(sum(shard.documents for shard in shards))
+    return Corpus(shards, documents, order, OpenFiles(), BlockCache(), RangeCache("", 2**30), listed)
 
 
 def _documents_per_block(shards: list[ShardIndex]) -> int:

@@ -17,13 +17,16 @@ from pretraining.config.grammar import parse_split, parse_steps, parse_weights
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import CUSTOM, VARIANTS
 from pretraining.data.checksums import verify
+from pretraining.data.corpus import whole_corpus
 from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardFile, ShardIndex, index_folder, last_tokens, open_indexes
 from pretraining.data.layouts import read_json, split_folders
 from pretraining.data.stores.find import FORMATS, find_datasets, find_shards
+from pretraining.data.tokenizer import check_origin
 from pretraining.storage import Location, ObjectPath, location
 
 SPLITS = ("train", "valid", "test")
+TOKENS = "tokens"  # column that prepare.py writes, and default of --col_name
 DESCRIPTION = "meta.json"  # what prepare.py writes next to the shards
 DEFAULT_SEPARATOR = 1  # fms-fsdp's sep_token
 NO_SEPARATOR = -1  # value of --sep_token
@@ -51,6 +54,17 @@ class Dataset:
     documents: range  # those of the split, counted over all shards
     fingerprint: str  # of the shards' content and names, whatever their folder
     description: dict[str, Any]  # contents of meta.json, empty without one
+
+    @property
+    def blocks(self) -> dict[str, Any]:
+        """The checksums of the blocks as prepare.py wrote them; {} if it did not."""
+        blocks = self.description.get("blocks")
+        return blocks if isinstance(blocks, dict) else {}
+
+    @property
+    def tokenizer(self) -> str:
+        """The sha256 of the tokenizer that the data were prepared with; "" if it is not known."""
+        return str(self.description.get("tokenizer_sha256") or "")
 
 
 class SpecialTokens(NamedTuple):
@@ -100,6 +114,7 @@ def open_datasets(config: TrainConfig, split: str) -> list[Dataset]:
     for name in find_datasets(source.folder, source.datasets):
         folder = _of_split(source.folder / name, "train" if source.shares else split)
         datasets.append(_open(config, folder, name or source.folder.name, split, source.shares))
+    check_origin(config.tokenizer_path, {str(dataset.folder): dataset.tokenizer for dataset in datasets})
     return datasets
 
 
@@ -114,8 +129,10 @@ def _of_split(folder: Location, split: str) -> Location:
 
 
 def verify_dataset(dataset: Dataset, config: TrainConfig) -> tuple[int, int]:
-    """Compare the shards with their checksums. See checksums.verify."""
-    return verify(dataset.shards, dataset.description.get("shards", {}), index_folder(config.index_dir))
+    """Compare the shards, and their blocks as the loader reads them, with their checksums. See checksums.verify."""
+    result = verify(dataset.shards, dataset.description.get("shards", {}), index_folder(config.index_dir))
+    whole_corpus(dataset.shards, dataset.blocks).verify_all()
+    return result
 
 
 def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: str) -> Dataset:
@@ -131,6 +148,8 @@ def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: 
     parts += [f"{shard.fingerprint} {shard.documents} {shard.token_count}" for shard in shards]
     total = sum(shard.documents for shard in shards)
     description = read_json(folder / DESCRIPTION) if (folder / DESCRIPTION).is_file() else {}
+    if strip or config.col_name != TOKENS:  # other documents than those that prepare.py counted
+        description = {name: value for name, value in description.items() if name not in ("tokens", "blocks")}
     _check_description(folder, description, shards, vocabulary(config))
     _check_labels(config, folder, description, shards)
     first, last = 0, total
@@ -175,12 +194,14 @@ def _check_description(
     missing = sorted(set(description.get("shards", {})) - {location(shard.path).name for shard in shards})
     if missing:
         raise UserError(f"{folder / missing[0]}: missing, but {DESCRIPTION} lists it: prepare the dataset again")
-    expected, documents = description.get("documents"), sum(shard.documents for shard in shards)
-    if expected is not None and expected != documents:
-        raise UserError(
-            f"{folder}: {documents:,} documents, but {DESCRIPTION} lists {expected:,}: a shard is missing or "
-            "belongs to another dataset; prepare the dataset again"
-        )
+    counts = {"documents": sum(shard.documents for shard in shards)}
+    counts["tokens"] = sum(shard.token_count for shard in shards)
+    for name, count in counts.items():
+        if (expected := description.get(name)) not in (None, count):
+            raise UserError(
+                f"{folder}: {count:,} {name}, but {DESCRIPTION} lists {expected:,}: a shard is missing, damaged or "
+                "belongs to another dataset; prepare the dataset again"
+            )
 
 
 def _check_labels(config: TrainConfig, folder: Location, description: dict[str, Any], shards: list[ShardIndex]) -> None:
@@ -197,6 +218,14 @@ def _check_labels(config: TrainConfig, folder: Location, description: dict[str, 
              if getattr(config, name) not in (None, "")]  # fmt: skip
     if length and added:
         raise UserError(f"{folder}: rows of whole examples have no place for --{added[0]}: remove it")
+
+
+def describe_vocabulary(dataset: Dataset, rows: int | None) -> str:
+    """Return a line if the model's vocabulary has ids that the tokenizer of the data does not have; otherwise ""."""
+    size = dataset.description.get("vocab_size")
+    if not isinstance(size, int) or rows is None or size >= rows:
+        return ""
+    return f"{dataset.name}: its tokenizer has {size:,} ids, the model's vocabulary {rows:,}: the rest is never trained"
 
 
 def describe_labels(dataset: Dataset) -> str:

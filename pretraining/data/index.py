@@ -19,11 +19,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pretraining.config.errors import UserError
+from pretraining.data.files import file_hash
 from pretraining.data.hashing import short_hash
+from pretraining.data.layouts import read_json
 from pretraining.data.stores.find import FORMATS
 from pretraining.data.stores.labels import unmark
 from pretraining.data.stores.shard import DiskArray, ShardContents, chunks, in_memory
-from pretraining.storage import OpenedFile, Stamp, StorageError, in_order, is_remote, location, opened
+from pretraining.storage import (
+    Location,
+    OpenedFile,
+    Stamp,
+    StorageError,
+    in_order,
+    is_remote,
+    location,
+    opened,
+    size_of,
+)
 
 # Documents whose tokens are summed in the sidecar; blocks of the shuffled order consist of whole groups.
 GROUP = 64
@@ -94,6 +106,27 @@ def sidecar_path(file: ShardFile, folder: Path) -> Path:
     return folder / f"{location(file.path).stem[:40]}-{short_hash(*parts)}.idx"
 
 
+def user_files(path: str) -> list[Location]:
+    """Return the user's files of one shard: an index and its tokens for Megatron; decoded Parquet is ours."""
+    file = location(path)
+    return [file, file.with_suffix(".bin")] if file.suffix == ".idx" else [file]
+
+
+def hash_record(file: Location, folder: Path) -> Path:
+    """Return the file that has the sha256 of a file of a shard, from its first verification on."""
+    return folder / f"{file.stem[:40]}-{short_hash(str(file.resolve()))}.sha256"
+
+
+def _check_verified(path: str, folder: Path) -> None:
+    """Raise UserError if a file of a shard was verified, and has another content of the same size now."""
+    for file in user_files(path):
+        record = hash_record(file, folder)
+        known = read_json(record) if record.is_file() else {}
+        if known.get("size") == size_of(file) and known.get("sha256") != file_hash(file):
+            remedy = f"restore the file, or remove {record} if the change is intended"
+            raise UserError(f"{file}: its checksum is not the recorded one: {remedy}")
+
+
 def _fingerprint(path: str, tokens: str) -> str:
     """Return the fingerprint of a shard; of a Megatron shard, of its index and its tokens."""
     return short_hash(*map(_file_fingerprint, (path, tokens))) if path.endswith(".idx") else _file_fingerprint(path)
@@ -143,9 +176,11 @@ def _read_header(sidecar: Path) -> ShardIndex | None:
 
 def _from_header(header: dict[str, Any], sidecar: Path) -> ShardIndex:
     arrays = {
-        name: DiskArray(path or str(sidecar), offset, dtype, length)
+        name: DiskArray(path or str(sidecar), offset, np.dtype(dtype).str, length)
         for name, (path, offset, dtype, length) in header["arrays"].items()
     }
+    if {array.dtype for array in arrays.values()} - {"<i4", "<i8"}:
+        raise ValueError(f"{sidecar}: is damaged")
     stamps = {name: Stamp(*header["facts"][name]) for name in ("stamp", "token_stamp")}
     return ShardIndex(**{**header["facts"], **stamps, **arrays})
 
@@ -157,6 +192,7 @@ def _build(file: ShardFile, sidecar: Path) -> ShardIndex:
     """Index a shard and write its sidecar, which appears under its name when it is complete."""
     try:
         sidecar.parent.mkdir(parents=True, exist_ok=True)
+        _check_verified(file.path, sidecar.parent)
         before = Stamp.of(file.path)
         decoded = sidecar.with_suffix(f".{before.size}-{before.modified}.tokens")
         contents = FORMATS[file.format](file.path, file.column, str(decoded))

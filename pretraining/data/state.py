@@ -15,8 +15,9 @@ from pretraining.config.errors import UserError
 from pretraining.data.lanes import PERIOD, MixtureSchedule, mixture_schedule
 
 VERSION = 1
+TOKENIZER = "tokenizer_sha256"  # of what a dataset was prepared with; "" if meta.json does not have it
 
-Mixture = dict[str, dict[str, Any]]  # dataset -> its "share" of a period, in sequences, and its "fingerprint"
+Mixture = dict[str, dict[str, Any]]  # dataset -> its "share" of a period, in sequences, its "fingerprint" and TOKENIZER
 
 
 def open_state(

@@ -26,6 +26,7 @@ from pretraining.data.datasets import (
     dataset_weights,
     describe_labels,
     describe_separator,
+    describe_vocabulary,
     open_datasets,
     special_tokens,
     split_source,
@@ -35,7 +36,7 @@ from pretraining.data.files import OpenFile, OpenFiles
 from pretraining.data.hashing import key_of, short_hash
 from pretraining.data.lanes import PERIOD, LaneOrder, MixtureSchedule, mixture_schedule
 from pretraining.data.remote import RangeCache
-from pretraining.data.state import consumed_at, open_state
+from pretraining.data.state import TOKENIZER, consumed_at, open_state
 from pretraining.data.stores.labels import IGNORED, unmark
 from pretraining.data.text_bytes import ByteCounter
 from pretraining.data.tokenizer import check_tokenizer
@@ -386,7 +387,13 @@ def open_stream(
     ranges = RangeCache(config.data_cache_dir, int(config.data_cache_gib * 2**30))
     corpora = [
         Corpus(
-            dataset.shards, dataset.documents, _order(config, special, dataset.name, any(fields)), files, cache, ranges
+            dataset.shards,
+            dataset.documents,
+            _order(config, special, dataset.name, any(fields)),
+            files,
+            cache,
+            ranges,
+            dataset.blocks,
         )
         for dataset in datasets
     ]
@@ -398,7 +405,7 @@ def open_stream(
     first_state = open_state(
         _order_settings(config, special, source.shares),
         {
-            dataset.name: {"share": count, "fingerprint": dataset.fingerprint}
+            dataset.name: {"share": count, "fingerprint": dataset.fingerprint, TOKENIZER: dataset.tokenizer}
             for dataset, count in zip(datasets, schedule.counts, strict=True)
         },
         previous=state,
@@ -408,7 +415,9 @@ def open_stream(
     total, counted = _extent(config, corpora, tokens, rank_slice, split)
     facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
     facts["notes"] = [*([source.note] if source.note else []), describe_separator(special)]
-    facts["notes"] += [line for dataset in datasets if (line := describe_labels(dataset))]
+    rows = vocabulary(config)
+    lines = (line for dataset in datasets for line in (describe_vocabulary(dataset, rows), describe_labels(dataset)))
+    facts["notes"] += filter(None, lines)
     return Stream(
         mixture,
         rank_slice,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import UserError
 from pretraining.config.huggingface import END_OF_DOCUMENT
-from pretraining.data.files import write_atomically
+from pretraining.data.files import file_hash, write_atomically
 from pretraining.storage import location
 
 # Sentencepiece skips longer sentences silently, so none is longer: bytes a character times characters a sentence.
@@ -18,6 +18,8 @@ _SENTENCE = 2_000
 _LONGEST = 4 * _SENTENCE
 
 
+_SPACED = "  \ufb01 \u212b  "  # which every normalization changes
+_UNMERGED = "\ue000"  # a character for private use: in no piece of a model, so it merges with nothing
 SPACE, BYTE_LEVEL_SPACE = "\u2581", "\u0120"  # as the names of tokens have it: sentencepiece's, GPT-2's
 
 
@@ -56,9 +58,31 @@ class SentencePieceTokenizer:
         """Return the id that an empty prompt stands for, as in transformers: the beginning of a text, or its end."""
         return self._model.bos_id() if self._model.bos_id() >= 0 else self.separator
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, as an export's tokenizer does: without special tokens."""
-        return self.encode([text])[0]
+    def encode_prompt(self, text: str, surrounded: bool = True) -> list[int]:
+        """Return the token ids of a prompt as the exported tokenizer does: names of special tokens are these tokens.
+
+        There are none around it, `surrounded` or not.
+        """
+        ids: list[int] = []
+        special = {**self._controls, self._model.id_to_piece(self._model.unk_id()): self._model.unk_id()}
+        for number, part in enumerate(re.split(f"({'|'.join(map(re.escape, special))})", text)):
+            if number % 2:
+                ids.append(special[part])
+            elif part:
+                ids += self._continue(part) if number else self.encode([part])[0]
+        return ids
+
+    def _continue(self, text: str) -> list[int]:
+        """Return the token ids of a text after a special token.
+
+        Of a model that normalizes texts, the export's tokenizer.json takes it for a text of its own; otherwise
+        transformers adds the space before a text to the first one alone.
+        """
+        is_normalized = not self._model.normalize(_SPACED).replace(SPACE, " ").endswith(_SPACED)
+        if is_normalized or not self.adds_space():
+            return self.encode([text])[0]
+        before, both = self.encode([_UNMERGED, _UNMERGED + text])
+        return both[len(before) :]
 
     def trace(self, text: str) -> TracedTokens:
         """Return the tokens of a text; the names of special tokens in it are those tokens."""
@@ -108,6 +132,8 @@ class HuggingFaceTokenizer:
         except ModuleNotFoundError as error:
             raise UserError("a tokenizer.json needs the tokenizers package: pip install tokenizers") from error
         self._model: Any = tokenizers.Tokenizer.from_buffer(model)
+        self._model.no_truncation()  # the last use is saved with the tokenizer: a corpus would be cut to its length
+        self._model.no_padding()
         self.vocab_size: int = self._model.get_vocab_size(with_added_tokens=True)
         ends = [self._model.token_to_id(name) for name in END_OF_DOCUMENT]
         self.separator: int | None = next((number for number in ends if number is not None), None)
@@ -118,9 +144,9 @@ class HuggingFaceTokenizer:
         """Return the id that an empty prompt stands for: the end of a document."""
         return self.separator
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that tokenizer.json puts around it."""
-        ids: list[int] = self._model.encode(text).ids
+    def encode_prompt(self, text: str, surrounded: bool = True) -> list[int]:
+        """Return the token ids of a prompt; if `surrounded`, with the special tokens that tokenizer.json puts there."""
+        ids: list[int] = self._model.encode(text, add_special_tokens=surrounded).ids
         return ids
 
     def trace(self, text: str) -> TracedTokens:
@@ -168,6 +194,25 @@ def check_tokenizer(path: str, flag: str = "--tokenizer_path") -> None:
         raise UserError(f"{flag}={path}: no such file; give the tokenizer of the data, tokenizer.model or .json")
 
 
+def check_origin(path: str, prepared: Mapping[str, str]) -> None:
+    """Raise UserError if data were prepared with another tokenizer than the one at `path`; "": none is given.
+
+    prepared: name of the data -> sha256 of their tokenizer, as meta.json has it; "" where it is not known.
+    """
+    known = {name: checksum for name, checksum in prepared.items() if checksum}
+    if not path or not known:
+        return
+    check_tokenizer(path)
+    actual = file_hash(location(path))
+    for name, checksum in known.items():
+        if checksum != actual:
+            sums = f"sha256 {checksum[:12]}..., not {actual[:12]}..."
+            raise UserError(
+                f"--tokenizer_path={path}: {name} was prepared with another tokenizer ({sums}): give that one; "
+                "prepare wrote a copy next to train/"
+            )
+
+
 def open_tokenizer(path: str, flag: str = "--tokenizer_path") -> Tokenizer:
     """Open the tokenizer at `path`, which `flag` names: *.json is Hugging Face's, others sentencepiece's.
 
@@ -195,7 +240,7 @@ def train(texts: Iterable[str], vocabulary: int, target: Path, threads: int) -> 
 
     import sentencepiece
 
-    count, unreadable = [0, 0], list[UserError]()
+    count, unreadable = [0, 0], list[Exception]()
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -234,7 +279,7 @@ def _size_remedy(message: str) -> str:
     return f"failed ({message}); use another size"
 
 
-def _sentences(texts: Iterable[str], count: list[int], unreadable: list[UserError]) -> Iterator[str]:
+def _sentences(texts: Iterable[str], count: list[int], unreadable: list[Exception]) -> Iterator[str]:
     """Yield the texts in sentences. count: documents and characters so far. unreadable: gets what ends the texts."""
     try:
         for text in texts:
@@ -242,6 +287,6 @@ def _sentences(texts: Iterable[str], count: list[int], unreadable: list[UserErro
             count[1] += len(text)
             for start in range(0, len(text), _SENTENCE):
                 yield text[start : start + _SENTENCE]
-    except UserError as error:
+    except Exception as error:
         unreadable.append(error)
         raise

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from pretraining.config.errors import UserError
@@ -162,8 +161,14 @@ def _fits(field: tuple[str, Any]) -> bool:
     name, value = field
     if name == "account":
         return is_account(value)
-    expected: tuple[type, ...] = {"data_hash": (str,), "consumed": (dict,)}.get(name, (int, float, NoneType))
-    return isinstance(value, expected)
+    if name == "consumed":
+        return isinstance(value, dict) and all(map(_is_number, value.values()))
+    return isinstance(value, str) if name == "data_hash" else value is None or _is_number(value)
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number that is no larger than a float can be."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _infinite(value: object) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pretraining.checkpoint.checks import CHECKS as CHECKPOINT
 from pretraining.config.extension import Extension, FileFlags, configuration_of
 from pretraining.config.flags import config_from_flags, first_rank, is_script_setting
+from pretraining.config.grammar import without_credentials
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 from pretraining.data.checks import CHECKS as DATA
@@ -69,5 +70,6 @@ def describe_settings(
     sources = dict.fromkeys(changed, "derived") | dict(origins)
     for name, raw in flags.items():
         sources[name] = "scripts/train.sh" if is_script_setting(name, raw) else origin
-    width = max((len(f"--{name}={value}") for name, value in changed.items()), default=0)
-    return [f"{f'--{name}={value}':<{width}}  {sources[name]}" for name, value in changed.items()]
+    words = {name: without_credentials(f"--{name}={value}") for name, value in changed.items()}
+    width = max(map(len, words.values()), default=0)
+    return [f"{word:<{width}}  {without_credentials(sources[name])}" for name, word in words.items()]

@@ -7,6 +7,7 @@ Knows no mesh and no device. Steps are counted after the update, from 1. What ha
 from __future__ import annotations
 
 import gc
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -231,7 +232,7 @@ def _print_where_to_look(run: TrainingRun, code: int) -> None:
     elif config.checkpoint_interval:
         run.print("the same command continues from the newest checkpoint")
     run.print(f"  metrics      {folder / 'metrics.jsonl'}")
-    run.print(f"  curves       python -m pretraining.tools.report {folder}")
+    run.print(f"  curves       python -m pretraining.tools.report {shlex.quote(str(folder))}")
     for watcher in run.watchers:
         for line in watcher.where_to_look():
             run.print(line)

@@ -30,7 +30,9 @@ from pretraining.config.errors import UserError
 from pretraining.config.lora import adapters_alone
 from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import TrainConfig
-from pretraining.data.tokenizer import Tokenizer, open_tokenizer
+from pretraining.config.variants import model_shape
+from pretraining.data.state import TOKENIZER
+from pretraining.data.tokenizer import Tokenizer, check_origin, open_tokenizer
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.storage import location
@@ -92,7 +94,7 @@ def not_negative(text: str) -> float:
 def generate(flags: argparse.Namespace) -> Iterator[str]:
     """Yield the prompt and its continuation, in pieces. Raises UserError if there is no checkpoint or no tokenizer."""
     model, tokenizer, config = open_model(flags)
-    prompt = tokenizer.encode([flags.prompt])[0]
+    prompt = tokenizer.encode_prompt(flags.prompt, surrounded=False)
     document_start = [] if tokenizer.separator is None else [tokenizer.separator]
     source = torch.Generator().manual_seed(flags.seed)
     choose = partial(draw, temperature=flags.temperature, top_k=flags.top_k, generator=source)
@@ -115,7 +117,10 @@ def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig
     config = replace(saved, make_vocab_size_divisible_by=1, tensor_parallel_size=1)
     if not flags.allow_remote:
         _refuse_remote_inputs(flags, config)
-    tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path)
+    tokenizer = load_tokenizer(flags.tokenizer_path or config.tokenizer_path, checkpoint)
+    if tokenizer.vocab_size > (rows := model_shape(config).vocab_size):
+        has = f"{tokenizer.vocab_size:,} ids, but the model's vocabulary is {rows:,}"
+        raise UserError(f"the tokenizer has {has}: give --tokenizer_path=FILE, the tokenizer of the run's data")
     weights = {**base_weights(checkpoint, config), **read_tensors(checkpoint, is_weight)}
     return load_model(config, weights), tokenizer, config
 
@@ -142,12 +147,14 @@ def decoded(tokenizer: Tokenizer, prompt: list[int], added: Iterable[int]) -> It
     yield tokenizer.decode(tokens)[len(shown) :]
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """Open the tokenizer at `path`. Raises UserError if there is none."""
+def load_tokenizer(path: str, checkpoint: Checkpoint) -> Tokenizer:
+    """Open the tokenizer at `path`. Raises UserError if there is none, or the run's data were made with another."""
     if not path:
         raise UserError(
             "no tokenizer in the run's configuration: give --tokenizer_path=FILE, the tokenizer of its data"
         )
+    mixture = (checkpoint.facts.data or {}).get("mixture", {})
+    check_origin(path, {f"dataset {name} of the run": entry.get(TOKENIZER, "") for name, entry in mixture.items()})
     return open_tokenizer(path)
 
 

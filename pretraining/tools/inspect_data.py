@@ -93,7 +93,8 @@ def verify(config: TrainConfig, split: str) -> list[str]:
     lines = []
     for dataset in open_datasets(config, split):
         compared, recorded = verify_dataset(dataset, config)
-        first = f"; {counted(recorded, 'checksum')} recorded for the next time, none existed" if recorded else ""
+        kept = "recorded, which the loader and --verify compare from now on; none existed"
+        first = f"; {counted(recorded, 'checksum')} {kept}" if recorded else ""
         lines.append(f"{dataset.name}: {counted(compared, 'file')} unchanged{first}")
     return lines
 

@@ -17,15 +17,21 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-import numpy as np
-from plotly.graph_objects import Figure, Scatter
-from plotly.offline import get_plotlyjs
-
 from pretraining.config.errors import UserError
-from pretraining.config.script import exit_with
+from pretraining.config.script import USER_MISTAKE, exit_with
 from pretraining.monitor.account import ACTIVITIES, goodput, totals
 from pretraining.monitor.figures import amount, duration, percent
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
+
+try:
+    import numpy as np
+    from plotly.graph_objects import Figure, Scatter
+    from plotly.offline import get_plotlyjs
+except ModuleNotFoundError as error:  # of another Python than the trainer's
+    if __name__ != "__main__":
+        raise
+    print(f"{sys.executable}: {error}: start the report with .venv/bin/python", file=sys.stderr)
+    sys.exit(USER_MISTAKE)
 
 TEMPLATE = Path(__file__).with_name("report.html")
 # How the names of figures of several datasets or tasks begin -> title and unit of their chart.

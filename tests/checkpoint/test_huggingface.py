@@ -258,6 +258,8 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     assert (exported / "tokenizer.json").is_file()
     texts = random_texts(source.split())
     ids = ours.encode(texts)
+    literal = [*LITERAL, "a<|end_of_text|>b", " <|end_of_text|> the"]
+    assert [ours.encode_prompt(text, surrounded=False) for text in literal] == [theirs.encode(text) for text in literal]
     assert [theirs.encode(text, add_special_tokens=False) for text in texts] == ids
     assert [theirs.decode(each) for each in ids] == [ours.decode(each) for each in ids] == texts
     assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.separator == theirs.eos_token_id
@@ -328,6 +330,10 @@ def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepie
     for one, other in different:  # of the same score
         assert sum(map(model.get_score, one)) == pytest.approx(sum(map(model.get_score, other)), rel=1e-6)
     assert theirs.eos_token_id == ours.separator
+    assert [ours.encode_prompt(text) for text in LITERAL] == [theirs.encode(text) for text in LITERAL]
+
+
+LITERAL = ["a</s>b", "</s>", "<s>the model</s> and more<unk>", "x <unk> y</s></s>z\nend", "the <s>", "no < /s> here"]
 
 
 def test_a_sentencepiece_model_that_transformers_cannot_follow_is_refused(tmp_path: Path) -> None:

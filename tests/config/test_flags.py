@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from pretraining.config.declaration import parse_value, settings_of
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.flags import read, run
 from pretraining.config.script import exit_with, refusal
-from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
 from pretraining.config.variants import VARIANTS
 from pretraining.storage import StorageError
@@ -31,9 +31,9 @@ ROOT = Path(__file__).parents[2]
 DUMMY = "--use_dummy_dataset"
 
 
-def parse(*words: str) -> TrainConfig:
+def parse(*words: str) -> Any:
     """What `main` sees of a command line, through fire itself."""
-    seen: list[TrainConfig] = []
+    seen: list[Any] = []
 
     def main(**flags: str) -> None:
         seen.append(configure(flags))
@@ -98,7 +98,7 @@ def test_text_is_taken_as_it_stands(text: str) -> None:
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0")))
 def test_any_text_reaches_the_field_unchanged(text: str) -> None:
-    assert parse(DUMMY, f"--run_name={text}").run_name == text
+    assert parse(DUMMY, f"--tracker_project_name={text}", "--tracker=wandb").tracker_project_name == text
 
 
 def test_a_field_whose_name_begins_with_no_is_not_a_negation() -> None:
@@ -163,6 +163,41 @@ def test_the_last_of_a_repeated_flag_wins_with_a_note_naming_both(capsys: pytest
 def test_a_flag_repeated_with_the_same_value_needs_no_note(capsys: pytest.CaptureFixture[str]) -> None:
     parse(DUMMY, "--batch_size=4", "--batch_size=4")
     assert not capsys.readouterr().err
+
+
+SECRET = "s3://KEY:SEC/RET@bucket"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"data_path": [SECRET, "s3://KEY:SECRET2@bucket"]},  # the note about a repeated flag, and the refusal
+        {"data_path": [f"{SECRET}/a?token=SECRET"]},
+        {"batch_sise": [SECRET]},
+        {"batch_size": [SECRET]},
+        {"file_type": [SECRET]},
+        {"eval_tasks": [f"a.jsonl,{SECRET}"]},  # a list of paths: no setting of its own, and printed as it stands
+        {"config_file": [SECRET]},
+        {"import_config": [SECRET]},
+        {"model_config_path": [SECRET]},
+        {"ckpt_load_path": [SECRET]},
+    ],
+)
+def test_a_secret_in_a_flag_is_never_printed(flags: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"--{name}={value}" for name, values in flags.items() for value in values]
+
+    def main(**flags: str) -> None:
+        configure(flags)
+
+    run(main, [DUMMY, *words])
+    printed = "".join(capsys.readouterr())
+    assert "***@bucket" in printed and not re.search("SEC|RET", printed)
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "/tmp/x", "..", ".", "a\nb"])
+def test_the_name_of_a_run_is_one_folder(name: str) -> None:
+    with pytest.raises(ConfigError, match="must be a name without a slash; --log_dir may be any folder"):
+        configure({"use_dummy_dataset": True, "run_name": name})
 
 
 # ---- what is refused

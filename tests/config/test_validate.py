@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from typing import Any
@@ -12,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from main_training import CHECKS, CONFIGURATION
-from pretraining.config.declaration import Above, AtLeast, OneOf, Setting, settings_of
+from pretraining.checkpoint.compatibility import saved_config
+from pretraining.config.declaration import Above, AtLeast, OneOf, Resume, Setting, settings_of
+from pretraining.config.errors import ConfigError
 from pretraining.config.flags import read_values
 from pretraining.config.grammar import parse_selective
+from pretraining.config.huggingface import DIMENSIONS, ModelDescription
 from pretraining.config.validate import problems
 from pretraining.config.variants import VARIANTS, model_shape
 
@@ -66,6 +71,34 @@ def test_every_number_has_a_range_and_one_outside_is_one_problem_that_names_it(s
     assert isinstance(setting.constraint, AtLeast | Above)
     (problem,) = found(**{setting.name: setting.kind(-2)})
     assert problem == f"--{setting.name}={setting.kind(-2)} must be {setting.constraint.requirement}"
+
+
+@pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.name)
+def test_a_number_far_above_any_run_is_refused_at_once_as_a_flag_and_in_a_file(setting: Setting) -> None:
+    began = time.monotonic()
+    values: list[Any] = [
+        2**63 if setting.kind is int else 10**30,
+        10**30,
+        -(10**30),
+        "9" * 5000,
+        "1e300",
+        "-1e308",
+        "inf",
+        "-inf",
+        "nan",
+        math.inf,
+    ]
+    for value in [*values, 10**9] if setting.resume is Resume.SHAPE else values:
+        (problem, *_) = read_values({"use_dummy_dataset": True, setting.name: value}, CHECKS).problems
+        assert problem.subject.startswith(f"--{setting.name}="), problem
+        assert len(max(str(ConfigError([problem])).splitlines(), key=len)) < 600
+        if isinstance(value, int | float) and math.isfinite(value):
+            for key in [key for key, field in DIMENSIONS.items() if field == setting.name]:
+                assert ModelDescription({"model_type": "llama", key: value}).problems
+            if setting.resume in (Resume.SHAPE, Resume.FUNCTION):
+                with pytest.raises(ConfigError, match=f"--{setting.name}=.* in the checkpoint: must be"):
+                    saved_config({setting.name: setting.kind(value)})
+    assert time.monotonic() - began < 2
 
 
 @pytest.mark.parametrize("setting", CHOICES, ids=lambda setting: setting.name)

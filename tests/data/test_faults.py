@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,11 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.data import Prefetcher, open_stream
-from pretraining.data.checksums import verify
+from pretraining.data.checksums import byte_sum, verify
 from pretraining.data.index import ShardFile, open_index, sidecar_path
 from tests.data import corpora
 from tests.data.corpora import corpus, numbered, rows, settings
+from tests.faults.unread import OTHERS, UnreadShard, flip_bit, swap_words
 
 DOCUMENTS = numbered([60] * 100)
 
@@ -217,7 +221,7 @@ def test_a_stale_index_is_built_again(tmp_path: Path) -> None:
     assert got[:60].tolist() == [*range(2, 52), 1, *range(52, 61)]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "zeroed"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "type", "zeroed"])
 def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) -> None:
     path = corpora.write_flat(tmp_path / "s", DOCUMENTS)
     source = ShardFile(str(path), "arrow", "tokens", ())
@@ -227,6 +231,8 @@ def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) ->
         truncate(sidecar, 0.8)
     elif damage == "garbage":
         sidecar.write_bytes(b"tokidx01" + b"\xff" * 500)
+    elif damage == "type":
+        sidecar.write_bytes(sidecar.read_bytes().replace(b'"<i8"', b'"<)8"'))
     else:
         raw = bytearray(sidecar.read_bytes())
         raw[before.lengths.offset :] = bytes(len(raw) - before.lengths.offset)
@@ -342,3 +348,52 @@ def test_a_flip_in_the_offsets_of_a_list_column_names_the_shard(tmp_path: Path, 
                 rows(open_stream(settings(tmp_path / "data", index_dir=str(tmp_path / f"{place}-{bit}"))), 10)
             except UserError as error:
                 assert str(path) in str(error)
+
+
+@pytest.mark.parametrize("kind", ["prepared", *OTHERS])
+def test_damage_to_a_shard_that_no_run_has_read_is_never_silent(kind: str, tmp_path: Path) -> None:
+    """prepare.py lists the checksums of its shards, inspect_data --verify records those of others."""
+    shard = UnreadShard(tmp_path, kind)
+    results = Counter(shard.damage(seed, how) for seed in range(10) for how in (flip_bit, swap_words))
+    assert not results["silent"] and results["refused"] > 14
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_words_exchanged_after_the_first_read_are_found(kind: str, tmp_path: Path) -> None:
+    shard = UnreadShard(tmp_path, kind, is_read=True)
+    results = Counter(shard.damage(seed, swap_words) for seed in range(15))
+    assert not results["silent"] and results["refused"] > 3
+
+
+def test_swapped_words_and_swapped_shards_have_another_sum() -> None:
+    drawn = np.random.default_rng(0)
+    words = drawn.integers(0, 2**63, 5000, dtype=np.uint64)
+    sums = set()
+    for one, other in [(0, 0), *drawn.integers(0, 5000, (50, 2)).tolist()]:
+        swapped = words.copy()
+        swapped[[one, other]] = swapped[[other, one]]
+        sums.add(byte_sum(Bytes(swapped.tobytes() + b"abc"), 0, 8 * len(words) + 3))
+    assert len(sums) == 51
+
+
+class Bytes(bytes):
+    """A file in memory."""
+
+    def read_at(self, start: int, count: int) -> bytes:
+        return self[start : start + count]
+
+
+def test_shards_that_were_prepared_before_have_no_list_of_blocks_and_load(tmp_path: Path) -> None:
+    shard = UnreadShard(tmp_path, "prepared")
+    description = json.loads((shard.data / "meta.json").read_text())
+    del description["blocks"]
+    (shard.data / "meta.json").write_text(json.dumps(description))
+    assert shard.read() == shard.expected
+    (shard.data / "meta.json").write_text(json.dumps(description | {"tokens": description["tokens"] + 1}))
+    with pytest.raises(UserError, match=r"tokens, but meta\.json lists"):
+        shard.read()
+    malformed: list[Any] = [{"documents": 128, "sums": {"part-00000.arrow": "zz"}}, [], {"documents": 128, "sums": 3}]
+    for blocks in malformed:
+        (shard.data / "meta.json").write_text(json.dumps(description | {"blocks": blocks}))
+        with suppress(UserError):
+            assert shard.read() == shard.expected

@@ -324,7 +324,7 @@ def test_refused_credentials_are_an_error_that_does_not_show_them(
         (
             "data_path",
             "s3://me:password@bucket/x",
-            r"--data_path=s3://\*\*\*bucket/x +must be the bucket .*environment",
+            r"--data_path=s3://\*\*\*@bucket/x +must be the bucket .*environment",
         ),
         ("data_path", "s3://bucket/x?secret_key=password", r"must be the bucket and the name alone"),
         ("data_path", "http://host/x", "must be a local path, or begin with s3:// or gs://"),

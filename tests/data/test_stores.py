@@ -10,7 +10,9 @@ import pytest
 from pretraining.config.errors import UserError
 from pretraining.data import open_stream
 from pretraining.data.index import ShardFile, open_index
+from pretraining.data.stores.arrow import _blocks
 from pretraining.data.stores.find import FORMATS
+from pretraining.data.stores.shard import chunks
 from tests.data import corpora
 from tests.data.corpora import Documents, numbered, rows, settings
 
@@ -129,3 +131,31 @@ def test_nested_dataset_names_and_a_bare_folder_of_shards_are_found(tmp_path: Pa
     bare = open_stream(settings(tmp_path / "data" / "lang=en" / "dataset=x", index_dir=str(tmp_path / "index")))
     assert nested.facts()["datasets"][0]["tokens"] == bare.facts()["datasets"][0]["tokens"]
     assert open_stream(settings(tmp_path / "data")).facts()["datasets"][0]["name"] == "lang=en"
+
+
+def test_a_file_whose_messages_do_not_follow_each_other_is_read_by_its_footer(tmp_path: Path) -> None:
+    """As polars writes it, with other bytes between the magic number and the first record batch."""
+    path = corpora.write_lists(tmp_path / "s", DOCUMENTS)
+    raw = path.read_bytes()
+    with path.open("rb") as file:
+        blocks = _blocks(file)
+    moved = blocks.copy()
+    moved["place"] += 64
+    head, tail = raw[: int(blocks["place"][0])], raw[int(blocks["place"][0]) :]
+    path.write_bytes(head + b"\x04\0\0\0\xf2\xff\xff\xff" * 8 + tail.replace(blocks.tobytes(), moved.tobytes()))
+    index = open_index(ShardFile(str(path), "arrow", "tokens", ()), tmp_path / "index")
+    tokens = path.read_bytes()
+    found = [
+        np.frombuffer(tokens, index.dtype, length, start).tolist()
+        for starts, lengths in zip(chunks(index.starts, 99), chunks(index.lengths, 99), strict=True)
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+    ]
+    assert found == [list(document) for document in DOCUMENTS]
+
+
+@pytest.mark.parametrize("store", ["flat_uint32", "parquet"])
+def test_a_damaged_name_in_a_schema_is_a_sentence(tmp_path: Path, store: str) -> None:
+    path = STORES[store](tmp_path / "s", DOCUMENTS)
+    path.write_bytes(path.read_bytes().replace(b"tokens", b"\xefokens"))
+    with pytest.raises(UserError, match=f"{path}: "):
+        open_index(ShardFile(str(path), store.partition("_")[0].replace("flat", "arrow"), "tokens", ()), tmp_path / "i")

@@ -1,10 +1,11 @@
 """The attacks in large numbers: `python -m tests.faults.campaign ATTACK [--engine=E] [--first=N] [--number=N]`.
 
 ATTACK: kill, kill_late and kill_async (five kills to each number), fail, spoil, surround (malformed variables of the
-environment), scripts (damaged files that other programs read), bins (damaged pickles of weights, converted), long
-(2,000 steps) or goodput (the quickstart, killed --number times). With --storage=s3, kill, kill_async and long have data
-and checkpoints on an S3 server; the kills in --processes=N processes of the torch engine or on two devices of xla, with
---stages as two stages. Prints the counts and everything that broke.
+environment), scripts (damaged files that other programs read), bins (damaged pickles of weights, converted), flags
+(extreme numbers), unread (shards that no run has read), long (2,000 steps) or goodput (the quickstart, killed --number
+times). With --storage=s3, kill, kill_async and long have data and checkpoints on an S3 server; the kills in
+--processes=N processes of the torch engine or on two devices of xla, with --stages as two stages. Prints the counts and
+everything that broke.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,6 +27,9 @@ from typing import Any
 
 import psutil
 
+from main_training import CONFIGURATION
+from pretraining.config.declaration import settings_of
+from pretraining.config.huggingface import DIMENSIONS
 from pretraining.monitor.account import account_line, totals
 from pretraining.monitor.metrics import read_metrics
 from tests.end_to_end.checkout import copy_checkout
@@ -41,10 +46,20 @@ from tests.faults.programs import (
     write_corpus,
 )
 from tests.faults.stored import LARGE, PART, STAGES, StoredRun
+from tests.faults.unread import OTHERS, UnreadShard, flip_bit, swap_words
 from tests.object_storage import BUCKET, FaultProxy, environment, s3_server, upload
 from tests.scripts.test_scripts import Attended
 
 HOUR = 3600.0  # seconds
+EXTREMES = (
+    *(10**9, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 10**30, -(2**63), -(10**30)),
+    *("9" * 5000, "1e300", "-1e308", "1e-320", "inf", "-inf", "nan"),
+)
+ENABLING = {"lora_rank": 2, "mup_base_width": 16, "val_interval": 1, "fsdp_activation_checkpointing": True}
+SMALL_LLAMA = {
+    **{"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "intermediate_size": 32, "head_dim": 8, "max_position_embeddings": 64},
+}
 FROM = 4  # step of the checkpoint from which the continued run continues
 
 
@@ -77,6 +92,23 @@ def other_scripts(programs: Programs, folder: Path) -> dict[str, Target]:
 
 def attack(name: str, programs: Programs, root: Path, seeds: range, report: Report) -> None:
     """Run one kind of attack."""
+    if name == "unread":
+        damage_unread(root, seeds, report)
+    elif name == "flags":
+        start_with_extremes(programs, root / "work", seeds, report)
+    elif name in ("scripts", "bins", "spoil", "surround"):
+        damage_inputs(name, programs, root, seeds, report)
+    else:
+        target = new_run(programs, root / "work", async_checkpointing=name == "kill_async")
+        for seed in seeds:
+            if name == "fail":
+                target.fail(report, seed)
+            else:
+                target.kill(report, seed, part=(0.85, 1) if name == "kill_late" else (0, 1))
+
+
+def damage_inputs(name: str, programs: Programs, root: Path, seeds: range, report: Report) -> None:
+    """Damage what a program reads: files, or variables of the environment."""
     if name == "scripts":
         targets = other_scripts(programs, root / "work")
         for seed in seeds:
@@ -90,17 +122,49 @@ def attack(name: str, programs: Programs, root: Path, seeds: range, report: Repo
         target = continued_run(programs, root / "work")
         for seed in seeds:
             target.spoil(report, seed)
-    elif name == "surround":
+    else:
         target = new_run(programs, root / "work", collective_timeout=3)
         for seed in seeds:
             target.surround(report, seed)
-    else:
-        target = new_run(programs, root / "work", async_checkpointing=name == "kill_async")
+
+
+def start_with_extremes(programs: Programs, folder: Path, seeds: range, report: Report) -> None:
+    """Give one setting an extreme number, as a flag or in a model's config.json: it is refused, or the run has it."""
+    write_corpus(folder)
+    settings = settings_of(CONFIGURATION)
+    numbers = [name for name, setting in settings.items() if setting.kind in (int, float)]
+    keys = {field: key for key, field in DIMENSIONS.items()}
+    for seed in seeds:
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        chance = random.Random(seed)
+        name, value = chance.choice(numbers), chance.choice(EXTREMES)
+        needs = settings[name].needs
+        enabling = {"ckpt_local_path": folder / "local", **ENABLING}
+        fields = {"num_steps": 2, **({needs.name: needs.value or enabling.get(needs.name, 0)} if needs else {})}
+        words = training(folder, programs.engine, **(fields | {name: value}))
+        if in_file := name in keys and seed % 2:
+            model = json.dumps({**SMALL_LLAMA, keys[name]: "EXTREME"})
+            (folder / "config.json").write_text(model.replace('"EXTREME"', str(value)))
+            words = [word for word in words if word.partition("=")[0][2:] not in (*keys, "model_variant")]
+            words.append(f"--model_config_path={folder}/config.json")
+        outcome = programs.run(*words, limits={"RLIMIT_AS": 12 << 30})
+        problem = "memory" if "may not have more memory" in outcome.errors else ""
+        if outcome.code == 0:
+            taken = json.loads((folder / "run" / "config.json").read_text())[name]
+            problem = "" if taken == settings[name].read(value) else "silent difference"
+        report.add(f"{name}={str(value)[:40]}{' in config.json' if in_file else ''} (seed {seed})", outcome, problem)
+
+
+def damage_unread(root: Path, seeds: range, report: Report) -> None:
+    """Flip a bit in shards that were never read, and exchange words in those and in shards that were read once."""
+    for kind, is_read in [("prepared", False), *((kind, is_read) for kind in OTHERS for is_read in (False, True))]:
+        shard = UnreadShard(root / ("read" if is_read else "unread"), kind, is_read)
         for seed in seeds:
-            if name == "fail":
-                target.fail(report, seed)
-            else:
-                target.kill(report, seed, part=(0.85, 1) if name == "kill_late" else (0, 1))
+            for how in (swap_words,) if is_read else (flip_bit, swap_words):
+                result = shard.damage(seed, how)
+                report.count(result)
+                if result == "silent":
+                    print(f"silent difference: {how.__name__} in {kind}{' read' * is_read} (seed {seed})", flush=True)
 
 
 def attack_stored(programs: Programs, root: Path, options: argparse.Namespace, report: Report) -> None:

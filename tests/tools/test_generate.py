@@ -21,6 +21,7 @@ from main_training import CONFIGURATION
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
+from pretraining.data.files import file_hash
 from pretraining.data.tokenizer import open_tokenizer
 from pretraining.models.init import build_model
 from pretraining.models.llama import Block
@@ -249,6 +250,29 @@ def test_a_run_with_a_tokenizer_json_speaks(run: Path, speak: Speak, tmp_path: P
     model.save(str(tmp_path / "tokenizer.json"))
     said = speak("--prompt=the quick", "--temperature=0", f"--tokenizer_path={tmp_path / 'tokenizer.json'}")
     assert said.replace(" ", "").startswith("thequick")
+
+
+def test_another_tokenizer_than_that_of_the_runs_data_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = open_checkpoint(run / "checkpoints" / "step_1")
+    path = run / "tokenizer.model"
+    config = {**checkpoint.facts.config, "vocab_size": 35}
+    for number, (checksum, saved, words) in enumerate(
+        [
+            (
+                "0" * 64,
+                checkpoint.facts.config,
+                f"--tokenizer_path={path}: dataset a of the run was prepared",
+            ),
+            (file_hash(path), config, "the tokenizer has 36 ids, but the model's vocabulary is 35"),
+            (file_hash(path), checkpoint.facts.config, ""),
+        ]
+    ):
+        data = {"mixture": {"a": {"tokenizer_sha256": checksum}, "b": {}}}
+        save(tmp_path / str(number), read_tensors(checkpoint), replace(checkpoint.facts, data=data, config=saved))
+        assert main([str(tmp_path / str(number)), "--max_new_tokens=1"]) == (2 if words else 0)
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pretraining.tools.document import ROOT
 from pretraining.tools.report import main
 
 
@@ -88,6 +91,34 @@ def test_a_folder_that_is_no_run_is_named_and_the_others_are_shown(
     assert main([str(other), str(damaged), str(shown)]) == 0
     assert capsys.readouterr().err.count("left out:") == 2
     assert (shown / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"loss": 10**400},
+        {"tokens_seen": -(10**400)},
+        {"consumed": {"a": 10**400}},
+        {"account": {"time": 1, "step": 10**400}},
+        {"step": 10**400},
+    ],
+)
+def test_a_number_of_hundreds_of_digits_is_no_record(
+    fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(tmp_path / "run", 3, 1e-3)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, **fields}) + "\n")
+    assert main([str(folder)]) == 2
+    assert "metrics.jsonl: line 6 is not a record of this trainer" in capsys.readouterr().err
+
+
+def test_a_python_without_plotly_is_named_with_the_one_to_use(tmp_path: Path) -> None:
+    code = "import runpy, sys; sys.modules['plotly'] = None; "
+    code += "runpy.run_module('pretraining.tools.report', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"{sys.executable}: " in done.stderr and "start the report with .venv/bin/python" in done.stderr
 
 
 def test_a_run_without_reports_yet_is_a_page(tmp_path: Path) -> None:

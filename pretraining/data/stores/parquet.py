@@ -37,6 +37,6 @@ def decode_parquet(path: str, column: str, decoded: str) -> ShardContents:
             pa.default_memory_pool().release_unused()
     except StorageError:
         raise
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the latter of a damaged name in the schema
         raise UserError(f"{path}: not a complete Parquet file ({error}): copy or write it again") from error
     return contents

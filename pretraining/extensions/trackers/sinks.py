@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
@@ -39,7 +40,7 @@ class Trackers(Watcher):
 
     def where_to_look(self) -> list[str]:
         """See Watcher."""
-        return [f"               tensorboard --logdir {self._folder}"] if self._folder else []
+        return [f"               tensorboard --logdir {shlex.quote(str(self._folder))}"] if self._folder else []
 
 
 PERFORMANCE = (

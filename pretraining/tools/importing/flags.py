@@ -15,6 +15,7 @@ from pretraining.config.declaration import Setting, settings_of
 from pretraining.config.errors import Problem
 from pretraining.config.extension import FileFlags
 from pretraining.config.flags import first_rank, is_script_setting, read_values
+from pretraining.config.grammar import without_credentials
 from pretraining.config.lora import PEFT_SETTINGS, peft_settings
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
@@ -43,7 +44,7 @@ def flags_from_files(
         result = import_foreign(given, checks, configuration)
         if report:
             data = as_data(result, str(given.get("import_lr_steps", "")))
-            print(as_text(result, data))
+            print(without_credentials(as_text(result, data)))
             write_report(data, str(given.get("import_report", "")))
         return FileFlags(result.flags, {**result.origins, **origins}, [*own.problems, *result.problems])
     if find_config_json(given) and is_script_setting("model_variant", given.get("model_variant")):
@@ -58,9 +59,9 @@ def flags_from_files(
     assert isinstance(config, FileConfig)
     if report and not problems and not mistakes:
         for note in [*_replaced(own, flags, settings), *_replaced(model, given, settings), *model.notes]:
-            print(f"note: {note.subject}: {note.remedy}")
+            print(without_credentials(f"note: {note.subject}: {note.remedy}"))
     if report and config.import_only and not problems and not mistakes:
-        print("\n".join(describe_differences(config)))
+        print(without_credentials("\n".join(describe_differences(config))))
     return FileFlags(values, origins, problems)
 
 

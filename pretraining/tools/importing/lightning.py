@@ -7,6 +7,7 @@ is one global batch in both.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -297,9 +298,32 @@ def _default_val_batches(source: ForeignConfig) -> Any:
     return None if source.values.get("trainer.val_check_interval") is None else 1.0
 
 
+def _default_callback(value: Any) -> Callable[[ForeignConfig], Any]:
+    """A default of the checkpoints of exp_manager, which a file without that section, or without checkpoints, lacks."""
+
+    def default(source: ForeignConfig) -> Any:
+        has_section = any(key.startswith("exp_manager.") for key in source.values)
+        return value if has_section and source.get("exp_manager.create_checkpoint_callback", True) else None
+
+    return default
+
+
 DEFAULTS = {
     "trainer.max_steps": -1,
+    "trainer.log_every_n_steps": 50,
+    "trainer.num_sanity_val_steps": 2,
+    "exp_manager.resume_if_exists": False,
+    f"{CALLBACK}.save_top_k": _default_callback(3),
+    f"{CALLBACK}.monitor": _default_callback("val_loss"),
     "trainer.gradient_clip_val": 0.0,
     "trainer.limit_val_batches": _default_val_batches,
     f"{CALLBACK}.every_n_train_steps": _default_save_interval,
+}
+_TRAINER, _MANAGER = "Lightning's Trainer", "NeMo's nemo/utils/exp_manager.py"
+SOURCES = {
+    "trainer.log_every_n_steps": _TRAINER,
+    "trainer.num_sanity_val_steps": _TRAINER,
+    "exp_manager.resume_if_exists": f"ExpManagerConfig in {_MANAGER}",
+    f"{CALLBACK}.save_top_k": f"CallbackParams in {_MANAGER}",
+    f"{CALLBACK}.monitor": f"CallbackParams in {_MANAGER}",
 }

@@ -33,6 +33,7 @@ class Format(NamedTuple):
     checks: tuple[Callable[[ForeignConfig], Iterable[Problem]], ...] = ()
     advice: tuple[Callable[[ForeignConfig], Iterable[Problem]], ...] = ()  # whose problems are warnings
     required: Mapping[tuple[str, ...], str] = {}  # keys without a default there, of which one is given -> our field
+    sources: Mapping[str, str] = {}  # key -> where its default is written
 
     def mapping_of(self, key: str) -> KeyMapping | None:
         """Return the mapping of a key: its own, or that of a family such as "model.moe.*"."""

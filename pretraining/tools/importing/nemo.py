@@ -133,4 +133,5 @@ FORMAT = Format(
     (megatron_optim.schedule_is_indented,),
     (megatron.batch_check("model.", "model."),),  # which NeMo checks on the devices of a run, as this recipe does
     megatron.required("model.", "model.data."),
+    lightning.SOURCES,
 )

@@ -193,6 +193,12 @@ def _lora_saving(_: Any, source: ForeignConfig) -> Conversion:
     return implied("save_lora_base with merge_lora", lora_save_mode=mode)
 
 
+# The schema of its exp_manager says True, but its code reads the file itself.
+SOURCES = {
+    f"exp_manager.{key}": f"exp_manager.get({key!r}, False) in NxD Training's lightning_modules/model/base.py"
+    for key in ("log_gradient_norm", "log_parameter_norm")
+}
+
 FORMAT = Format(
     "nxdt",
     "NxD Training",
@@ -256,6 +262,7 @@ FORMAT = Format(
     },
     {
         **lightning.DEFAULTS,
+        **dict.fromkeys(SOURCES, False),
         **megatron_optim.DEFAULTS,
         "model.do_layer_norm_weight_decay": False,
         **{f"model.{name}": _of_megatron(value) for name, value in {**megatron.DEFAULTS, "has_bias": True}.items()},
@@ -268,4 +275,5 @@ FORMAT = Format(
         megatron.batch_check("data.", "distributed_strategy."),
     ),
     required=megatron.required("data.", "data."),
+    sources={**lightning.SOURCES, **SOURCES},
 )

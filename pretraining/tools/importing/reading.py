@@ -10,8 +10,14 @@ from typing import Any
 
 from pretraining.config.errors import UserError
 
-DEEPEST = 50  # levels of mappings and lists; NeMo's own example files have 4
+# What a file may hold, far above any configuration: NeMo's own example files have 12 KB, 250 values and 4 levels.
+DEEPEST = 50  # levels of mappings and lists
+MOST = 100_000  # values
+LARGEST = 2**20  # bytes; PyYAML reads 0.1 MB a second
+LONGEST = 100  # digits of a whole number
 TOO_DEEP = f"mappings or lists are nested more than {DEEPEST} deep"
+TOO_MANY = f"it holds more than {MOST:,} values"
+TOO_LONG = f"a whole number has more than {LONGEST} digits"
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -19,6 +25,8 @@ def read_file(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # a named pipe would be read for ever
         raise UserError(f"{path}: cannot be read: it is no file")
     try:
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes, and a configuration at most {LARGEST:,}")
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             tree = json.loads(text, object_pairs_hook=_refuse_repeated)
@@ -28,23 +36,32 @@ def read_file(path: Path) -> dict[str, Any]:
             from pretraining.tools.importing.references import parse_yaml  # see there for the time that it takes
 
             tree = parse_yaml(text)
-        _refuse_depth(tree)
+        check_size(tree)
     except RecursionError:
         raise UserError(f"{path}: cannot be read: {TOO_DEEP}") from None
     except (OSError, ValueError) as error:  # a ValueError from JSON, TOML, Unicode, YAML or a repeated key
-        raise UserError(f"{path}: cannot be read: {error}") from error
+        reason = TOO_LONG if "int_max_str_digits" in str(error) else error  # Python's limit, 4,300 digits
+        raise UserError(f"{path}: cannot be read: {reason}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: has no keys; it must be a mapping of names to values")
     return {str(name): value for name, value in tree.items()}
 
 
-def _refuse_depth(tree: Any) -> None:
-    """Raise ValueError if mappings and lists are nested deeper than functions that walk them can follow."""
-    nodes = [tree]
-    for _ in range(DEEPEST):
+def check_size(tree: Any) -> None:
+    """Raise ValueError if a tree is deeper or larger than functions that walk it can follow, or has a longer number.
+
+    What several aliases of YAML refer to counts as often.
+    """
+    nodes, count = [tree], 0
+    for _ in range(DEEPEST + 1):
+        if any(type(node) is int and abs(node) >= 10**LONGEST for node in nodes):
+            raise ValueError(TOO_LONG)
         inner = [node.values() if isinstance(node, dict) else node for node in nodes if isinstance(node, (dict, list))]
+        count += sum(map(len, inner))
+        if count > MOST:
+            raise ValueError(TOO_MANY)
         nodes = [child for children in inner for child in children]
-    if any(isinstance(node, (dict, list)) for node in nodes):
+    if nodes:
         raise ValueError(TOO_DEEP)
 
 

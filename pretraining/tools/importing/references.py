@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from pretraining.config.errors import UserError
 from pretraining.tools.importing.foreign import MISSING
+from pretraining.tools.importing.reading import DEEPEST, LARGEST, check_size, leaves
 
 # multiply and sum are in NeMo's nemo/core/config/hydra_runner.py, the divisions in main.py of NeMo's launcher.
 OmegaConf.register_new_resolver("multiply", lambda *factors: math.prod(factors), replace=True)
@@ -31,11 +34,58 @@ OmegaConf.register_new_resolver("divide_floor", lambda left, right: math.floor(l
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what the YAML holds, references as they are written. Raises ValueError with the line."""
+    """Return what the YAML holds, references as they are written. Raises ValueError with the line.
+
+    OmegaConf copies what an alias refers to, so the size is checked before.
+    """
     try:
-        return OmegaConf.to_container(OmegaConf.create(text))
+        tree = yaml.load(text, Loader=get_yaml_loader())
+        check_size(tree)
+        return OmegaConf.to_container(OmegaConf.create(tree)) if isinstance(tree, (dict, list)) else tree
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ValueError(" ".join(str(error).split())) from error
+
+
+_REFERENCE = re.compile(r"\$\{(\.*)([\w.\[\]-]+)\}")
+
+
+def check_references(tree: Mapping[str, Any]) -> None:
+    """Raise UserError if references that refer to references become more text than a configuration has, or too deep."""
+    written = {key: str(value) for key, value in leaves(tree)}
+    known: dict[str, _Extent] = {}
+
+    def extent(key: str) -> _Extent:
+        """Return that of all values below a key; of a loop, which OmegaConf reports, its first turn."""
+        below = [key] if key in written else [other for other in written if other.startswith(f"{key}.")]
+        for leaf in below:
+            if leaf not in known:
+                known[leaf] = _Extent(0, 0)
+                targets = [extent(_absolute(leaf, *parts)) for parts in _REFERENCE.findall(written[leaf])]
+                size = len(written[leaf]) + sum(target.size for target in targets)
+                known[leaf] = _Extent(size, 1 + max((target.depth for target in targets), default=0))
+        return _Extent(sum(known[leaf].size for leaf in below), max((known[leaf].depth for leaf in below), default=0))
+
+    for key in written:
+        try:
+            size, depth = extent(key)
+        except RecursionError:
+            size, depth = 0, DEEPEST + 1
+        if depth > DEEPEST:
+            raise UserError(f"{key}: references refer to references more than {DEEPEST} deep: write the value")
+        if size > LARGEST:
+            raise UserError(f"{key}: its references become more than {LARGEST:,} characters: write the value")
+
+
+class _Extent(NamedTuple):
+    """What a value becomes when its references are replaced."""
+
+    size: int  # characters
+    depth: int  # references that refer to references
+
+
+def _absolute(key: str, dots: str, name: str) -> str:
+    """Return the key that a reference at `key` names: each dot before the name is a level up, none is the top."""
+    return ".".join([*key.split(".")[: -len(dots)], name]) if dots else name
 
 
 class Leaf(NamedTuple):
@@ -48,6 +98,7 @@ class Leaf(NamedTuple):
 
 def resolve(tree: Mapping[str, Any]) -> Iterator[Leaf]:
     """Yield the leaves of `tree`, every reference replaced. Raises UserError if the syntax of one is wrong."""
+    check_references(tree)
     try:
         root = OmegaConf.create(dict(tree))
     except OmegaConfBaseException as error:

@@ -160,6 +160,7 @@ def _report_default(key: str, format_: Format, foreign: ForeignConfig) -> list[K
     if foreign.values.get(key) is not None or value is None or mapping is None:
         return []
     report = KeyReport(key, None, value, *convert(mapping, value, foreign))
+    report.note = "; ".join(filter(None, (report.note, format_.sources.get(key))))
     return [] if report.status == "ignored" else [report]
 
 

@@ -20,7 +20,7 @@ class PlanConfig(TrainConfig):
     plan: Annotated[bool, Resume.FREE, COMMON] = False
     """Print the memory, communication and time of this configuration on plan_devices of plan_device_kind, and stop;
     paths and devices are not opened. The exit code is 0 whether or not it fits."""
-    plan_devices: Annotated[int, AtLeast(0), Needs("plan"), Resume.FREE] = 0
+    plan_devices: Annotated[int, AtLeast(0, below=2**24), Needs("plan"), Resume.FREE] = 0
     """Devices to plan for; required by plan. 0: as many as plan_topology has."""
     plan_device_kind: Annotated[str, OneOf(("", *PLAN_KINDS)), Needs("plan"), Resume.FREE] = ""
     """Kind of the devices: a TPU chip, a NeuronCore of trn1 or trn2, or a GPU; required by plan."""

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -28,16 +29,27 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 from pretraining.config.errors import UserError, counted
+from pretraining.data.corpus import whole_corpus
 from pretraining.data.datasets import DESCRIPTION, NO_SEPARATOR
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.hashing import key_of, short_hash
+from pretraining.data.index import ShardFile, open_indexes
 from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_json
+from pretraining.data.stores.find import find_shards
 from pretraining.data.stores.labels import LABELS, POSITIONS
 from pretraining.data.tokenizer import Tokenizer, open_tokenizer, train
 from pretraining.storage import Location, ObjectPath, location
 from pretraining.tools.prepare.chat import find_template
 from pretraining.tools.prepare.instructions import LONGER, InstructionOptions, Packer, Reader, Row
-from pretraining.tools.prepare.text import SHARD_BYTES, TextShard, divide, find_files, read_documents, read_records
+from pretraining.tools.prepare.text import (
+    SHARD_BYTES,
+    TextShard,
+    check_texts,
+    divide,
+    find_files,
+    read_documents,
+    read_records,
+)
 
 COLUMNS = ("tokens", LABELS, POSITIONS)  # of shards; text has only the first
 SPLIT_FLAGS = {"train": "data_path", "valid": "valid_data_path"}  # folder in the output -> flag of the training
@@ -236,7 +248,10 @@ def _move(output: Path, place: ObjectPath) -> None:
 
 
 def _prepare_shards(options: Options, files: list[Path], output: Path) -> None:
-    sources = divide(files, options.endings.split(","), _STDLIB_SHARD_BYTES if options.stdlib else SHARD_BYTES)
+    endings = options.endings.split(",")
+    for note in check_texts(files, endings):
+        print(note)
+    sources = divide(files, endings, _STDLIB_SHARD_BYTES if options.stdlib else SHARD_BYTES)
     path = _copy_or_train(options, sources, output)
     tokenizer = open_tokenizer(str(path))
     separator = tokenizer.separator if options.separator < 0 else options.separator
@@ -459,7 +474,7 @@ def _describe(
             continue
         counts = {name: sum(shard[name] for shard in shards) for name in ("documents", "tokens")}
         hashes = {shard["name"]: shard["sha256"] for shard in shards}
-        content = {**description, **counts, "shards": hashes}
+        content = {**description, **counts, "shards": hashes, "blocks": _block_sums(output / split)}
         write_atomically(output / split / DESCRIPTION, json.dumps(content, indent=2) + "\n")
         flags.append(f"--{flag}={output / split}")
         parts = {"document": counts["documents"], "token": counts["tokens"], "shard": len(shards)}
@@ -469,3 +484,10 @@ def _describe(
         print(f"{count:,} {what}")
     flags += validation if (output / "valid").is_dir() else ()
     write_atomically(output / FLAGS, "\n".join(flags) + "\n")
+
+
+def _block_sums(folder: Path) -> dict[str, Any]:
+    """Return the checksums of the blocks of a split's documents, which the loader compares at their first read."""
+    files = [ShardFile(path, format, COLUMNS[0], ()) for path, format in find_shards(folder, "auto")]
+    with tempfile.TemporaryDirectory() as indexes:  # its own, because the shards may be moved
+        return whole_corpus(open_indexes(files, Path(indexes)), {}).block_sums()

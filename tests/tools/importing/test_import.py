@@ -98,7 +98,10 @@ def test_every_key_is_reported_once(kind: str, tmp_path: Path) -> None:
 
 def test_nemo_and_the_nxdt_file_made_of_it_differ_only_where_the_report_says_so(tmp_path: Path) -> None:
     nemo, nxdt = (settings_of(config(tree(kind), tmp_path)) for kind in ("nemo", "nxdt"))
-    assert {name for name in nemo if nemo[name] != nxdt[name]} == {"sharding_strategy"}  # NeMo's says nothing of it
+    assert {name for name in nemo if nemo[name] != nxdt[name]} == {
+        "sharding_strategy",
+        "log_grad_norm",
+    }  # see SOURCES in nxdt.py
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -816,6 +819,31 @@ def test_every_target_is_a_field_or_known_to_be_missing(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_default_has_a_rule(kind: str) -> None:
     assert FORMATS[kind].defaults.keys() <= FORMATS[kind].mappings.keys()
+
+
+@pytest.mark.parametrize("kind", ["nemo", "nxdt"])
+def test_absent_keys_of_lightning_and_exp_manager_have_the_trainers_defaults(kind: str, tmp_path: Path) -> None:
+    """Each with its source: NeMo's exp_manager.py, Lightning's Trainer, and what NxD Training's code does."""
+    node = put(tree(kind), "exp_manager", {"name": "small"})
+    node = put(drop(node, "trainer.log_every_n_steps"), "trainer.limit_val_batches", 1)
+    result = resolved(node, tmp_path, split="9,1")
+    expected = {"resume": "never", "report_interval": 50, "keep_last_n_checkpoints": 3, "val_sanity_steps": 2}
+    expected |= {"log_grad_norm": kind == "nemo", "log_param_norm": False}
+    assert {name: getattr(result.config, name) for name in expected} == expected
+    lines = [line for line in as_text(result, as_data(result)).splitlines() if "=" in line]
+    sources = {
+        "exp_manager.resume_if_exists=False": "ExpManagerConfig in NeMo's nemo/utils/exp_manager.py",
+        "exp_manager.checkpoint_callback_params.save_top_k=3": "CallbackParams in NeMo's nemo/utils/exp_manager.py",
+        "trainer.log_every_n_steps=50": "Lightning's Trainer",
+    }
+    if kind == "nxdt":
+        sources["exp_manager.log_gradient_norm=False"] = "lightning_modules/model/base.py"
+    for key, source in sources.items():
+        assert any(key in line and source in line for line in lines), key
+    assert resolved(node, tmp_path, resume="auto").config.resume == "auto"
+    assert resolved(put(node, "exp_manager.resume_if_exists", True), tmp_path).config.resume == "must"
+    without = resolved(put(node, "exp_manager.create_checkpoint_callback", False), tmp_path).config
+    assert (without.checkpoint_interval, without.keep_last_n_checkpoints) == (0, 0)
 
 
 def test_fields_of_origin_are_fields() -> None:

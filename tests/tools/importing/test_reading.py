@@ -118,3 +118,43 @@ def test_a_reference_that_leads_nowhere_is_an_error_of_its_key(tree: dict[str, A
 def test_a_malformed_reference_is_an_error() -> None:
     with pytest.raises(UserError, match=r"\$\{b"):
         list(resolve({"a": "${b"}))
+
+
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 12)
+)
+REFERENCES = "x0: 0123456789\n" + "".join(f"x{level}: ${{x{level - 1}}}${{x{level - 1}}}\n" for level in range(1, 45))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.yaml", ALIASES, "it holds more than 100,000 values"),
+        ("a.yaml", "a: &a [*a]\n", "nested more than 50 deep"),
+        *(
+            (f"a.{kind}", text.replace("9", "9" * digits), "more than 100 digits")
+            for kind, text in {"json": '{"a": [9]}', "yaml": "a: 9", "toml": "a = 9"}.items()
+            for digits in (400, 5000)
+        ),
+        ("a.json", '{"a": [' + "1, " * 200_000 + "1]}", "more than 100,000 values"),
+        ("a.json", '{"a": "' + "x" * 2**20 + '"}', "and a configuration at most 1,048,576"),
+        *(("a.yaml", text, "it must be a mapping") for text in ("5", "text", "", "true", "- 1", "${a}", "2026-08-01")),
+    ],
+)
+def test_a_file_holds_no_more_than_a_configuration_and_names_its_values(
+    tmp_path: Path, name: str, text: str, reason: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name}: .*{reason}"):
+        read_file(tmp_path / name)
+
+
+def test_references_that_multiply_are_an_error_and_others_are_not() -> None:
+    with pytest.raises(UserError, match=r"^x\d+: its references become more than 1,048,576 characters"):
+        list(resolve(parse_yaml(REFERENCES)))
+    chain = parse_yaml("x5000: 1\n" + "".join(f"x{level}: ${{x{level + 1}}}\n" for level in range(4999, -1, -1)))
+    for tree in (chain, dict(reversed(chain.items()))):
+        with pytest.raises(UserError, match="references refer to references more than 50 deep"):
+            list(resolve(tree))
+    nested = parse_yaml("a: {b: [1, 2], c: '${.b}', d: '${multiply:${..e},2}'}\ne: 3\nf: ${a}\n")
+    assert {leaf.key: leaf.value for leaf in resolve(nested)}["f.d"] == 6

@@ -22,6 +22,7 @@ import pytest
 from main_training import configure
 from pretraining.config.errors import UserError
 from pretraining.data import check_data, open_stream, splits_of
+from pretraining.data.files import file_hash
 from pretraining.data.tokenizer import open_tokenizer
 from pretraining.tools import inspect_data
 from pretraining.tools.prepare import prepare
@@ -247,6 +248,27 @@ def test_a_vocabulary_larger_than_the_models_is_known_before_training(prepared: 
         open_stream(configure(flags))
 
 
+def test_another_tokenizer_than_that_of_the_data_is_refused(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint records it, because the data may be gone when a text is generated."""
+    out = prepared.folder / "out"
+    (tmp_path / "other.model").write_bytes((out / "tokenizer.model").read_bytes() + b"\x0a\x00")
+    (tmp_path / "copy.model").write_bytes((out / "tokenizer.model").read_bytes())
+    flags = {"data_path": str(out), "index_dir": str(tmp_path), "vocab_size": 410, "seq_length": 16, "batch_size": 1}
+    wrong = {**flags, "tokenizer_path": str(tmp_path / "other.model")}
+    message = rf"--tokenizer_path={tmp_path}/other.model: {out}/train was prepared with another tokenizer"
+    with pytest.raises(UserError, match=message):
+        check_data(configure(wrong))
+    assert inspect_data.main([f"--{name}={value}" for name, value in wrong.items()]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    stream = open_stream(configure({**flags, "tokenizer_path": str(tmp_path / "copy.model")}))
+    assert stream.state(0)["mixture"]["train"]["tokenizer_sha256"] == file_hash(out / "tokenizer.model")
+    line = "train: its tokenizer has 400 ids, the model's vocabulary 410: the rest is never trained"
+    assert line in stream.facts()["notes"]
+    assert not any("ids" in note for note in open_stream(configure({**flags, "vocab_size": 400})).facts()["notes"])
+
+
 def test_a_given_tokenizer_and_a_tokenizer_json_are_used(prepared: Prepared, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     (tmp_path / "a.txt").write_text(TEXT)
@@ -351,3 +373,73 @@ def test_inspect_prints_no_traceback_when_its_reader_closes_the_pipe(prepared: P
     assert process.stdout and process.stderr
     process.stdout.close()  # what `| head -0` does, and `| head` once it has its lines
     assert process.stderr.read() == "" and process.wait() in (0, 141)  # 128 + SIGPIPE
+
+
+def test_truncation_and_padding_of_a_tokenizer_json_are_switched_off(tmp_path: Path) -> None:
+    """The tokenizers package saves the settings of its last use in the file."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    model.pre_tokenizer, model.decoder = tokenizers.pre_tokenizers.ByteLevel(), tokenizers.decoders.ByteLevel()
+    model.train_from_iterator(texts(200), tokenizers.trainers.BpeTrainer(vocab_size=500, special_tokens=["</s>"]))
+    model.save(str(tmp_path / "plain.json"))
+    model.enable_truncation(max_length=4)
+    model.enable_padding(length=4)
+    model.save(str(tmp_path / "cut.json"))
+    plain, cut = (open_tokenizer(str(tmp_path / f"{name}.json")) for name in ("plain", "cut"))
+    for text in ("a", TEXT):
+        assert cut.encode([text]) == plain.encode([text]) and cut.encode_prompt(text) == plain.encode_prompt(text)
+        assert cut.trace(text) == plain.trace(text)
+    assert len(cut.encode([TEXT])[0]) > 20
+
+
+# Content of a file of plain text -> what is read, or what the refusal says.
+ENCODED = {
+    "utf16.txt": (TEXT.encode("utf-16"), TEXT),
+    "utf16be.txt": (b"\xfe\xff" + TEXT.encode("utf-16-be"), TEXT),
+    "utf32.txt": (TEXT.encode("utf-32"), TEXT),
+    "signed.txt": (TEXT.encode("utf-8-sig"), TEXT),
+    "plain.txt": (TEXT.encode(), TEXT),
+    "trace.txt": (b"a" * 2000 + b"\xff", "a" * 2000 + "\ufffd"),
+}
+UNREADABLE = {
+    "unmarked.txt": (TEXT.encode("utf-16-le"), "has NUL bytes"),
+    "image.txt": (b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + bytes(range(256)) * 4, "has NUL bytes"),
+    "latin.txt": (
+        "déjà vu à Orléans, où l'été a été très doux".encode("latin-1"),
+        r"\d+ of 43 char.* not UTF-8",
+    ),
+    "half.txt.gz": (gzip.compress(os.urandom(1000).hex().encode())[:500], "truncated or damaged"),
+}
+
+
+def test_texts_are_decoded_by_their_byte_order_mark_and_all_others_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name, (raw, expected) in ENCODED.items():
+        (tmp_path / "in" / name).write_bytes(raw)
+        (shard,) = divide([tmp_path / "in" / name], (".txt",))
+        assert list(read_documents(shard, "text")) == [expected], name
+    for name, (raw, _) in UNREADABLE.items():
+        (tmp_path / "in" / name).write_bytes(raw)
+    assert run(tmp_path) == 2
+    told = capsys.readouterr().err
+    for name, (_, reason) in UNREADABLE.items():
+        assert re.search(f"{name}: .*{reason}", told), name
+    assert not any(name in told for name in ENCODED) and not list((tmp_path / "out").glob("tokenizer*"))
+    for name in UNREADABLE:
+        (tmp_path / "in" / name).unlink()
+    assert run(tmp_path, "--vocab_size=295", "--valid_every=0") == 0
+    assert "trace.txt: 1 character not UTF-8, replaced by U+FFFD" in capsys.readouterr().out
+    assert sorted(delivered(tmp_path)) == sorted(text for _, text in ENCODED.values())
+
+
+def test_a_truncated_file_of_records_is_named_before_the_size_of_the_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts(300))
+    (tmp_path / "in" / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode())[:-2000])
+    assert run(tmp_path) == 2
+    told = capsys.readouterr().err
+    assert "a.jsonl.gz: cannot be read, it is truncated or damaged" in told and "--vocab_size" not in told
