@@ -89,7 +89,7 @@ def test_a_number_far_above_any_run_is_refused_at_once_as_a_flag_and_in_a_file(s
         math.inf,
     ]
     for value in [*values, 10**9] if setting.resume is Resume.SHAPE else values:
-        (problem, *_) = read_values({"use_dummy_dataset": True, setting.name: value}, CHECKS).problems
+        (problem, *_) = read_values({"use_dummy_dataset": True, setting.name: value}, CHECKS, CONFIGURATION).problems
         assert problem.subject.startswith(f"--{setting.name}="), problem
         assert len(max(str(ConfigError([problem])).splitlines(), key=len)) < 600
         if isinstance(value, int | float) and math.isfinite(value):
@@ -97,8 +97,8 @@ def test_a_number_far_above_any_run_is_refused_at_once_as_a_flag_and_in_a_file(s
                 assert ModelDescription({"model_type": "llama", key: value}).problems
             if setting.resume in (Resume.SHAPE, Resume.FUNCTION):
                 with pytest.raises(ConfigError, match=f"--{setting.name}=.* in the checkpoint: must be"):
-                    saved_config({setting.name: setting.kind(value)})
-    assert time.monotonic() - began < 2
+                    saved_config({setting.name: setting.kind(value)}, CONFIGURATION)
+    assert time.monotonic() - began < 30  # without bounds: minutes
 
 
 @pytest.mark.parametrize("setting", CHOICES, ids=lambda setting: setting.name)
