@@ -38,7 +38,7 @@ def parse(*words: str) -> Any:
     def main(**flags: str) -> None:
         seen.append(configure(flags))
 
-    assert run(main, words) == 0
+    assert run(main, words, configuration=CONFIGURATION) == 0
     return seen[0]
 
 
