@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pretraining.config.attention import AttentionChoice
 from pretraining.config.declaration import (
     Above,
     AtLeast,
@@ -24,6 +25,7 @@ from pretraining.config.declaration import (
     Storable,
     settings_of,
 )
+from pretraining.config.errors import UserError
 from pretraining.config.grammar import (
     RECOMPUTABLE,
     parse_cuts,
@@ -666,6 +668,16 @@ class TrainConfig:
     def reads_data(self) -> bool:
         """Whether the run gets as far as opening data and paths."""
         return True
+
+    def attention_on(self, platform: str) -> AttentionChoice:
+        """Return how the xla engine computes attention on `platform`, PJRT's name of a type of device. Opens no device.
+
+        Raises UserError where attention_impl=splash cannot run.
+        """
+        if self.attention_impl == "splash":
+            remedy = "needs pretraining/extensions/splash, which is not there; use --attention_impl=auto, or chunked"
+            raise UserError(f"--attention_impl=splash: {remedy}")
+        return AttentionChoice("--attention_impl" if self.attention_impl == "chunked" else "no kernel is there")
 
     @property
     def precision_mode(self) -> str:

@@ -16,7 +16,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
 from pretraining.config.variants import model_shape
 from pretraining.parallel.mesh import rampup_problems
-from pretraining.parallel.splash import obstacles
 from pretraining.parallel.stages import SPLIT_BACKWARD, even_cuts, piece_length
 
 
@@ -36,13 +35,6 @@ def check_tensor_parallel(config: TrainConfig) -> Iterator[Problem]:
         if extent % ranks:
             remedy = f"does not divide {name}={extent}; use {valid}; another would need padding with zeros"
             yield problem(config, "tensor_parallel_size", remedy)
-
-
-def check_attention(config: TrainConfig) -> Iterator[Problem]:
-    """Splash attention can compute what the configuration asks for."""
-    if config.attention_impl == "splash":
-        for obstacle in obstacles(config):
-            yield problem(config, "attention_impl", f"cannot run: {obstacle}; use auto, or chunked")
 
 
 def check_kv_replication(config: TrainConfig) -> Iterator[Problem]:
@@ -198,7 +190,6 @@ def check_recomputed_modules(config: TrainConfig) -> Iterator[Problem]:
 CHECKS = (
     check_engine_support,
     check_tensor_parallel,
-    check_attention,
     check_kv_replication,
     check_sequence_split,
     check_stages_of_length,
