@@ -30,6 +30,7 @@ NAMES = (
     "tools.importing",
     "tools.plan",
     "extensions.splash",
+    "extensions.fp8",
     "extensions.questions",
     "extensions.preemption",
     "extensions.trackers",

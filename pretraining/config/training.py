@@ -8,9 +8,10 @@ Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pretraining.config.attention import AttentionChoice
 from pretraining.config.declaration import (
@@ -678,6 +679,15 @@ class TrainConfig:
             remedy = "needs pretraining/extensions/splash, which is not there; use --attention_impl=auto, or chunked"
             raise UserError(f"--attention_impl=splash: {remedy}")
         return AttentionChoice("--attention_impl" if self.attention_impl == "chunked" else "no kernel is there")
+
+    def transformation_on(self, device: Any) -> Callable[[Any], None]:
+        """Return what changes a model before the torch engine places it on `device`, a torch.device.
+
+        Raises UserError where precision=fp8 cannot run.
+        """
+        if self.precision == "fp8":
+            raise UserError("--precision=fp8: needs pretraining/extensions/fp8, which is not there; use mixed_bf16")
+        return lambda model: None
 
     @property
     def precision_mode(self) -> str:

@@ -49,6 +49,11 @@ def test_a_kernel_whose_extension_is_not_there_is_refused_and_none_is_needed() -
     assert str(TrainConfig(attention_impl="chunked").attention_on("TPU")) == "chunked, --attention_impl"
 
 
+def test_a_precision_whose_extension_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--precision=fp8: needs pretraining/extensions/fp8, .*use mixed_bf16"):
+        TrainConfig(precision="fp8").transformation_on("cpu")
+
+
 @pytest.mark.parametrize(("limit", "fields"), [(limit, row[1]) for limit, row in zip(LIMITS, EXAMPLES, strict=True)])
 def test_a_value_is_refused_where_its_row_says_and_nowhere_else(limit: Any, fields: dict[str, Any]) -> None:
     config = CONFIGURATION(**fields)
