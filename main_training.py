@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 NAMES = (
     "tools.importing",
     "tools.plan",
+    "extensions.splash",
+    "extensions.fp8",
     "extensions.questions",
     "extensions.preemption",
     "extensions.trackers",

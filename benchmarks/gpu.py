@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from main_training import CONFIGURATION
 from pretraining.config.devices import kind_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -51,10 +52,11 @@ Step = Callable[[], None]
 def config_of(model: str, device: Any) -> TrainConfig:
     """Return the configuration that all contenders run."""
     length = min(4096, model_shape(TrainConfig(model_variant=model)).max_position_embeddings)
-    return TrainConfig(
+    config: TrainConfig = CONFIGURATION(
         model_variant=model, seq_length=length, batch_size=BATCH_SIZES[model], use_dummy_dataset=True, device=device,
         low_cpu_fsdp=True, sharding_strategy="fsdp",
     )  # fmt: skip
+    return config
 
 
 def tokens_of(config: TrainConfig) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import get_annotations
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem
@@ -77,7 +78,7 @@ class Extension:
 def configuration_of(extensions: tuple[Extension, ...]) -> type[TrainConfig]:
     """Return the dataclass of all settings, the core's and those of `extensions`: a subclass of each."""
     parts = tuple(extension.configuration for extension in extensions if extension.configuration)
-    names = [name for part in parts for name in vars(part)["__annotations__"]]
+    names = [name for part in parts for name in get_annotations(part)]
     assert len(names) == len(set(names)), f"declared twice: {sorted(name for name in names if names.count(name) > 1)}"
     combined = type("TrainConfig", (*reversed(parts), TrainConfig), {"__module__": COMBINED})
     return dataclass(frozen=True)(combined)

@@ -8,10 +8,12 @@ Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+from pretraining.config.attention import AttentionChoice
 from pretraining.config.declaration import (
     Above,
     AtLeast,
@@ -24,6 +26,7 @@ from pretraining.config.declaration import (
     Storable,
     settings_of,
 )
+from pretraining.config.errors import UserError
 from pretraining.config.grammar import (
     RECOMPUTABLE,
     parse_cuts,
@@ -669,6 +672,25 @@ class TrainConfig:
     def reads_data(self) -> bool:
         """Whether the run gets as far as opening data and paths."""
         return True
+
+    def attention_on(self, platform: str) -> AttentionChoice:
+        """Return how the xla engine computes attention on `platform`, PJRT's name of a type of device. Opens no device.
+
+        Raises UserError where attention_impl=splash cannot run.
+        """
+        if self.attention_impl == "splash":
+            remedy = "needs pretraining/extensions/splash, which is not there; use --attention_impl=auto, or chunked"
+            raise UserError(f"--attention_impl=splash: {remedy}")
+        return AttentionChoice("--attention_impl" if self.attention_impl == "chunked" else "no kernel is there")
+
+    def transformation_on(self, device: Any) -> Callable[[Any], None]:
+        """Return what changes a model before the torch engine places it on `device`, a torch.device.
+
+        Raises UserError where precision=fp8 cannot run.
+        """
+        if self.precision == "fp8":
+            raise UserError("--precision=fp8: needs pretraining/extensions/fp8, which is not there; use mixed_bf16")
+        return lambda model: None
 
     @property
     def precision_mode(self) -> str:

@@ -27,7 +27,6 @@ class Precision(NamedTuple):
     stochastic_rounding: bool = False
     # Of gradients while they are summed over devices; on the XLA engine FP32 stands for the dtype of the parameters
     gradient_reduction: torch.dtype = FP32
-    float8: bool = False  # whether the linear layers of the blocks multiply float8 matrices (models/float8.py)
 
     @property
     def keeps_rounded_copy(self) -> bool:
@@ -47,7 +46,7 @@ MODES = {
     "bf16_sr": Precision(BF16, BF16, BF16, BF16, BF16, stochastic_rounding=True),
     "autocast": Precision(compute=BF16),
     "fp16": Precision(activations=FP16, compute=FP16),
-    "fp8": Precision(activations=BF16, compute=BF16, float8=True),
+    "fp8": Precision(activations=BF16, compute=BF16),  # around the products of extensions/fp8
 }
 
 
@@ -79,8 +78,9 @@ def describe_dtypes(config: TrainConfig) -> str:
     }
     listed = ", ".join(f"{name} {_short(dtype)}" for name, dtype in dtypes.items())
     rounding = "; rounded stochastically" if chosen.stochastic_rounding else ""
-    float8 = "; linear layers of the blocks fp8 (e4m3, gradients e5m2), all-gathers bf16" if chosen.float8 else ""
-    return f"{config.precision_mode}: {listed}{rounding}{float8}"
+    mode = config.precision_mode
+    float8 = "; linear layers of the blocks fp8 (e4m3, gradients e5m2), all-gathers bf16" if mode == "fp8" else ""
+    return f"{mode}: {listed}{rounding}{float8}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -16,7 +16,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
 from pretraining.config.variants import model_shape
 from pretraining.parallel.mesh import rampup_problems
-from pretraining.parallel.splash import obstacles
 from pretraining.parallel.stages import SPLIT_BACKWARD, even_cuts, piece_length
 
 
@@ -36,13 +35,6 @@ def check_tensor_parallel(config: TrainConfig) -> Iterator[Problem]:
         if extent % ranks:
             remedy = f"does not divide {name}={extent}; use {valid}; another would need padding with zeros"
             yield problem(config, "tensor_parallel_size", remedy)
-
-
-def check_attention(config: TrainConfig) -> Iterator[Problem]:
-    """Splash attention can compute what the configuration asks for."""
-    if config.attention_impl == "splash":
-        for obstacle in obstacles(config):
-            yield problem(config, "attention_impl", f"cannot run: {obstacle}; use auto, or chunked")
 
 
 def check_kv_replication(config: TrainConfig) -> Iterator[Problem]:
@@ -133,30 +125,6 @@ def check_schedule(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "pipeline_schedule", remedy)
 
 
-def check_float8(config: TrainConfig) -> Iterator[Problem]:
-    """Tensor cores multiply float8 matrices whose sizes are multiples of 16; a rank has its shard of each."""
-    if config.precision_mode != "fp8":
-        return
-    shape, ranks, context = model_shape(config), config.tensor_parallel_size, config.context_parallel_size
-    kv_heads = shape.num_kv_heads
-    # As many ranks as divide the heads; others have one head at least, and may have two where their neighbours have one
-    kv_ranks = ranks if kv_heads % ranks == 0 else kv_heads
-    lengths = [length for length, _ in parse_stages(config.seq_length_stages)] or [config.seq_length]
-    head_width, rows = f"x head_dim={shape.head_dim} ", config.batch_size
-    for name, value, factor, text, parts in (
-        ("hidden_size", shape.hidden_size, 1, "", 1),
-        ("intermediate_size", shape.intermediate_size, 1, "", ranks),
-        ("num_attention_heads", shape.num_attention_heads, shape.head_dim, head_width, ranks),
-        ("num_kv_heads", kv_heads, shape.head_dim, head_width, kv_ranks),
-        *(("batch_size", rows, length, f"x {length} tokens ", context) for length in lengths),
-    ):
-        if value * factor % (16 * parts):
-            product = f"{text}= {value * factor} " if text else ""
-            share = f" = 16 x {parts} ranks" if parts > 1 else ""
-            remedy = f"{product}is not a multiple of {16 * parts}{share}, which precision=fp8 needs; "
-            yield Problem(f"--{name}={value}", f"{remedy}use {multiples_around(value * factor, 16 * parts)}")
-
-
 def check_batch(config: TrainConfig) -> Iterator[Problem]:
     """The global batch is a multiple of what one device computes; the number of devices comes later."""
     if config.global_batch_size is None:
@@ -198,12 +166,10 @@ def check_recomputed_modules(config: TrainConfig) -> Iterator[Problem]:
 CHECKS = (
     check_engine_support,
     check_tensor_parallel,
-    check_attention,
     check_kv_replication,
     check_sequence_split,
     check_stages_of_length,
     check_pipeline,
-    check_float8,
     check_schedule,
     check_batch,
     check_recomputed_blocks,

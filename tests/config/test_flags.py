@@ -402,7 +402,7 @@ def test_an_error_of_the_system_is_named_by_its_file_and_the_program_s_own_by_it
 
 
 def test_every_script_that_prints_ends_in_the_shared_way() -> None:
-    inner = {"compiler.py", "export.py", "splash_lowering.py"}  # processes that plan and engine start
+    inner = {"compiler.py", "export.py", "lowering.py"}  # processes that plan and splash start
     for path in (ROOT / "main_training.py", *(ROOT / "pretraining").rglob("*.py")):
         _, main, end = path.read_text().partition('if __name__ == "__main__":\n')
         assert not main or path.name in inner or end.startswith("    exit_with("), path

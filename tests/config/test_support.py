@@ -8,7 +8,9 @@ import pytest
 
 from main_training import CONFIGURATION
 from pretraining.config.declaration import settings_of
+from pretraining.config.errors import UserError
 from pretraining.config.support import LIMITS, unsupported
+from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
 from pretraining.parallel.checks import CHECKS
 
@@ -38,6 +40,18 @@ def test_every_row_has_an_example_and_no_default_is_unsupported() -> None:
     assert SETTINGS.keys() >= {setting for setting, _ in EXAMPLES}
     for engine, device in PLACES:
         assert list(unsupported(CONFIGURATION(), engine, device)) == []
+
+
+def test_a_kernel_whose_extension_is_not_there_is_refused_and_none_is_needed() -> None:
+    with pytest.raises(UserError, match=r"--attention_impl=splash: needs pretraining/extensions/splash, .*use --att"):
+        TrainConfig(attention_impl="splash").attention_on("TPU")
+    assert str(TrainConfig().attention_on("TPU")) == "chunked, no kernel is there"
+    assert str(TrainConfig(attention_impl="chunked").attention_on("TPU")) == "chunked, --attention_impl"
+
+
+def test_a_precision_whose_extension_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--precision=fp8: needs pretraining/extensions/fp8, .*use mixed_bf16"):
+        TrainConfig(precision="fp8").transformation_on("cpu")
 
 
 @pytest.mark.parametrize(("limit", "fields"), [(limit, row[1]) for limit, row in zip(LIMITS, EXAMPLES, strict=True)])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from main_training import CONFIGURATION
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
@@ -43,7 +44,7 @@ def batch_of(config: TrainConfig, documents: bool) -> dict[str, np.ndarray]:
 
 def trained(documents: bool = False, **fields: Any) -> dict[str, Any]:
     """Eight steps: losses, gradient norms, compilations after the first step and after the last."""
-    config = TrainConfig(**{**TOY, **SIZES, "sharding_strategy": "fsdp", **fields})
+    config = CONFIGURATION(**{**TOY, **SIZES, "sharding_strategy": "fsdp", **fields})
     engine = TorchEngine(config)
     try:
         model = engine.place(build_model(config))

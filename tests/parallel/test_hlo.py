@@ -9,7 +9,6 @@ import functools
 import math
 import re
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.parallel.hlo import (
     results,
     saved_for_backward,
 )
+from tests.parallel.launch import HAS_SPLASH
 from tests.parallel.toy import TOY
 
 pytest.importorskip("torch_xla")
@@ -65,7 +65,7 @@ CONTEXT: dict[str, Any] = {
     "num_kv_heads": 4,
     "attention_impl": "splash",
 }
-if find_spec("jax"):
+if HAS_SPLASH:
     CASES["context"] = CONTEXT
 
 
@@ -113,7 +113,7 @@ def test_collectives_of_a_step_with_sharded_parameters(folder: Path, case: str) 
     }
 
 
-@pytest.mark.skipif("context" not in CASES, reason="needs jax")
+@pytest.mark.skipif("context" not in CASES, reason="needs jax and the extension")
 def test_context_ranks_send_keys_and_values_and_no_other_activations_of_a_block(folder: Path) -> None:
     rows = CONTEXT["batch_size"]
     found = [one for one in collectives(compiled(folder)["context"]) if one.times == LAYERS]

@@ -7,13 +7,12 @@ import json
 import math
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.parallel.launch import ALONE, dump_of, run, run_on_torch, run_on_xla
+from tests.parallel.launch import ALONE, HAS_SPLASH, dump_of, run, run_on_torch, run_on_xla
 from tests.parallel.toy import RAMP, instruction_cases
 
 pytest.importorskip("torch_xla")
@@ -87,7 +86,7 @@ WITH_SPLASH: dict[str, Fields] = {
         "attention_impl": "splash",
     },
 }
-SPLASH = WITH_SPLASH if find_spec("jax") else {}  # of requirements-tpu-aot.txt
+SPLASH = WITH_SPLASH if HAS_SPLASH else {}
 # Every strategy with every way of recomputing once, and not every pair of them
 PAIRS = (
     *((strategy, "none") for strategy in STRATEGIES),

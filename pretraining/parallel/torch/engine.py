@@ -29,7 +29,6 @@ from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.dropout import dropout_noise
-from pretraining.models.float8 import use_float8
 from pretraining.models.init import initial_weight
 from pretraining.models.llama import BatchInputs, Head, Llama, loss_options
 from pretraining.models.ops import IGNORED, Kernel, LossAndGradient, document_mask, loss_and_gradient
@@ -77,8 +76,7 @@ class TorchEngine:
         self.data_rank = self.process_index // (self.mesh.context * self.mesh.tensor) % self.data_size
         self.precision = precision_of(config)
         self.compiles = config.use_torch_compile and self.accelerator.compile is not None
-        if self.precision.float8:
-            accelerator.require_float8(self.device)
+        self._transform = config.transformation_on(self.device)
         accelerator.set_matmul_precision(self.device, self.precision.compute)
         kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)
         self.kernel: Kernel = kernel if config.attention_impl == "auto" else "chunked"
@@ -135,8 +133,7 @@ class TorchEngine:
         values = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
         layers, grid = model.shape.num_layers, self.device_mesh
         self._blocks = TorchBlocks(self.config, self.tensor_ranks)
-        if self.precision.float8:
-            use_float8(model)
+        self._transform(model)
         self._blocks.recompute_modules(model)
         model.to("meta").to(self.precision.parameters)
         stage_grid = grid[OF_STAGE] if grid and self.mesh.stage > 1 else grid

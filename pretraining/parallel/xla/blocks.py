@@ -363,9 +363,9 @@ def _is_opaque(node: fx.Node) -> bool:
 
 
 def _is_fused_attention(node: fx.Node) -> bool:
-    """Return whether `node` is the kernel or one of its results."""
-    return "splash_attention" in str(node.target) or any(
-        "splash_attention" in str(source.target) for source in node.all_input_nodes if node.target is operator.getitem
+    """Return whether `node` is a kernel, an operation of this name, or one of its results."""
+    return "fused_attention" in str(node.target) or any(
+        "fused_attention" in str(source.target) for source in node.all_input_nodes if node.target is operator.getitem
     )
 
 

@@ -41,7 +41,6 @@ from pretraining.parallel.layout import STACK, layout_of
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh, token_order
 from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
 from pretraining.parallel.sharding import LOGITS, NORM_ACTIVATIONS, REPLICAS, TOKENS
-from pretraining.parallel.splash import choose_attention
 from pretraining.parallel.stages import micro_batches_per_graph, piece_length, stacked_layers
 from pretraining.parallel.step import DeviceScalars, write_sharding
 from pretraining.parallel.xla.blocks import ScannedBlocks, grouped, narrowed, place_activations, stack_layers
@@ -49,7 +48,6 @@ from pretraining.parallel.xla.graph import GraphCache, wait_for_all
 from pretraining.parallel.xla.state import LogicalTensor, Region, XlaShards, tensor_from_shards
 from pretraining.parallel.xla.step import XlaStep, device_bytes, layer_name
 from pretraining.parallel.xla_pipeline import PipelinedBlocks
-from pretraining.parallel.xla_splash import SplashAttention
 
 
 class EvaluationSums(DeviceScalars):
@@ -66,7 +64,7 @@ class XlaEngine:
     name = "xla"
 
     def __init__(self, config: TrainConfig) -> None:
-        self.attention_choice = choose_attention(config, self.kernel_platform())
+        self.attention_choice = config.attention_on(self.kernel_platform())
         self.attention = str(self.attention_choice)
         if config.compile_cache_dir:
             xr.initialize_cache(config.compile_cache_dir)
@@ -78,8 +76,8 @@ class XlaEngine:
         devices = xr.global_runtime_device_count()
         self.mesh = resolve_mesh(config, devices, self.local_devices)
         self.layout = layout_of(config, self.mesh)
-        # Splash attention is told the positions of its queries; the chunked form takes rows in their order.
-        self.has_chunks = self.attention_choice.is_splash and self.mesh.context > 1
+        # A kernel is told the positions of its queries; the chunked form takes rows in their order.
+        self.has_chunks = self.attention_choice.kernel is not None and self.mesh.context > 1
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
         # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
         self.data_size = min(self.process_count, self.mesh.stage * self.mesh.data_ranks)
@@ -151,10 +149,8 @@ class XlaEngine:
         groups = scan_plan(block_mask(self.config, piece_length(self.config)), self.config.checkpoint_num_layers)
         modules = recomputed_modules(self.config, model.model.layers)
         heads, repeats = model.shape.num_kv_heads, kv_repeats(self.config, model.shape)
-        choice, mesh = self.attention_choice, self.xla_mesh
-        kernel: Kernel = "chunked"
-        if choice.is_splash:
-            kernel = SplashAttention(self.mesh, mesh, is_interpreted=choice.is_interpreted)
+        mesh, open_kernel = self.xla_mesh, self.attention_choice.kernel
+        kernel: Kernel = open_kernel(self.mesh, mesh) if open_kernel else "chunked"
         blocks = ScannedBlocks(
             model.model.layers,
             groups,

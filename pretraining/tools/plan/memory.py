@@ -17,7 +17,6 @@ from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import StateTensor, TorchLayout
 from pretraining.parallel.mesh import Mesh, kv_repeats
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.splash import choose_attention
 from pretraining.parallel.stages import block_runs, piece_length, pieces, pieces_in_flight, pieces_of
 from pretraining.tools.plan.engines import engine_of, layout_in
 from pretraining.tools.plan.settings import PlanConfig
@@ -103,7 +102,7 @@ def kept_activations(config: PlanConfig, mesh: Mesh) -> int:
 def _has_kernel(config: PlanConfig) -> bool:
     if engine_of(config) == "torch":
         return config.attention_impl == "auto" and not config.attention_dropout
-    return config.plan_device_kind.startswith("tpu-") and choose_attention(config, "TPU").is_splash
+    return config.plan_device_kind.startswith("tpu-") and config.attention_on("TPU").kernel is not None
 
 
 def _attention_bytes(config: PlanConfig, mesh: Mesh) -> float:

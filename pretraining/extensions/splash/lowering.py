@@ -1,8 +1,8 @@
 """Lower splash attention for the shard of one device, without a TPU.
 
-    python -m pretraining.parallel.splash_lowering FOLDER < shape.json
+    python -m pretraining.extensions.splash.lowering FOLDER < shape.json
 
-reads a splash.SplashShape, and writes two programs (XLA's HloModuleProto) to FOLDER:
+reads a programs.SplashShape, and writes two programs (XLA's HloModuleProto) to FOLDER:
 forward.pb: rank [1], q [B, H, T, E], k and v [B, K, S, E] (and the segments of queries [B, T] and of keys [B, S])
     -> y [B, H, T, E], log-sum-exp [B, H, T]
 backward.pb: those arguments, y, log-sum-exp and the gradient of y -> the gradients of q, k and v; those of k and v
@@ -34,8 +34,8 @@ from jax._src.interpreters import mlir
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+from pretraining.extensions.splash.programs import SplashShape
 from pretraining.parallel.mesh import chunks_by_rank, token_order
-from pretraining.parallel.splash import SplashShape
 
 jax.config.update("jax_use_shardy_partitioner", False)  # GSPMD, as torch-xla uses it
 # No paths of this machine in the programs: every host of a run must make the same ones.

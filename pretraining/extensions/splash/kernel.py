@@ -17,10 +17,10 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
+from pretraining.extensions.splash.programs import SplashShape, lowered
 from pretraining.models.chunked import AttentionMask
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.sharding import BATCH_AXES, Spec, on_mesh, shards_along
-from pretraining.parallel.splash import SplashShape, lowered
 
 QUERIES: Spec = (BATCH_AXES, "tensor", "context", None)  # of q and y, [rows, heads, tokens, width]
 KEYS: Spec = (BATCH_AXES, "tensor", None, None)  # of k and v
@@ -47,7 +47,7 @@ class SplashAttention:
         return splash_attention(q, k, v, segments, mask.window, self.place)[0]
 
 
-@torch.library.custom_op("pretraining::splash_attention", mutates_args=())
+@torch.library.custom_op("pretraining::fused_attention", mutates_args=())
 def splash_attention(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, window: int | None, mesh: int
 ) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("pretraining::splash_attention_backward", mutates_args=())
+@torch.library.custom_op("pretraining::fused_attention_backward", mutates_args=())
 def splash_attention_backward(
     q: Tensor,
     k: Tensor,

@@ -14,8 +14,8 @@ import pytest
 
 from main_training import configure
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.training import TrainConfig
-from pretraining.parallel.splash import SplashShape, choose_attention, lowered
+from pretraining.extensions.splash.choice import SplashConfig
+from pretraining.extensions.splash.programs import SplashShape, lowered
 from tests.parallel.launch import ROOT, needs, run
 from tests.parallel.toy import TOY
 
@@ -118,27 +118,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_the_kernel_cannot_compute_is_refused_or_chunked(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=f"--attention_impl=splash +cannot run: .*{reason}; use auto, or chunked"):
         configure({**TINY, **fields, "attention_impl": "splash", "engine": "xla"})
-    choice = choose_attention(configure({**TINY, **fields, "engine": "xla"}), "TPU")
+    choice = configure({**TINY, **fields, "engine": "xla"}).attention_on("TPU")
     assert str(choice).startswith("chunked, splash attention ")
     assert reason in choice.reason
 
 
 def test_a_device_without_the_kernel_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, automatic = TrainConfig(attention_impl="splash"), TrainConfig()
+    asked, automatic = SplashConfig(attention_impl="splash"), SplashConfig()
     with pytest.raises(UserError, match="kernel for TPUs, not for NEURON; use --attention_impl=auto"):
-        choose_attention(asked, "NEURON")
-    assert "not for CPU" in choose_attention(automatic, "CPU").reason
+        asked.attention_on("NEURON")
+    assert "not for CPU" in automatic.attention_on("CPU").reason
     with pytest.raises(UserError, match="products of this run are fp32"):
-        choose_attention(TrainConfig(attention_impl="splash", precision="fp32"), "TPU")
+        SplashConfig(attention_impl="splash", precision="fp32").attention_on("TPU")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install -r requirements-tpu-aot.txt" in choose_attention(automatic, "TPU").reason
+    assert "pip install -r requirements-tpu-aot.txt" in automatic.attention_on("TPU").reason
     with pytest.raises(UserError, match="needs jax to be lowered"):
-        choose_attention(asked, "CPU")
+        asked.attention_on("CPU")
 
 
 @needs_jax
 def test_a_tpu_runs_the_kernel_and_a_cpu_interprets_it_where_it_is_asked_for() -> None:
-    asked, automatic = TrainConfig(attention_impl="splash"), TrainConfig()
-    assert choose_attention(automatic, "TPU")[::2] == (True, False)
-    assert choose_attention(asked, "CPU")[::2] == (True, True)
-    assert str(choose_attention(TrainConfig(attention_impl="chunked"), "TPU")) == "chunked, --attention_impl"
+    asked, automatic = SplashConfig(attention_impl="splash"), SplashConfig()
+    assert str(automatic.attention_on("TPU")) == "splash, jax is installed"
+    assert str(asked.attention_on("CPU")) == "splash (interpreted), --attention_impl"
+    assert automatic.attention_on("TPU").kernel and asked.attention_on("CPU").kernel
+    assert str(SplashConfig(attention_impl="chunked").attention_on("TPU")) == "chunked, --attention_impl"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from main_training import configure
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.models.float8 import E4M3, E5M2, Float8, float8_linear, quantize
+from pretraining.extensions.fp8.linear import E4M3, E5M2, Float8, float8_linear, quantize
 from pretraining.parallel import accelerator
 from tests.parallel.launch import ALONE, run_on_torch
 

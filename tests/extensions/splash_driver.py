@@ -19,10 +19,10 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor
 
+from pretraining.extensions.splash.kernel import SplashAttention
 from pretraining.models.chunked import AttentionMask
 from pretraining.models.ops import AttentionKernel
 from pretraining.parallel.mesh import Mesh, token_order
-from pretraining.parallel.xla_splash import SplashAttention
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
