@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from pretraining.config.training import TrainConfig
+from main_training import CONFIGURATION
 from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.torch.engine import TorchEngine
@@ -49,7 +49,7 @@ def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) ->
     halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
-    config = TrainConfig(**{**TOY, "device": "cpu", **fields})
+    config = CONFIGURATION(**{**TOY, "device": "cpu", **fields})
     engine = EngineWithSharedGroups(config)
     model, optimizer = prepare_run(engine, config)
     stream = open_stream(config, engine.data_rank, engine.data_size)

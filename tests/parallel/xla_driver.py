@@ -20,7 +20,7 @@ from typing import Any
 
 import torch_xla.debug.metrics as met
 
-from pretraining.config.training import TrainConfig
+from main_training import CONFIGURATION
 from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.xla.engine import XlaEngine
@@ -34,7 +34,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     evaluates = fields.pop("evaluates", True)
-    config = TrainConfig(**{**TOY, **fields})
+    config = CONFIGURATION(**{**TOY, **fields})
     engine = XlaEngine(config)
     model, optimizer = prepare_run(engine, config)
     stream = open_stream(config)
