@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 NAMES = (
     "tools.importing",
     "tools.plan",
+    "extensions.lora",
     "extensions.splash",
     "extensions.fp8",
     "extensions.questions",

@@ -24,7 +24,6 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.restoring import Restoring, base_digest, check_policy, checkpoint_folder
 from pretraining.checkpoint.store import HostBuffer, LogicalTensors, PendingSave, is_weight
 from pretraining.config.grammar import parse_steps
-from pretraining.config.lora import adapters_alone, is_trained
 from pretraining.config.training import TrainConfig
 from pretraining.host_memory import available_memory
 from pretraining.optim.optimizer import Optimizer
@@ -75,7 +74,7 @@ class Checkpoints:
     # ---- Continuing
 
     def restore(self, engine: Engine, model: torch.nn.Module, optimizer: Optimizer) -> Facts | None:
-        """Load the run's newest checkpoint, or ckpt_load_path and lora_load_path; return the facts to continue with.
+        """Load the run's newest checkpoint, or the weights to start from; return the facts to continue with.
 
         Those of ckpt_load_path are at step 0 without data state. None if there is nothing to load.
         """
@@ -146,7 +145,7 @@ class Checkpoints:
     def _is_kept(self, name: str) -> bool:
         if not is_weight(name):
             return self._config.save_optimizer
-        return not adapters_alone(self._config) or is_trained(self._config, name)
+        return self._config.saves_frozen or self._config.is_trained(name)
 
     def _planned(self, state: LogicalTensors, facts: Facts, tier: LocalTier | None) -> PendingSave:
         dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers

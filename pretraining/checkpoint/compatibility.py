@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from pretraining.config.declaration import Resume, settings_of
 from pretraining.config.errors import ConfigError, Problem
-from pretraining.config.grammar import comma_separated, without_credentials
-from pretraining.config.lora import adapted, adapters_alone
+from pretraining.config.grammar import without_credentials
 from pretraining.config.optimizers import FLAGS, hyperparameters
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
@@ -68,8 +67,7 @@ def _resolved(config: TrainConfig) -> dict[str, Any]:
     rate, decay, arguments = hyperparameters(config)
     optimizer = {"learning_rate": rate, "weight_decay": decay}
     optimizer |= {field: arguments[name] for name, field in FLAGS.items() if name in arguments}
-    targets = ",".join(name.rpartition(".")[2] for name in adapted(config))
-    return {**asdict(config), **asdict(model_shape(config)), **optimizer, "lora_target_modules": targets}
+    return {**asdict(config), **asdict(model_shape(config)), **optimizer, **config.resolved()}
 
 
 def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
@@ -81,16 +79,9 @@ def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     remedies = dict.fromkeys((Resume.SHAPE, Resume.FUNCTION, Resume.STATE), "use that, or another --run_name")
     if not config.override_lr_on_resume:
         remedies[Resume.RATE] = "use that, or --override_lr_on_resume=True"
-    _refuse([c for c in differing if not _names_last_norm(c)], remedies, "the checkpoint was trained with")
+    refusable = [change for change in differing if not config.accepts(change.field, change.before)]
+    _refuse(refusable, remedies, "the checkpoint was trained with")
     return [*differing, *_base_changes(saved, config)]
-
-
-def _names_last_norm(change: Change) -> bool:
-    """Return whether only the name of the last norm differs: it was norm, which is every norm now, as in PEFT."""
-    if change.field != "lora_modules_to_save":
-        return False
-    now = [word.replace("model.norm", "norm") for word in comma_separated(change.now)]
-    return now == comma_separated(change.before)
 
 
 def _base_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
@@ -99,7 +90,7 @@ def _base_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]
     Raises ConfigError if only one of the two runs has such a folder: the other's are the initial weights.
     """
     change = Change("ckpt_load_path", saved.get("ckpt_load_path", ""), config.ckpt_load_path)
-    if not adapters_alone(config) or change.before == change.now:
+    if config.saves_frozen or change.before == change.now:
         return []
     if not (change.before and change.now):
         remedy = f"the adapter was trained on {change.before or 'the initial weights'}; use that, or another --run_name"

@@ -1,4 +1,4 @@
-"""Start a run from its own newest checkpoint, from other weights, or from an adapter.
+"""Start a run from its own newest checkpoint, or from other weights.
 
 Whether a checkpoint may be loaded is decided from JSON alone, before any tensor is read.
 """
@@ -6,11 +6,10 @@ Whether a checkpoint may be loaded is decided from JSON alone, before any tensor
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretraining.checkpoint.adapter import adapter_folder, check_files, open_adapter
 from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start, describe_rate_change
 from pretraining.checkpoint.files import UnreadableError, digest
 from pretraining.checkpoint.folder import CHECKPOINTS, CheckpointList, find_checkpoints, newest_first
@@ -19,8 +18,6 @@ from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import check_fit, check_host_has_all, is_weight, load
 from pretraining.config.errors import UserError
-from pretraining.config.grammar import comma_separated
-from pretraining.config.lora import adapters_alone, is_adapter, is_trained
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.engine import OPTIONAL, TrainingState
 from pretraining.storage import Location, location, opened
@@ -41,11 +38,9 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
     local, found = local_checkpoints(config), find_checkpoints(folder)
     found = found._replace(committed=newest_first(local, found.committed))
     check_policy(config, found)
-    if adapter := adapter_folder(config):
-        check_files(adapter)
-        if not found.committed:
-            check_trained(open_adapter(adapter, config), config, shapes)
-    if config.ckpt_load_path and (adapters_alone(config) or not found.committed):
+    if not found.committed and (added := config.open_added()):
+        config.check_trained(added, shapes)
+    if config.ckpt_load_path and not (config.saves_frozen and found.committed):
         check_other_run(config, shapes)
     elif config.ckpt_load_path:
         check_exists(config)
@@ -60,8 +55,8 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
         else:
             facts = checkpoint.facts
             check_resume(facts.config, config)
-            if adapters_alone(config) and path not in local:
-                check_trained(checkpoint, config, shapes)
+            if not config.saves_frozen and path not in local:
+                config.check_trained(checkpoint, shapes)
             if config.strict_load:
                 check_base(path, facts, config, "give those, or --strict_load=False to continue on these")
             return facts
@@ -74,24 +69,12 @@ def check_exists(config: TrainConfig) -> None:
         raise UserError(f"--ckpt_load_path={config.ckpt_load_path}: there is no such folder; give another one")
 
 
-def check_trained(adapter: Checkpoint, config: TrainConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UserError unless the weights in `adapter` are exactly those that this run trains, with their shapes."""
-    trained = {name: shape for name, shape in shapes.items() if is_trained(config, name)}
-    if others := sorted(name for name in adapter.manifest.tensors if is_weight(name) and name not in trained):
-        raise UserError(f"{adapter.path}: has {', '.join(others[:5])}, which this run does not train")
-    if lacking := sorted(trained.keys() - adapter.manifest.tensors.keys()):
-        is_last_norm = "norm" in comma_separated(config.lora_modules_to_save) and "norm." in lacking[0]
-        remedy = "; the last norm alone is --lora_modules_to_save=model.norm" if is_last_norm else ""
-        raise UserError(f"{adapter.path}: has no {', '.join(lacking[:5])}, which this run trains{remedy}")
-    check_fit(adapter, trained)
-
-
 def check_other_run(config: TrainConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise UserError if ckpt_load_path has no checkpoint, or one whose tensors this run cannot take."""
     check_exists(config)
     source = open_any_checkpoint(location(config.ckpt_load_path))
     check_start(source.facts.config, config)
-    names, differences = common_names(source, shapes, weights_only=True)
+    names, differences = common_names(source, shapes, config.is_added, weights_only=True)
     if differences and config.strict_load:
         raise UserError(f"{source.path}: {differences}; --strict_load=False loads what both have")
     check_fit(source, {name: shapes[name] for name in names})
@@ -111,7 +94,7 @@ def base_digest(config: TrainConfig) -> str:
 
     Of a folder in Hugging Face's format, which has no digests, the beginning of every tensor is read.
     """
-    if not (adapters_alone(config) and config.ckpt_load_path):
+    if config.saves_frozen or not config.ckpt_load_path:
         return ""
     base = open_any_checkpoint(location(config.ckpt_load_path))
     parts = []
@@ -144,10 +127,13 @@ def check_policy(config: TrainConfig, checkpoints: CheckpointList) -> None:
         raise UserError("--resume=must, but there is no committed checkpoint; check --ckpt_save_path and --log_dir")
 
 
-def common_names(checkpoint: Checkpoint, names: Iterable[str], *, weights_only: bool) -> tuple[list[str], str]:
+def common_names(
+    checkpoint: Checkpoint, names: Iterable[str], is_added: Callable[[str], bool], *, weights_only: bool
+) -> tuple[list[str], str]:
     """Return which of the state's `names` are in the checkpoint, and what else is in only one of the two, in words.
 
-    What only some runs have is left out (engine.OPTIONAL): a run without it begins anew. So are new adapters.
+    What only some runs have is left out (engine.OPTIONAL): a run without it begins anew. So are the
+    parameters that an extension added.
     """
     tensors = checkpoint.manifest.tensors
     here, there = (
@@ -155,7 +141,7 @@ def common_names(checkpoint: Checkpoint, names: Iterable[str], *, weights_only: 
     )
     if HEAD not in here and tensors.get(HEAD) is tensors.get(EMBEDDING):
         there.discard(HEAD)  # tied in both
-    new = {name for name in here - there if is_adapter(name) and is_weight(name)}
+    new = {name for name in here - there if is_added(name) and is_weight(name)}
     lists = {"only in the model": sorted(here - there - new), "only in the checkpoint": sorted(there - here)}
     return sorted(here & there), "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)
 
@@ -179,7 +165,7 @@ class Restoring:
         read; with resume=must, if the first that is not local cannot.
         """
         began = time.perf_counter()
-        if adapters_alone(self.config) and self.config.ckpt_load_path:
+        if not self.config.saves_frozen and self.config.ckpt_load_path:
             self._load_base()
         for number, path in enumerate(paths):
             try:
@@ -208,31 +194,31 @@ class Restoring:
     def _names_to_continue(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
         """Return the tensors that the checkpoint must contain."""
         names = [name for name in self.state if is_weight(name) or not weights_only]
-        if adapters_alone(self.config):
+        if not self.config.saves_frozen:
             return [name for name in names if name in checkpoint.manifest.tensors]
         # A run that was trained in another precision so far has no loss scale: it starts with the first one.
         return [name for name in names if name not in OPTIONAL or name in checkpoint.manifest.tensors]
 
     def _say_unread(self, path: Location) -> None:
         """Print which paths to start from are not read, because the run continues from its own checkpoint at `path`."""
-        base, adapter = self.config.ckpt_load_path, adapter_folder(self.config)
+        base = self.config.ckpt_load_path
         is_own = base and _absolute(location(base)) in map(_absolute, (path, path.parent, path.parent.parent))
-        unread = {"ckpt_load_path": "" if is_own or adapters_alone(self.config) else base, "lora_load_path": adapter}
-        for name, value in unread.items():
-            if value:
+        for name, value in self.config.load_paths.items():
+            if value and not (name == "ckpt_load_path" and (is_own or not self.config.saves_frozen)):
                 self.peers.say(f"--{name}={value} is not read: only a run without a checkpoint of its own starts there")
 
     def start(self) -> Facts | None:
-        """Load ckpt_load_path's weights and lora_load_path's adapter, if they are set."""
+        """Load ckpt_load_path's weights and those of an extension, if they are set."""
         facts, restart = None, True
         if not self.config.ckpt_load_path:
             self.peers.say("starting at step 0 from initial weights")
         if self.config.ckpt_load_path:
             facts, restart = self._load_other_run(location(self.config.ckpt_load_path))
-        if folder := adapter_folder(self.config):
-            self._load_adapter(folder)
+        if added := self.peers.each(self.config.open_added):
+            self._load(added, [name for name in added.manifest.tensors if name in self.state])
+            self.peers.say(f"loaded the adapter in {added.path}")
             restart = True
-        if self.config.ckpt_load_path or folder:
+        if self.config.ckpt_load_path or added:
             self.state.commit(restart_optimizer=restart)
         return facts
 
@@ -241,8 +227,9 @@ class Restoring:
         optimizer's state starts from zero."""
         checkpoint = self._opened(source)
         noted = check_start(checkpoint.facts.config, self.config)
-        adapts = self.config.lora_rank and not any(map(is_adapter, checkpoint.manifest.tensors))
-        fresh = self.config.load_weights_only or bool(adapts) or self._lacks_moments(checkpoint)
+        is_added = self.config.is_added
+        adds = any(map(is_added, self.state)) and not any(map(is_added, checkpoint.manifest.tensors))
+        fresh = self.config.load_weights_only or adds or self._lacks_moments(checkpoint)
         self._load(checkpoint, self._shared_names(checkpoint, weights_only=fresh))
         if noted:
             self.peers.say(f"changed from {checkpoint.path}: {', '.join(map(str, noted))}")
@@ -255,12 +242,6 @@ class Restoring:
         self._load(base, self._shared_names(base, weights_only=True))
         self.peers.say(f"the frozen weights are those of {base.path}")
 
-    def _load_adapter(self, folder: Path) -> None:
-        """Load an adapter in PEFT's format."""
-        adapter = self.peers.each(lambda: open_adapter(folder, self.config))
-        self._load(adapter, [name for name in adapter.manifest.tensors if name in self.state])
-        self.peers.say(f"loaded the adapter in {folder}")
-
     def _shared_names(self, checkpoint: Checkpoint, *, weights_only: bool) -> list[str]:
         """Return the tensors of this process that the checkpoint has, too.
 
@@ -268,7 +249,7 @@ class Restoring:
         """
         parts = self.peers.agree(lambda: list(self.state))  # a stage of a pipeline has some of them
         everywhere = self.peers.lead(lambda: sorted({name for part in parts for name in part}))
-        names, differences = common_names(checkpoint, everywhere, weights_only=weights_only)
+        names, differences = common_names(checkpoint, everywhere, self.config.is_added, weights_only=weights_only)
         if differences and self.config.strict_load:
             raise UserError(f"{checkpoint.path}: {differences}; --strict_load=False loads what both have")
         if differences:

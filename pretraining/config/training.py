@@ -8,7 +8,7 @@ Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -376,39 +376,6 @@ class TrainConfig:
     """Optimizer steps with a loss or gradient that is not finite that may be skipped before training stops with exit
     code 3, counted anew at every start. A skipped step does not change parameters or optimizer state."""
 
-    # ---- Adapters
-    lora_rank: Annotated[int, AtLeast(0, below=2**16), Resume.STATE] = 0
-    """Rank r of an adapter for each of lora_target_modules: y = W x + s B A x, where only A and B are trained and W
-    keeps the values of ckpt_load_path (or of the seed). 0: none, everything is trained."""
-    lora_alpha: Annotated[float, Above(0), Needs("lora_rank")] = 8.0
-    """Scale of the adapter: s = lora_alpha / lora_rank."""
-    lora_use_rslora: Annotated[bool, Needs("lora_rank")] = False
-    """s = lora_alpha / sqrt(lora_rank) (Kalajdzievski 2023)."""
-    lora_dropout: Annotated[float, AtLeast(0, below=1), Needs("lora_rank")] = 0.0
-    """Dropout probability of the input of an adapter."""
-    lora_target_modules: Annotated[str, Needs("lora_rank"), Resume.STATE] = ""
-    """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, comma-separated, or a
-    regular expression for their paths, such as .*(q|v)_proj. Empty: q_proj,v_proj."""
-    lora_bias: Annotated[Literal["none", "all", "lora_only"], Needs("lora_rank"), Resume.STATE] = "none"
-    """Biases that are trained too: "none", "all", or "lora_only" (those of projections with an adapter)."""
-    lora_modules_to_save: Annotated[str, Needs("lora_rank"), Resume.STATE] = ""
-    """Modules that are trained in full, comma-separated ends of their names, as in PEFT: lm_head, embed_tokens, norm
-    (every norm), model.norm (the last one), input_layernorm."""
-    lora_init: Annotated[Literal["default", "gaussian"], Needs("lora_rank")] = "default"
-    """Initial values of A: "default" (uniform within 1 / sqrt(inputs)) or "gaussian" (standard deviation 1 /
-    lora_rank). B starts at 0."""
-    lora_save_mode: Annotated[Literal["adapter", "base_and_adapter", "merged"], Needs("lora_rank"), Resume.STATE] = (
-        "adapter"
-    )
-    """"adapter": checkpoints have only what is trained, and a resumed run reads the other weights from ckpt_load_path.
-    "base_and_adapter", "merged": checkpoints have all weights; python -m pretraining.tools.convert then writes
-    PEFT's files and the base model, or W + s B A in Hugging Face's format."""
-    lora_load_path: Annotated[str, Needs("lora_rank")] = ""
-    """Folder of an adapter in PEFT's format (adapter_model.safetensors) to start from. Its rank, scale, projections,
-    biases and modules are taken over where no flag gives them. Empty: a new one."""
-    lora_load_tag: Annotated[str, Needs("lora_rank")] = ""
-    """Sub-folder of lora_load_path. Empty: none."""
-
     # ---- Batch and length
     batch_size: Annotated[int, AtLeast(1, below=2**20), COMMON] = 2
     """Sequences per data-parallel rank in one forward and backward pass (the micro-batch). A rank is
@@ -659,11 +626,12 @@ class TrainConfig:
         The hash covers the settings whose change is refused on resuming, except the learning rate, which a flag allows
         to change. A dummy run has a name of its own, because it starts metrics.jsonl again.
         """
-        must_match = (Resume.SHAPE, Resume.FUNCTION, Resume.STATE)
+        must_match, settings = (Resume.SHAPE, Resume.FUNCTION, Resume.STATE), settings_of(type(self))
+        names = [name for name, setting in settings.items() if setting.resume in must_match]
         changed = [
             f"{name}={getattr(self, name)}"
-            for name, setting in settings_of(type(self)).items()
-            if (setting.resume in must_match or name == "use_dummy_dataset") and getattr(self, name) != setting.default
+            for name in (*names, "use_dummy_dataset")
+            if getattr(self, name) != settings[name].default
         ]
         digest = hashlib.sha256("\n".join(changed).encode()).hexdigest()[:6]
         return f"{self.model_variant}-{digest}" if changed else self.model_variant
@@ -691,6 +659,53 @@ class TrainConfig:
         if self.precision == "fp8":
             raise UserError("--precision=fp8: needs pretraining/extensions/fp8, which is not there; use mixed_bf16")
         return lambda model: None
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a training step drops values."""
+        return any((self.hidden_dropout, self.attention_dropout, self.ffn_dropout))
+
+    # Parameters that an extension adds or freezes: it overrides these methods, and calls super()'s.
+
+    def extend_model(self, model: Any) -> None:
+        """Change a new model, whose parameters have no values yet."""
+
+    def initial_value(self, name: str, shape: Any, generator: Any) -> Any:
+        """Return the initial value of a parameter that extend_model added; None for any other parameter."""
+        return None
+
+    def is_added(self, name: str) -> bool:
+        """Whether extend_model added a parameter. A checkpoint of another run need not have it."""
+        return False
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the parameter of this name takes gradients."""
+        return True
+
+    @property
+    def saves_frozen(self) -> bool:
+        """Whether checkpoints have the parameters that are not trained; if not, they are ckpt_load_path's."""
+        return True
+
+    def check_trained(self, checkpoint: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UserError unless a checkpoint's weights are exactly those that this run trains, with their shapes."""
+
+    def open_added(self) -> Any:
+        """Return the checkpoint of weights that a new run loads after ckpt_load_path's; None: there is none."""
+        return None
+
+    @property
+    def load_paths(self) -> dict[str, str]:
+        """Weights that a new run starts from: setting -> path, empty if there are none."""
+        return {"ckpt_load_path": self.ckpt_load_path}
+
+    def resolved(self) -> dict[str, object]:
+        """Return the settings that stand for another value, which is compared when a run continues."""
+        return {}
+
+    def accepts(self, name: str, before: object) -> bool:
+        """Whether a run may continue that was trained with another value `before` of a setting."""
+        return False
 
     @property
     def precision_mode(self) -> str:

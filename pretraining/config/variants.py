@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from pretraining.config.training import TrainConfig
 
 
+# Matrices of a block by their path in it; mlp.gate_proj with a gated activation only
+PROJECTIONS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
 GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")  # activations with a gate
 
 

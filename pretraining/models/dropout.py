@@ -11,16 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pretraining.config.lora import PROJECTIONS
 from pretraining.noise import hash_with, murmur_finalizer, name_hashes, upper_bits
 
-# Sites of a block at which values are dropped; adapters use LORA + the index of their projection.
-EMBEDDING, ATTENTION_OUTPUT, MLP_OUTPUT, MLP_ACTIVATION, ATTENTION_WEIGHTS, LORA = range(6)
-# Sites whose channels tensor ranks shard: the inputs of o_proj and down_proj.
-SHARDED_SITES = (
-    MLP_ACTIVATION,
-    *(LORA + i for i, name in enumerate(PROJECTIONS) if name.endswith(("o_proj", "down_proj"))),
-)
+# Sites of a block at which values are dropped; those of an extension are EXTENSIONS + i.
+EMBEDDING, ATTENTION_OUTPUT, MLP_OUTPUT, MLP_ACTIVATION, ATTENTION_WEIGHTS, EXTENSIONS = range(6)
 
 
 class DropoutNoise(NamedTuple):
@@ -47,11 +41,14 @@ def dropout_noise(seed: int, update: Tensor, token_index: Tensor) -> DropoutNois
     return DropoutNoise(hash_with(state, token_index), layer)
 
 
-def dropout(x: Tensor, rate: float, noise: DropoutNoise | None, site: int) -> Tensor:
-    """Set the share `rate` of x [B, T, C] to 0 and scale the other values to keep the mean."""
+def dropout(x: Tensor, rate: float, noise: DropoutNoise | None, site: int, *, is_sharded: bool = False) -> Tensor:
+    """Set the share `rate` of x [B, T, C] to 0 and scale the other values to keep the mean.
+
+    is_sharded: tensor ranks shard the channels, as those of the inputs of o_proj and down_proj.
+    """
     if noise is None or not rate:
         return x
-    first = noise.tensor_rank * x.shape[-1] if site in SHARDED_SITES else 0
+    first = noise.tensor_rank * x.shape[-1] if is_sharded else 0
     channels = torch.arange(first, first + x.shape[-1], dtype=torch.int32, device=x.device)
     hashes, length = noise.site_hash(site), x.shape[1]
     if length < hashes.shape[1]:  # sequence_parallel: this tensor rank's tokens of the residual stream

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -29,20 +30,21 @@ def initial_weight(config: TrainConfig, layers: int, name: str, shape: torch.Siz
         return torch.zeros(shape)
     if module.endswith("norm"):
         return torch.ones(shape)
-    if module == "lora_B":  # the adapted model starts as the frozen one
-        return torch.zeros(shape)
-    if module == "lora_A" and config.lora_init == "default":  # PEFT's: uniform within 1 / sqrt(inputs)
-        return torch.rand(shape, generator=generator_of(config, name)).mul_(2).sub_(1).div_(math.sqrt(shape[1]))
+    generator = generator_of(config, name)
+    if (added := config.initial_value(name, shape, generator)) is not None:
+        return cast(Tensor, added)
     method = config.output_init_method if module in RESIDUAL_OUTPUTS else config.init_method
     used = min(shape[0], model_shape(config).vocab_size) if module in VOCABULARIES else shape[0]
     used_shape = torch.Size((used, *shape[1:]))
-    std = 1 / config.lora_rank if module == "lora_A" else deviation(method, config, layers, name, used_shape)
-    generator = generator_of(config, name)
-    if method == "xavier_uniform":
-        weight = torch.rand(used_shape, generator=generator).mul_(2).sub_(1).mul_(math.sqrt(3) * std)
-    else:
-        weight = torch.randn(used_shape, generator=generator).mul_(std)
+    weight = draw(method, used_shape, deviation(method, config, layers, name, used_shape), generator)
     return weight if used == shape[0] else F.pad(weight, (0, 0, 0, shape[0] - used))
+
+
+def draw(method: str, shape: torch.Size, std: float, generator: torch.Generator) -> Tensor:
+    """Return random values of this standard deviation: normal, or uniform with xavier_uniform."""
+    if method == "xavier_uniform":
+        return torch.rand(shape, generator=generator).mul_(2).sub_(1).mul_(math.sqrt(3) * std)
+    return torch.randn(shape, generator=generator).mul_(std)
 
 
 def generator_of(config: TrainConfig, name: str) -> torch.Generator:

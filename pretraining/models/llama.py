@@ -29,7 +29,7 @@ from pretraining.models.dropout import (
     DropoutNoise,
     dropout,
 )
-from pretraining.models.linear import Linear, Module, adapt
+from pretraining.models.linear import Linear, Module
 from pretraining.models.ops import (
     Kernel,
     LossAndGradient,
@@ -208,7 +208,7 @@ class MLP(Module):
     def forward(self, x: Tensor, noise: DropoutNoise | None = None) -> Tensor:
         gate = self.gate_proj(x, noise) if self.gated else None
         active = self.act_fn(self.up_proj(x, noise), gate)  # [B, T, F]
-        return self.down_proj(dropout(active, self.dropout, noise, MLP_ACTIVATION), noise)
+        return self.down_proj(dropout(active, self.dropout, noise, MLP_ACTIVATION, is_sharded=True), noise)
 
 
 class Block(Module):
@@ -299,8 +299,7 @@ class Llama(Module):
         self.model = Decoder(config, self.shape, rows)
         tied = config.tie_word_embeddings
         self.lm_head = TiedHead(self.model.embed_tokens) if tied else Head(self.shape.hidden_size, rows)
-        if config.lora_rank:
-            adapt(config, self)
+        config.extend_model(self)
 
     def forward(self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS) -> Tensor:
         """Return the logits [B, T, V] of the next token, in inputs.dtype; tokens are integers [B, T]."""

@@ -25,7 +25,7 @@ class LostPeerError(RuntimeError):
 
 def with_token_ids(config: TrainConfig, batch: Batch, data_rank: int) -> Batch:
     """Return the batch; with dropout, also "global_token_index": each token's index in the global batch, int32."""
-    if not any((config.hidden_dropout, config.attention_dropout, config.ffn_dropout, config.lora_dropout)):
+    if not config.has_dropout:
         return batch
     rows, tokens = batch["tokens"].shape
     first = data_rank * rows * tokens

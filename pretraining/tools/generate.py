@@ -27,7 +27,6 @@ from pretraining.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretraining.checkpoint.restoring import check_base
 from pretraining.checkpoint.store import is_weight, read_tensors, with_moving_averages
 from pretraining.config.errors import UserError
-from pretraining.config.lora import adapters_alone
 from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -129,7 +128,7 @@ def _refuse_remote_inputs(flags: argparse.Namespace, config: TrainConfig) -> Non
     """Raise UserError if a path in the configuration, or in that of the run which it names, is in object storage."""
     if not flags.tokenizer_path:
         refuse_remote("tokenizer_path", config.tokenizer_path, flags.run_dir)
-    if adapters_alone(config) and config.ckpt_load_path:
+    if not config.saves_frozen and config.ckpt_load_path:
         refuse_remote("ckpt_load_path", config.ckpt_load_path, flags.run_dir)
         open_any_checkpoint(location(config.ckpt_load_path), allow_remote=False)
 
@@ -163,7 +162,7 @@ def base_weights(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Tenso
 
     Raises UserError if ckpt_load_path has other weights than the adapters were trained on.
     """
-    if not adapters_alone(config):
+    if config.saves_frozen:
         return {}
     if config.ckpt_load_path:
         check_base(checkpoint.path, checkpoint.facts, config, "put those there")

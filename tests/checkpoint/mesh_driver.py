@@ -24,11 +24,11 @@ import torch
 import torch_xla
 from safetensors.torch import save_file
 
-from pretraining.checkpoint.adapter import CONFIG, MODEL, PREFIX, adapter_config
+from main_training import CONFIGURATION
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import load, read_tensors
-from pretraining.config.training import TrainConfig
+from pretraining.extensions.lora.adapter import CONFIG, MODEL, PREFIX, adapter_config
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import Optimizer, build_optimizer
 from pretraining.parallel.xla.engine import XlaEngine
@@ -51,14 +51,14 @@ TRAINED = ("fsdp", "context") if DEVICES > 1 else ("ddp",)
 LORA_MESHES = ("ddp", "fsdp")
 LORA = {"lora_rank": 2, "lora_target_modules": "q_proj,down_proj"}
 ROWS, LENGTH, VOCABULARY = 8, 16, 50  # 50 rows and a width of 20 over 8 devices: uneven splits
-Run = tuple[XlaEngine, Any, Optimizer, TrainConfig]
+Run = tuple[XlaEngine, Any, Optimizer, Any]
 
 
 def open_mesh(name: str, **more: Any) -> Run:
     """An engine with a small model and its optimizer on this mesh."""
     fields = {**MESHES[name], **more}
     inner = fields.get("tensor_parallel_size", 1) * fields.get("context_parallel_size", 1)
-    config = TrainConfig(
+    config = CONFIGURATION(
         model_variant="custom",
         vocab_size=VOCABULARY,
         hidden_size=20,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pretraining.config.lora import PROJECTIONS
+from pretraining.config.variants import PROJECTIONS
 from pretraining.models.linear import Linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from pretraining.models.dropout import DropoutNoise
-from pretraining.models.linear import AdaptedLinear, Linear
+from pretraining.models.linear import Linear
 from pretraining.models.llama import Llama
 from pretraining.models.ops import PLAIN_LOSS, LossOptions, linear, loss_and_gradient
 from pretraining.parallel.layout import KEYS_AND_VALUES, TorchLayout, shard_dimension
@@ -140,8 +140,8 @@ def _some_heads(
         return torch.cat([parts[head] for head in heads], dim)
 
     y = linear(x, chosen(projection.weight))
-    if isinstance(projection, AdaptedLinear):
-        y = y + chosen(projection.added(x, noise), dim=-1)
+    if (added := projection.added(x, noise)) is not None:
+        y = y + chosen(added, dim=-1)
     return y if projection.bias is None else y + chosen(projection.bias).to(y.dtype)
 
 

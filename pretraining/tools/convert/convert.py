@@ -22,16 +22,13 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import filterfalse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from main_training import CONFIGURATION
-from pretraining.checkpoint import adapter
-from pretraining.checkpoint.adapter import MODEL, adapter_config, merge_adapter, their_name
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
 from pretraining.checkpoint.folder import ALLOW_REMOTE, refuse_remote
@@ -52,7 +49,6 @@ from pretraining.checkpoint.store import (
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import comma_separated
 from pretraining.config.huggingface import CONFIG, GPT_NEOX, config_json
-from pretraining.config.lora import adapters_alone, is_adapter, is_trained
 from pretraining.config.mup import folded_scale
 from pretraining.config.script import ArgumentParser
 from pretraining.config.training import TrainConfig
@@ -60,6 +56,10 @@ from pretraining.models.init import on_meta
 from pretraining.storage import Location, location
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.convert.pickles import LAYOUTS, Weights, describe_moments, layout_of, open_pickles
+
+if TYPE_CHECKING:
+    from pretraining.extensions.lora.adapter import SavedAdapter
+    from pretraining.extensions.lora.settings import LoraConfig
 
 CHOICES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = 5e9  # bytes of one file, transformers' default before version 5
@@ -167,14 +167,15 @@ def to_huggingface(
     _check_average(checkpoint, config, others)
     names = [name for name in checkpoint.manifest.tensors if is_weight(name)]
     special_ids, tokenizer = export_tokenizer(tokenizer_path or config.tokenizer_path)
-    if adapters_alone(config):
+    adapter = _adapter_of(checkpoint)
+    if adapter and not config.saves_frozen:
         folder = _new_folder(target, tokenizer)
-        _write_adapter(folder, checkpoint, config, names, dtype)
+        adapter.write(folder, names, partial(read_tensor, checkpoint), dtype)
         rename(folder, target)
         return target
-    ours = _placeholders(checkpoint, filterfalse(is_adapter, names), dtype)
+    ours = _placeholders(checkpoint, filterfalse(config.is_added, names), dtype)
     stored = str(next(iter(ours.values())).dtype).removeprefix("torch.")
-    fields = config_json(replace(config, lora_rank=0), stored) | special_ids
+    fields = config_json(config, stored) | special_ids
     parts = their_names(ours) if fields["model_type"] == GPT_NEOX else {name: (name,) for name in ours}
     heads = fields["num_attention_heads"]
     state = {name: fuse([ours[part] for part in group], heads) for name, group in parts.items()}
@@ -185,9 +186,9 @@ def to_huggingface(
         return fuse([_mean([checkpoint, *others], name) for name in parts[item.index.fqn]], heads)
 
     write_files(folder, plans, read, IO_WORKERS)
-    if config.lora_rank and config.lora_save_mode == "base_and_adapter":
+    if adapter and not adapter.is_merged:
         (folder / ADAPTER).mkdir()
-        _write_adapter(folder / ADAPTER, checkpoint, config, names, dtype)
+        adapter.write(folder / ADAPTER, names, partial(read_tensor, checkpoint), dtype)
     _write_json(folder / CONFIG, fields)
     if len(plans) > 1:
         total = sum(chunk.size for plan in plans for chunk in plan.chunks)
@@ -198,14 +199,14 @@ def to_huggingface(
     return target
 
 
-def _write_adapter(
-    folder: Path, checkpoint: Checkpoint, config: TrainConfig, names: list[str], dtype: torch.dtype | None
-) -> None:
-    """Write the two files of PEFT's format."""
-    tensors = {name: read_tensor(checkpoint, name) for name in names if is_trained(config, name)}
-    renamed = {their_name(config, name): tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
-    save_file(renamed, folder / MODEL, {"format": "pt"})
-    _write_json(folder / adapter.CONFIG, adapter_config(config))
+def _adapter_of(checkpoint: Checkpoint) -> SavedAdapter | None:
+    """Return what writes and merges the adapter in `checkpoint`; None: it has none."""
+    config = saved_config(checkpoint.facts.config, CONFIGURATION)
+    if not any(map(config.is_added, checkpoint.manifest.tensors)):
+        return None
+    from pretraining.extensions.lora.adapter import SavedAdapter
+
+    return SavedAdapter(cast("LoraConfig", config))
 
 
 def _refuse_used(target: Location) -> None:
@@ -245,14 +246,15 @@ def _exported_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     config, weight = saved_config(checkpoint.facts.config, CONFIGURATION), read_tensor(checkpoint, name)
     if (scale := folded_scale(config, name)) != 1:
         return weight * scale
-    if not config.lora_rank or config.lora_save_mode != "merged":
+    adapter = _adapter_of(checkpoint)
+    if not adapter or not adapter.is_merged:
         return weight
-    return merge_adapter(config, name, weight, partial(read_tensor, checkpoint))
+    return adapter.merged(name, weight, partial(read_tensor, checkpoint))
 
 
 def _check_average(checkpoint: Checkpoint, config: TrainConfig, others: Sequence[Checkpoint]) -> None:
     """Raise UserError if the mean of the weights is not a model."""
-    if others and config.lora_rank and config.lora_save_mode != "merged":
+    if others and (adapter := _adapter_of(checkpoint)) and not adapter.is_merged:
         raise UserError("--average_with: the mean of two adapters is another function than their mean; merge them")
     shapes = [{name: entry.shape for name, entry in each.manifest.tensors.items() if is_weight(name)}
               for each in (checkpoint, *others)]  # fmt: skip

@@ -7,7 +7,7 @@ and --model_config_path is Hugging Face's config.json. Each is read once. A flag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from pretraining.config.errors import Problem
 from pretraining.config.extension import FileFlags
 from pretraining.config.flags import first_rank, is_script_setting, read_values
 from pretraining.config.grammar import without_credentials
-from pretraining.config.lora import PEFT_SETTINGS, peft_settings
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 from pretraining.tools.importing.huggingface import ModelFlags, find_config_json, model_flags
@@ -49,7 +48,7 @@ def flags_from_files(
         return FileFlags(result.flags, {**result.origins, **origins}, [*own.problems, *result.problems])
     if find_config_json(given) and is_script_setting("model_variant", given.get("model_variant")):
         del given["model_variant"]  # only a variant that the user names replaces that of the file
-    model, adapter = model_flags(given), adapter_flags(given)
+    model, adapter = model_flags(given), adapter_flags(given, settings)
     given.pop("model_config_path", None)
     below = {**model.origins, **adapter.origins}
     origins |= {name: origin for name, origin in below.items() if name not in given}
@@ -65,12 +64,13 @@ def flags_from_files(
     return FileFlags(values, origins, problems)
 
 
-def adapter_flags(flags: Mapping[str, object]) -> FileFlags:
-    """Return the settings of the adapter at --lora_load_path; none if it has no file, which the checkpoints' room
-    reports."""
+def adapter_flags(flags: Mapping[str, object], settings: Container[str]) -> FileFlags:
+    """Return the settings of the adapter at --lora_load_path; none if it has no file, which the run reports."""
     path = Path(str(flags.get("lora_load_path") or ""), str(flags.get("lora_load_tag") or ""), "adapter_config.json")
-    if not flags.get("lora_load_path") or not path.is_file():
+    if "lora_load_path" not in settings or not flags.get("lora_load_path") or not path.is_file():
         return FileFlags({}, {}, [])
+    from pretraining.extensions.lora.peft import PEFT_SETTINGS, peft_settings
+
     adapter = read_file(path)
     try:
         values = peft_settings(adapter)

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from main_training import CONFIGURATION
 from main_training import train as run_training
 from pretraining.checkpoint.huggingface import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
-from pretraining.config.lora import is_adapter
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
+from pretraining.extensions.lora.targets import is_adapter
 from pretraining.models.llama import Llama
 from pretraining.models.ops import next_token_loss
 from pretraining.tools.convert.convert import to_huggingface
@@ -77,7 +78,7 @@ def losses(folder: Path) -> list[float]:
 
 def adapted_model(run: Path) -> tuple[TrainConfig, Llama]:
     """Return the base with the adapter of the run's last checkpoint."""
-    config = TrainConfig(**json.loads((run / "config.json").read_text()))
+    config = CONFIGURATION(**json.loads((run / "config.json").read_text()))
     checkpoint = open_checkpoint(run / "checkpoints" / "step_8")
     return config, load_model(config, {**base_weights(checkpoint, config), **weights(run, 8)})
 
@@ -90,7 +91,7 @@ def first_loss(config: TrainConfig, model: Llama) -> float:
 
 
 def test_the_first_loss_is_that_of_the_base_and_it_falls(base: Path, tuned: Path) -> None:
-    config = TrainConfig(**json.loads((base / "config.json").read_text()))
+    config = CONFIGURATION(**json.loads((base / "config.json").read_text()))
     assert losses(tuned)[0] == pytest.approx(first_loss(config, load_model(config, weights(base, 6))), abs=1e-6)
     assert losses(tuned)[-1] < losses(tuned)[0]
 

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from pretraining.checkpoint.files import read_json
+from pretraining.checkpoint.files import read_json, write_file
 from pretraining.checkpoint.huggingface import safetensors_entries, shard_file
 from pretraining.checkpoint.manifest import Checkpoint, Facts, Manifest
+from pretraining.checkpoint.store import check_fit, is_weight
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.grammar import comma_separated
-from pretraining.config.lora import (
-    MODULES,
-    PEFT_SETTINGS,
-    adapted,
-    is_saved,
-    lora_scale,
-    peft_settings,
-    peft_unsupported,
-)
-from pretraining.config.training import TrainConfig
+from pretraining.extensions.lora.peft import PEFT_SETTINGS, peft_settings, peft_unsupported
+from pretraining.extensions.lora.settings import LoraConfig
+from pretraining.extensions.lora.targets import MODULES, adapted, is_saved, lora_scale
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor's name in the file
 NO_SUCH = "is no adapter of this recipe's; merge it into its model with PEFT (merge_and_unload), and start from that"
 
 
-def adapter_config(config: TrainConfig) -> dict[str, Any]:
+def adapter_config(config: LoraConfig) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
     return {
         "peft_type": "LORA",
@@ -49,16 +46,11 @@ def adapter_config(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def their_name(config: TrainConfig, name: str) -> str:
+def their_name(config: LoraConfig, name: str) -> str:
     """Return PEFT's name of a trained parameter: the bias of a projection with an adapter is that of its base_layer."""
     module, _, kind = name.rpartition(".")
     is_wrapped = kind == "bias" and any(module.endswith(target) for target in adapted(config))
     return f"{PREFIX}{module}.base_layer.bias" if is_wrapped else f"{PREFIX}{name}"
-
-
-def adapter_folder(config: TrainConfig) -> Path | None:
-    """Return the folder of the adapter to start from, or None if --lora_load_path is not set."""
-    return Path(config.lora_load_path) / config.lora_load_tag if config.lora_load_path else None
 
 
 def check_files(folder: Path) -> None:
@@ -68,7 +60,7 @@ def check_files(folder: Path) -> None:
             raise UserError(f"--lora_load_path={folder}: contains no {name}; give a folder in PEFT's format")
 
 
-def open_adapter(folder: Path, config: TrainConfig) -> Checkpoint:
+def open_adapter(folder: Path, config: LoraConfig) -> Checkpoint:
     """Open the adapter in `folder` as a checkpoint with our names.
 
     Raises UserError if there is none, and ConfigError if it is of a kind that this recipe does not have, or another
@@ -98,17 +90,43 @@ def open_adapter(folder: Path, config: TrainConfig) -> Checkpoint:
     return Checkpoint(folder, facts, Manifest(entries, {MODEL: shard_file(folder / MODEL)}))
 
 
-def _meaning(config: TrainConfig) -> dict[str, Any]:
+def check_trained(adapter: Checkpoint, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError unless the weights in `adapter` are exactly those that this run trains, with their shapes."""
+    trained = {name: shape for name, shape in shapes.items() if config.is_trained(name)}
+    if others := sorted(name for name in adapter.manifest.tensors if is_weight(name) and name not in trained):
+        raise UserError(f"{adapter.path}: has {', '.join(others[:5])}, which this run does not train")
+    if lacking := sorted(trained.keys() - adapter.manifest.tensors.keys()):
+        is_last_norm = "norm" in comma_separated(config.lora_modules_to_save) and "norm." in lacking[0]
+        remedy = "; the last norm alone is --lora_modules_to_save=model.norm" if is_last_norm else ""
+        raise UserError(f"{adapter.path}: has no {', '.join(lacking[:5])}, which this run trains{remedy}")
+    check_fit(adapter, trained)
+
+
+def _meaning(config: LoraConfig) -> dict[str, Any]:
     """Return the settings that PEFT's file has, lists of modules as what they name."""
     values = {field: getattr(config, field) for field in PEFT_SETTINGS.values()}
     saved = [module for module in MODULES if is_saved(module, config.lora_modules_to_save)]
     return {**values, "lora_target_modules": adapted(config), "lora_modules_to_save": saved}
 
 
-def merge_adapter(config: TrainConfig, name: str, weight: Tensor, read: Any) -> Tensor:
-    """Return `weight` plus the product of its adapter, if it has one; `read` returns a tensor by its name."""
-    module = name.removesuffix(".weight")
-    if not any(module.endswith(target) for target in adapted(config)):
-        return weight
-    pair: list[Tensor] = [read(f"{module}.lora_{letter}.weight").to(torch.float32) for letter in "AB"]
-    return (weight.float() + lora_scale(config) * pair[1] @ pair[0]).to(weight.dtype)
+class SavedAdapter:
+    """The adapter in a checkpoint of `config`, to export."""
+
+    def __init__(self, config: LoraConfig) -> None:
+        self.config = config
+        self.is_merged = config.lora_save_mode == "merged"  # an export has the sum of the weight and its adapter
+
+    def write(self, folder: Path, names: Iterable[str], read: Callable[[str], Tensor], dtype: Any) -> None:
+        """Write those of the tensors `names` that are trained as the two files of PEFT's format."""
+        tensors = {name: read(name) for name in names if self.config.is_trained(name)}
+        renamed = {their_name(self.config, name): tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+        save_file(renamed, folder / MODEL, {"format": "pt"})
+        write_file(folder / CONFIG, json.dumps(adapter_config(self.config), indent=2).encode() + b"\n")
+
+    def merged(self, name: str, weight: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+        """Return `weight` plus the product of its adapter, if it has one."""
+        module = name.removesuffix(".weight")
+        if not any(module.endswith(target) for target in adapted(self.config)):
+            return weight
+        pair = [read(f"{module}.lora_{letter}.weight").to(torch.float32) for letter in "AB"]
+        return (weight.float() + lora_scale(self.config) * pair[1] @ pair[0]).to(weight.dtype)

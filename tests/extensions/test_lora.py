@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from main_training import CONFIGURATION, configure, train
-from pretraining.checkpoint.adapter import MODEL
 from pretraining.checkpoint.huggingface import open_any_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.lora import adapted, is_adapter, lora_scale
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
+from pretraining.extensions.lora.adapter import MODEL
+from pretraining.extensions.lora.targets import adapted, is_adapter, lora_scale
 from pretraining.models.init import build_model
 from pretraining.models.ops import next_token_loss
 from pretraining.run.start import parameter_shapes
@@ -49,7 +49,7 @@ LORA: dict[str, Any] = {**SIZES, "lora_rank": 4}
     ],
 )
 def test_targets_are_names_their_last_parts_or_a_regular_expression(targets: str, found: list[str]) -> None:
-    config = TrainConfig(**LORA, lora_target_modules=targets)
+    config = CONFIGURATION(**LORA, lora_target_modules=targets)
     assert [name.rpartition(".")[2] for name in adapted(config)] == found
 
 
@@ -83,13 +83,18 @@ def test_every_word_names_a_module_of_the_model(fields: dict[str, Any], message:
 
 
 def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
-    assert lora_scale(TrainConfig(lora_rank=16, lora_alpha=32)) == 2
-    assert lora_scale(TrainConfig(lora_rank=16, lora_alpha=32, lora_use_rslora=True)) == 8
+    assert lora_scale(CONFIGURATION(lora_rank=16, lora_alpha=32)) == 2
+    assert lora_scale(CONFIGURATION(lora_rank=16, lora_alpha=32, lora_use_rslora=True)) == 8
+
+
+def test_a_run_has_the_default_name_that_it_had_when_these_settings_stood_in_the_core() -> None:
+    fields = {"lora_rank": 4, "lora_bias": "all", "ema_decay": 0.9, "use_dummy_dataset": True}
+    assert CONFIGURATION(**fields).default_run_name == "llama2_7b-8fd902"
 
 
 @pytest.mark.parametrize("init", ["default", "gaussian"])
 def test_a_new_adapter_changes_nothing_and_alone_takes_gradients(init: Any) -> None:
-    plain, wide = build_model(TrainConfig(**SIZES)), build_model(TrainConfig(**LORA, lora_init=init))
+    plain, wide = build_model(CONFIGURATION(**SIZES)), build_model(CONFIGURATION(**LORA, lora_init=init))
     tokens = torch.randint(0, 61, (2, 24))
     assert torch.equal(plain(tokens), wide(tokens))
     trained = {name: weight for name, weight in wide.named_parameters() if weight.requires_grad}
@@ -112,7 +117,7 @@ def test_a_new_adapter_changes_nothing_and_alone_takes_gradients(init: Any) -> N
     ],
 )
 def test_biases_and_whole_modules_are_trained_if_asked(fields: dict[str, Any], expected: set[str]) -> None:
-    model = build_model(TrainConfig(**LORA, attn_bias=True, mlp_bias=True, **fields))
+    model = build_model(CONFIGURATION(**LORA, attn_bias=True, mlp_bias=True, **fields))
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad and not is_adapter(name)]
     assert {".".join(name.split(".")[-2:]) for name in trained} == expected
 
