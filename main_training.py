@@ -49,20 +49,18 @@ def train(
     build: Callable[[TrainConfig], Llama] | None = None,
     extensions: Sequence[Extension] = EXTENSIONS,
 ) -> TrainingResult:
-    """Train, and return the run's figures.
+    """Train, and return the run's figures. UserError names every mistake, before a device is opened.
 
-    settings: a configuration, or flags. data: by split, in place of the shards that settings name. build: returns the
-    model, whose parameters have the names and shapes of Llama's; None: models.init.build_model. extensions: what the
-    run adds to the core. UserError names every mistake, before a device is opened.
+    settings: a configuration, or flags. data: by split, in place of the shards that settings name. build: returns a
+    model whose parameters have the names and shapes of Llama's.
     """
     account, data = Account(), data or {}
+    check_environment()
 
     # Configuration: every mistake at once, before torch is imported
-    check_environment()
     config = configuring.configure(settings, extensions, without=INPUTS if data else ())
-    for extension in extensions:  # a plan, or the report of an imported file
-        if extension.instead and (code := extension.instead(config)) is not None:
-            return TrainingResult(config, code, [])
+    if (code := configuring.do_instead(config, extensions)) is not None:  # a plan, or the report of an imported file
+        return TrainingResult(config, code, [])
 
     # Inputs: what is missing is reported before any device is opened, and all processes have the same
     with starting():
@@ -76,7 +74,7 @@ def train(
         from pretraining.models.init import build_model
         from pretraining.optim.optimizer import build_optimizer
         from pretraining.parallel.select import open_engine
-        from pretraining.run.loop import train as train_steps
+        from pretraining.run.loop import train_steps
         from pretraining.run.training_run import TrainingRun
 
         # Engine: one mesh; the loop does not depend on it
@@ -93,20 +91,16 @@ def train(
         engine.prepare(optimizer)
         start.print_placement(config, engine, model, optimizer)
 
-        # Checkpoint: the same command continues from the newest one, with the data that follow it
+        # Checkpoint: the same command continues from the newest one, with the data that follow it and its metrics
         checkpoints = Checkpoints(config, config.run_folder)
         with account.spending("restore"):
             resumed = checkpoints.restore(engine, model, optimizer)
         streams["train"] = start.stream_after(resumed, checkpoint, config, engine, streams["train"], data)
-
-        # Metrics: those of the steps before the checkpoint are kept
-        leads, step = engine.process_index == 0, resumed.step if resumed else 0
-        metrics = start.open_run_folder(config, step, account.began) if leads else None
+        metrics = start.open_run_folder(config, resumed, account) if engine.process_index == 0 else None
 
     # Loop: steps, reports, validations, saves
     run = TrainingRun(config, engine, model, optimizer, streams, checkpoints, metrics, resumed, account)
     code = train_steps(run, extensions)
-    engine.close()
     return TrainingResult(config, code, read_metrics(config.run_folder / FILE_NAME) if metrics else [])
 
 

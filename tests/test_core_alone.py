@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.code_size import code_lines
 from main_training import train
 from tests.data.corpora import numbered, write_flat
 from tests.end_to_end.small import FLAGS, ROOT, environment, figures
@@ -40,6 +41,15 @@ def run(folder: Path, log_dir: Path, **flags: Any) -> subprocess.CompletedProces
     """Run the main script of `folder`."""
     words, variables = command(log_dir, **flags), environment(4)
     return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_the_reading_path_of_contributing_md_has_the_lines_that_it_states() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    stated = {name: int(count) for name, count in re.findall(r"^- `(.+\.py)` \((\d+)\)", text, re.MULTILINE)}
+    counted = {name: code_lines((ROOT / name).read_text()) for name in stated}
+    assert stated == counted
+    assert f"Together {sum(counted.values()):,} lines in {len(counted)} files." in text
+    assert sum(counted.values()) <= 2200 and len(counted) <= 15
 
 
 @pytest.mark.slow

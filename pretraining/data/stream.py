@@ -385,17 +385,10 @@ def open_stream(
     special = special_tokens(config, datasets)
     files, cache = OpenFiles(), BlockCache()
     ranges = RangeCache(config.data_cache_dir, int(config.data_cache_gib * 2**30))
+    orders = [_order(config, special, dataset.name, any(fields)) for dataset in datasets]
     corpora = [
-        Corpus(
-            dataset.shards,
-            dataset.documents,
-            _order(config, special, dataset.name, any(fields)),
-            files,
-            cache,
-            ranges,
-            dataset.blocks,
-        )
-        for dataset in datasets
+        Corpus(dataset.shards, dataset.documents, order, files, cache, ranges, dataset.blocks)
+        for dataset, order in zip(datasets, orders, strict=True)
     ]
     _check_not_empty(source, datasets, corpora, split)
     schedule = mixture_schedule(dataset_weights(source, datasets, [corpus.tokens for corpus in corpora]))

@@ -56,6 +56,12 @@ def checks_of(extensions: Sequence[Extension]) -> tuple[Check, ...]:
     return (*CHECKS, *(check for extension in extensions for check in extension.checks))
 
 
+def do_instead(config: TrainConfig, extensions: Sequence[Extension]) -> int | None:
+    """Do what the configuration asks for instead of training, and return the exit code; None: it asks for training."""
+    codes = (extension.instead(config) for extension in extensions if extension.instead)
+    return next((code for code in codes if code is not None), None)
+
+
 def changed_settings(config: TrainConfig) -> dict[str, object]:
     """Return the settings that are not the default: what a command line would name."""
     defaults = type(config)()

@@ -32,8 +32,8 @@ from pretraining.run.training_run import TrainingRun
 from pretraining.run.validation import Validation
 
 
-def train(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
-    """Train from run.start_step to config.num_steps and return the exit code."""
+def train_steps(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
+    """Train from run.start_step to config.num_steps, close the engine and return the exit code."""
     run.watchers += [Profiler(run), Validation(run)]
     batches, reports = Prefetcher(run.stream, run.config.num_workers), Reports(run)
     code = STOPPED_ITSELF
@@ -43,7 +43,7 @@ def train(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
             if run.start_step >= run.config.num_steps:
                 code = FINISHED
             else:
-                code = 128 + number if (number := _prepare_first_step(run)) else _train_steps(run, batches, reports)
+                code = 128 + number if (number := _prepare_first_step(run)) else _run_steps(run, batches, reports)
             if code == FINISHED:
                 for watcher in run.watchers:
                     watcher.finish()
@@ -69,10 +69,11 @@ def train(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
         _close(run, code)
     reports.print_summary(code)
     _print_where_to_look(run, code)
+    run.engine.close()
     return code
 
 
-def _train_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
+def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
     config, interrupt, skipped = run.config, run.interrupt, 0
     reports.watch.restart(run.start_step)
     for step in range(run.start_step + 1, config.num_steps + 1):

@@ -26,6 +26,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data import NO_ROWS, Rows, Stream, check_data, open_stream, splits_of
 from pretraining.models.init import VOCABULARIES, on_meta
+from pretraining.monitor.account import Account
 from pretraining.monitor.facts import data_lines, describe, placed_line
 from pretraining.monitor.memory import check_memory
 from pretraining.monitor.metrics import FILE_NAME as METRICS_FILE
@@ -233,16 +234,13 @@ def print_placement(config: TrainConfig, engine: Engine, model: torch.nn.Module,
         print(placed_line(measured, unsharded_state_bytes(config)), flush=True)
 
 
-def open_run_folder(config: TrainConfig, start_step: int, began: float | None = None) -> Metrics:
-    """Write the effective configuration and open the metrics, cut back to `start_step`. Raises UserError.
-
-    began: second of the epoch from which this start has an account of time.
-    """
-    folder = config.run_folder
+def open_run_folder(config: TrainConfig, resumed: Facts | None, account: Account) -> Metrics:
+    """Write the effective configuration and open the metrics, cut back to the checkpoint. Raises UserError."""
+    folder, start_step = config.run_folder, resumed.step if resumed else 0
     if start_step and (lost := missing_history(folder / METRICS_FILE, start_step, config.report_interval)):
         print(f"note: {lost}", flush=True)
     with writing_to("log_dir", folder):
         trains = start_step < config.num_steps
-        metrics = open_metrics(folder, start_step, began if trains else None)
+        metrics = open_metrics(folder, start_step, account.began if trains else None)
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
     return metrics

@@ -6,7 +6,6 @@ reads every byte and compares checksums.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ import numpy as np
 from main_training import CHECKS, CONFIGURATION, configure
 from pretraining.config.errors import UserError, counted
 from pretraining.config.flags import run
-from pretraining.config.script import exit_with
+from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.data.datasets import SPLITS, Dataset, open_datasets, verify_dataset
 from pretraining.data.stores.labels import IGNORED
@@ -29,9 +28,7 @@ _BAR = 40  # characters of the longest bar
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the options of this command; the others are flags of the training. Return the exit code."""
-    parser = argparse.ArgumentParser(
-        "python -m pretraining.tools.inspect_data", description=__doc__, allow_abbrev=False
-    )
+    parser = ArgumentParser("python -m pretraining.tools.inspect_data", description=__doc__, allow_abbrev=False)
     parser.add_argument("--part", default="train", choices=SPLITS, help="split of the data")
     parser.add_argument("--step", type=int, help="print rows of this step, counted from 0")
     parser.add_argument("--rows", type=int, default=2, help="rows to print")

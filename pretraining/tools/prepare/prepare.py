@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 from pretraining.config.errors import UserError, counted
+from pretraining.config.script import ArgumentParser
 from pretraining.data.corpus import whole_corpus
 from pretraining.data.datasets import DESCRIPTION, NO_SEPARATOR
 from pretraining.data.files import file_hash, write_atomically
@@ -143,7 +144,7 @@ def prepare(options: Options) -> list[str]:
 
 
 def _parse(arguments: Sequence[str] | None) -> Options:
-    parser = argparse.ArgumentParser("python -m pretraining.tools.prepare", description=__doc__, allow_abbrev=False)
+    parser = ArgumentParser("python -m pretraining.tools.prepare", description=__doc__, allow_abbrev=False)
     hints = get_type_hints(Options, include_extras=True)
     for field in fields(Options):
         kind, text = get_args(hints[field.name])
