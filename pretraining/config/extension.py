@@ -69,7 +69,8 @@ class Extension:
     inputs: Callable[[Any], None] | None = None
     """Check what is read or written besides the data and checkpoints, before a device is opened. Raises UserError."""
     watch: Callable[[Any], Watcher | None] | None = None
-    """Return the Watcher of a TrainingRun, or None if the configuration asks for none."""
+    """Return the Watcher of a TrainingRun, or None if the configuration asks for none. All processes have the same
+    ones, because they wait for each other before a watcher prepares."""
     instead: Callable[[Any], int | None] | None = None
     """Do what the configuration asks for instead of training, and return the exit code; None: it asks for training."""
 

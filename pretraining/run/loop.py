@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch.distributed as dist
+
 from pretraining.checkpoint.checkpoints import SaveFailedError
 from pretraining.config.batches import row_length
 from pretraining.config.errors import UserError, counted
@@ -40,6 +42,7 @@ def train_steps(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
     try:
         run.watchers += [watcher for extension in extensions if extension.watch and (watcher := extension.watch(run))]
         with raise_lost_peer_error(run.engine.process_index, run.config.collective_timeout):
+            _check_watchers(run)
             if run.start_step >= run.config.num_steps:
                 code = FINISHED
             else:
@@ -124,6 +127,15 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
             run.print(f"stopped: the time of --max_run_seconds={config.max_run_seconds} is up")
             return TIME_IS_UP
     return FINISHED
+
+
+def _check_watchers(run: TrainingRun) -> None:
+    """Assert that all processes have the same watchers: one with another number would wait for the others for ever."""
+    names = [type(watcher).__name__ for watcher in run.watchers]
+    others: list[Any] = [names] * run.engine.process_count
+    if run.engine.process_count > 1:
+        dist.all_gather_object(others, names)
+    assert all(other == names for other in others), f"the processes have different watchers: {others}"
 
 
 def _prepare_first_step(run: TrainingRun) -> int:

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from pretraining.run.training_run import TrainingRun
 
 
-def watch(run: TrainingRun) -> Trackers | None:
-    """Return what hands the records on, in process 0."""
+def watch(run: TrainingRun) -> Trackers:
+    """Return what hands the records on; process 0 alone gets any, and opens the sinks."""
     from pretraining.extensions.trackers.sinks import Trackers
 
-    return Trackers(run.config, run.config.run_folder, run.start_step) if run.leads else None
+    return Trackers(run.config, run.config.run_folder, run.start_step, opens=run.leads)
 
 
 EXTENSION = Extension(

@@ -18,14 +18,16 @@ from pretraining.monitor.metrics import Record
 class Trackers(Watcher):
     """Hands every record to the sinks of a run."""
 
-    def __init__(self, config: TrainConfig, log_dir: Path, step: int) -> None:
-        """step: updates after which the run continues."""
+    def __init__(self, config: TrainConfig, log_dir: Path, step: int, opens: bool = True) -> None:
+        """step: updates after which the run continues. opens: whether there are sinks."""
         assert isinstance(config, TrackersConfig)
         self._sinks: list[Sink] = []
-        self._folder = Path(config.tensorboard_dir or log_dir / "tensorboard") if find_spec("tensorboard") else None
+        self._folder: Path | None = None
+        if opens and find_spec("tensorboard"):
+            self._folder = Path(config.tensorboard_dir or log_dir / "tensorboard")
         if self._folder:
             self._sinks.append(TensorBoard(self._folder, step))
-        if config.tracker:
+        if opens and config.tracker:
             self._sinks.append(WandB(config, log_dir))
 
     def record(self, record: Record) -> None:
