@@ -51,7 +51,7 @@ BATCHES: dict[str, dict[str, Any]] = {
     "nxdt": {**ONE_DEVICE, "data.micro_batch_size": 16},
     "neox": {"num_gpus": 1, "num_nodes": 1, "train_micro_batch_size_per_gpu": 16},
 }
-COMMON = ("--engine=torch", "--device=cpu", "--checkpoint_interval=0")
+COMMON = ("--engine=torch", "--device=cpu", "--checkpoint_interval=0", "--log_grad_norm=True")
 SAME = ("step", "loss", "grad_norm", "learning_rate", "tokens_seen")
 # All runs of a test in one process: starting Python and importing torch takes longer than one of these trainings.
 DRIVER = """
