@@ -60,5 +60,5 @@ if [[ ${NEWEST_TORCH:-yes} == no ]]; then
 fi
 
 use_environment .venv-newest
-run_tests -m "not slow" tests/models tests/optim tests/parallel tests/checkpoint
+run_tests -m "not slow" tests/models tests/optim tests/parallel tests/checkpoint tests/extensions
 run_tests tests/golden tests/parallel/test_torch*.py tests/tools/plan/test_torch_engine.py
