@@ -20,6 +20,7 @@ from pretraining.parallel.rendezvous import compare, report
 from pretraining.run import configure as configuring
 from pretraining.run.environment import check_environment, starting
 from pretraining.run.result import TrainingResult
+from pretraining.storage import use_files_of
 
 if TYPE_CHECKING:
     from pretraining.data import Rows
@@ -28,15 +29,30 @@ if TYPE_CHECKING:
 # Folders of pretraining/, in the order in which the loop calls them; one that is not there is left out.
 NAMES = (
     "tools.importing",
+    "tools.prepare",
     "tools.plan",
+    "extensions.pipeline",
+    "extensions.object_storage",
+    "extensions.local_tier",
+    "extensions.huggingface",
+    "extensions.tokenizers",
+    "extensions.mup",
     "extensions.lora",
+    "extensions.optimizers",
+    "extensions.schedules",
     "extensions.splash",
     "extensions.fp8",
+    "extensions.fp16",
+    "extensions.skip_step",
+    "extensions.profiler",
     "extensions.questions",
     "extensions.preemption",
+    "extensions.benchmark",
+    "extensions.history",
     "extensions.trackers",
 )
 EXTENSIONS = installed(NAMES)
+use_files_of(EXTENSIONS)  # the tools read the same paths
 CHECKS = configuring.checks_of(EXTENSIONS)
 CONFIGURATION: Any = configuration_of(EXTENSIONS)  # TrainConfig with the settings of the extensions
 configure: Callable[..., Any] = partial(configuring.configure, extensions=EXTENSIONS)

@@ -64,7 +64,7 @@ def main() -> None:
     for source, speed, fields in RUNS:
         plan = plan_of(PlanConfig(plan=True, **fields))
         planned = plan.config.tokens_per_step / plan.step_seconds / plan.config.plan_devices
-        devices = f"{fields['model_variant']} | {plan.config.plan_devices} {plan.kind.name}"
+        devices = f"{fields['model_variant']} | {plan.config.plan_devices} {plan.kind.device.name}"
         print(f"| {source} | {devices} | {speed:,.0f} | {planned:,.0f} | {planned / speed:.2f} |")
 
 

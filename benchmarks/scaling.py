@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling [--plot=FILE.html]
 
-Nothing runs: the TPU compiler (requirements-tpu-aot.txt) compiles the step for slices of TPU v5e, and the script counts
+Nothing runs: the TPU compiler (requirements/tpu-aot.txt) compiles the step for slices of TPU v5e, and the script counts
 the bytes that its collectives send, in loops once per iteration. It prints them with the prediction of the plan and the
 minimum that the strategy needs (a ring's share of everything that must be gathered, scattered or reduced, once).
 """

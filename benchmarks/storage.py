@@ -5,7 +5,7 @@ thread; then the ranges that the loader requested again, by as many threads and 
 10 M tokens/s, and how long its steps wait for either. They take turns. Checkpoints: how long a step waits for a save
 and how long a restore takes, to the server and to a local folder, as ratios to a plain copy of the same bytes to the
 same place. The server is moto's and shares the cores; because it answers a ranged read in 6 ms, data are measured once
-more with a smaller server before it that answers reads. The ratios count. Needs requirements-dev.txt.
+more with a smaller server before it that answers reads. The ratios count. Needs requirements/dev.txt.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ import torch
 
 from benchmarks.checkpoint import BLOCK, FACTS, evict, plain_read, plain_write, timed
 from benchmarks.data import LENGTH, ROWS, settings, write_corpus
-from pretraining import storage
+from main_training import EXTENSIONS
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import host_bytes
 from pretraining.checkpoint.store import PendingSave, load
 from pretraining.config.training import TrainConfig
 from pretraining.data import Prefetcher, open_stream
-from pretraining.data.remote import REQUESTS
-from pretraining.storage import Location, ObjectFile, ObjectPath, location
+from pretraining.extensions.object_storage.objects import ObjectFile, ObjectPath, client_of
+from pretraining.extensions.object_storage.ranges import REQUESTS
+from pretraining.storage import Location, location, use_files_of
 from tests.object_storage import BUCKET, FaultProxy, environment, s3_server, upload
 
 RATE = 10e6  # tokens per second of the consumer
@@ -173,7 +174,7 @@ def measure_data(root: Path, port: int, batches: int, repeats: int) -> dict[str,
     results = {"moto": measure_reads(local, stored, batches // 8, repeats)}
     with file_server(port, root) as reads:
         os.environ |= environment(reads)
-        storage._client.cache_clear()
+        client_of.cache_clear()
         results["file_server"] = measure_reads(local, stored, batches, repeats)
         results["file_server"] |= measure_waits(local, stored, batches, repeats)
     return results
@@ -272,6 +273,7 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=256, help="of a checkpoint")
     parser.add_argument("--repeats", type=int, default=3, help="of everything")
     options = parser.parse_args()
+    use_files_of(EXTENSIONS)
     if options.serve:
         print(FileServer(int(options.serve[0]), Path(options.serve[1])).port, flush=True)
         sys.stdin.read()
@@ -282,7 +284,7 @@ def main() -> None:
         if not options.data:
             results["checkpoint"] = measure_checkpoints(Path(folder), options.mebibytes, options.repeats)
         if not options.checkpoint:
-            storage._client.cache_clear()
+            client_of.cache_clear()
             results["data"] = measure_data(Path(folder), port, options.batches, options.repeats)
         print(json.dumps(results, indent=2))
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tpu_compiler [--seq_length=8192] [--attention_impl=chunked] [--reduce_dtype=bf16]
 
-Nothing runs: the compiler (requirements-tpu-aot.txt) compiles the step of llama3_8b with fsdp for a v6e:4x4, one
+Nothing runs: the compiler (requirements/tpu-aot.txt) compiles the step of llama3_8b with fsdp for a v6e:4x4, one
 sequence of 4096 tokens per chip, every block recomputed. Flags are settings. Prints a row of a table and, where
 benchmarks/maxtext.json has that case, MaxText's row and its source. Figures are those of one chip and step.
 
@@ -60,7 +60,7 @@ class Figures(NamedTuple):
     def row(self, plan: Plan) -> str:
         """Return the row, with the roofline on the plan's kind of device."""
         kind = plan.kind
-        times = (self.flops / kind.peak_flops, self.hbm / kind.memory_rate, self.sent / kind.link)
+        times = (self.flops / kind.device.peak_flops, self.hbm / kind.memory_rate, self.sent / kind.link)
         mfu = plan.least_seconds / max(times)
         overlapped = "n/a" if self.overlapped is None else f"{self.overlapped:.0%}"
         cells = [self.name, str(self.tokens), f"{self.temporaries / 1e9:.2f}", f"{self.peak / 1e9:.2f}"]

@@ -1,53 +1,43 @@
-"""Files by path, on a local disk or in object storage: list, stat, read ranges, write, remove.
+"""Files by path: read ranges, write durably, rename and remove folders, lock them.
 
-`location` turns a setting into a Path, or into an ObjectPath for s3:// and gs://, which has the methods of a Path that
-this program uses. pyarrow is the client, and the credentials are those that the clouds' own tools find (environment,
-shared files, roles of the machine). What is specific to object storage is only here: a request that fails in passing is
-repeated with growing pauses and counted, and an object that vanished, changed or may not be read is one error that
-names it.
+`location` turns a setting into a path, and `store_of` returns what does the rest there: `Disk` for local paths, and for
+schemes such as s3:// the store that an extension brought. A store's paths have the methods of a pathlib.Path that this
+program uses (`StoredPath`); where a disk and another store differ in more, `Store` has a method for it. Every change to
+the disk is a call of `os`, so that a test can stop the process between any two of them.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import io
+import contextlib
+import fcntl
 import os
-import random
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from pretraining.config.errors import UserError
+from pretraining.config.extension import Extension
 from pretraining.config.grammar import OBJECT_STORAGE
 from pretraining.config.script import TRY_AGAIN
 
-if TYPE_CHECKING:
-    from pyarrow import fs
-
-T = TypeVar("T")
-
-# A request that fails in passing is repeated for so long, s: the restart of a storage node takes less than a minute.
-RETRY_FOR = 90.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # s, before jitter; each pause is twice as long as the one before
-# Errors in pyarrow's messages that no repetition cures.
-_PERMANENT = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "NO_SUCH_BUCKET", "EXPIRED_TOKEN",
-              "INVALID_CLIENT_TOKEN_ID", "InvalidBucketName", "PERMISSION_DENIED", "HTTP status 403")  # fmt: skip
-_BEYOND_END = "HTTP status 416"  # of a range in an object that became shorter than it was when it was opened
-_CHANGED = "changed while it is read: restore the indexed object, or start again"
-GOOGLE = "gs://"
-# Bytes of the smallest read, where the object has as many: the client puts the storage's answer to a read that fails
-# (of about 400 bytes) where the data would be, and reports a network error instead of it if there is no room.
-SMALLEST_READ = 4 << 10
-BUFFER = 1 << 20  # bytes that a file object reads ahead: a request takes as long as a MiB at 50 MB/s
+PARTIAL = ".partial"  # folder that is being written
+DELETED = ".deleted"  # folder that is being removed
+DAMAGED = ".damaged"  # renamed, to be examined by a person
+LOCK = "lock"
+MARKER = "COMMITTED"  # the file that makes a folder a checkpoint
+STEP = re.compile(r"step_(0|[1-9][0-9]*)")  # name of such a folder
+BUFFER = 1 << 20  # bytes to read ahead where a request takes as long as a MiB at 50 MB/s
 
 
 class StorageError(UserError, OSError):
-    """Object storage could not be reached, or refused a request; an OSError, as of a disk."""
+    """A store could not be reached, or refused a request; an OSError, as of a disk."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -55,32 +45,16 @@ class StorageError(UserError, OSError):
 
 
 class UnreachableError(StorageError):
-    """Object storage did not answer. scripts/train.sh tries again, if the run has made a step since its start."""
+    """A store did not answer. scripts/train.sh tries again, if the run has made a step since its start."""
 
     code = TRY_AGAIN
-
-
-class MissingObjectError(StorageError, FileNotFoundError):
-    """There is no such object."""
 
 
 class Stamp(NamedTuple):
     """Size and version of a file: they differ when the file was changed after it was indexed."""
 
     size: int  # bytes
-    modified: int  # nanoseconds; of an object, a hash of its ETag and its time
-
-    @classmethod
-    def of(cls, path: str | Path | ObjectPath) -> Stamp:
-        """Return the stamp of a file. UserError if it does not exist."""
-        path = location(path)
-        if isinstance(path, ObjectPath):
-            return path.stamp()
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}: check that the data is still there") from error
-        return cls(status.st_size, status.st_mtime_ns)
+    modified: int  # nanoseconds; of an object, a hash of its version
 
 
 class Retries:
@@ -100,356 +74,224 @@ class Retries:
 RETRIES = Retries()
 
 
-def location(path: str | Path | ObjectPath) -> Path | ObjectPath:
-    """Return the Path of a local file or folder, or the ObjectPath of one in object storage."""
-    if not isinstance(path, str):
-        return path
-    return ObjectPath(path.rstrip("/")) if path.startswith(OBJECT_STORAGE) else Path(path)
+# ---- What a store has
 
 
-def is_remote(path: str | Path | ObjectPath) -> bool:
-    """Whether a path is in object storage."""
-    return isinstance(path, ObjectPath) or str(path).startswith(OBJECT_STORAGE)
-
-
-@dataclass(frozen=True, order=True)
-class ObjectPath:
-    """An object, or the objects whose names begin with `uri`/, with the methods of a pathlib.Path."""
-
-    uri: str  # without a slash at the end
-    info: Any = field(default=None, compare=False)  # pyarrow's FileInfo if a listing returned it
-
-    def __str__(self) -> str:
-        return self.uri
-
-    def __reduce__(self) -> tuple[type[ObjectPath], tuple[str]]:
-        return ObjectPath, (self.uri,)  # processes send each other paths, and pyarrow's FileInfo cannot be pickled
+class StoredPath(Protocol):
+    """A path of another store than the disk, with methods of pathlib.Path."""
 
     @property
-    def _parts(self) -> tuple[str, PurePosixPath]:
-        scheme, _, rest = self.uri.partition("://")
-        return scheme, PurePosixPath(rest)
+    def store(self) -> Store: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def stem(self) -> str: ...
+    @property
+    def suffix(self) -> str: ...
+    @property
+    def parent(self) -> Any: ...  # a StoredPath, as of the methods below
+    def __lt__(self, other: Any) -> bool: ...
+    def __truediv__(self, name: str) -> Any: ...
+    def with_suffix(self, suffix: str) -> Any: ...
+    def with_name(self, name: str) -> Any: ...
+    def resolve(self) -> Any: ...
+    def exists(self) -> bool: ...
+    def is_file(self) -> bool: ...
+    def is_dir(self) -> bool: ...
+    def iterdir(self) -> Iterator[Any]: ...
+    def rglob(self, pattern: str) -> Iterator[Any]: ...
+    def open(self, mode: str = "rb", buffering: int = BUFFER) -> BufferedReader: ...
+    def read_bytes(self) -> bytes: ...
+    def read_text(self) -> str: ...
+    def write_bytes(self, data: bytes) -> object: ...
+    def unlink(self) -> object: ...
+
+
+Location = Path | StoredPath
+
+
+class OpenFile(Protocol):
+    """A file that is open for reading at any place. Threads may share it."""
+
+    path: str
+    is_local: bool
 
     @property
-    def name(self) -> str:
-        """See pathlib.Path, as for the methods below."""
-        return self._parts[1].name
-
-    @property
-    def stem(self) -> str:
-        return self._parts[1].stem
-
-    @property
-    def suffix(self) -> str:
-        return self._parts[1].suffix
-
-    @property
-    def parent(self) -> ObjectPath:
-        return self._with(self._parts[1].parent)
-
-    def __truediv__(self, name: str) -> ObjectPath:
-        return self._with(self._parts[1] / name)
-
-    def with_suffix(self, suffix: str) -> ObjectPath:
-        return self._with(self._parts[1].with_suffix(suffix))
-
-    def with_name(self, name: str) -> ObjectPath:
-        return self._with(self._parts[1].with_name(name))
-
-    def resolve(self) -> ObjectPath:
-        return self
-
-    def is_symlink(self) -> bool:
-        return False
-
-    def _with(self, path: PurePosixPath) -> ObjectPath:
-        return ObjectPath(f"{self._parts[0]}://{path}")
-
-    # ---- Requests
-
-    def request(self, act: Callable[[fs.FileSystem, str], T]) -> T:
-        """Return what `act` does with the client and the name of the object there; see the top of the module.
-
-        Raises MissingObjectError or StorageError.
-        """
-        scheme, name = self._parts
-        began, pause = time.monotonic(), FIRST_PAUSE
-        until = time.strftime("%X", time.localtime(time.time() + RETRY_FOR))
-        while True:
-            try:
-                result = act(_client(scheme, name.parts[0]), str(name))
-                RETRIES.waiting = ""
-                return result
-            except FileNotFoundError as error:
-                raise MissingObjectError(f"{self}: no such object: check that it is still there") from error
-            except OSError as error:
-                reason = str(error).splitlines()[0]
-                if _BEYOND_END in reason:
-                    raise StorageError(f"{self}: {_CHANGED}") from error
-                if isinstance(error, PermissionError) or any(text in reason for text in _PERMANENT):
-                    remedy = "check the credentials that the environment gives, and what they may do"
-                    raise StorageError(f"{self}: refused ({reason}): {remedy}") from error
-                if time.monotonic() - began + pause > RETRY_FOR:
-                    tried = f"tried for {RETRY_FOR:.0f} s ({reason})"
-                    raise UnreachableError(f"{self}: cannot be reached, {tried}: check the network") from error
-            RETRIES.add(f"{self} cannot be reached, tried until {until}")
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    def _type(self) -> Any:
-        info = self.info or self.request(lambda client, name: client.get_file_info(name))
-        return info.type
-
-    def exists(self) -> bool:
-        from pyarrow import fs
-
-        return bool(self._type() != fs.FileType.NotFound)
-
-    def is_file(self) -> bool:
-        from pyarrow import fs
-
-        return bool(self._type() == fs.FileType.File)
-
-    def is_dir(self) -> bool:
-        from pyarrow import fs
-
-        return bool(self._type() == fs.FileType.Directory)
-
-    def iterdir(self) -> Iterator[ObjectPath]:
-        return self._list(recursive=False)
-
-    def rglob(self, pattern: str) -> Iterator[ObjectPath]:
-        assert pattern == "*"
-        return self._list(recursive=True)
-
-    def _list(self, recursive: bool) -> Iterator[ObjectPath]:
-        from pyarrow import fs
-
-        def act(client: fs.FileSystem, name: str) -> list[fs.FileInfo]:
-            listed: list[fs.FileInfo] = client.get_file_info(fs.FileSelector(name, recursive=recursive or is_google))
-            return listed if recursive or not is_google else _direct(listed, name)
-
-        is_google = self.uri.startswith(GOOGLE)
-        for info in self.request(act):
-            yield ObjectPath(f"{self._parts[0]}://{info.path}", info)
-
-    def stamp(self) -> Stamp:
-        """Return size and version. Raises MissingObjectError if there is no such object."""
-        with ObjectFile(self) as file:
-            return file.stamp
-
     def size(self) -> int:
-        """Return the bytes of the object, as a listing or the storage reports them."""
-        return int(self.info.size) if self.info else self.stamp().size
+        """Bytes of the file."""
 
-    def open(self, mode: str = "rb", buffering: int = BUFFER) -> io.BufferedReader:
-        """Open for reading; buffering: bytes that are requested at once."""
-        assert mode == "rb"
-        return io.BufferedReader(ObjectFile(self), buffering)
+    def read_at(self, start: int, count: int) -> bytes:
+        """Return `count` bytes from `start` on. UserError if the file ends before or cannot be read there."""
 
-    def read_bytes(self) -> bytes:
-        with ObjectFile(self) as file:
-            return file.read_at(0, file.stamp.size)
+    def preadv(self, targets: Sequence[memoryview], start: int) -> int:
+        """Read into `targets`, like os.preadv, which may read less. Raises OSError."""
 
-    def read_text(self) -> str:
-        return self.read_bytes().decode()
+    def pread(self, count: int, start: int) -> bytes:
+        """Return up to `count` bytes from `start` on, like os.pread. Raises OSError."""
 
-    def write_bytes(self, data: bytes) -> None:
-        def act(client: fs.FileSystem, name: str) -> None:
-            with client.open_output_stream(name) as stream:
-                stream.write(data)
+    def in_order(self) -> Callable[[int, int], bytes]:
+        """Return `read_at` for small reads at increasing places."""
 
-        self.request(act)
+    def check(self) -> None:
+        """Raise UserError if the file has no longer the stamp that it was opened with."""
 
-    def replace(self, target: ObjectPath) -> None:
-        self.request(lambda client, name: client.move(name, str(target._parts[1])))
-
-    def unlink(self) -> None:
-        self.request(lambda client, name: client.delete_file(name))
-
-    def remove_all(self) -> None:
-        """Remove every object below this name."""
-        with suppress(MissingObjectError):
-            self.request(lambda client, name: client.delete_dir(name))
+    def close(self) -> None:
+        """Close the file, which may be done more than once."""
 
 
-def _direct(listed: list[fs.FileInfo], folder: str) -> list[fs.FileInfo]:
-    """Return the objects directly in `folder`, and its folders, of a recursive listing.
+class NewFile(Protocol):
+    """A file that is being written. Threads may share it."""
 
-    pyarrow 26's own listing of one level lacks the folders of Google's storage, unless each has an object "name/".
-    """
-    from pyarrow import fs
+    def write_at(self, data: memoryview, start: int) -> None:
+        """Write all of `data` at byte `start`; where a store writes in order, at the end so far."""
 
-    found = {}
-    for info in listed:
-        first, _, rest = info.path.removeprefix(f"{folder}/").partition("/")
-        path = f"{folder}/{first}"
-        found[path] = fs.FileInfo(path, fs.FileType.Directory) if rest else info
-    return list(found.values())
+    def flush(self) -> None:
+        """Put what was written on the disk, where that is worth doing before the end."""
+
+    def finish(self) -> None:
+        """Put the file on the disk. Raises the errors of earlier writes, too."""
 
 
-Location = Path | ObjectPath
+class ReadAhead(Protocol):
+    """Ranges of files that are read before they are needed, by threads of their own. Threads may share it."""
+
+    limit: int  # bytes that are kept
+
+    def joined(self, starts: Any, ends: Any) -> list[tuple[int, int]]:
+        """Return the ranges to read for documents from `starts` to `ends`, int64 [documents]."""
+
+    def has(self, file: Any, ranges: list[tuple[int, int]]) -> bool:
+        """Return whether all ranges are in memory or on their way."""
+
+    def begin(self, file: Any, ranges: list[tuple[int, int]]) -> int:
+        """Begin to read ranges that are not in memory; return their bytes."""
+
+    def read(self, file: Any, ranges: list[tuple[int, int]]) -> Any:
+        """Return an object with the methods pread, preadv and read_at of an OpenFile, for places in the ranges."""
+
+    def close(self) -> None:
+        """Stop reading ahead and forget what is in memory."""
+
+
+class Store(Protocol):
+    """A place of files: what its paths cannot do by themselves."""
+
+    is_remote: bool  # whether a read is a request: fewer and larger ones, several at once
+    requests: int  # files that are looked at at once
+    open_files: int  # most files of shards that are kept open
+    writes_in_order: bool  # whether a file is written from its beginning to its end
+
+    def location(self, path: str) -> Location:
+        """Return the path of a file or folder."""
+
+    def stamp(self, path: Any) -> Stamp:
+        """Return size and version. UserError if there is no such file."""
+
+    def size(self, path: Any) -> int:
+        """Return the bytes of a file."""
+
+    def head(self, path: Any, count: int) -> bytes:
+        """Return the first bytes of a file, which a start asks for several times."""
+
+    def open(self, path: Any, stamp: Stamp | None = None, name: str = "") -> OpenFile:
+        """Open for reading. Raises OSError. stamp: that the file must keep; None: any. name: in messages."""
+
+    def read_ahead(self, config: Any) -> ReadAhead | None:
+        """Return what reads shards ahead for a configuration (None: the defaults); None where the system does."""
+
+    def create(self, path: Any) -> AbstractContextManager[NewFile]:
+        """Create a file."""
+
+    def write_file(self, path: Any, data: bytes) -> None:
+        """Create a file with this content, on the disk on return; its name is only after the folder's `sync`."""
+
+    def sync(self, folder: Any) -> None:
+        """Flush the folder's list of names to the disk."""
+
+    # ---- Folders that are there completely or not at all: the marker in them is written last
+
+    def lock(self, folder: Any, setting: str) -> FolderLock | None:
+        """Keep other runs out of a folder that `setting` can change, where the store has locks. Raises UserError."""
+
+    def unfinished(self, final: Any) -> Any:
+        """Return the folder in which the files of `final` are written."""
+
+    def make_folder(self, folder: Any) -> None:
+        """Make a folder for new files."""
+
+    def complete(self, partial: Any, final: Any) -> None:
+        """Give a folder that has its marker its name."""
+
+    def left_over(self, folder: Any) -> list[Any]:
+        """Return what interrupted saves and removals have left in a folder of checkpoints."""
+
+    def remove_folder(self, folder: Any) -> None:
+        """Remove a folder: first at once its marker or its name, then its files."""
+
+    def set_aside(self, folder: Any) -> None:
+        """Rename a corrupt checkpoint, or its marker, so that it does not count as committed."""
+
+
+class Format(NamedTuple):
+    """Checkpoints of another program."""
+
+    recognizes: Callable[[Location], bool]
+    open: Callable[[Location], Any]  # returns a checkpoint.manifest.Checkpoint, or raises UserError
+
+
+FORMATS: list[Format] = []  # see use_files_of
+STORES: dict[str, Store] = {}  # by the beginning of their paths; see use_files_of
+
+
+def use_files_of(extensions: Iterable[Extension]) -> None:
+    """Let the stores of these extensions read and write the paths that are theirs, and their formats be opened."""
+    for extension in extensions:
+        STORES.update(extension.stores)
+        FORMATS.extend(each for each in extension.formats if each not in FORMATS)
+
+
+def store_of(path: str | Location) -> Store:
+    """Return the store of a path. UserError if no extension brought it."""
+    if not isinstance(path, str):
+        return DISK if isinstance(path, Path) else path.store
+    scheme = next((scheme for scheme in OBJECT_STORAGE if path.startswith(scheme)), "")
+    if scheme and scheme not in STORES:
+        remedy = "add the folder pretraining/extensions/object_storage, and its name to NAMES of main_training.py"
+        raise UserError(f"{path}: nothing here reads {scheme}: {remedy}")
+    return STORES[scheme] if scheme else DISK
+
+
+def location(path: str | Location) -> Location:
+    """Return the path of a file or folder as an object."""
+    return store_of(path).location(path) if isinstance(path, str) else path
+
+
+def is_remote(path: str | Location) -> bool:
+    """Whether a read of the path is a request to another machine."""
+    return store_of(path).is_remote
+
+
+def stamp_of(path: str | Location) -> Stamp:
+    """Return the stamp of a file. UserError if it does not exist."""
+    return store_of(path).stamp(location(path))
 
 
 def size_of(path: Location) -> int:
     """Return the bytes of a file."""
-    return path.size() if isinstance(path, ObjectPath) else path.stat().st_size
-
-
-class ObjectFile(io.RawIOBase):
-    """An object that is open for reading at any place. Threads may share `read_at`."""
-
-    def __init__(self, path: ObjectPath, stamp: Stamp | None = None) -> None:
-        """stamp: that the object must have, if given. Raises MissingObjectError if there is no such object."""
-        super().__init__()
-        self.path, self._position, self._lock = path, 0, Lock()
-        self._input, self.stamp = self._open()
-        self._checked = time.monotonic()  # when the last request for the object's version began
-        if stamp is not None:
-            self._compare(stamp)
-
-    def _open(self) -> tuple[Any, Stamp]:
-        """Request size and version."""
-        opened = self.path.request(lambda client, name: client.open_input_file(name))
-        facts = {key.lower(): value for key, value in (opened.metadata() or {}).items()}
-        version = repr([facts.get(key) for key in ("etag", "last-modified", "generation")])
-        digest = hashlib.blake2b(version.encode(), digest_size=8).digest()
-        return opened, Stamp(int(opened.size()), int.from_bytes(digest, "little") >> 1)
-
-    def _compare(self, stamp: Stamp) -> None:
-        if self.stamp != stamp:
-            raise StorageError(f"{self.path}: {_CHANGED}")
-
-    def is_confirmed(self, since: float) -> bool:
-        """Whether the object is known to have been the same at the time `since` (time.monotonic()) or later.
-
-        Always in Google's storage, where pyarrow requests the version (generation) that was opened and no other.
-        """
-        return self._checked > since or self.path.uri.startswith(GOOGLE)
-
-    def confirm(self, since: float) -> None:
-        """Raise StorageError if the object was not the same at the time `since` or later.
-
-        Its version is requested, once for all threads, unless that is known.
-        """
-        with self._lock:
-            if not self.is_confirmed(since):
-                began = time.monotonic()
-                self._compare(self._open()[1])
-                self._checked = began
-
-    def read_at(self, start: int, count: int) -> bytes:
-        """Return `count` bytes from `start` on. Raises StorageError if the object ends before or has changed."""
-        data = self.read_unconfirmed(start, count)
-        self.confirm(time.monotonic())
-        return data
-
-    def read_unconfirmed(self, start: int, count: int) -> bytes:
-        """Return `count` bytes from `start` on, not to be used before `confirm` has proved them with a later time.
-
-        Of an object that was replaced by a shorter one, pyarrow 26 returns the bytes that are left and, without an
-        error, whatever was in memory after them.
-        """
-        if start + count > self.stamp.size:
-            end = self.stamp.size
-            raise StorageError(f"{self.path}: truncated at byte {end}, before byte {start + count}: copy it again")
-        first = min(start, max(0, self.stamp.size - SMALLEST_READ))
-        size = max(start + count - first, min(SMALLEST_READ, self.stamp.size))
-        data = self.path.request(lambda client, name: self._input.read_at(size, first)) if count else b""
-        return data[start - first : start - first + count]
-
-    # ---- io.RawIOBase
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.stamp.size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, target: Any) -> int:
-        view = memoryview(target).cast("B")
-        count = min(len(view), max(0, self.stamp.size - self._position))
-        view[:count] = self.read_at(self._position, count)
-        self._position += count
-        return count
-
-
-class Upload:
-    """An object that is written from its beginning to its end, and exists from then on.
-
-    A part that could not be sent is sent again, by the client. Parts are not sent in the background, because pyarrow
-    keeps all that wait in memory. Parts of an upload that was never ended are invisible, and pyarrow cannot list them:
-    a rule of the S3 bucket removes them (AbortIncompleteMultipartUpload); Google's storage does by itself.
-    """
-
-    def __init__(self, path: ObjectPath) -> None:
-        self._path, (scheme, name) = path, path._parts
-        client = _client(scheme, name.parts[0], attempts=8)
-        self._stream = path.request(lambda _, name: client.open_output_stream(name))
-
-    def write(self, data: memoryview) -> None:
-        """Append. Raises OSError."""
-        self._stream.write(data)
-
-    def close(self) -> None:
-        """End the object. Raises OSError if any of it was not stored."""
-        self._stream.close()
-
-
-class LocalFile:
-    """A local file that is open for reading at any place. Threads may share it."""
-
-    def __init__(self, path: str | Path) -> None:
-        """Open. UserError if it does not exist or may not be read."""
-        self.path = path
-        try:
-            self.descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}: check that the data is still there") from error
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self.descriptor)
-
-    def read_at(self, start: int, count: int) -> bytes:
-        """Return `count` bytes from `start` on. UserError if the file ends before or cannot be read there."""
-        return read_exactly(self.descriptor, start, count, str(self.path))
-
-
-def read_exactly(descriptor: int, start: int, count: int, path: str) -> bytes:
-    """Return `count` bytes from byte `start` of a local file. UserError if it ends before or cannot be read there."""
-    raw = b""
-    while len(raw) < count:  # Linux reads at most 2 GiB at once
-        try:
-            more = os.pread(descriptor, count - len(raw), start + len(raw))
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror} at byte {start + len(raw)}: copy the file again") from error
-        if not more:
-            end = start + count
-            raise UserError(f"{path}: truncated at byte {start + len(raw)}, before byte {end}: copy the file again")
-        raw = raw + more if raw else more
-    return raw
-
-
-OpenedFile = LocalFile | ObjectFile
+    return store_of(path).size(path)
 
 
 @contextmanager
-def opened(path: str | Path | ObjectPath) -> Iterator[OpenedFile]:
+def opened(path: str | Location) -> Iterator[OpenFile]:
     """Open a file for reading at any place. UserError if it does not exist or may not be read."""
-    path = location(path)
-    file = ObjectFile(path) if isinstance(path, ObjectPath) else LocalFile(path)
     try:
+        file = store_of(path).open(path)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: check that the data is still there") from error
+    with contextlib.closing(file):
         yield file
-    finally:
-        file.close()
 
 
 def open_buffered(path: str, buffering: int) -> BinaryIO:
@@ -457,41 +299,212 @@ def open_buffered(path: str, buffering: int) -> BinaryIO:
     return location(path).open("rb", buffering)
 
 
-def in_order(file: OpenedFile) -> Callable[[int, int], bytes]:
-    """Return `file.read_at` for small reads at increasing places: of an object, a MiB is requested at a time."""
-    if isinstance(file, LocalFile):
-        return file.read_at
-    buffered = file.path.open()
-
-    def read_at(start: int, count: int) -> bytes:
-        buffered.seek(start)
-        return buffered.read(count)
-
-    return read_at
+# ---- The disk
 
 
-@functools.cache
-def _client(scheme: str, bucket: str, attempts: int = 1) -> fs.FileSystem:
-    """Return pyarrow's client of a bucket. attempts: of a request; `ObjectPath.request` repeats those of one."""
-    from datetime import timedelta
+class LocalFile:
+    """See OpenFile. The last reference closes it."""
 
-    from pyarrow import fs
+    is_local = True
 
-    environment = os.environ
-    if f"{scheme}://" == GOOGLE:
-        limit = timedelta(seconds=1 if attempts == 1 else RETRY_FOR)
-        if emulator := environment.get("STORAGE_EMULATOR_HOST"):  # as Google's own clients
-            host = emulator.removeprefix("http://")
-            return fs.GcsFileSystem(anonymous=True, scheme="http", endpoint_override=host, retry_time_limit=limit)
-        return fs.GcsFileSystem(retry_time_limit=limit)
-    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
-    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
-    return fs.S3FileSystem(
-        endpoint_override=endpoint,
-        region=region or (None if endpoint else fs.resolve_s3_region(bucket)),
-        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=attempts),
-        background_writes=False,
-        allow_delayed_open=True,  # one request for an object that is smaller than a part
-        connect_timeout=10,
-        request_timeout=30,
-    )
+    def __init__(self, path: str | Path, stamp: Stamp | None = None, name: str = "") -> None:
+        """See Store.open."""
+        self.path, self._stamp, self._name, self._descriptor = str(path), stamp, name or str(path), -1
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe is not waited for
+        self.pread, self.preadv = partial(os.pread, self._descriptor), partial(os.preadv, self._descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read_at(self, start: int, count: int) -> bytes:
+        raw = b""
+        while len(raw) < count:  # Linux reads at most 2 GiB at once
+            place = f"at byte {start + len(raw)}"
+            try:
+                more = self.pread(count - len(raw), start + len(raw))
+            except OSError as error:
+                raise UserError(f"{self._name}: {error.strerror} {place}: copy the file again") from error
+            if not more:
+                end = start + count
+                raise UserError(f"{self._name}: truncated {place}, before byte {end}: copy the file again")
+            raw = raw + more if raw else more
+        return raw
+
+    def in_order(self) -> Callable[[int, int], bytes]:
+        return self.read_at
+
+    def check(self) -> None:
+        if self._stamp is None:
+            return
+        status = os.fstat(self._descriptor)
+        if status.st_nlink == 0:
+            raise UserError(f"{self._name}: removed or replaced while the run reads it: restore the indexed file")
+        if (status.st_size, status.st_mtime_ns) != self._stamp:
+            raise UserError(f"{self._name}: changed while the run reads it: restore the indexed file, or start again")
+
+
+class NewLocalFile:
+    """See NewFile."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write_at(self, data: memoryview, start: int) -> None:
+        while data:  # the kernel may take less than it is offered
+            written = os.pwrite(self._descriptor, data, start)
+            data, start = data[written:], start + written
+
+    def flush(self) -> None:
+        os.fdatasync(self._descriptor)
+
+    def finish(self) -> None:
+        os.fsync(self._descriptor)
+
+
+@contextmanager
+def descriptor(path: Path, flags: int) -> Iterator[int]:
+    """Open a file descriptor and close it on leaving. A named pipe in the place of a file is not waited for."""
+    opened = os.open(path, flags | os.O_NONBLOCK, 0o644)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+class Disk:
+    """A local or shared disk. A folder is written under another name and renamed when it is complete."""
+
+    is_remote, writes_in_order = False, False
+    requests = 1
+    open_files = 128  # for the whole stream, whatever the number of shards or logical_shards; the usual limit is 1024
+
+    def location(self, path: str) -> Path:
+        return Path(path)
+
+    def stamp(self, path: Path) -> Stamp:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}: check that the data is still there") from error
+        return Stamp(status.st_size, status.st_mtime_ns)
+
+    def size(self, path: Path) -> int:
+        return path.stat().st_size
+
+    def head(self, path: Path, count: int) -> bytes:
+        with path.open("rb", buffering=count) as file:
+            return file.read(count)
+
+    def open(self, path: str | Path, stamp: Stamp | None = None, name: str = "") -> LocalFile:
+        return LocalFile(path, stamp, name)
+
+    def read_ahead(self, config: object) -> None:
+        return None
+
+    @contextmanager
+    def create(self, path: Path) -> Iterator[NewLocalFile]:
+        with descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as opened:
+            yield NewLocalFile(opened)
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        with self.create(path) as file:
+            file.write_at(memoryview(data), 0)
+            file.finish()
+
+    def sync(self, folder: Path) -> None:
+        with descriptor(folder, os.O_RDONLY | os.O_DIRECTORY) as opened:
+            os.fsync(opened)
+
+    def lock(self, folder: Path, setting: str) -> FolderLock:
+        return FolderLock(folder, setting)
+
+    def unfinished(self, final: Path) -> Path:
+        return final.with_name(final.name + PARTIAL)
+
+    def make_folder(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+
+    def complete(self, partial: Path, final: Path) -> None:
+        self.sync(partial)
+        if final.exists() or final.is_symlink():  # a stray that was never committed: not ours to delete
+            self.set_aside(final)
+        rename(partial, final)
+
+    def left_over(self, folder: Path) -> list[Path]:
+        return [
+            path
+            for path in folder.glob("step_*")
+            if path.suffix in (PARTIAL, DELETED) and STEP.fullmatch(path.stem) and path.is_dir()
+        ]
+
+    def remove_folder(self, folder: Path) -> None:
+        """See Store. Of a symbolic link only the link is removed."""
+        if folder.is_symlink():
+            folder.unlink()
+            self.sync(folder.parent)
+            return
+        doomed = folder if folder.suffix in (PARTIAL, DELETED) else folder.with_name(folder.name + DELETED)
+        if doomed != folder:
+            _clear(doomed)  # left by a removal that was interrupted
+            rename(folder, doomed)
+        shutil.rmtree(doomed)
+
+    def set_aside(self, folder: Path) -> None:
+        aside = folder.with_name(folder.name + DAMAGED)
+        _clear(aside)  # of the same step, once before
+        rename(folder, aside)
+
+
+DISK = Disk()
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename a folder atomically, on the disk on return."""
+    old.rename(new)
+    DISK.sync(new.parent)
+
+
+def _clear(path: Path) -> None:
+    """Make room for a folder of this name."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+class FolderLock:
+    """A lock that keeps a second run out of a folder while this process lives.
+
+    A POSIX record lock and not flock: a forked child would inherit flock's and keep the folder locked after the run
+    was killed. The kernel releases it with the process, so there is no stale lock to clean up.
+    """
+
+    def __init__(self, folder: Path, setting: str = "run_name") -> None:
+        """Lock the folder, which `setting` can change.
+
+        Raises UserError if another process holds the lock, OSError if it cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / LOCK
+        self._opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:  # EAGAIN or EACCES, as POSIX leaves open
+            holder = os.pread(self._opened, 256, 0).decode(errors="replace").strip() or "another process"
+            os.close(self._opened)
+            raise UserError(
+                f"{folder}: used by {holder}, which is still running; stop it, or set another --{setting}"
+            ) from error
+        os.ftruncate(self._opened, 0)
+        os.pwrite(self._opened, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        os.close(self._opened)

@@ -18,7 +18,7 @@ use_torch_tpu() {
 }
 
 set_up() {
-    local stamp=$venv/installed-$1
+    local stamp=$venv/installed-${1//\//-}
     lock
     if [[ ! -f $stamp || $(< "$stamp") != "$(installation_state "$1")" ]]; then
         if ! install_requirements "$1" >&2; then
@@ -52,11 +52,26 @@ install_requirements() {
     fi
     log "installing $1 into $venv with $("$python" --version)"
     if runs_xla_on_tpu; then
-        # requirements-tpu-aot.txt: jax, which lowers the attention kernel
-        extra+=("torch-xla[tpu]==$(pinned_version torch-xla requirements.txt)" -r requirements-tpu-aot.txt)
+        # requirements/tpu-aot.txt: jax, which lowers the attention kernel
+        extra+=("torch-xla[tpu]==$(pinned_version torch-xla requirements.txt)" -r requirements/tpu-aot.txt)
     fi
     choose_torch_build "$1" || return
-    "$python" -m pip install --disable-pip-version-check -r "$1" ${extra[@]+"${extra[@]}"}
+    # Only errors of pip are shown: it warns of each index that lacks a package.
+    PIP_QUIET=2 with_progress "$python" -m pip install --disable-pip-version-check -r "$1" ${extra[@]+"${extra[@]}"}
+}
+
+# Run a command, and print a line every five seconds: the size is that of downloads and of what is installed.
+with_progress() {
+    local code=0 began=$SECONDS progress
+    mkdir -p "$venv/tmp"
+    while sleep 5 > /dev/null 2>&1 && kill -0 $$ 2> /dev/null; do
+        log "installing: $((SECONDS - began)) s, $(du -sm "$venv" 2> /dev/null | cut -f1) MB in $venv"
+    done 9>&- &
+    progress=$!
+    TMPDIR=$venv/tmp "$@" || code=$?
+    kill "$progress"
+    rm -rf "$venv/tmp"
+    return "$code"
 }
 
 runs_xla_on_tpu() {
@@ -67,6 +82,7 @@ runs_xla_on_tpu() {
 # has that build; replace the CPU build if the host has a CUDA GPU.
 choose_torch_build() {
     local version remedy="PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes it about 1.5 GB"
+    local whole="about 7 GB in all, 6 minutes on two cores"
     # shellcheck disable=SC2046 # file names without spaces
     version=$(pinned_version torch $(requirement_files "$1") requirements.txt)
     if [[ -z $version || $(uname -sm) != "Linux x86_64" ]]; then
@@ -75,13 +91,14 @@ choose_torch_build() {
         if has_torch "*+cpu"; then
             "$python" -m pip uninstall --yes torch || return
         fi
+        has_torch "*" || log "the CUDA build of torch ($whole)"
     elif ! has_torch "*"; then
         # Not grep -q, which ends at the first match: pip would fail to write the rest, and pipefail would report that.
         if "$python" -m pip index versions torch 2> /dev/null | grep -F " $version+cpu" > /dev/null; then
             log "no CUDA GPU: the CPU build of torch (about 1.5 GB in all)"
             extra+=("torch==$version+cpu")
         else
-            log "the CUDA build of torch (about 7 GB in all); without a CUDA GPU, $remedy"
+            log "the CUDA build of torch ($whole); without a CUDA GPU, $remedy"
         fi
     fi
 }
@@ -91,10 +108,10 @@ has_torch() {
     compgen -G "$venv/lib/python3.*/site-packages/torch-$1.dist-info" > /dev/null
 }
 
-# Print the name of a file and of those that it includes.
+# Print the name of a file and of those that it includes, whose names are relative to its folder.
 requirement_files() {
     echo "$1"
-    sed -n 's/^-r //p' "$1"
+    sed -n "s|^-r |$(dirname "$1")/|p" "$1"
 }
 
 # Print the version of a package in the first of the requirement files that pins it.
@@ -112,7 +129,8 @@ create_environment() {
     local interpreter
     interpreter=$(find_python) || return
     is_supported_python "$python" || find "$venv" -mindepth 1 ! -name lock -delete
-    "$interpreter" -m venv "$venv"
+    log "creating $venv with $interpreter"
+    with_progress "$interpreter" -m venv "$venv"
 }
 
 # Print what an installation depends on: the requirements, the interpreter, and whether the host has TPUs.
@@ -121,7 +139,7 @@ installation_state() {
     cat requirements.txt $(requirement_files "$1")
     "$python" --version 2>&1
     is_tpu_host && echo "with TPU"
-    runs_xla_on_tpu && cat requirements-tpu-aot.txt
+    runs_xla_on_tpu && cat requirements/tpu-aot.txt
     has_torch "*+cpu" && [[ $(count_gpus) != 0 ]] && echo "without CUDA"
     true
 }

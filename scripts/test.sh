@@ -1,31 +1,63 @@
 #!/usr/bin/env bash
-# Test: bash scripts/test.sh [--quick] [pytest arguments]
+# Test: bash scripts/test.sh [--quick | --all] [pytest arguments]
 #
-# Without arguments: lint, format, types and all tests. Then the tests that depend on the version of torch run again in
-# a second environment, .venv-newest, with the newest torch and without torch-xla. Tests with TorchTPU have a third one,
-# .venv-torchtpu, where there is Python 3.12 or 3.13. NEWEST_TORCH=no installs neither.
-# --quick: lint, format, types, the tests that take less than a few seconds, and one short training run per engine.
-# Other arguments go to pytest, for example `-m "not slow" tests/config`, and skip the second environment, too. Two
-# processes run the tests; -n 8 takes eight.
+# Without arguments: lint, format, types and the tests that prove each promise, in one environment, .venv.
+# --quick: only the tests that take less than a few seconds, and one short training run per engine.
+# --all: every case of every test. Then the tests that depend on the version of torch run again in a second environment,
+# .venv-newest, with the newest torch and without torch-xla. Tests with TorchTPU have a third one, .venv-torchtpu, where
+# there is Python 3.12 or 3.13. NEWEST_TORCH=no installs neither.
+# Other arguments go to pytest, for example `tests/config`. Two processes run the tests; -n 8 takes eight.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-set_up requirements-dev.txt
 
 # The tests set the accelerator and the number of devices themselves.
 unset PJRT_DEVICE CPU_NUM_DEVICES XLA_FLAGS RANK WORLD_SIZE
 
+main() {
+    local which=${1:-}
+    case $which in
+        --quick) announce "a few seconds each" 3 && shift && set -- -m "not slow or quick" "$@" ;;
+        --all) announce "all, in three environments of 18 GB" 60 ;;
+        *) announce "those that prove each promise" 10 ;;
+    esac
+    set_up requirements/dev.txt
+    "$python" -m ruff check .
+    "$python" -m ruff format --check .
+    "$python" -m mypy
+    if [[ $which != --all || ${NEWEST_TORCH:-yes} == no ]]; then
+        run_tests "$@"
+        [[ $which != --all ]] || log "NEWEST_TORCH=no: the tests with the newest torch and without torch-xla were skipped"
+        return
+    fi
+    if ! set_up_newest; then
+        log "$(grep ^torch== requirements/newest.txt) could not be installed, so no tests ran;" \
+            "NEWEST_TORCH=no bash scripts/test.sh --all skips those with it"
+        return 1
+    fi
+    set_up_torch_tpu || log "TorchTPU is not installed: see the messages above; the tests with it" \
+        "(tests/parallel/test_emulated_tpu.py) are skipped"
+    run_tests "$@"
+    use_environment .venv-newest
+    run_tests -m "not slow" tests/models tests/optim tests/parallel tests/checkpoint tests/extensions
+    run_tests tests/golden tests/parallel/test_torch*.py tests/tools/plan/test_torch_engine.py
+}
+
+announce() {
+    log "lint, format, types, and tests ($1): about $2 minutes on two cores, after an environment of 8 GB is installed"
+}
+
 # Subshells, because the environments are others.
 set_up_newest() (
     use_environment .venv-newest
-    set_up requirements-newest.txt
+    set_up requirements/newest.txt
 )
 
 # 6 GB that only test_emulated_tpu.py needs: what a failed installation leaves is removed.
 set_up_torch_tpu() (
     use_torch_tpu
     find_python > /dev/null || exit
-    (set_up requirements-torchtpu-emulator.txt) && exit
+    (set_up requirements/torchtpu-emulator.txt) && exit
     rm -rf "$venv"
     exit 1
 )
@@ -35,30 +67,4 @@ run_tests() {
     "$python" -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"
 }
 
-all_tests=no
-case ${1:-} in
-    "") all_tests=yes ;;
-    --quick) set -- -m "not slow or quick" "${@:2}" ;;
-esac
-"$python" -m ruff check .
-"$python" -m ruff format --check .
-"$python" -m mypy
-if [[ $all_tests == yes && ${NEWEST_TORCH:-yes} != no ]]; then
-    if ! set_up_newest; then
-        log "$(grep ^torch== requirements-newest.txt) could not be installed, so no tests ran;" \
-            "NEWEST_TORCH=no bash scripts/test.sh skips those with it"
-        exit 1
-    fi
-    set_up_torch_tpu || log "TorchTPU is not installed: see the messages above; the tests with it" \
-        "(tests/parallel/test_emulated_tpu.py) are skipped"
-fi
-run_tests "$@"
-[[ $all_tests == yes ]] || exit 0
-if [[ ${NEWEST_TORCH:-yes} == no ]]; then
-    log "NEWEST_TORCH=no: the tests with the newest torch and without torch-xla were skipped"
-    exit 0
-fi
-
-use_environment .venv-newest
-run_tests -m "not slow" tests/models tests/optim tests/parallel tests/checkpoint tests/extensions
-run_tests tests/golden tests/parallel/test_torch*.py tests/tools/plan/test_torch_engine.py
+main "$@"

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from pretraining import storage
+from main_training import EXTENSIONS
+from pretraining.storage import use_files_of
 from tests.object_storage import FaultProxy, GoogleStorage, environment, gcs_server, s3_server
 from tests.parallel.launch import CHEAP_TO_COMPILE
+from tests.selection import ALL, runs_all
 
 # No deadline: the first example of a property includes imports, and a busy machine delays all of them.
 settings.register_profile("recipe", deadline=None)
 settings.load_profile("recipe")
+use_files_of(EXTENSIONS)
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
@@ -34,8 +37,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.line(f"{report.duration:6.1f} s {report.when} {report.nodeid}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let workers begin with the files that hold slow tests, so that both end at about the same time."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --all, for which this variable stands in workers and in modules that are imported."""
+    parser.addoption("--all", action="store_true", help="run every case, also of the tests marked exhaustive")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Pass --all on; before any test module is imported."""
+    if config.getoption("--all"):
+        os.environ[ALL] = "yes"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only --all runs. Let workers begin with files of slow tests, so that both end at the same time."""
+    if not runs_all():
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
     if IS_WORKER:
         slow_files = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow_files)
@@ -68,5 +86,7 @@ def google(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 def _use(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment(port).items():
         monkeypatch.setenv(name, value)
+    from pretraining.extensions.object_storage import objects
+
     # A cache of its own: a thread of an earlier test that is still reading may make a client of its proxy once more.
-    monkeypatch.setattr(storage, "_client", functools.cache(storage._client.__wrapped__))
+    monkeypatch.setattr(objects, "client_of", functools.cache(objects.client_of.__wrapped__))

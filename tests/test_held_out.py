@@ -18,9 +18,9 @@ from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.data import IGNORED, open_stream
-from pretraining.data.tokenizer import open_tokenizer
-from pretraining.data.tokenizer import train as train_tokenizer
 from pretraining.extensions.questions.choices import Request, request_batch
+from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
+from pretraining.extensions.tokenizers.tokenizer import train as train_tokenizer
 from pretraining.models.llama import BatchInputs, Llama
 from pretraining.monitor.held_out import HeldOut, held_out_figures
 from pretraining.monitor.metrics import read_metrics
@@ -130,6 +130,7 @@ def test_each_dataset_has_its_loss_and_the_total_is_weighted_by_tokens(runs: Run
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["two", "xla"])
+@pytest.mark.exhaustive
 def test_other_meshes_and_engines_report_the_same_figures(runs: Runs, mesh: str) -> None:
     for kind in ("val_loss", "eval_acc/words"):
         alone, other = (validation(records, kind) for records in (runs.alone, runs.others[mesh]))

@@ -27,8 +27,7 @@ END
 $python -m pretraining.tools.prepare --input=$text --output=data/journey/tokens --vocab_size=1024 --valid_every=20
 
 echo "== Train, sample, export"
-read -ra data <<< "$(tr '\n' ' ' < data/journey/tokens/flags.txt)"
-$python main_training.py "${data[@]}" "${tiny[@]}" --num_steps=20 --checkpoint_interval=20 --log_dir=runs/journey
+$python main_training.py --data_path=data/journey/tokens "${tiny[@]}" --num_steps=20 --checkpoint_interval=20 --log_dir=runs/journey
 $python -m pretraining.tools.generate runs/journey --prompt="The " --max_new_tokens=20
 $python -m pretraining.tools.convert runs/journey runs/journey/exported
 

@@ -19,8 +19,7 @@ echo "== On $devices GPUs"
 
 echo "== Three steps here"
 small=(--num_layers=2 --hidden_size=64 --intermediate_size=128 --num_attention_heads=4 --num_kv_heads=4 --seq_length=32)
-one_cpu=(--engine=torch --device=cpu --import_pp=fold --tensor_parallel_size=1 --context_parallel_size=1
-    --kv_replication=0 --compile_cache_dir=)
+one_cpu=(--engine=torch --device=cpu --import_pp=fold --tensor_parallel_size=1 --context_parallel_size=1)
 steps=(--num_steps=3 --lr_warmup_steps=1 --lr_decay_steps=3 --batch_size=1 --global_batch_size=4
     --report_interval=1 --checkpoint_interval=3)
 .venv/bin/python main_training.py "${imported[@]}" "${small[@]}" "${one_cpu[@]}" "${steps[@]}" \

@@ -16,19 +16,18 @@ from pathlib import Path
 
 import torch
 
-from pretraining.checkpoint.files import LOCK, FolderLock, set_aside, write_file, writing_to
-from pretraining.checkpoint.folder import find_checkpoints, keep_newest, newest_first, sweep
-from pretraining.checkpoint.local import LocalTier
+from pretraining.checkpoint.files import writing_to
+from pretraining.checkpoint.folder import Place, find_checkpoints, keep_newest, newest_first, sweep
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.restoring import Restoring, base_digest, check_policy, checkpoint_folder
+from pretraining.checkpoint.restoring import Restoring, base_digest, check_policy, checkpoint_folder, starting_point
 from pretraining.checkpoint.store import HostBuffer, LogicalTensors, PendingSave, is_weight
 from pretraining.config.grammar import parse_steps
 from pretraining.config.training import TrainConfig
 from pretraining.host_memory import available_memory
 from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Engine
-from pretraining.storage import Location
+from pretraining.storage import FolderLock, Location, store_of
 
 DTYPES_ON_DISK = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -49,14 +48,16 @@ class Checkpoints:
         self.folder = checkpoint_folder(config, log_dir)
         self._extra = set(parse_steps(config.extra_checkpoint_steps))
         self._locks: list[FolderLock] = []
-        self._saved: int | None = None  # newest step that is committed, or being written
+        self.newest: int | None = None  # newest step that is committed, or being written
         self._failures = 0  # saves in a row
         self._base = ""  # base_digest of the run
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None  # the asynchronous save that was started last
         self._buffer = HostBuffer()
         self._peers.lead(lambda: self._claim(log_dir))
-        self._tier = LocalTier(config, self._peers) if config.ckpt_local_path else None
+        self._places: list[Place] = config.checkpoint_places()
+        for place in self._places:
+            place.open(self._peers)
 
     def _claim(self, log_dir: Path) -> None:
         with writing_to("log_dir", log_dir):  # a run that saves nothing writes its metrics there
@@ -65,10 +66,8 @@ class Checkpoints:
             return
         remedy = "give another folder, or --checkpoint_interval=0 to save nothing"
         with writing_to("ckpt_save_path", self.folder, remedy):
-            if isinstance(self.folder, Path):
-                self._locks.append(FolderLock(self.folder, "ckpt_save_path"))
-            else:  # object storage has no locks
-                write_file(self.folder / LOCK, f"last used from {socket.gethostname()}\n".encode())
+            if lock := store_of(self.folder).lock(self.folder, "ckpt_save_path"):
+                self._locks.append(lock)
             sweep(self.folder)
 
     # ---- Continuing
@@ -81,37 +80,44 @@ class Checkpoints:
         found = self._peers.lead(lambda: find_checkpoints(self.folder))
         for path in found.uncommitted:
             self._peers.say(f"{path} has no marker: its save was never finished, and it is ignored")
-        local = self._tier.common() if self._tier else []
-        check_policy(self._config, found._replace(committed=[*local, *found.committed]))
-        restoring = Restoring(self._config, self._peers, engine.state(model, optimizer))
-        if local or found.committed:
-            facts: Facts | None = self._continue(restoring, found.committed, local)
-        else:
-            facts = restoring.start()
+        local = [path for place in self._places for path in place.common()]
+        found, config = found._replace(committed=newest_first(local, found.committed)), self._config
+        check_policy(config, found)
+        load_path, source = self._peers.lead(partial(starting_point, config, self.folder, found))
+        found = found if found.committed else source  # each host continues from its own copy
+        if load_path != config.ckpt_load_path:
+            self._peers.say(f"--ckpt_load_path={config.ckpt_load_path} is this run's own folder and has no checkpoint")
+            config = replace(config, ckpt_load_path=load_path)
+        restoring = Restoring(config, self._peers, engine.state(model, optimizer))
+        facts = self._continue(restoring, found.committed, local) if found.committed else restoring.start()
         if self._config.checkpoint_interval:
-            self._base = self._peers.lead(lambda: base_digest(self._config))
-        if self._tier:
-            self._tier.forget_after(facts.step if facts else 0)
+            self._base = self._peers.lead(partial(base_digest, config))
+        for place in self._places:
+            place.forget_after(facts.step if facts else 0)
         return facts
 
-    def _continue(self, restoring: Restoring, durable: list[Location], local: list[Path]) -> Facts:
-        facts, damaged = restoring.continue_from(newest_first(local, durable), local)
-        self._saved = facts.step
+    def _continue(self, restoring: Restoring, paths: list[Location], local: list[Location]) -> Facts:
+        facts, damaged = restoring.continue_from(paths, local)
+        self.newest = facts.step
         if self._config.checkpoint_interval:  # the removal of old checkpoints would count the corrupt ones
             for path in (path for path in damaged if path not in local):
-                self._peers.lead(partial(set_aside, path))
+                self._peers.lead(partial(store_of(path).set_aside, path))
         return facts
 
     # ---- Saving
 
     def due(self, step: int) -> bool:
         """Return whether the state after `step` updates is to be saved and is not saved yet."""
-        if not self._config.checkpoint_interval or step == self._saved:
+        if not self._config.checkpoint_interval or step == self.newest:
             return False
-        return self._is_durable(step) or (self._tier is not None and self._tier.due(step))
+        return self._is_durable(step) or self._place(step) is not None
+
+    def _place(self, step: int) -> Place | None:
+        """Return the other place to which a step is saved."""
+        return next((place for place in self._places if place.due(step)), None)
 
     def _is_durable(self, step: int) -> bool:
-        """Return whether a step is saved to `folder`, and not only to the hosts' own."""
+        """Return whether a step is saved to `folder`, and not only to another place."""
         interval = self._config.checkpoint_interval
         if step == self._config.num_steps or step in self._extra:
             return True
@@ -126,30 +132,30 @@ class Checkpoints:
         or the step is saved already. A failed save is printed; ckpt_max_failures in a row raise SaveFailedError.
         """
         self.wait()
-        if not self._config.checkpoint_interval or step == self._saved:
+        if not self._config.checkpoint_interval or step == self.newest:
             return
         kept = {name: value for name, value in state.items() if self._is_kept(name)}
-        began, tier = time.perf_counter(), None if asked or self._is_durable(step) else self._tier
+        began, place = time.perf_counter(), None if asked or self._is_durable(step) else self._place(step)
         try:
-            pending = self._planned(kept, replace(facts, step=step, base=self._base), tier)
+            pending = self._planned(kept, replace(facts, step=step, base=self._base), place)
             if self._config.async_checkpointing and self._has_room(pending):
                 pending.stage(self._buffer)
-                self._writing = self._writer.submit(self._finish, pending, began, tier)
+                self._writing = self._writer.submit(self._finish, pending, began, place)
             else:
-                self._finish(pending, began, tier)
+                self._finish(pending, began, place)
         except OSError as error:
             self._failed(error)
         else:
-            self._saved = step
+            self.newest = step
 
     def _is_kept(self, name: str) -> bool:
         if not is_weight(name):
             return self._config.save_optimizer
         return self._config.saves_frozen or self._config.is_trained(name)
 
-    def _planned(self, state: LogicalTensors, facts: Facts, tier: LocalTier | None) -> PendingSave:
+    def _planned(self, state: LogicalTensors, facts: Facts, place: Place | None) -> PendingSave:
         dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
-        folder, per_host = (tier.folder, tier.per_host) if tier else (self.folder, False)
+        folder, per_host = (place.folder, place.per_host) if place else (self.folder, False)
         return PendingSave(folder, state, facts, self._peers, dtype=dtype, workers=workers, per_host=per_host)
 
     def _has_room(self, pending: PendingSave) -> bool:
@@ -161,11 +167,11 @@ class Checkpoints:
             self._peers.say(f"{short}; this save is not asynchronous")
         return not short
 
-    def _finish(self, pending: PendingSave, began: float, tier: LocalTier | None) -> None:
+    def _finish(self, pending: PendingSave, began: float, place: Place | None) -> None:
         path = pending.write()
         self._failures = 0
         self._peers.say(f"saved {path} in {time.perf_counter() - began:.1f} s")
-        tier.retain() if tier else self._retain()
+        place.retain() if place else self._retain()
 
     def _retain(self) -> None:
         if not (self._config.checkpoint_interval and self._config.keep_last_n_checkpoints and self._locks):
@@ -185,7 +191,7 @@ class Checkpoints:
             self._failed(error)
 
     def _failed(self, error: OSError) -> None:
-        self._saved = None
+        self.newest = None
         self._failures += 1
         self._peers.say(f"saving to {self.folder} failed: {error}; earlier checkpoints are untouched")
         if self._failures >= self._config.ckpt_max_failures:
@@ -198,8 +204,8 @@ class Checkpoints:
         for lock in self._locks:
             lock.release()
         self._locks.clear()
-        if self._tier:
-            self._tier.release()
+        for place in self._places:
+            place.release()
         if self._failures:
             raise SaveFailedError(f"the last save to {self.folder} failed")
 

@@ -16,8 +16,13 @@ def check_scale(config: TrainConfig) -> Iterator[Problem]:
 
 
 def check_interval(config: TrainConfig) -> Iterator[Problem]:
-    """A run that never saves does not save by the clock, at extra steps, nor to the hosts' own folders."""
-    for name in ("checkpoint_seconds", "extra_checkpoint_steps", "ckpt_local_path"):
+    """A run that never saves does not save by the clock or at extra steps."""
+    yield from without_effect(config, "checkpoint_seconds", "extra_checkpoint_steps")
+
+
+def without_effect(config: TrainConfig, *names: str) -> Iterator[Problem]:
+    """Yield the settings among `names` that are set although the run never saves."""
+    for name in names:
         if getattr(config, name) and not config.checkpoint_interval:
             remedy = "has no effect with --checkpoint_interval=0, which never saves; give an interval in steps too"
             yield problem(config, name, remedy)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pretraining.config.declaration import Resume, settings_of
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.grammar import without_credentials
-from pretraining.config.optimizers import FLAGS, hyperparameters
+from pretraining.config.optimizers import FLAGS
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 from pretraining.config.variants import model_shape
@@ -64,9 +64,9 @@ def saved_config(saved: Mapping[str, Any], configuration: type[TrainConfig] = Tr
 
 
 def _resolved(config: TrainConfig) -> dict[str, Any]:
-    rate, decay, arguments = hyperparameters(config)
-    optimizer = {"learning_rate": rate, "weight_decay": decay}
-    optimizer |= {field: arguments[name] for name, field in FLAGS.items() if name in arguments}
+    chosen = config.hyperparameters
+    optimizer = {"learning_rate": chosen.learning_rate, "weight_decay": chosen.weight_decay}
+    optimizer |= {field: chosen.arguments[name] for name, field in FLAGS.items() if name in chosen.arguments}
     return {**asdict(config), **asdict(model_shape(config)), **optimizer, **config.resolved()}
 
 

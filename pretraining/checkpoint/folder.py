@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
-from pretraining.checkpoint.files import DAMAGED, DELETED, MARKER, PARTIAL, read_json, remove_folder
-from pretraining.checkpoint.manifest import is_committed
+from pretraining.checkpoint.files import read_json
+from pretraining.checkpoint.manifest import Checkpoint, is_committed, open_checkpoint
+from pretraining.checkpoint.peers import Peers
 from pretraining.config.errors import UserError
-from pretraining.storage import Location, ObjectPath, is_remote, location
+from pretraining.storage import FORMATS, STEP, Location, is_remote, location, store_of
 
 CHECKPOINTS = "checkpoints"  # in a run's folder, unless ckpt_save_path is set
 RUN_CONFIG = "config.json"  # of a run: its effective configuration
 ALLOW_REMOTE = "contact the object storage that the run's configuration names"  # help of the flag
-STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 
 
 class CheckpointList(NamedTuple):
@@ -25,6 +26,34 @@ class CheckpointList(NamedTuple):
 
     committed: list[Location]  # newest first
     uncommitted: list[Location]  # step_N without a marker, which no save of ours leaves behind
+
+
+class Place(Protocol):
+    """A place of checkpoints besides ckpt_save_path, whose checkpoints are saved between those there."""
+
+    folder: Path
+    per_host: bool  # whether the folder is another one on every host, and gets what the host's processes hold
+
+    def committed(self) -> list[Location]:
+        """Return the checkpoints that this host has, newest first."""
+
+    def open(self, peers: Peers) -> None:
+        """Lock the folder. Collective over `peers`, as all that follow are, except `due`."""
+
+    def due(self, step: int) -> bool:
+        """Return whether the state after `step` updates is to be saved here."""
+
+    def common(self) -> list[Location]:
+        """Return the checkpoints that every host has, newest first."""
+
+    def forget_after(self, step: int) -> None:
+        """Remove checkpoints of later steps than the run continues from."""
+
+    def retain(self) -> None:
+        """Remove checkpoints that are not to be kept."""
+
+    def release(self) -> None:
+        """Release the lock."""
 
 
 def find_checkpoints(folder: Location) -> CheckpointList:
@@ -55,19 +84,14 @@ def keep_newest(folder: Location, count: int) -> None:
     """Remove all but the `count` newest committed checkpoints, oldest first."""
     assert count >= 1
     for path in reversed(find_checkpoints(folder).committed[count:]):
-        remove_folder(path)
+        store_of(path).remove_folder(path)
 
 
 def sweep(folder: Location) -> None:
     """Remove what interrupted saves and removals have left. The caller holds the folder's lock."""
-    if isinstance(folder, ObjectPath):
-        for path in find_checkpoints(folder).uncommitted:
-            if not (path / (MARKER + DAMAGED)).is_file():
-                remove_folder(path)
-        return
-    for path in folder.glob("step_*"):
-        if path.suffix in (PARTIAL, DELETED) and STEP.fullmatch(path.stem) and path.is_dir():
-            remove_folder(path)
+    store = store_of(folder)
+    for path in store.left_over(folder):
+        store.remove_folder(path)
 
 
 def refuse_remote(name: str, value: str, owner: Location) -> None:
@@ -98,3 +122,17 @@ def newest_checkpoint(path: Location, allow_remote: bool = True) -> Location:
             return committed[0]
     places = ", ".join(map(str, folders))
     raise UserError(f"{path}: holds no committed checkpoint (a step_N folder with its marker); searched {places}")
+
+
+def is_of_other_program(path: Location) -> bool:
+    """Return whether a folder is in a format that an extension reads."""
+    return any(form.recognizes(path) for form in FORMATS)
+
+
+def open_any_checkpoint(path: Location, allow_remote: bool = True) -> Checkpoint:
+    """Open a folder in a format that an extension reads, a step_N folder, or the newest checkpoint of a run."""
+    for form in FORMATS:
+        if form.recognizes(path):
+            checkpoint: Checkpoint = form.open(path)
+            return checkpoint
+    return open_checkpoint(newest_checkpoint(path, allow_remote))

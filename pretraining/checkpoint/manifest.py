@@ -21,15 +21,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from pretraining.checkpoint.files import BLOCK, MARKER, UnreadableError, digest, parse_json, read_file, write_file
+from pretraining.checkpoint.files import BLOCK, UnreadableError, digest, parse_json, read_file
 from pretraining.config.declaration import Resume
 from pretraining.config.training import SETTINGS
-from pretraining.storage import Location
+from pretraining.storage import MARKER, Location, store_of
 
 T = TypeVar("T")
 
 FORMAT = 1
 MANIFEST, FACTS = "manifest.json", "facts.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OPTIMIZER = "optimizer."  # names that begin so are optimizer state, all others are weights
 
 DTYPES = {
@@ -122,6 +123,7 @@ def write_commit(folder: Location, manifest: Manifest, facts: Facts) -> None:
     """Write manifest and facts, then the marker with their digests, each on the disk before the next."""
     fields = {name: value for name, value in asdict(facts).items() if name != "base" or value}  # as before it existed
     texts = {MANIFEST: _text(asdict(manifest)), FACTS: _text(fields)}
+    write_file = store_of(folder).write_file
     for name, text in texts.items():
         write_file(folder / name, text)
     marker = _text({"format": FORMAT, "step": facts.step, **{name: digest(text) for name, text in texts.items()}})
@@ -182,6 +184,9 @@ def _parsed(read: Callable[[Any], T], texts: dict[str, bytes], path: Location) -
         raise UnreadableError(f"{path}: is not what this program writes ({reason})") from error
 
 
+EXTENSIBLE = ("optimizer", "lr_schedule")  # whose choices extensions add to; a run compares them with its own
+
+
 def _expect(is_right: bool, what: str) -> None:
     if not is_right:
         raise ValueError(what)
@@ -193,6 +198,8 @@ def _facts(fields: dict[str, Any]) -> Facts:
     _expect(isinstance(facts.data, dict | None) and isinstance(facts.config, dict), "data or config")
     _expect(isinstance(facts.engine, str) and isinstance(facts.base, str), "engine or base")
     for name, value in facts.config.items():
+        if name in EXTENSIBLE and isinstance(value, str):
+            continue
         if (setting := SETTINGS.get(name)) and (fault := setting.fault(value)):
             # What a run may change may have had another range, or other choices, in an earlier version.
             may_change = setting.resume in (Resume.FREE, Resume.NOTE)

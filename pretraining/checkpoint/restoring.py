@@ -12,9 +12,15 @@ from pathlib import Path
 
 from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start, describe_rate_change
 from pretraining.checkpoint.files import UnreadableError, digest
-from pretraining.checkpoint.folder import CHECKPOINTS, CheckpointList, find_checkpoints, newest_first
-from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, open_any_checkpoint
-from pretraining.checkpoint.manifest import Checkpoint, Facts
+from pretraining.checkpoint.folder import (
+    CHECKPOINTS,
+    CheckpointList,
+    find_checkpoints,
+    is_of_other_program,
+    newest_first,
+    open_any_checkpoint,
+)
+from pretraining.checkpoint.manifest import EMBEDDING, HEAD, Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import check_fit, check_host_has_all, is_weight, load
 from pretraining.config.errors import UserError
@@ -33,19 +39,18 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
     the configuration and the parameters' `shapes`.
     """
     folder = checkpoint_folder(config, log_dir)
-    if config.ckpt_local_path and Path(config.ckpt_local_path).resolve() == folder.resolve():
-        raise UserError(f"--ckpt_local_path={folder}: is the folder of the other checkpoints; give another one")
-    local, found = local_checkpoints(config), find_checkpoints(folder)
+    local = [path for place in config.checkpoint_places() for path in place.committed()]
+    found = find_checkpoints(folder)
     found = found._replace(committed=newest_first(local, found.committed))
     check_policy(config, found)
+    load_path, found = starting_point(config, folder, found)
+    config = replace(config, ckpt_load_path=load_path)
     if not found.committed and (added := config.open_added()):
         config.check_trained(added, shapes)
-    if config.ckpt_load_path and not (config.saves_frozen and found.committed):
+    if load_path and not location(load_path).exists():
+        raise UserError(f"--ckpt_load_path={load_path}: there is no such folder; give another one")
+    if load_path and not (config.saves_frozen and found.committed):
         check_other_run(config, shapes)
-    elif config.ckpt_load_path:
-        check_exists(config)
-    if not found.committed:
-        return None
     for path in found.committed:
         try:
             checkpoint = open_any_checkpoint(path)
@@ -60,18 +65,26 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
             if config.strict_load:
                 check_base(path, facts, config, "give those, or --strict_load=False to continue on these")
             return facts
-    return None  # `restore` raises the error
+    return None  # there is none, or `restore` raises the error
 
 
-def check_exists(config: TrainConfig) -> None:
-    """Raise UserError if ckpt_load_path is not there, whether or not this start reads it."""
-    if not location(config.ckpt_load_path).exists():
-        raise UserError(f"--ckpt_load_path={config.ckpt_load_path}: there is no such folder; give another one")
+def starting_point(config: TrainConfig, folder: Location, found: CheckpointList) -> tuple[str, CheckpointList]:
+    """Return ckpt_load_path, and the checkpoints to continue from, of a run with those `found` in its own `folder`.
+
+    That folder is no path to load as long as it is empty: the command of a first start may name it. With load_step,
+    a run without checkpoints of its own continues from that in ckpt_load_path, unless that is at step 0.
+    """
+    path, starts = location(config.ckpt_load_path), not found.committed and bool(config.ckpt_load_path)
+    if starts and path.resolve() == folder.resolve() and not is_of_other_program(path):
+        return "", found
+    continues = starts and config.load_step and not config.load_weights_only
+    if continues and (source := open_any_checkpoint(path)).facts.step:
+        found = found._replace(committed=[source.path])
+    return config.ckpt_load_path, found
 
 
 def check_other_run(config: TrainConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise UserError if ckpt_load_path has no checkpoint, or one whose tensors this run cannot take."""
-    check_exists(config)
     source = open_any_checkpoint(location(config.ckpt_load_path))
     check_start(source.facts.config, config)
     names, differences = common_names(source, shapes, config.is_added, weights_only=True)
@@ -113,11 +126,6 @@ def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Location:
     return location(config.ckpt_save_path or log_dir / CHECKPOINTS)
 
 
-def local_checkpoints(config: TrainConfig) -> list[Location]:
-    """Return the checkpoints that this host has in ckpt_local_path, newest first."""
-    return find_checkpoints(Path(config.ckpt_local_path)).committed if config.ckpt_local_path else []
-
-
 def check_policy(config: TrainConfig, checkpoints: CheckpointList) -> None:
     """Raise UserError where `resume` forbids what is in the folder, or that it holds nothing."""
     if checkpoints.committed and config.resume == "never":
@@ -146,10 +154,6 @@ def common_names(
     return sorted(here & there), "; ".join(f"{where}: {', '.join(names)}" for where, names in lists.items() if names)
 
 
-def _absolute(path: Location) -> Location:
-    return path.resolve() if isinstance(path, Path) else path
-
-
 @dataclass(frozen=True)
 class Restoring:
     """Fills the state of a placed model and its optimizer and commits it; every method is collective over `peers`."""
@@ -161,7 +165,7 @@ class Restoring:
     def continue_from(self, paths: list[Location], local: Collection[Location] = ()) -> tuple[Facts, list[Location]]:
         """Load the first of `paths` that can be read; return its facts and the corrupt ones before it.
 
-        local: those of the hosts' own folders, which may lack what this mesh needs. Raises UserError if none can be
+        local: those of other places, which may lack what this mesh needs. Raises UserError if none can be
         read; with resume=must, if the first that is not local cannot.
         """
         began = time.perf_counter()
@@ -202,7 +206,8 @@ class Restoring:
     def _say_unread(self, path: Location) -> None:
         """Print which paths to start from are not read, because the run continues from its own checkpoint at `path`."""
         base = self.config.ckpt_load_path
-        is_own = base and _absolute(location(base)) in map(_absolute, (path, path.parent, path.parent.parent))
+        places = (path, path.parent, path.parent.parent)
+        is_own = base and location(base).resolve() in [place.resolve() for place in places]
         for name, value in self.config.load_paths.items():
             if value and not (name == "ckpt_load_path" and (is_own or not self.config.saves_frozen)):
                 self.peers.say(f"--{name}={value} is not read: only a run without a checkpoint of its own starts there")

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +22,9 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from pretraining.checkpoint.files import (
     BLOCK,
     UnreadableError,
-    create,
-    descriptor,
     digest,
-    finish,
     read_into,
-    sync_folder,
     unreadable,
-    write_at,
 )
 from pretraining.checkpoint.manifest import (
     DTYPE_NAMES,
@@ -42,7 +36,7 @@ from pretraining.checkpoint.manifest import (
     Manifest,
     ShardFile,
 )
-from pretraining.storage import Location, ObjectFile, ObjectPath, Upload, is_remote
+from pretraining.storage import Location, NewFile, OpenFile, store_of
 
 # Host copies waiting for the disk may take this much, or one chunk if that is more: the disk is busy with 64 MiB
 # already, and what a save adds to a host's memory stays a few of the largest chunks.
@@ -128,16 +122,17 @@ def write_files(
 
     `fetch` returns a chunk on any device; it is called in order, from this thread.
     """
+    store = store_of(folder)
     with ExitStack() as stack:
-        opened = [stack.enter_context(create(folder / plan.name)) for plan in plans]
+        opened = [stack.enter_context(store.create(folder / plan.name)) for plan in plans]
         for target, plan in zip(opened, plans, strict=True):
-            write_at(target, memoryview(plan.header), 0)
+            target.write_at(memoryview(plan.header), 0)
         places = [(target, plan, chunk) for target, plan in zip(opened, plans, strict=True) for chunk in plan.chunks]
-        with ThreadPoolExecutor(1 if is_remote(folder) else workers) as pool:  # an object is written in order
+        with ThreadPoolExecutor(1 if store.writes_in_order else workers) as pool:
             digests = _write_chunks(pool, [(target, chunk) for target, _, chunk in places], fetch)
         for target in opened:
-            finish(target)
-    sync_folder(folder)
+            target.finish()
+    store.sync(folder)
     files = {plan.name: ShardFile(plan.size, digest(plan.header), len(plan.header)) for plan in plans}
     written = zip(places, digests, strict=True)
     return Manifest.merge([_entry(plan.name, chunk, hashes) for (_, plan, chunk), hashes in written], files)
@@ -152,7 +147,7 @@ def _entry(file: str, chunk: PlannedChunk, digests: tuple[str, ...]) -> tuple[st
 
 
 def _write_chunks(
-    pool: ThreadPoolExecutor, places: list[tuple[int | Upload, PlannedChunk]], fetch: Callable[[WriteItem], Tensor]
+    pool: ThreadPoolExecutor, places: list[tuple[NewFile, PlannedChunk]], fetch: Callable[[WriteItem], Tensor]
 ) -> list[tuple[str, ...]]:
     """Write every chunk, at most IN_FLIGHT bytes at a time; the digests of each, in order."""
     digests: list[tuple[str, ...]] = []
@@ -169,7 +164,7 @@ def _write_chunks(
     return digests + [future.result() for future, _ in pending]
 
 
-def _write_chunk(target: int | Upload, data: memoryview, start: int) -> tuple[str, ...]:
+def _write_chunk(target: NewFile, data: memoryview, start: int) -> tuple[str, ...]:
     """Write and hash the bytes, block by block.
 
     A large chunk is flushed here while other threads hash: a GiB in chunks of 16 MiB took 3.2 s (median of 5) and 4.9 s
@@ -179,9 +174,9 @@ def _write_chunk(target: int | Upload, data: memoryview, start: int) -> tuple[st
     for begin in range(0, len(data), BLOCK):
         block = data[begin : begin + BLOCK]
         digests.append(digest(block))
-        write_at(target, block, start + begin)
-    if len(data) >= BLOCK and isinstance(target, int):
-        os.fdatasync(target)
+        target.write_at(block, start + begin)
+    if len(data) >= BLOCK:
+        target.flush()
     return tuple(digests)
 
 
@@ -198,11 +193,11 @@ def host_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> memoryview:
 
 
 @dataclass(frozen=True)
-class OpenFile:
+class CheckedFile:
     """A file of the checkpoint whose size and header are right."""
 
     path: Location
-    descriptor: int | ObjectFile
+    opened: OpenFile
 
 
 def read_files(
@@ -214,7 +209,7 @@ def read_files(
     """
     tensors = checkpoint.manifest.tensors
     chunks = {(name, chunk.offsets): chunk for name, entry in tensors.items() for chunk in entry.pieces}
-    files: dict[str, OpenFile] = {}
+    files: dict[str, CheckedFile] = {}
     with ExitStack() as stack, ThreadPoolExecutor(workers) as pool:
         reads: list[Future[None]] = []
         for item in items:
@@ -230,16 +225,11 @@ def read_files(
             pool.shutdown(cancel_futures=True)
 
 
-def _open(stack: ExitStack, path: Location, expected: ShardFile) -> OpenFile:
+def _open(stack: ExitStack, path: Location, expected: ShardFile) -> CheckedFile:
     """Open a file until `stack` ends. Raises UnreadableError if its size or header is not what was saved."""
-    opened: int | ObjectFile
     try:
-        if isinstance(path, ObjectPath):
-            opened = stack.enter_context(ObjectFile(path))
-            size = opened.stamp.size
-        else:
-            opened = stack.enter_context(descriptor(path, os.O_RDONLY))
-            size = os.fstat(opened).st_size
+        opened = stack.enter_context(closing(store_of(path).open(path)))
+        size = opened.size
     except OSError as error:
         raise unreadable(error, path) from error
     if size != expected.size:
@@ -248,10 +238,10 @@ def _open(stack: ExitStack, path: Location, expected: ShardFile) -> OpenFile:
     read_into(opened, header, 0, path)
     if digest(header) != expected.header:
         raise UnreadableError(f"{path}: its header differs from what was saved")
-    return OpenFile(path, opened)
+    return CheckedFile(path, opened)
 
 
-def _read(file: OpenFile, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
+def _read(file: CheckedFile, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
     """Read the rows of `chunk` that `item` touches and copy its box of them into `target`."""
     is_complete = tuple(item.lengths) == chunk.sizes
     if is_complete and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
@@ -269,7 +259,7 @@ def _read(file: OpenFile, chunk: Chunk, dtype: torch.dtype, item: ReadItem, targ
     target.copy_(box.view(target.shape) if not target.dim() else box)
 
 
-def _read_blocks(file: OpenFile, chunk: Chunk, target: memoryview, skip: int) -> None:
+def _read_blocks(file: CheckedFile, chunk: Chunk, target: memoryview, skip: int) -> None:
     """Fill `target` with the chunk's bytes from `skip` on, checking every block that they touch.
 
     A chunk without digests, of a file that another program wrote, cannot be checked.
@@ -279,7 +269,7 @@ def _read_blocks(file: OpenFile, chunk: Chunk, target: memoryview, skip: int) ->
         begin, end = number * BLOCK, min((number + 1) * BLOCK, chunk.size)
         inside = begin >= skip and end <= stop
         block = target[begin - skip : end - skip] if inside else memoryview(bytearray(end - begin))
-        read_into(file.descriptor, block, chunk.start + begin, file.path)
+        read_into(file.opened, block, chunk.start + begin, file.path)
         if chunk.digests and digest(block) != chunk.digests[number]:
             first = chunk.start + begin
             raise UnreadableError(f"{file.path}: bytes {first} to {first + len(block)} differ from what was saved")

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
-from pretraining.checkpoint.files import PARTIAL, UnreadableError, remove_folder, rename, set_aside, sync_folder
+from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import (
     DTYPES,
     OPTIMIZER,
@@ -44,7 +43,7 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import plan_files, read_files, write_files
 from pretraining.config.errors import UserError
 from pretraining.optim.optimizer import EMA
-from pretraining.storage import Location, is_remote, size_of
+from pretraining.storage import Location, size_of, store_of
 
 LogicalTensors = Mapping[str, Any]  # logical name -> Tensor, DTensor or tensor with DCP's checkpointable protocol
 IO_WORKERS = 8
@@ -81,8 +80,8 @@ class PendingSave:
         per_host: `folder` is another one on every host, and gets what the processes of that host hold.
         """
         self._facts, self._peers, self._workers = facts, peers, workers
-        self._final = folder / f"step_{facts.step}"
-        self._partial = self._final if is_remote(folder) else folder / f"step_{facts.step}{PARTIAL}"
+        self._store, self._final = store_of(folder), folder / f"step_{facts.step}"
+        self._partial = self._store.unfinished(self._final)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(state), is_coordinator=peers.leads)
         local_plans = peers.agree(lambda: (planner.create_local_plan(), list(state), peers.host))
@@ -131,15 +130,14 @@ class PendingSave:
         except Exception:
             if self._commits:  # a full disk gets its space back
                 with suppress(OSError):
-                    remove_folder(self._partial)
+                    self._store.remove_folder(self._partial)
             raise
         return self._final
 
     def _make_partial(self) -> None:
         if self._partial.exists():  # left by a save that was interrupted
-            remove_folder(self._partial)
-        if isinstance(self._partial, Path):
-            self._partial.mkdir(parents=True)
+            self._store.remove_folder(self._partial)
+        self._store.make_folder(self._partial)
 
     def _commit(self, parts: list[Manifest]) -> None:
         entries = [entry for part in parts for entry in part.tensors.items()]
@@ -148,12 +146,7 @@ class PendingSave:
             _verify_tensors(self._partial, manifest, self._names)
         _verify_files(self._partial, manifest)
         write_commit(self._partial, manifest, self._facts)
-        if not (isinstance(self._partial, Path) and isinstance(self._final, Path)):
-            return
-        sync_folder(self._partial)
-        if self._final.exists() or self._final.is_symlink():  # a stray that was never committed: not ours to delete
-            set_aside(self._final)
-        rename(self._partial, self._final)
+        self._store.complete(self._partial, self._final)
 
 
 def write_items(state: LogicalTensors) -> list[WriteItem]:

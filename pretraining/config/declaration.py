@@ -2,7 +2,7 @@
 
     lora_alpha: Annotated[float, Above(0), Needs("lora_rank"), Resume.NOTE] = 8.0
 
-`settings_of` reads the annotations of a dataclass. Flags, validation, `--help`, configs.md and the comparison
+`settings_of` reads the annotations of a dataclass. Flags, validation, `--help`, docs/settings.md and the comparison
 with a checkpoint use what it returns. Does not depend on the settings themselves.
 """
 
@@ -20,7 +20,7 @@ from pretraining.config.grammar import path_fault
 
 
 class Resume(Enum):
-    """What happens if a checkpoint was written with another value of the setting; the text is printed in configs.md."""
+    """What happens if a checkpoint was written with another value of the setting; docs/settings.md prints the text."""
 
     SHAPE = "refused, because tensors would have another shape"
     FUNCTION = "refused, because the weights would compute another function"
@@ -75,6 +75,12 @@ class OneOf:
 
     def accepts(self, value: Any) -> bool:
         return value in self.choices
+
+
+class KeyOf(NamedTuple):
+    """The keys of the table that this class method of the configuration returns, to which extensions add."""
+
+    table: str
 
 
 @dataclass(frozen=True)
@@ -196,15 +202,17 @@ def settings_of(configuration: type) -> dict[str, Setting]:
         hints = get_type_hints(configuration, include_extras=True)
         declared = fields(configuration)
         _DECLARED[configuration] = {
-            field.name: _setting(field.name, hints[field.name], field.default) for field in declared
+            field.name: _setting(configuration, field.name, hints[field.name], field.default) for field in declared
         }
     return _DECLARED[configuration]
 
 
-def _setting(name: str, hint: Any, default: Any) -> Setting:
+def _setting(configuration: type, name: str, hint: Any, default: Any) -> Setting:
     """Read one annotation: `T`, `T | None`, `Literal[...]`, or `Annotated` of one of them with its markers."""
     markers = getattr(hint, "__metadata__", ())
     constraint = next((marker for marker in markers if isinstance(marker, Constraint)), None)
+    if table := next((marker.table for marker in markers if isinstance(marker, KeyOf)), None):
+        constraint = OneOf(getattr(configuration, table)())
     hint = hint.__origin__ if markers else hint
     if get_origin(hint) is Literal:
         hint, constraint = str, OneOf(get_args(hint))

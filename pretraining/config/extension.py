@@ -66,6 +66,10 @@ class Extension:
     """Settings that name folders which the run writes."""
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Settings that do nothing while the first is 0, False or empty."""
+    stores: Mapping[str, Any] = field(default_factory=dict)
+    """Beginning of paths, such as s3://, and the pretraining.storage.Store that reads and writes them."""
+    formats: tuple[Any, ...] = ()
+    """pretraining.storage.Format of other programs' checkpoints that a run can start from."""
     inputs: Callable[[Any], None] | None = None
     """Check what is read or written besides the data and checkpoints, before a device is opened. Raises UserError."""
     watch: Callable[[Any], Watcher | None] | None = None

@@ -109,7 +109,7 @@ def read(words: Sequence[str], configuration: type[TrainConfig] = TrainConfig) -
     A dash in a name counts as an underscore. If a flag is repeated, the last one counts and a note names both values.
     """
     line, settings = CommandLine({}, [], []), settings_of(configuration)
-    rest = deque(words)
+    rest = deque(configuration.rewrite(words))
     while rest:
         word = rest.popleft()
         if word.startswith("--") and word != "--":
@@ -157,9 +157,8 @@ def _stray(word: str, rest: deque[str], settings: Settings) -> Problem:
         return Problem(word, "belongs to no flag; write --name=value")
     if "=" not in word and rest and _is_value(rest[0]):
         word = f"{word} {rest.popleft()}"
-    return Problem(
-        word, f"has a single dash; write --name=value{_nearest(word.strip('-').replace(' ', '='), settings)}"
-    )
+    near = _nearest(word.strip("-").replace(" ", "="), settings)
+    return Problem(word, f"has a single dash; write --name=value{near}")
 
 
 def _unknown(name: str, subject: str, settings: Settings) -> Problem:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 OBJECT_STORAGE = ("s3://", "gs://")  # how the path of an object begins
-RECOMPUTABLE = ("core_attention", "mlp", "norm", "mlp_activation")
+RECOMPUTABLE = ("core_attention", "attention", "mlp", "norm", "mlp_activation")
 
 
 def path_fault(text: str, may_be_object: bool) -> str | None:
@@ -128,15 +128,6 @@ def parse_selective(text: str) -> int | Fraction:
     if re.fullmatch(r"\d+/0*[1-9]\d*|\d*\.\d+|\d+\.", text) and 0 < (share := Fraction(text)) <= 1:
         return share if share < 1 else 1
     raise ValueError(f"expected a whole number from 1 or a fraction between 0 and 1, got {text}")
-
-
-def parse_cuts(text: str) -> list[int]:
-    """Return layer numbers in ascending order, each a number or the name of a layer that ends in one."""
-    items = comma_separated(text)
-    layers = [int(item.removeprefix("model.layers.")) for item in items]
-    if layers != sorted(set(layers)) or min(layers, default=0) < 0:
-        raise ValueError(f"expected ascending layer numbers from 0, got {text}")
-    return layers
 
 
 def parse_modules(text: str) -> list[str]:

@@ -1,49 +1,141 @@
-"""The learning-rate schedules and the settings that each of them reads besides learning_rate and num_steps.
+"""The usual learning rate schedules: the formula of each, and the settings that it reads.
 
-The formulas are in optim/schedule.py; a test compares the names.
+Pure arithmetic: the rate is a function of the step. Steps are 0-based optimizer updates; the returned value is the one
+that update uses. Formulas: NeMo 1.14 `core/optim/lr_scheduler.py` unless a docstring names another source. After its
+total every schedule keeps its last value.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+
+class Curve(NamedTuple):
+    """Parameters of a schedule. Steps are optimizer updates."""
+
+    peak: float
+    floor: float = 0.0
+    warmup: float = 0.0  # steps; a fraction only where the schedule does not round a share of the total
+    total: int = 1
+    hold: int = 0  # steps at the peak after the warm-up
+    constant: int = 0  # steps at the floor before the end
+    power: float = 1.0
+    cycle: bool = False
+    more: Mapping[str, Any] = MappingProxyType({})  # settings that the schedule alone reads, and num_steps
+
+
+Rate = Callable[[int, Curve], float]
 
 
 class Schedule(NamedTuple):
-    """The settings of one schedule."""
+    """A formula, and its settings besides learning_rate and num_steps."""
 
+    rate: Rate
     reads: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()  # has no default for them
+    rounds_warmup: bool = True
 
 
-_SPAN = ("lr_warmup_steps", "lr_warmup_ratio", "lr_decay_steps")
-_FLOOR = (*_SPAN, "min_lr")
+def after_warmup(rate: Rate) -> Rate:
+    """Return `rate` after NeMo's warm-up, peak x (step + 1) / (warmup + 1) up to and with step `warmup`."""
+
+    @wraps(rate)
+    def with_warmup(step: int, s: Curve) -> float:
+        if s.warmup and step <= s.warmup:
+            return s.peak * (step + 1) / (s.warmup + 1)
+        return rate(step, s)
+
+    return with_warmup
+
+
+def fms_cosine(step: int, s: Curve) -> float:
+    """Quadratic warm-up over min(2000, total // 20) steps under a cosine from the peak at 0 to a tenth of it.
+
+    fms-fsdp's (`main_training_llama.py`). Evaluated at step + 1, so that the first update already moves. Under 20 steps
+    there is no warm-up.
+    """
+    done = step + 1
+    warmup = min(2000, s.total // 20)
+    rising = 1 - (1 - min(done, warmup) / warmup) ** 2 if warmup else 1.0
+    falling = 0.1 + 0.45 * (1 + math.cos(math.pi * min(done, s.total) / s.total))
+    return s.peak * min(rising, falling)
+
+
+def fms_annealing(step: int, s: Curve) -> float:
+    """fms-fsdp's straight line from the peak at step 0 to 0 at the total; the last update still has peak / total."""
+    return s.peak * max(1 - step / s.total, 0.0)
+
+
+@after_warmup
+def constant(step: int, s: Curve) -> float:
+    """`WarmupPolicy`, and `WarmupHoldPolicy` whose hold has the same height: the peak; after the total, the floor."""
+    return s.floor if step > s.total else s.peak
+
+
+def linear_warmup_decay(step: int, s: Curve) -> float:
+    """Hugging Face's linear schedule (NxDT's `LinearAnnealingWithWarmUp`): from 0 at step 0 to the peak, and to 0."""
+    if step < s.warmup:
+        return s.peak * step / max(1, s.warmup)
+    return s.peak * max(0.0, (s.total - step) / max(1, s.total - s.warmup))
+
+
+def cosine(step: int, s: Curve) -> float:
+    """`CosineAnnealing`: half a cosine from the peak to the floor.
+
+    With `constant` steps at the floor before the end, the warm-up is another one, peak x step / warmup. As many as
+    there are steps after the warm-up leave no cosine: the floor follows the warm-up.
+    """
+    end = s.total - s.constant
+    if s.warmup and step <= s.warmup:
+        return s.peak * step / s.warmup if s.constant else s.peak * (step + 1) / (s.warmup + 1)
+    if step >= end:
+        return s.floor
+    return s.floor + 0.5 * (s.peak - s.floor) * (1 + math.cos(math.pi * (step - s.warmup) / (end - s.warmup)))
+
+
+@after_warmup
+def wsd(step: int, s: Curve) -> float:
+    """Warm-up, `hold` steps at the peak, then a straight line to the floor at the total (Hu et al. 2024, MiniCPM)."""
+    stable = s.warmup + s.hold
+    return s.floor + (s.peak - s.floor) * min(1.0, max(s.total - step, 0) / (s.total - stable))
+
+
+@after_warmup
+def inverse_sqrt(step: int, s: Curve) -> float:
+    """`InverseSquareRootAnnealing`: peak / sqrt((step + 1) / (warmup + 1))."""
+    return s.floor if step > s.total else s.peak / math.sqrt((step + 1) / (s.warmup + 1))
+
+
+@after_warmup
+def poly(step: int, s: Curve) -> float:
+    """`PolynomialDecayAnnealing`: (peak - floor) (1 - share done)^power + floor; with `cycle`, again and again."""
+    return polynomial(step, s, s.warmup)
+
+
+def polynomial(step: int, s: Curve, begin: float) -> float:
+    """Return the rate of a polynomial that begins at step `begin`."""
+    done, length = step - begin, s.total - begin
+    if step > s.total:
+        return s.floor
+    if s.cycle:
+        length *= max(1, math.ceil(done / length))
+    return (s.peak - s.floor) * (1 - min(done, length) / length) ** s.power + s.floor
+
+
+SPAN = ("lr_warmup_steps", "lr_warmup_ratio", "lr_decay_steps")
+FLOOR = (*SPAN, "min_lr")
 
 SCHEDULES = {
-    "fms_cosine": Schedule(("lr_decay_steps",)),
-    "fms_annealing": Schedule(("lr_decay_steps",)),
-    "constant": Schedule(_FLOOR),
-    "linear_warmup_decay": Schedule(_SPAN),
-    "cosine": Schedule((*_FLOOR, "lr_constant_steps")),
-    "wsd": Schedule((*_FLOOR, "lr_hold_steps")),
-    "warmup_hold": Schedule((*_FLOOR, "lr_hold_steps")),
-    "square": Schedule(_FLOOR),
-    "square_root": Schedule(_FLOOR),
-    "noam": Schedule(_FLOOR, requires=("lr_d_model",)),
-    "noam_hold": Schedule((*_FLOOR, "lr_hold_steps", "lr_decay_rate")),
-    "warmup_annealing": Schedule(_FLOOR),
-    "inverse_sqrt": Schedule(_FLOOR),
-    "hybrid_cosine_inv_sqrt": Schedule((*_FLOOR, "lr_cooldown_steps")),
-    "deepspeed_warmup_decay": Schedule(_SPAN),
-    "poly": Schedule((*_FLOOR, "lr_power", "lr_cycle")),
-    "poly_hold": Schedule((*_FLOOR, "lr_power", "lr_cycle", "lr_hold_steps")),
-    "step": Schedule(requires=("lr_step_size", "lr_gamma")),
-    "exponential_lr": Schedule(requires=("lr_gamma",)),
-    "neox_linear": Schedule(_FLOOR),
-    "neox_cosine": Schedule(_FLOOR),
-    "neox_exponential": Schedule(_FLOOR),
-    "neox_constant": Schedule(_FLOOR),
-    "neox2022_constant": Schedule(_FLOOR),
-    "neox2022_linear": Schedule(_FLOOR),
-    "neox2022_cosine": Schedule(_FLOOR),
-    "neox2022_exponential": Schedule(_FLOOR),
+    "fms_cosine": Schedule(fms_cosine, ("lr_decay_steps",)),
+    "fms_annealing": Schedule(fms_annealing, ("lr_decay_steps",)),
+    "constant": Schedule(constant, FLOOR),
+    "linear_warmup_decay": Schedule(linear_warmup_decay, SPAN),
+    "cosine": Schedule(cosine, (*FLOOR, "lr_constant_steps")),
+    "wsd": Schedule(wsd, (*FLOOR, "lr_hold_steps")),
+    "inverse_sqrt": Schedule(inverse_sqrt, FLOOR),
+    "poly": Schedule(poly, (*FLOOR, "lr_power", "lr_cycle")),
 }

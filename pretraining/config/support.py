@@ -1,4 +1,4 @@
-"""The settings that an engine does not support: one table, read before a device is opened and printed in configs.md.
+"""The settings that an engine does not support: read before a device is opened, and printed in docs/settings.md.
 
 A value of a setting that has no row works on both engines.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from pretraining.config.declaration import settings_of
 from pretraining.config.errors import Problem, UnknownValueError
-from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 from pretraining.config.variants import model_shape
 
@@ -27,25 +28,25 @@ class Limit(NamedTuple):
     setting: str
     missing_on: Places
     reason: str
-    values: str = ""  # as configs.md prints them; all but the default if empty
-    is_set: Callable[[TrainConfig], bool] | None = None  # whether a configuration has such a value
+    values: str = ""  # as docs/settings.md prints them; all but the default if empty
+    is_set: Callable[[Any], bool] | None = None  # whether a configuration has such a value
 
-    @property
-    def values_text(self) -> str:
-        return self.values or f"all but {SETTINGS[self.setting].default!r}"
+    def values_text(self, configuration: type[TrainConfig]) -> str:
+        """Return the values as docs/settings.md prints them."""
+        return self.values or f"all but {settings_of(configuration)[self.setting].default!r}"
 
     def applies(self, config: TrainConfig) -> bool:
         """Return whether `config` has one of the values."""
         if self.is_set:
             return self.is_set(config)
-        return bool(getattr(config, self.setting) != SETTINGS[self.setting].default)
+        return bool(getattr(config, self.setting) != settings_of(type(config))[self.setting].default)
 
 
 def _reduces_in_another_dtype(config: TrainConfig) -> bool:
     """Return whether gradients are products in another dtype on the xla engine, which sums these over devices."""
     if config.precision_mode == "bf16_sr" or config.master_weights is False:
         return config.reduce_dtype == "fp32"
-    has_bf16_products = config.precision_mode != "fp32" and config.pipeline_parallel_size == 1
+    has_bf16_products = config.precision_mode != "fp32" and config.division.stages == 1
     return config.reduce_dtype == "bf16" and not has_bf16_products
 
 
@@ -65,9 +66,6 @@ LIMITS = (
           is_set=_reduces_in_another_dtype),
     Limit("collective_timeout", XLA, "collectives of XLA have no timeout"),
     Limit("cpu_offload", NO_CUDA, "only the torch engine on CUDA offloads"),
-    Limit("memory_profiling", NO_CUDA, "only the torch engine on CUDA records allocations"),
-    Limit("pipeline_balance", XLA, "the stages of the xla engine share the embedding and the head equally"),
-    Limit("pipeline_schedule", XLA, "the xla engine runs its stages in an order of its own, as one program"),
     Limit("kv_replication", TORCH, "its tensor ranks have the key/value heads of their queries, each of them once",
           values="more or fewer copies than there must be", is_set=_repeats_kv_heads_more),
     Limit("attention_impl", TORCH, "splash is a program of XLA; with auto, scaled_dot_product_attention runs",
@@ -79,9 +77,14 @@ LIMITS = (
 )  # fmt: skip
 
 
+def limits_of(configuration: type[TrainConfig]) -> tuple[Limit, ...]:
+    """Return the rows about the core's settings and those of extensions."""
+    return (*LIMITS, *configuration.limits())
+
+
 def unsupported(config: TrainConfig, engine: str, device: str | None = None) -> Iterator[Problem]:
     """Yield the problem with every setting that `engine` on `device` (None: not known yet) does not support."""
-    for limit in LIMITS:
+    for limit in limits_of(type(config)):
         with suppress(UnknownValueError):
             places = {engine, f"{engine} on {device}"} & set(limit.missing_on)
             if places and limit.applies(config):

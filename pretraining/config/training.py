@@ -1,14 +1,14 @@
 """The configuration of the core: one plain dataclass, filled in by flags. An extension adds fields in a subclass.
 
 Knows nothing of torch, devices or files, so a mistake is reported before any of them is touched.
-The docstring under each field is its documentation: `--help` and configs.md are generated from it.
+The docstring under each field is its documentation: `--help` and docs/settings.md are generated from it.
 Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +19,7 @@ from pretraining.config.declaration import (
     AtLeast,
     Common,
     Grammar,
+    KeyOf,
     Needs,
     OneOf,
     PerHost,
@@ -26,10 +27,11 @@ from pretraining.config.declaration import (
     Storable,
     settings_of,
 )
+from pretraining.config.devices import DeviceKind, kind_of
+from pretraining.config.division import Division
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import (
     RECOMPUTABLE,
-    parse_cuts,
     parse_modules,
     parse_name,
     parse_rampup,
@@ -40,20 +42,18 @@ from pretraining.config.grammar import (
     parse_steps,
     parse_weights,
 )
-from pretraining.config.optimizers import OPTIMIZERS, parse_arguments
-from pretraining.config.schedules import SCHEDULES
+from pretraining.config.optimizers import FLAGS, OPTIMIZERS, Hyperparameters, parse_arguments
+from pretraining.config.schedules import SCHEDULES, Schedule
 from pretraining.config.variants import CUSTOM, VARIANTS
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "silu", "squared_relu"]
 ShardingStrategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
-PipelineSchedule = Literal["auto", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform"]
 
 COMMON = Common()
 STORABLE = Storable()
 PER_HOST = PerHost()
 BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a share of the blocks (1/3, 0.5)")
-CUTS = Grammar(parse_cuts, "ascending layer numbers, comma-separated, such as 7,15,23")
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
 ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
 NAME = Grammar(parse_name, "a name without a slash; --log_dir may be any folder")
@@ -165,33 +165,24 @@ class TrainConfig:
     output_init_method: InitMethod = "scaled_normal"
     """init_method of the output projections of attention and feed-forward layer, whose results are summed over all
     blocks."""
-    mup_base_width: Annotated[int, AtLeast(0, below=2**20), Resume.FUNCTION] = 0
-    """Maximal update parametrization (Yang et al. 2022, table 8): hidden_size of the base model, whose learning rate is
-    then the best one for every width, too. With m = hidden_size / mup_base_width, the matrices of the blocks start with
-    1 / sqrt(m) of the base model's standard deviation and have 1 / m of the learning rate (muon: 1 / sqrt(m)), and the
-    logits are divided by m. Weight decay per step is the base model's. intermediate_size and the number of heads, or
-    head_dim, must grow like hidden_size. 0: the usual parametrization, the same as m = 1."""
-    mup_base_head_dim: Annotated[int, AtLeast(0, below=2**16), Needs("mup_base_width"), Resume.FUNCTION] = 0
-    """head_dim of the base model: attention scores are q k sqrt(mup_base_head_dim) / head_dim. 0: the head_dim of this
-    model, because wider models have more heads of the same width; scores are q k / sqrt(head_dim) as usual."""
 
     # ---- Engine and sharding
     engine: Annotated[Literal["auto", "xla", "torch"], COMMON] = "auto"
     """"xla" (torch-xla, GSPMD), "torch" (FSDP2) or "auto": torch if there is a CUDA GPU, otherwise xla if torch-xla is
     installed, otherwise torch on the CPU. The choice and its reason are printed."""
     device: Literal["auto", "cuda", "cpu", "tpu"] = "auto"
-    """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, requirements-torchtpu.txt; not run on TPU hardware
+    """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, requirements/torchtpu.txt; not run on TPU hardware
     yet) or "auto". The device of the xla engine is named by PJRT_DEVICE."""
     sharding_strategy: Annotated[ShardingStrategy, COMMON] = "hsdp"
     """How parameters, gradients and optimizer state are sharded: "ddp" (all replicated), "zero1" (optimizer state
     sharded), "zero2" (gradients too), "fsdp" (all sharded over all devices), "hsdp" (all sharded within groups of
     sharding_group_size devices, replicated across groups). fsdp needs the least memory; hsdp keeps its all-gathers
-    within a host; zero1 all-gathers parameters once per step instead of twice per micro-batch, if unsharded parameters
-    fit; ddp is for models that are small compared with the memory of a device. Between steps, the torch engine shards
-    parameters with every strategy but ddp. Case is ignored."""
+    within a host or TPU slice; zero1 all-gathers parameters once per step instead of twice per micro-batch, if
+    unsharded parameters fit; ddp is for models that are small compared with the memory of a device. Between steps, the
+    torch engine shards parameters with every strategy but ddp. Case is ignored."""
     sharding_group_size: Annotated[int, AtLeast(0), Needs("sharding_strategy", "hsdp")] = 0
     """Data-parallel ranks per sharding group of hsdp, a divisor of devices / (tensor_parallel_size x
-    context_parallel_size). 0: those of one host."""
+    context_parallel_size). 0: those of one host, or of one TPU slice, whose chips have fast links across its hosts."""
     tensor_parallel_size: Annotated[int, AtLeast(1), COMMON] = 1
     """Devices that share every matrix product: heads, feed-forward channels and vocabulary are sharded over them, and
     activations are all-reduced twice per block. They are adjacent devices, best of one host. For models whose layers,
@@ -207,28 +198,6 @@ class TrainConfig:
     """Copies of each key/value head in use if tensor ranks do not divide them. 0: as few as possible,
     tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 with too few heads: every tensor rank computes all
     key/value heads. The xla engine stores the weights of a head once, the torch engine in every tensor rank."""
-    pipeline_parallel_size: Annotated[int, AtLeast(1)] = 1
-    """Stages of a pipeline: groups of devices each of which has some of the layers. The micro-batches of a step pass
-    through them one after another, and their number (gradient_accumulation_steps) is a multiple of the stages; for
-    (stages - 1) / (virtual_pipeline_size x micro-batches) of the time that a stage works, it idles. 1: none."""
-    virtual_pipeline_size: Annotated[int, AtLeast(1), Needs("pipeline_parallel_size")] = 1
-    """Pieces of consecutive layers that each stage has: every micro-batch passes through all stages as many times, and
-    the stages idle less."""
-    pipeline_cuts: Annotated[str, CUTS, Needs("pipeline_parallel_size")] = ""
-    """Layers after which the model is cut into pieces, comma-separated from 0 on: one fewer than pipeline_parallel_size
-    x virtual_pipeline_size, such as 7,15,23 or model.layers.7,model.layers.15,model.layers.23. Every piece takes as
-    long as the longest. Empty: pieces as equal as possible."""
-    pipeline_balance: Annotated[bool, Needs("pipeline_parallel_size")] = False
-    """True: where pipeline_cuts is empty, the embedding counts as a layer of the first piece and the head as one of the
-    last, so that these have fewer layers than the others. False: only layers count. A plan names the best cuts."""
-    pipeline_schedule: Annotated[PipelineSchedule, Needs("pipeline_parallel_size")] = "auto"
-    """Order in which a stage of the torch engine runs its forward and backward passes, by torch's name; the result is
-    the same. "GPipe": all forward passes first. "1F1B": a backward pass as soon as there is one, so that a stage keeps
-    the activations of at most pipeline_parallel_size micro-batches. "Interleaved1F1B": 1F1B of several pieces.
-    "InterleavedZeroBubble" and "ZBVZeroBubble" (2 pieces of a stage, in the form of a V) fill idle time with the
-    gradients of weights; parameters stay gathered, gradients are reduced once per step, and blocks are neither compiled
-    nor recomputed. "auto": 1F1B, or with virtual_pipeline_size Interleaved1F1B. The xla engine has one schedule of its
-    own."""
     dump_sharding: Annotated[str, PER_HOST] = ""
     """File that is written before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype
     and the mesh axes that shard each dimension. Empty: none."""
@@ -262,20 +231,9 @@ class TrainConfig:
     stochastic_rounding: Annotated[bool | None, Needs("precision", "manual")] = None
     """True: round to bf16 stochastically, which is exact on average; deterministic, and the same on every mesh. False:
     round to nearest. None: False."""
-    loss_scale: Annotated[float, AtLeast(0), Needs("precision", "fp16")] = 0.0
-    """Factor of the loss before the backward pass, so that small gradients do not underflow in fp16. 0: dynamic, halved
-    when gradients overflow (that step is skipped) and doubled after loss_scale_window steps without overflow."""
-    initial_scale_power: Annotated[int, AtLeast(0, below=33), Needs("precision", "fp16")] = 16
-    """Dynamic loss scale: the first scale is 2 to this power."""
-    loss_scale_window: Annotated[int, AtLeast(1), Needs("precision", "fp16")] = 1000
-    """Dynamic loss scale: steps without overflow after which the scale doubles."""
-    loss_scale_hysteresis: Annotated[int, AtLeast(1), Needs("precision", "fp16")] = 2
-    """Dynamic loss scale: overflows before the scale is halved; counted from 0 again when it doubles."""
-    min_loss_scale: Annotated[float, Above(0), Needs("precision", "fp16")] = 1.0
-    """Dynamic loss scale: the smallest scale; overflows at it count for max_skipped_steps."""
     attention_impl: Literal["auto", "splash", "chunked"] = "auto"
     """How attention is computed: "chunked" (plain operations on chunks of the queries), "splash" (by the xla engine
-    with JAX's fused kernel for TPUs, which needs the packages of requirements-tpu-aot.txt), or "auto": with the
+    with JAX's fused kernel for TPUs, which needs the packages of requirements/tpu-aot.txt), or "auto": with the
     device's fused kernel where there is one. The xla engine prints which one runs, and why."""
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over devices: "fp32", "bf16" or "auto": fp32 on the torch engine, the dtype
@@ -293,8 +251,8 @@ class TrainConfig:
     """What is recomputed of a chosen block: "full" (all of it), or "selective" (the modules that checkpoint_modules
     names, and operations that are cheap compared with the memory of their results)."""
     checkpoint_modules: Annotated[str, MODULES, Needs("checkpoint_granularity", "selective")] = ""
-    """"mlp", "norm", "mlp_activation" (the activation and its product with the gate) and "core_attention",
-    comma-separated. Attention scores are always recomputed, because they are never stored."""
+    """"attention" (with its projections), "mlp", "norm", "mlp_activation" (the activation and its product with the
+    gate) and "core_attention", comma-separated. Attention scores are always recomputed, as they are never stored."""
     checkpoint_num_layers: Annotated[int, AtLeast(1), Needs("fsdp_activation_checkpointing")] = 1
     """Blocks that are recomputed together from the input of the first, which alone is stored; for
     checkpoint_granularity=full with every block chosen."""
@@ -303,13 +261,12 @@ class TrainConfig:
     head), so that it does not run twice: faster for long sequences, with the memory of two block inputs per block."""
 
     # ---- Optimizer and schedule
-    optimizer: Annotated[str, OneOf(OPTIMIZERS), Resume.STATE, COMMON] = "adamw"
-    """"adamw_fp32" is NxD Core's (state in fp32), "adam" adds the decay to the gradient, "muon" updates the matrices of
-    the blocks and leaves the others to AdamW. "onebit_adam" makes DeepSpeed's compressed updates after freeze_step, but
-    devices still exchange whole gradients."""
+    optimizer: Annotated[str, KeyOf("optimizers"), Resume.STATE, COMMON] = "adamw"
+    """"adam" adds the decay to the gradient, "muon" updates the matrices of the blocks and leaves the others to AdamW.
+    The table of optimizers in docs/settings.md has the sources and defaults of all."""
     optimizer_args: Annotated[str, ARGUMENTS, Resume.STATE] = ""
     """Further settings of the optimizer, comma-separated: momentum=0.9,nesterov=True. Names and defaults are in the
-    table of optimizers in configs.md."""
+    table of optimizers in docs/settings.md."""
     learning_rate: Annotated[float | None, Above(0), Resume.RATE, COMMON] = None
     """Peak learning rate. None: the optimizer's default, 3e-4 for adamw."""
     adam_beta1: Annotated[float | None, AtLeast(0, below=1)] = None
@@ -331,20 +288,15 @@ class TrainConfig:
     """Keep a moving average of the weights, ema = ema_decay x ema + (1 - ema_decay) x weight after every update, from
     the initial weights on. It is saved with the optimizer state and sharded like it; --use_ema of generate and convert
     takes it in place of the weights. 0: none."""
-    skip_step_deviations: Annotated[float, AtLeast(0), Resume.NOTE] = 0.0
-    """Skip an update whose loss or gradient norm is more than this many standard deviations above the mean of the last
-    128 steps; from the 64th step on. Decided on the device; the batch is not repeated. 0: never. OLMo-core uses 6."""
     z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Factor of the squared logarithm of the softmax's denominator, which is added to the training loss of every token
     and keeps logits from drifting (Chowdhery et al. 2022: 1e-4). Validation and test losses do not have it. 0: none."""
     training_stage: Annotated[Literal["initial", "annealing"], Resume.RATE] = "initial"
     """fms-fsdp's name of two schedules: "initial" is lr_schedule, "annealing" is lr_schedule=fms_annealing."""
-    lr_schedule: Annotated[str, OneOf(SCHEDULES), Resume.RATE, COMMON] = "fms_cosine"
+    lr_schedule: Annotated[str, KeyOf("schedules"), Resume.RATE, COMMON] = "fms_cosine"
     """Learning rate by step. fms-fsdp's: "fms_cosine" (quadratic warm-up over min(2000, num_steps // 20) steps, then a
-    cosine to 10 % of the peak), "fms_annealing" (linear from the peak to 0). NeMo's: those without a prefix.
-    GPT-NeoX's: "neox_*", and as they were in 2022, "neox2022_*". "wsd": warm-up, lr_hold_steps at the peak, then linear
-    to min_lr. "hybrid_cosine_inv_sqrt": that of Stable LM 2, a cosine for a quarter of lr_decay_steps, then an inverse
-    square root without end and lr_cooldown_steps. "deepspeed_warmup_decay": WarmupDecayLR."""
+    cosine to 10 % of the peak), "fms_annealing" (linear from the peak to 0). "wsd": warm-up, lr_hold_steps at the peak,
+    then linear to min_lr. NeMo's: those without a prefix. The table of schedules in docs/settings.md describes all."""
     lr_warmup_steps: Annotated[int | None, AtLeast(0), Resume.RATE, COMMON] = None
     """Optimizer steps of the warm-up, fewer than the schedule has. None: lr_warmup_ratio, or no warm-up. fms_cosine has
     its own rule."""
@@ -352,26 +304,16 @@ class TrainConfig:
     """Warm-up as a fraction of the steps of the schedule; instead of lr_warmup_steps."""
     lr_decay_steps: Annotated[int | None, AtLeast(1), Resume.RATE] = None
     """Optimizer steps of the schedule; later steps keep its last rate. None: num_steps."""
-    lr_cooldown_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
-    """Last optimizer steps of num_steps, in which the rate falls in a straight line to 0."""
     lr_hold_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
-    """Optimizer steps at the peak after the warm-up: warmup_hold, noam_hold, poly_hold, wsd."""
+    """Optimizer steps at the peak after the warm-up: wsd, and schedules whose names end in _hold."""
     lr_constant_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
     """cosine: optimizer steps at min_lr at the end of the schedule; the cosine ends before them."""
     min_lr: Annotated[float, AtLeast(0), Resume.RATE] = 0.0
     """Lowest learning rate of the schedule, at most learning_rate. fms_cosine ends at a tenth of the peak instead."""
     lr_power: Annotated[float, Above(0), Resume.RATE] = 1.0
-    """poly, poly_hold: exponent of the fraction of the steps that is left."""
-    lr_gamma: Annotated[float | None, Above(0, at_most=1), Resume.RATE] = None
-    """step, exponential_lr: factor that the rate is multiplied by; required there."""
-    lr_step_size: Annotated[int | None, AtLeast(1), Resume.RATE] = None
-    """step: optimizer steps between two multiplications by lr_gamma; required there."""
-    lr_decay_rate: Annotated[float, Above(0), Resume.RATE] = 0.5
-    """noam_hold: exponent of the decay."""
+    """Schedules of polynomials: exponent of the fraction of the steps that is left."""
     lr_cycle: Annotated[bool, Resume.RATE] = False
-    """poly, poly_hold: start again after the steps of the schedule, with a longer decay each time."""
-    lr_d_model: Annotated[int | None, AtLeast(1), Resume.RATE] = None
-    """noam: width d of the factor 1 / sqrt(d); required there."""
+    """Schedules of polynomials: start again after the steps of the schedule, with a longer decay each time."""
     max_skipped_steps: Annotated[int, AtLeast(0)] = 0
     """Optimizer steps with a loss or gradient that is not finite that may be skipped before training stops with exit
     code 3, counted anew at every start. A skipped step does not change parameters or optimizer state."""
@@ -465,12 +407,6 @@ class TrainConfig:
     index_dir: Annotated[str, PER_HOST] = ""
     """Folder of the shards' indexes (12 bytes a document; of Parquet shards the decoded tokens too), which are built
     once. Empty: pretraining/token_index in $XDG_CACHE_HOME, otherwise in ~/.cache."""
-    data_cache_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
-    """Local folder that keeps what was read of data in object storage, so that a later epoch reads it from there;
-    processes may share it. Empty: memory keeps it."""
-    data_cache_gib: Annotated[float, Above(0), Resume.FREE, PER_HOST] = 1.0
-    """GiB of data in object storage that are kept in data_cache_dir, or in the memory of each process. Where it has
-    room for a block of documents of every logical shard, each block is read once per epoch."""
     verify_data: Annotated[Literal["off", "first_read", "always"], Resume.FREE] = "first_read"
     """When the bytes of a block of documents are compared with its checksum: at its first read in a run, at every read,
     or never. The checksum is that of meta.json where prepare wrote the shards, otherwise what the index folder has
@@ -515,19 +451,13 @@ class TrainConfig:
     ckpt_load_path: Annotated[str, Resume.FREE, COMMON, STORABLE] = ""
     """Start from this if ckpt_save_path has no checkpoint: a run folder, its checkpoints folder, one of its step_N
     folders, or a folder in Hugging Face's format (config.json and safetensors; weights only). Weights and optimizer
-    state are loaded, and the step starts at 0. A path without such a checkpoint is an error."""
+    state are loaded, and the step starts at 0 unless load_step is set. A path without such a checkpoint is an error,
+    except ckpt_save_path itself, from which a first start has nothing to load."""
     ckpt_save_path: Annotated[str, Resume.FREE, STORABLE] = ""
     """Folder of the checkpoints of this run, step_N each, local or s3://BUCKET/NAME or gs://BUCKET/NAME. Empty:
     <log_dir>/checkpoints. A checkpoint in it takes precedence over ckpt_load_path: the run continues. Object storage
     has no locks, so every run needs a name of its own there, and the bucket a rule that removes uploads that were never
     completed."""
-    ckpt_local_path: Annotated[str, Resume.FREE, PER_HOST] = ""
-    """Local folder of every host, for checkpoints every ckpt_local_interval steps between those in ckpt_save_path. Only
-    the newest is kept. A start continues from the newest step that is complete in either place, so that a process that
-    died costs few steps; after the loss of a host, or on another mesh of several hosts, it is that in ckpt_save_path.
-    Empty: none."""
-    ckpt_local_interval: Annotated[int, AtLeast(1), Needs("ckpt_local_path"), Resume.FREE] = 100
-    """Optimizer steps between checkpoints in ckpt_local_path."""
     checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE, COMMON] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
     10000, or 0 with use_dummy_dataset."""
@@ -547,6 +477,11 @@ class TrainConfig:
     there is one."""
     load_weights_only: Annotated[bool, Needs("ckpt_load_path"), Resume.FREE] = False
     """Load only the weights from ckpt_load_path and start with a new optimizer state."""
+    load_step: Annotated[bool, Needs("ckpt_load_path"), Resume.FREE] = False
+    """Continue from the checkpoint in ckpt_load_path as if it were this run's own: at its step, with its optimizer
+    state, and with the data that follow it. Settings that a run cannot change are then refused. One at step 0, such as
+    converted or Hugging Face's weights, is loaded as without this; so is any with load_weights_only. False: start at
+    step 0."""
     strict_load: Annotated[bool, Resume.FREE] = True
     """True: the tensors in ckpt_load_path must be exactly those of the model, and its norm_eps and rotary settings
     those of this run; adapters continue only on the weights that they were trained on. False: load the tensors that
@@ -588,22 +523,16 @@ class TrainConfig:
     """Seconds after which a process whose step has not ended prints the stacks of its threads, to show where it hangs,
     and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, which compiles, has ten
     times as long; saves do not count. 0: never."""
-    use_profiler: Annotated[bool, Resume.FREE] = False
-    """Write a trace of profile_num_steps steps to <log_dir>/profile."""
-    profiler_rank0_only: Annotated[bool, Resume.FREE] = True
-    """True: only process 0 writes a trace. False: every process does."""
-    profile_start_step: Annotated[int, AtLeast(1), Resume.FREE] = 5
-    """First traced step, 1-based."""
-    profile_num_steps: Annotated[int, AtLeast(1), Resume.FREE] = 3
-    """Number of traced steps."""
-    memory_profiling: Annotated[bool, Needs("use_profiler"), Resume.FREE] = False
-    """Also record which code allocates memory in the traced steps, to <log_dir>/profile/memory_<process>.pickle, which
-    pytorch.org/memory_viz shows. Torch engine on CUDA only."""
     use_torch_compile: bool = True
     """Compile each block (torch engine on CUDA). The xla engine always compiles; the torch engine runs eagerly on
     CPUs."""
     compile_cache_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the persistent compilation cache of XLA (on TPUs: the CPU backend cannot read it). Empty: off."""
+
+    @classmethod
+    def rewrite(cls, words: Sequence[str]) -> Sequence[str]:
+        """Return the words of a command line with an extension's other spellings of flags replaced."""
+        return words
 
     @property
     def tokens_per_step(self) -> int:
@@ -613,6 +542,14 @@ class TrainConfig:
         """
         assert self.global_batch_size is not None
         return self.global_batch_size * self.seq_length
+
+    def device_kind(self, name: str) -> DeviceKind | None:
+        """Return the kind of a device that its runtime calls `name`, whose peak MFU is a share of; None: unknown."""
+        return kind_of(name, self.precision_mode)
+
+    def reports_at(self, step: int) -> bool:
+        """Return whether the run reports after the update `step`."""
+        return step in (1, self.num_steps) or step % self.report_interval == 0
 
     @property
     def run_folder(self) -> Path:
@@ -624,22 +561,56 @@ class TrainConfig:
         """Name that a command shares with every command that can continue its run.
 
         The hash covers the settings whose change is refused on resuming, except the learning rate, which a flag allows
-        to change. A dummy run has a name of its own, because it starts metrics.jsonl again.
+        to change. A dummy run cannot be continued: every setting counts, so that two benchmarks have two folders.
         """
-        must_match, settings = (Resume.SHAPE, Resume.FUNCTION, Resume.STATE), settings_of(type(self))
-        names = [name for name, setting in settings.items() if setting.resume in must_match]
-        changed = [
-            f"{name}={getattr(self, name)}"
-            for name in (*names, "use_dummy_dataset")
-            if getattr(self, name) != settings[name].default
-        ]
+        settings = settings_of(type(self))
+        names = settings if self.use_dummy_dataset else self.matching_settings
+        changed = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != settings[name].default]
         digest = hashlib.sha256("\n".join(changed).encode()).hexdigest()[:6]
         return f"{self.model_variant}-{digest}" if changed else self.model_variant
+
+    @property
+    def matching_settings(self) -> list[str]:
+        """Settings whose change is refused on resuming, in the order of the hash, without the learning rate's."""
+        must_match = (Resume.SHAPE, Resume.FUNCTION, Resume.STATE)
+        return [name for name, setting in settings_of(type(self)).items() if setting.resume in must_match]
 
     @property
     def reads_data(self) -> bool:
         """Whether the run gets as far as opening data and paths."""
         return True
+
+    # Tables to which extensions add: they override these methods, and add to super()'s.
+
+    @classmethod
+    def optimizers(cls) -> Mapping[str, Hyperparameters]:
+        """Return the defaults of every optimizer by name."""
+        return OPTIMIZERS
+
+    @classmethod
+    def schedules(cls) -> Mapping[str, Schedule]:
+        """Return every learning rate schedule by name."""
+        return SCHEDULES
+
+    @classmethod
+    def limits(cls) -> tuple[Any, ...]:
+        """Return the rows of config/support.py about settings of extensions."""
+        return ()
+
+    def update_rules(self) -> Mapping[str, Callable[..., Any]]:
+        """Return the update rules of optimizers that optim/rules.py does not have: name -> rule of the arguments."""
+        return {}
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """The defaults of the optimizer with everything that is given laid over them."""
+        defaults = self.optimizers()[self.optimizer]
+        flags = {name: getattr(self, field) for name, field in FLAGS.items() if getattr(self, field) is not None}
+        return defaults._replace(
+            learning_rate=defaults.learning_rate if self.learning_rate is None else self.learning_rate,
+            weight_decay=defaults.weight_decay if self.weight_decay is None else self.weight_decay,
+            arguments={**defaults.arguments, **flags, **parse_arguments(self.optimizer_args)},
+        )
 
     def attention_on(self, platform: str) -> AttentionChoice:
         """Return how the xla engine computes attention on `platform`, PJRT's name of a type of device. Opens no device.
@@ -660,12 +631,36 @@ class TrainConfig:
             raise UserError("--precision=fp8: needs pretraining/extensions/fp8, which is not there; use mixed_bf16")
         return lambda model: None
 
+    # Layers that an extension divides over devices: it overrides these methods, and calls super()'s.
+
+    @property
+    def division(self) -> Division:
+        """Which layers a device has."""
+        return Division(self)
+
+    def engine_class(self, name: str) -> Any:
+        """Return the class of the engine "xla" or "torch" that runs this configuration; None: the core's."""
+        return None
+
+    def loss_scale_on(self, device: Any) -> Any:
+        """Return the loss scale of precision=fp16, which extensions/fp16 describes; None: there is none.
+
+        Raises UserError where precision=fp16 cannot run.
+        """
+        if self.precision == "fp16":
+            raise UserError("--precision=fp16: needs pretraining/extensions/fp16, which is not there; use mixed_bf16")
+        return None
+
+    def recent_figures_on(self, device: Any) -> Any:
+        """Return what finds outliers among the steps, which extensions/skip_step describes; None: no update is one."""
+        return None
+
     @property
     def has_dropout(self) -> bool:
         """Whether a training step drops values."""
         return any((self.hidden_dropout, self.attention_dropout, self.ffn_dropout))
 
-    # Parameters that an extension adds or freezes: it overrides these methods, and calls super()'s.
+    # Parameters that an extension adds, freezes or scales: it overrides these methods, and calls super()'s.
 
     def extend_model(self, model: Any) -> None:
         """Change a new model, whose parameters have no values yet."""
@@ -673,6 +668,18 @@ class TrainConfig:
     def initial_value(self, name: str, shape: Any, generator: Any) -> Any:
         """Return the initial value of a parameter that extend_model added; None for any other parameter."""
         return None
+
+    def initial_deviation(self, name: str, sizes: tuple[float, ...], rule: Callable[..., float]) -> float:
+        """Return the standard deviation of an initial weight: what `rule` makes of hidden_size, outputs and inputs."""
+        return rule(*sizes)
+
+    def rate_scale(self, name: str) -> float:
+        """Return the factor of a parameter's learning rate; its weight decay per step does not depend on it."""
+        return 1.0
+
+    def folded_scale(self, name: str) -> float:
+        """Return the factor that a parameter takes over in a format that has no factors of its own."""
+        return 1.0
 
     def is_added(self, name: str) -> bool:
         """Whether extend_model added a parameter. A checkpoint of another run need not have it."""
@@ -694,6 +701,17 @@ class TrainConfig:
         """Return the checkpoint of weights that a new run loads after ckpt_load_path's; None: there is none."""
         return None
 
+    def text_bytes(self, special: Collection[int]) -> Any:
+        """Return what counts the bytes of text that tokens stand for (data.stream.TextBytes); None: they are not known.
+
+        special: ids that stand for no text. Raises UserError.
+        """
+        return None
+
+    def checkpoint_places(self) -> list[Any]:
+        """Return the places (checkpoint.folder.Place) in which a run saves besides ckpt_save_path."""
+        return []
+
     @property
     def load_paths(self) -> dict[str, str]:
         """Weights that a new run starts from: setting -> path, empty if there are none."""
@@ -706,6 +724,11 @@ class TrainConfig:
     def accepts(self, name: str, before: object) -> bool:
         """Whether a run may continue that was trained with another value `before` of a setting."""
         return False
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Further facts to print before the first step: name, of at most 14 letters -> text."""
+        return {}
 
     @property
     def precision_mode(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from pretraining.config.declaration import settings_of
@@ -54,13 +55,15 @@ def problem(config: TrainConfig, name: str, remedy: str, is_missing: bool = Fals
 
 def guarded(config: TrainConfig, bad: Collection[str]) -> TrainConfig:
     """Return the configuration; reading one of the fields that cannot be relied on raises UnknownValueError."""
-    copy = object.__new__(_guarded_class(type(config)))
+    configuration: type = type(config)
+    copy: TrainConfig = object.__new__(_guarded_class(configuration))
     object.__setattr__(copy, "_bad_fields", frozenset(bad))
     vars(copy).update(vars(config))
     return copy
 
 
-def _guarded_class(configuration: type[TrainConfig]) -> type[TrainConfig]:
+@cache  # of one class: the annotations of each new one are read again, which takes 35 ms
+def _guarded_class(configuration: type) -> type:
     def read(self: TrainConfig, name: str) -> Any:
         if name in object.__getattribute__(self, "__dict__")["_bad_fields"]:
             raise UnknownValueError(name)

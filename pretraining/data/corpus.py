@@ -18,12 +18,11 @@ import numpy as np
 
 from pretraining.config.errors import UserError
 from pretraining.data.checksums import BlockSums, byte_sum
-from pretraining.data.files import OpenFile, OpenFiles
+from pretraining.data.files import OpenFiles
 from pretraining.data.hashing import key_of, mix_one, permutation
 from pretraining.data.index import GROUP, ShardIndex
-from pretraining.data.remote import RangeCache, Ranges, coalesced
 from pretraining.data.stores.shard import DiskArray, to_int32
-from pretraining.storage import StorageError, is_remote, location
+from pretraining.storage import OpenFile, ReadAhead, StorageError, is_remote, store_of
 
 # Tokens a block should have: with short documents whole blocks are read at once, and 64 KiB take 8 us.
 _BLOCK_TOKENS = 16_384
@@ -120,27 +119,30 @@ class Corpus:
         order: DocumentOrder,
         files: OpenFiles,
         cache: BlockCache,
-        ranges: RangeCache,
+        ranges: ReadAhead | None,
         listed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """documents: those that belong to the stream, counted over all shards. ranges: of shards in object storage.
+        """documents: those that belong to the stream, counted over all shards. ranges: of shards that are not local.
 
         listed: checksums of the blocks, as meta.json has them.
         """
-        self._ranges, self._is_remote = ranges, any(is_remote(shard.tokens) for shard in shards)
-        self.keeps_blocks = True  # whether a block of object storage is kept until it is read to its end
+        self._ranges = ranges if any(is_remote(shard.tokens) for shard in shards) else None
+        self.keeps_blocks = True  # whether a block that is not local is kept until it is read to its end
         self._shards, self._order, self._files, self._cache = shards, order, files, cache
         self._epochs: dict[int, Epoch] = {}
         self._lock = Lock()
         self._verified: set[int] = set()  # blocks
-        self._block_documents = _documents_per_block(shards)
+        self._block_documents = documents_per_block(
+            sum(shard.documents for shard in shards), sum(shard.token_count for shard in shards)
+        )
         self._sums = BlockSums(self._block_documents, listed)
         self._shard, self._first, self._last, self._tokens = self._divide(documents).T
         self.tokens = int(self._tokens.sum())  # of one epoch, added ones included
         self.has_labels = any(shard.trained is not None for shard in shards)
         widest = max((np.dtype(shard.dtype).itemsize for shard in shards), default=0)
-        # bytes in object storage: mean of a block, and number of them
-        self.remote_blocks = (self.tokens * widest // max(1, len(self._tokens)), len(self._tokens) * self._is_remote)
+        # what is not local: mean bytes of a block, and number of blocks
+        number = len(self._tokens) if self._ranges else 0
+        self.remote_blocks = (self.tokens * widest // max(1, len(self._tokens)), number)
 
     def fill(self, position: int, out: np.ndarray, checked: set[OpenFile]) -> list[int]:
         """Copy the stream from `position` on into `out` (int32, contiguous); return where documents begin in it.
@@ -172,16 +174,17 @@ class Corpus:
         return beginnings
 
     def fetch(self, position: int, count: int) -> int:
-        """Begin to read what `fill` needs of object storage for `count` tokens from `position` on; return its bytes,
-        without those that are kept or on their way."""
+        """Begin to read what `fill` needs of files that are not local for `count` tokens from `position` on; return its
+        bytes, without those that are kept or on their way."""
         size = done = 0
-        while self._is_remote and done < count:
+        while self._ranges and done < count:
             epoch, place, within = self._locate(position + done)
             block = self._block(epoch, epoch.blocks[place])
             some = min(count - done, block.before[-1] - within)
             file = self._files.get(block.shard.tokens, block.shard.token_stamp, block.shard.path)
             if not file.is_local:
-                size += self._ranges.begin(file, self._needed(block, file, *_documents_at(block, within, some)))
+                needed = self._needed(self._ranges, block, file, _documents_at(block, within, some))
+                size += self._ranges.begin(file, needed)
             done += some
         return size
 
@@ -222,14 +225,24 @@ class Corpus:
             self._cache.put(key, block := self._read_block(epoch, number))
         return block
 
-    def _needed(self, block: Block, file: OpenFile, first: int, last: int) -> list[tuple[int, int]]:
-        """Return the ranges of an object to read for documents [first, last) of a block: of the whole block if its
-        checksum is compared, or it is kept, or it is on its way."""
+    def _source(self, block: Block, file: OpenFile, documents: tuple[int, int]) -> OpenFile:
+        """Return what documents [first, last) of a block are read from: their file, or ranges that were read ahead."""
+        if self._ranges is None or file.is_local:
+            return file
+        source: OpenFile = self._ranges.read(file, self._needed(self._ranges, block, file, documents))
+        return source
+
+    def _needed(
+        self, ahead: ReadAhead, block: Block, file: OpenFile, documents: tuple[int, int]
+    ) -> list[tuple[int, int]]:
+        """Return the ranges to read for documents [first, last) of a block: of the whole block if its checksum is
+        compared, or it is kept, or it is on its way."""
+        first, last = documents
         is_whole = self.keeps_blocks or not block.is_verified or _is_gathered(block, first, last)
-        if is_whole or self._ranges.has(file, block.ranges):
+        if is_whole or ahead.has(file, block.ranges):
             return block.ranges
         starts = np.asarray(block.starts[first:last])
-        return coalesced(starts, starts + np.asarray(block.lengths[first:last]) * block.width)
+        return ahead.joined(starts, starts + np.asarray(block.lengths[first:last]) * block.width)
 
     def _verify(self, number: int, block: Block) -> bool:
         """Compare the checksum of a block with its record; return whether there was one.
@@ -246,7 +259,7 @@ class Corpus:
         shard = block.shard
         file = self._files.get(shard.tokens, shard.token_stamp, shard.path)
         documents = len(block.lengths)
-        source = file if file.is_local else self._ranges.read(file, block.ranges)
+        source = self._source(block, file, (0, documents))
         size = (block.before[-1] - documents * self._order.added) * block.width
         if block.high - block.low <= 2 * size + 1024 * documents:
             total = byte_sum(source, block.low, block.high)
@@ -260,16 +273,6 @@ class Corpus:
         """Compare every block with its record, or record it; return how many had none. UserError if one differs."""
         epoch = self._permute(0)
         return sum(not self._verify(number, self._read_block(epoch, number)) for number in range(len(self._tokens)))
-
-    def block_sums(self) -> dict[str, Any]:
-        """Return the checksums of all blocks for meta.json: hexadecimal digits for each shard, by its name."""
-        epoch, count = self._permute(0), self._block_documents
-        sums = [np.zeros(-(-shard.documents // count), "<u8") for shard in self._shards]
-        for number in range(len(self._tokens)):
-            checksum = self._checksum(self._read_block(epoch, number))
-            sums[self._shard[number]][int(self._first[number]) // count] = checksum
-        pairs = zip(self._shards, sums, strict=True)
-        return {"documents": count, "sums": {location(shard.path).name: each.tobytes().hex() for shard, each in pairs}}
 
     def _read_block(self, epoch: Epoch, number: int) -> Block:
         shard = self._shards[self._shard[number]]
@@ -286,7 +289,7 @@ class Corpus:
         width = np.dtype(shard.dtype).itemsize
         ends = starts + lengths * width
         low, high = int(starts.min()), int(ends.max())
-        ranges = coalesced(starts, ends) if is_remote(shard.tokens) else []
+        ranges = self._ranges.joined(starts, ends) if self._ranges and is_remote(shard.tokens) else []
         is_verified = number in self._verified if self._order.verify == "first_read" else self._order.verify == "off"
         return Block(shard, width, starts.data, lengths.data, before.data, low, high, ranges, is_verified)
 
@@ -302,7 +305,7 @@ class Corpus:
         """
         before, lead = block.before, 0 if self._order.bos is None else 1
         first, last = _documents_at(block, within, len(out))
-        source = file if file.is_local else self._ranges.read(file, self._needed(block, file, first, last))
+        source = self._source(block, file, (first, last))
         if _is_gathered(block, first, last):
             _gather(block, source, out, (first, last), within, lead)
             if self._order.separator is not None:
@@ -358,13 +361,13 @@ def whole_corpus(shards: list[ShardIndex], listed: Mapping[str, Any]) -> Corpus:
     """Return all documents of a dataset in the order in which they are stored. listed: see Corpus."""
     order = DocumentOrder((0,), shuffled=False, separator=None, bos=None, boundaries=False)
     documents = range(sum(shard.documents for shard in shards))
-    return Corpus(shards, documents, order, OpenFiles(), BlockCache(), RangeCache("", 2**30), listed)
+    ranges = store_of(shards[0].path).read_ahead(None) if shards else None
+    return Corpus(shards, documents, order, OpenFiles(), BlockCache(), ranges, listed)
 
 
-def _documents_per_block(shards: list[ShardIndex]) -> int:
+def documents_per_block(documents: int, tokens: int) -> int:
     """Return about 16 thousand tokens' documents, at least 128, and enough for at most 2^18 blocks."""
-    documents = sum(shard.documents for shard in shards)
-    mean = max(1, sum(shard.token_count for shard in shards) // max(1, documents))
+    mean = max(1, tokens // max(1, documents))
     return max(2, min(64, _BLOCK_TOKENS // mean // GROUP), -(-documents // GROUP // _MOST_BLOCKS)) * GROUP
 
 
@@ -407,7 +410,7 @@ def _document_ranges(block: Block, first: int, last: int, base: int, count: int)
     return DocumentRanges(starts, places, lengths, base)
 
 
-def _read_in_place(block: Block, source: OpenFile | Ranges, out: np.ndarray, ranges: DocumentRanges) -> None:
+def _read_in_place(block: Block, source: OpenFile, out: np.ndarray, ranges: DocumentRanges) -> None:
     """Read every document straight into the row: for ids of 4 bytes."""
     memory, read, base = out.data.cast("B"), source.preadv, ranges.base
     for offset, place, length in zip(ranges.starts, ranges.places, ranges.lengths, strict=True):
@@ -416,7 +419,7 @@ def _read_in_place(block: Block, source: OpenFile | Ranges, out: np.ndarray, ran
             raise _truncated(block, offset + size)
 
 
-def _read_and_convert(block: Block, source: OpenFile | Ranges, out: np.ndarray, ranges: DocumentRanges) -> None:
+def _read_and_convert(block: Block, source: OpenFile, out: np.ndarray, ranges: DocumentRanges) -> None:
     """Read and convert every document: for ids of 2 or 8 bytes."""
     for offset, place, length in zip(ranges.starts, ranges.places, ranges.lengths, strict=True):
         if length > 0:
@@ -432,7 +435,7 @@ def _truncated(block: Block, end: int) -> UserError:
 
 
 def _gather(
-    block: Block, source: OpenFile | Ranges, out: np.ndarray, documents: tuple[int, int], within: int, lead: int
+    block: Block, source: OpenFile, out: np.ndarray, documents: tuple[int, int], within: int, lead: int
 ) -> None:
     """Read the whole block at once, then gather the row: for documents much shorter than a row.
 

@@ -21,9 +21,9 @@ from pretraining.data.corpus import whole_corpus
 from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardFile, ShardIndex, index_folder, last_tokens, open_indexes
 from pretraining.data.layouts import read_json, split_folders
+from pretraining.data.origin import check_origin
 from pretraining.data.stores.find import FORMATS, find_datasets, find_shards
-from pretraining.data.tokenizer import check_origin
-from pretraining.storage import Location, ObjectPath, location
+from pretraining.storage import Location, is_remote, location
 
 SPLITS = ("train", "valid", "test")
 TOKENS = "tokens"  # column that prepare.py writes, and default of --col_name
@@ -257,8 +257,8 @@ def special_tokens(config: TrainConfig, datasets: list[Dataset]) -> SpecialToken
     is_set = bool(separators)
     separator = separators.pop() if is_set else DEFAULT_SEPARATOR
     for dataset in datasets:
-        is_remote = isinstance(dataset.folder, ObjectPath)  # whose documents are not read twice for a check
-        if str(dataset.folder) not in prepared and not (is_set and is_remote):
+        is_known = is_set and is_remote(dataset.folder)  # whose documents are not read twice for a check
+        if str(dataset.folder) not in prepared and not is_known:
             _check_endings(dataset, separator, is_set)
     origin = name if flag is not None else DESCRIPTION if prepared else "the default, --sep_token sets another"
     eos = None if separator == NO_SEPARATOR else separator

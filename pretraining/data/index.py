@@ -27,14 +27,15 @@ from pretraining.data.stores.labels import unmark
 from pretraining.data.stores.shard import DiskArray, ShardContents, chunks, in_memory
 from pretraining.storage import (
     Location,
-    OpenedFile,
+    OpenFile,
     Stamp,
     StorageError,
-    in_order,
     is_remote,
     location,
     opened,
     size_of,
+    stamp_of,
+    store_of,
 )
 
 # Documents whose tokens are summed in the sidecar; blocks of the shuffled order consist of whole groups.
@@ -43,8 +44,6 @@ _MAGIC = b"tokidx02"
 _ALIGN = 64
 # Bytes hashed at the beginning, the middle and the end of a file; the footers of Arrow and Parquet are at the end.
 _SAMPLE = 65_536
-# Shards in object storage that are looked up or indexed at once; threads wait for the network most of the time.
-_REQUESTS = 16
 # Documents summed at once: 50 MB of starts and lengths.
 _AT_ONCE = 65_536 * GROUP
 
@@ -89,7 +88,8 @@ def open_indexes(files: Sequence[ShardFile], folder: Path) -> list[ShardIndex]:
 
     UserError names the first shard that cannot be used.
     """
-    threads = _REQUESTS if files and is_remote(files[0].path) else min(8, os.cpu_count() or 1)
+    requests = store_of(files[0].path).requests if files else 1
+    threads = max(requests, min(8, os.cpu_count() or 1))
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda file: open_index(file, folder), files))
 
@@ -134,7 +134,7 @@ def _fingerprint(path: str, tokens: str) -> str:
 
 def _file_fingerprint(path: str) -> str:
     """Return a hash of a file's size and of its beginning, middle and end: cheap, and different for another file."""
-    size = Stamp.of(path).size
+    size = stamp_of(path).size
     with opened(path) as file:
         count = min(_SAMPLE, size)
         samples = [file.read_at(at, count) for at in (0, (size - count) // 2, size - count)]
@@ -150,10 +150,10 @@ def _load(file: ShardFile, sidecar: Path) -> ShardIndex | None:
         index = _read_header(sidecar) if sidecar.is_file() else None  # opening a named pipe would wait for its writer
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if index is None or index.stamp != Stamp.of(file.path):
+    if index is None or index.stamp != stamp_of(file.path):
         return None
     if index.tokens != file.path and (
-        not location(index.tokens).exists() or index.token_stamp != Stamp.of(index.tokens)
+        not location(index.tokens).exists() or index.token_stamp != stamp_of(index.tokens)
     ):
         return None
     # the version of an object is that of its content; the time of a file is not
@@ -193,14 +193,14 @@ def _build(file: ShardFile, sidecar: Path) -> ShardIndex:
     try:
         sidecar.parent.mkdir(parents=True, exist_ok=True)
         _check_verified(file.path, sidecar.parent)
-        before = Stamp.of(file.path)
+        before = stamp_of(file.path)
         decoded = sidecar.with_suffix(f".{before.size}-{before.modified}.tokens")
         contents = FORMATS[file.format](file.path, file.column, str(decoded))
         groups = _sum_groups(contents, file.path)
         if file.strip:
             contents = _strip(contents, file.strip)
             groups = _sum_groups(contents, file.path)
-        if Stamp.of(file.path) != before:
+        if stamp_of(file.path) != before:
             raise UserError(f"{file.path}: changed while it was being read: start again when it is complete")
         for old in set(sidecar.parent.glob(f"{escape(sidecar.stem)}.*.tokens")) - {decoded}:  # of an earlier content
             old.unlink(missing_ok=True)
@@ -217,7 +217,7 @@ def _sum_groups(contents: ShardContents, path: str) -> np.ndarray:
 
     UserError if a document is not inside the file of tokens, or has 2^31 tokens or more.
     """
-    size, width = Stamp.of(contents.tokens).size, np.dtype(contents.dtype).itemsize
+    size, width = stamp_of(contents.tokens).size, np.dtype(contents.dtype).itemsize
     parts = [np.zeros((1, 2), np.int64)]
     for starts, lengths in zip(chunks(contents.starts, _AT_ONCE), chunks(contents.lengths, _AT_ONCE), strict=True):
         counts = lengths.astype(np.int64)
@@ -241,7 +241,7 @@ def _write(file: ShardFile, contents: ShardContents, groups: np.ndarray, sidecar
         "path": file.path,
         "stamp": stamp,
         "tokens": contents.tokens,
-        "token_stamp": Stamp.of(contents.tokens),
+        "token_stamp": stamp_of(contents.tokens),
         "dtype": contents.dtype,
         "documents": len(contents.lengths),
         "nonempty": int(groups[-1, 1]),
@@ -285,7 +285,7 @@ def _strip(contents: ShardContents, tokens: tuple[int, ...]) -> ShardContents:
 
 
 def _is_one_of(
-    tokens: tuple[int, ...], file: OpenedFile, offsets: np.ndarray, lengths: np.ndarray, contents: ShardContents
+    tokens: tuple[int, ...], file: OpenFile, offsets: np.ndarray, lengths: np.ndarray, contents: ShardContents
 ) -> np.ndarray:
     """Whether the token at each byte offset is in `tokens`, bool [documents]; False for empty documents."""
     nonempty = lengths > 0
@@ -303,10 +303,10 @@ def last_tokens(shard: ShardIndex, count: int) -> np.ndarray:
         return _tokens_at(file, ends, shard)
 
 
-def _tokens_at(file: OpenedFile, offsets: np.ndarray, shard: ShardContents | ShardIndex) -> np.ndarray:
+def _tokens_at(file: OpenFile, offsets: np.ndarray, shard: ShardContents | ShardIndex) -> np.ndarray:
     """Return the token at each byte offset, in the dtype of the shard."""
     width = np.dtype(shard.dtype).itemsize
-    read = in_order(file)
+    read = file.in_order()
     tokens = np.frombuffer(b"".join([read(at, width) for at in offsets.tolist()]), shard.dtype).copy()
     if shard.trained is not None:
         unmark(tokens)

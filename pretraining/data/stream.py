@@ -32,14 +32,13 @@ from pretraining.data.datasets import (
     split_source,
     vocabulary,
 )
-from pretraining.data.files import OpenFile, OpenFiles
+from pretraining.data.files import OpenFiles
 from pretraining.data.hashing import key_of, short_hash
 from pretraining.data.lanes import PERIOD, LaneOrder, MixtureSchedule, mixture_schedule
-from pretraining.data.remote import RangeCache
+from pretraining.data.origin import check_tokenizer
 from pretraining.data.state import TOKENIZER, consumed_at, open_state
 from pretraining.data.stores.labels import IGNORED, unmark
-from pretraining.data.text_bytes import ByteCounter
-from pretraining.data.tokenizer import check_tokenizer
+from pretraining.storage import OpenFile, ReadAhead, store_of
 
 Batch = dict[str, np.ndarray]
 NO_ROWS: Mapping[str, Rows] = MappingProxyType({})  # split -> data of one's own
@@ -86,6 +85,13 @@ class Rows(Protocol):
         """
 
 
+class TextBytes(Protocol):
+    """See TrainConfig.text_bytes."""
+
+    def count(self, tokens: np.ndarray, labels: np.ndarray) -> int:
+        """Return the bytes of the trained labels; both are int32 [rows, T]. Raises UserError for an unknown id."""
+
+
 class Stream:
     """Batches by step. Threads may share it."""
 
@@ -100,7 +106,7 @@ class Stream:
         batches: GlobalBatches,
         total: int | None = None,
         counted: int | None = None,
-        text_bytes: ByteCounter | None = None,
+        text_bytes: TextBytes | None = None,
     ) -> None:
         """state: of step 0. batches: which sequences each of the steps has.
         total: sequences that exist, counted from the beginning of the run; None: endless.
@@ -176,7 +182,7 @@ class Stream:
         return self._bytes.count(batch["tokens"], batch["labels"]) if self._bytes else None
 
     def fetch(self, step: int) -> int:
-        """Begin to read what batch `step` needs of object storage; return the bytes that are not yet on their way."""
+        """Begin to read what batch `step` needs that is not local; return the bytes that are not yet on their way."""
         if self.steps is not None and step >= self.steps:
             return 0
         sequences = self._slice.of(self._batches.sequences(step))
@@ -286,16 +292,17 @@ class Mixture:
         config: TrainConfig,
         state: dict[str, Any],
         files: OpenFiles,
-        ranges: RangeCache,
+        ranges: ReadAhead | None,
     ) -> None:
         """state: of step 0; its mixture is in the order of `corpora`."""
         self._files, self._ranges, self._corpora, self._special = files, ranges, corpora, special
         self._names = list(state["mixture"])
         self._start, self._consumed = state["start"], [state["consumed"][name] for name in self._names]
         lanes = config.logical_shards if config.shuffle == "shards" else 1
-        blocks = [corpus.remote_blocks for corpus in corpora]
-        for corpus in corpora:  # a block is read once per lane that is in it
-            corpus.keeps_blocks = sum(size * min(lanes, count) for size, count in blocks) <= ranges.limit
+        if ranges:  # a block is read once per lane that is in it
+            kept = sum(size * min(lanes, count) for size, count in (corpus.remote_blocks for corpus in corpora))
+            for corpus in corpora:
+                corpus.keeps_blocks = kept <= ranges.limit
         self._lanes = [LaneOrder(corpus.tokens, payload(config, special), lanes) for corpus in corpora]
         self._dataset, self._earlier, self._counts = schedule.dataset.data, schedule.earlier.data, schedule.counts
         self._vocabulary = vocabulary(config)
@@ -322,7 +329,7 @@ class Mixture:
         return RowMarks(beginnings, untrained)
 
     def fetch(self, sequence: int, rows: int, length: int) -> int:
-        """Begin to read what `rows` sequences need of object storage; return the bytes that are requested."""
+        """Begin to read what `rows` sequences need of files that are not local; return the bytes that are requested."""
         places = map(self._locate, range(sequence, sequence + rows))
         return sum(corpus.fetch(start, length) for corpus, start in places)
 
@@ -347,7 +354,8 @@ class Mixture:
 
     def close(self) -> None:
         self._files.close()
-        self._ranges.close()
+        if self._ranges:
+            self._ranges.close()
 
     def _locate(self, sequence: int) -> tuple[Corpus, int]:
         """Return the dataset of a sequence of the run, and the position in its stream at which it begins."""
@@ -384,7 +392,7 @@ def open_stream(
     datasets = open_datasets(config, split)
     special = special_tokens(config, datasets)
     files, cache = OpenFiles(), BlockCache()
-    ranges = RangeCache(config.data_cache_dir, int(config.data_cache_gib * 2**30))
+    ranges = store_of(source.folder).read_ahead(config)
     orders = [_order(config, special, dataset.name, any(fields)) for dataset in datasets]
     corpora = [
         Corpus(dataset.shards, dataset.documents, order, files, cache, ranges, dataset.blocks)
@@ -420,15 +428,8 @@ def open_stream(
         batches=_batches(config, split, rank_slice, first_state),
         total=total,
         counted=counted,
-        text_bytes=_byte_counter(config, special, split),
+        text_bytes=None if split == "train" else config.text_bytes([id for id in special[:-1] if isinstance(id, int)]),
     )
-
-
-def _byte_counter(config: TrainConfig, special: SpecialTokens, split: str) -> ByteCounter | None:
-    """Return what counts the bytes of a batch's text; training reports none. Raises UserError."""
-    if not config.tokenizer_path or split == "train":
-        return None
-    return ByteCounter(config.tokenizer_path, [id for id in special[:-1] if isinstance(id, int)])
 
 
 def splits_of(config: TrainConfig) -> list[str]:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretraining.config.mup import initial_scale, is_hidden_matrix, width_ratio
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.llama import Llama
@@ -54,20 +53,19 @@ def generator_of(config: TrainConfig, name: str) -> torch.Generator:
 
 
 def deviation(method: str, config: TrainConfig, layers: int, name: str, shape: torch.Size) -> float:
-    """Return the standard deviation of a weight [outputs, inputs]; sources in TrainConfig.init_method.
+    """Return the standard deviation of a weight [outputs, inputs]; sources in TrainConfig.init_method."""
 
-    With mup_base_width, that of the base model, in which widths are narrower by width_ratio, times initial_scale.
-    """
-    ratio = width_ratio(config)
-    hidden, outputs = model_shape(config).hidden_size / ratio, shape[0] / (ratio if is_hidden_matrix(name) else 1)
-    of_base = {
-        "normal": config.init_std,
-        "scaled_normal": config.init_std / math.sqrt(2 * layers),
-        "small_init": math.sqrt(2 / (5 * hidden)),
-        "wang_init": 2 / (layers * math.sqrt(hidden)),
-        **dict.fromkeys(("xavier_normal", "xavier_uniform"), math.sqrt(2 / (outputs + shape[1] / ratio))),
-    }
-    return of_base[method] * initial_scale(config, name)
+    def of(hidden: float, outputs: float, inputs: float) -> float:
+        deviations = {
+            "normal": config.init_std,
+            "scaled_normal": config.init_std / math.sqrt(2 * layers),
+            "small_init": math.sqrt(2 / (5 * hidden)),
+            "wang_init": 2 / (layers * math.sqrt(hidden)),
+            **dict.fromkeys(("xavier_normal", "xavier_uniform"), math.sqrt(2 / (outputs + inputs))),
+        }
+        return deviations[method]
+
+    return config.initial_deviation(name, (model_shape(config).hidden_size, *shape), of)
 
 
 def on_meta(config: TrainConfig) -> Llama:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from pretraining.models.dropout import DropoutNoise
-from pretraining.models.ops import linear, per_row
+from pretraining.models.ops import linear
 
 
 class Module(nn.Module):
@@ -38,4 +38,4 @@ class Linear(nn.Linear, Module):
 
     def add_bias(self, y: Tensor) -> Tensor:
         """Add the bias to a product, if there is one."""
-        return y if self.bias is None else y + per_row(self.bias.to(y.dtype), y)
+        return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretraining.config.mup import output_scale, query_scale
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape, model_shape, padded_vocabulary
 from pretraining.models.chunked import AttentionMask
@@ -38,7 +37,6 @@ from pretraining.models.ops import (
     head_loss,
     linear,
     loss_and_gradient,
-    per_row,
     softcapped,
 )
 
@@ -80,46 +78,46 @@ RunBlocks = Callable[[Iterable[nn.Module], Tensor, BatchInputs], Tensor]
 class RMSNorm(Module):
     """x / sqrt(mean(x^2) + eps) * weight, computed in fp32 (Zhang and Sennrich 2019), times `factor`."""
 
-    def __init__(self, width: int, eps: float, result: torch.dtype | None, factor: float = 1.0) -> None:
+    def __init__(self, width: int, eps: float, result: torch.dtype | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
-        self.eps, self.factor, self.result = eps, factor, result  # dtype of the result, None: the input's
+        self.eps, self.factor, self.result = eps, 1.0, result  # dtype of the result, None: the input's
 
     def forward(self, x: Tensor) -> Tensor:
+        normed = self.normed(x)
+        return normed * self.weight.to(normed.dtype)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Return x / sqrt(mean(x^2) + eps), times `factor`."""
         x_fp32 = x.float()
         scale = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
         scale = scale if self.factor == 1 else scale * self.factor
-        dtype = self.result or x.dtype
-        return (x_fp32 * scale).to(dtype) * per_row(self.weight.to(dtype), x)
+        return (x_fp32 * scale).to(self.result or x.dtype)
 
 
 class LayerNorm(Module):
     """((x - mean(x)) / sqrt(var(x) + eps) * weight + bias) * factor, computed in fp32 (Ba et al. 2016)."""
 
-    def __init__(self, width: int, eps: float, bias: bool, result: torch.dtype | None, factor: float = 1.0) -> None:
+    def __init__(self, width: int, eps: float, bias: bool, result: torch.dtype | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
-        self.eps, self.factor, self.result = eps, factor, result  # as RMSNorm's
+        self.eps, self.factor, self.result = eps, 1.0, result  # as RMSNorm's
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
-        if weight.dim() == 1:
-            y = F.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps)
-        else:
-            y = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * per_row(weight, x)
-            y = y if bias is None else y + per_row(bias, x)
+        bias = None if self.bias is None else self.bias.float()
+        y = F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), bias, self.eps)
         y = y if self.factor == 1 else y * self.factor
         return y.to(self.result or x.dtype)
 
 
-def norm_of(config: TrainConfig, width: int, factor: float = 1.0) -> Module:
-    """Return the configured norm, whose result is multiplied by `factor`."""
+def norm_of(config: TrainConfig, width: int) -> Module:
+    """Return the configured norm."""
     # With autocast only the inputs of matrix products are bf16, and all of these come from a norm.
     result = torch.bfloat16 if config.precision == "autocast" else None
     if config.norm_type == "layernorm":
-        return LayerNorm(width, config.norm_eps, config.norm_bias, result, factor)
-    return RMSNorm(width, config.norm_eps, result, factor)
+        return LayerNorm(width, config.norm_eps, config.norm_bias, result)
+    return RMSNorm(width, config.norm_eps, result)
 
 
 class Attention(Module):
@@ -137,7 +135,7 @@ class Attention(Module):
             self.q_norm, self.k_norm = (norm_of(config, self.head_dim) for _ in range(2))
         self.normed, self.rotated = config.qk_norm, config.position_embedding_type == "rope"
         self.window, self.dropout = config.sliding_window, config.attention_dropout
-        self.query_scale = query_scale(config)
+        self.query_scale = 1.0  # factor of the queries, besides 1 / sqrt(E)
 
     def forward(self, x: Tensor, inputs: BatchInputs) -> Tensor:
         rows, length, _ = x.shape
@@ -246,7 +244,7 @@ class Decoder(nn.Module):
             positions = torch.empty(shape.max_position_embeddings, shape.hidden_size)
             self.embed_positions: nn.Embedding = nn.Embedding.from_pretrained(positions, freeze=False)
         self.layers = nn.ModuleList(Block(config, shape) for _ in range(shape.num_layers))
-        self.norm = norm_of(config, shape.hidden_size, output_scale(config))
+        self.norm = norm_of(config, shape.hidden_size)
         self.positioned, self.dropout = config.position_embedding_type == "learned_absolute", config.hidden_dropout
         self.scale = math.sqrt(shape.hidden_size) if config.scale_embeddings else 1.0  # of embeddings
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretraining.models.chunked import AttentionMask, chunked_attention, contract
+from pretraining.models.chunked import AttentionMask, chunked_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -28,14 +28,9 @@ IGNORED = -100  # a label that is not trained on, as in torch and Hugging Face
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [.., I] by the transpose of weight [O, I]: [.., O] in x's dtype.
 
-    A weight [S, O, I] has a matrix for each of S equal groups of the rows of x [B, T, I]: the stages of a pipeline.
-
     Where the weight is wider than the activations (fp32 master, bf16 compute), its gradient is a product with an fp32
     result, so gradients are not rounded to bf16 before they are summed over micro-batches and devices.
     """
-    if weight.dim() == 3:
-        grouped: Tensor = _GroupedLinear.apply(x, weight)
-        return grouped
     if x.dtype == weight.dtype:
         return F.linear(x, weight)
     product: Tensor = _MixedLinear.apply(x, weight)
@@ -56,34 +51,6 @@ class _MixedLinear(torch.autograd.Function):
         # bf16 x bf16 products are exact in fp32; TPUs run such a product in one bf16 pass with an fp32 sum.
         grad_weight = grad.flatten(0, -2).float().t() @ x.flatten(0, -2).float()  # [O, I]
         return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """As _MixedLinear. S groups, B rows of one, T tokens, I inputs, O outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        groups = x.unflatten(0, (len(weight), -1))
-        return contract("sbti,soi->sbto", groups, weight.to(x.dtype)).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        groups = grad.unflatten(0, (len(weight), -1))
-        grad_x = contract("sbto,soi->sbti", groups, weight.to(grad.dtype)).flatten(0, 1)
-        if not ctx.needs_input_grad[1]:
-            return grad_x, None
-        inputs = x.unflatten(0, (len(weight), -1))
-        return grad_x, contract("sbto,sbti->soi", groups.to(weight.dtype), inputs.to(weight.dtype))
-
-
-def per_row(vector: Tensor, x: Tensor) -> Tensor:
-    """Return `vector` [D] as it multiplies x [B, .., D]; of a vector [S, D], each group of B / S rows has its own."""
-    if vector.dim() == 1:
-        return vector
-    rows = vector.unsqueeze(1).expand(-1, len(x) // len(vector), -1).flatten(0, 1)  # [B, D]
-    return rows.view(len(x), *(1,) * (x.dim() - 2), -1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: Kernel = "repeated") -> Tensor:
@@ -253,10 +220,8 @@ def head_loss(
         chunks = zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
         return torch.stack([chunk_loss(linear(x, weight), label, vocabulary)[0] for x, label in chunks]).sum()
     loss, grad_rows, grad_weight = _loss_and_gradients(rows, weight, targets, vocabulary, chunk_loss)
-    # A sum of two, because a pipeline that computes the gradients of weights later cannot split a Function's backward.
-    of_rows: Tensor = _WithGradient.apply(rows, loss, grad_rows)
-    of_weight: Tensor = _WithGradient.apply(weight, torch.zeros_like(loss), grad_weight)
-    return of_rows + of_weight
+    given: Tensor = _WithGradients.apply(rows, weight, loss, grad_rows, grad_weight)
+    return given
 
 
 @torch.no_grad()
@@ -277,15 +242,16 @@ def _loss_and_gradients(
     return loss, grad_rows, grad_weight.to(weight.dtype)
 
 
-class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradient with respect to a tensor is given."""
+class _WithGradients(torch.autograd.Function):
+    """A scalar whose gradients with respect to two tensors are given."""
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
+    def forward(ctx: Any, _: Tensor, __: Tensor, value: Tensor, *gradients: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        given = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        of_rows, of_weight = (gradient * grad.to(gradient.dtype) if needed else None for gradient, needed in given)
+        return of_rows, of_weight, None, None, None

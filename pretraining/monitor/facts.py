@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pretraining.config.batches import describe_growth, describe_stages, tokens_of_run
-from pretraining.config.devices import kind_of
+from pretraining.config.devices import DeviceKind
 from pretraining.config.errors import counted
-from pretraining.config.mup import HIDDEN_MATRICES, output_scale, query_scale, rate_scale, width_ratio
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import amount, flop, micro_batches, size
@@ -44,8 +43,8 @@ def describe(
         ("memory/device", _memory(per_device)),
         ("recomputed", _mask(recompute)),
         ("learning rate", _rates(config, rates)),
-        *([("muP", _mup(config))] if config.mup_base_width else []),
-        ("MFU against", _peak(device_name, config.precision_mode)),
+        *config.facts.items(),
+        ("MFU against", _peak(config.device_kind(device_name))),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in rows)
 
@@ -92,19 +91,10 @@ def _rates(config: TrainConfig, rates: Mapping[int, float]) -> str:
     return f"{config.lr_schedule}: {listed}"
 
 
-def _mup(config: TrainConfig) -> str:
-    matrices = f"matrices of the blocks x {rate_scale(config, HIDDEN_MATRICES):.4g} of the learning rate"
-    ratio = f"{width_ratio(config):.4g} x the width of the base model"
-    return f"{ratio}: {matrices}, logits x {output_scale(config):.4g}, queries x {query_scale(config):.4g}"
-
-
-def _peak(device_name: str, precision: str) -> str:
-    kind = kind_of(device_name, precision)
-    return (
-        f"{flop(kind.peak_flops)}/s dense {kind.dtype}, {kind.title}"
-        if kind
-        else "n/a: the peak of this device is unknown"
-    )
+def _peak(kind: DeviceKind | None) -> str:
+    if not kind:
+        return "n/a: the peak of this device is unknown; see --peak_tflops"
+    return f"{flop(kind.peak_flops)}/s dense {kind.dtype}, {kind.title}"
 
 
 def data_lines(facts: Mapping[str, Any]) -> str:

@@ -77,7 +77,7 @@ class Metrics:
             yield
         except OSError as error:
             name = os.fsdecode(error.filename or self._path)
-            remedy = "the same command continues from the newest checkpoint"
+            remedy = "make room or change its permissions, and run the same command again"
             raise UserError(f"{name}: cannot be written ({error.strerror}); {remedy}") from error
 
 

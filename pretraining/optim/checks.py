@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pretraining.config.declaration import settings_of
 from pretraining.config.errors import Problem
-from pretraining.config.mup import MUP_OPTIMIZERS
-from pretraining.config.optimizers import FLAGS, OPTIMIZERS, is_like, parse_arguments
-from pretraining.config.schedules import SCHEDULES
-from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.optimizers import FLAGS, is_like, parse_arguments
+from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
-
-SCHEDULE_SETTINGS = {name for schedule in SCHEDULES.values() for name in (*schedule.reads, *schedule.requires)}
 
 
 def check_schedule_settings(config: TrainConfig) -> Iterator[Problem]:
     """The schedule reads every schedule setting that is set, and has all that it requires."""
-    chosen = SCHEDULES[config.lr_schedule]
-    for name in SETTINGS:
-        is_read = name in (*chosen.reads, *chosen.requires)
-        if name in SCHEDULE_SETTINGS and not is_read and getattr(config, name) != SETTINGS[name].default:
-            readers = ", ".join(key for key, other in SCHEDULES.items() if name in (*other.reads, *other.requires))
-            remedy = f"is not read by lr_schedule={config.lr_schedule}; remove it, or use {readers}"
-            yield problem(config, name, remedy)
+    settings, schedules = settings_of(type(config)), config.schedules()
+    readers = {
+        setting: [name for name, schedule in schedules.items() if setting in (*schedule.reads, *schedule.requires)]
+        for setting in settings
+    }
+    for setting, names in readers.items():
+        is_idle = names and config.lr_schedule not in names
+        if is_idle and getattr(config, setting) != settings[setting].default:
+            remedy = f"is not read by lr_schedule={config.lr_schedule}; remove it, or use {', '.join(names)}"
+            yield problem(config, setting, remedy)
+    chosen = schedules[config.lr_schedule]
     missing = [f"--{name}" for name in chosen.requires if getattr(config, name) is None]
     if missing:
         yield problem(config, "lr_schedule", f"needs {', '.join(missing)}")
@@ -45,17 +46,15 @@ def check_schedule_lengths(config: TrainConfig) -> Iterator[Problem]:
         terms = " + ".join(f"{name}={steps}" for name, steps in lengths.items() if steps)
         span = "lr_decay_steps" if config.lr_decay_steps else "num_steps"
         yield Problem(f"--{longest}={lengths[longest]}", f"leaves no step to decay in: {terms} of {span}={total}")
-    if config.lr_cooldown_steps and config.lr_cooldown_steps > config.num_steps - warmup:
-        remedy = f"is longer than num_steps={config.num_steps} without the warm-up of {warmup} steps"
-        yield problem(config, "lr_cooldown_steps", remedy)
-    peak = OPTIMIZERS[config.optimizer].learning_rate if config.learning_rate is None else config.learning_rate
+    default = config.optimizers()[config.optimizer].learning_rate
+    peak = default if config.learning_rate is None else config.learning_rate
     if config.min_lr > peak:
         yield problem(config, "min_lr", f"is above learning_rate={peak}")
 
 
 def check_optimizer_settings(config: TrainConfig) -> Iterator[Problem]:
     """The optimizer has every setting that is set, and each is set once."""
-    defaults = OPTIMIZERS[config.optimizer]
+    defaults = config.optimizers()[config.optimizer]
     accepted = f"it has {', '.join(defaults.arguments)}" if defaults.arguments else "it has none"
     for name, value in parse_arguments(config.optimizer_args).items():
         subject = f"--optimizer_args={name}={value}"
@@ -74,16 +73,9 @@ def check_optimizer_settings(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "weight_decay", remedy)
 
 
-def check_mup(config: TrainConfig) -> Iterator[Problem]:
-    """The rules of the maximal update parametrization are known for the optimizer."""
-    if config.mup_base_width and config.optimizer not in MUP_OPTIMIZERS:
-        remedy = f"has no rule for optimizer={config.optimizer}; remove it, or use {' or '.join(MUP_OPTIMIZERS)}"
-        yield problem(config, "mup_base_width", remedy)
-
-
 def check_relative_step(config: TrainConfig) -> Iterator[Problem]:
     """Adafactor's relative step is a learning rate of its own."""
-    arguments = {**OPTIMIZERS[config.optimizer].arguments, **parse_arguments(config.optimizer_args)}
+    arguments = {**config.optimizers()[config.optimizer].arguments, **parse_arguments(config.optimizer_args)}
     if arguments.get("warmup_init") and not arguments.get("relative_step"):
         yield Problem("--optimizer_args=warmup_init=True", "needs relative_step=True; set both or none")
     if arguments.get("relative_step") and config.learning_rate is not None:
@@ -92,21 +84,18 @@ def check_relative_step(config: TrainConfig) -> Iterator[Problem]:
 
 
 def check_precision(config: TrainConfig) -> Iterator[Problem]:
-    """The two settings of precision agree, and a fixed loss scale has no dynamics."""
+    """The two settings of precision agree."""
     mode = config.precision_mode
     if (mode != "fp32") != config.mixed_precision:
         remedy = f"contradicts mixed_precision={config.mixed_precision}; set --mixed_precision={mode != 'fp32'} too"
         yield problem(config, "precision", remedy)
-    for name in ("initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"):
-        if config.loss_scale and getattr(config, name) != SETTINGS[name].default:
-            remedy = f"is for the dynamic loss scale, and loss_scale={config.loss_scale} is fixed; remove one"
-            yield problem(config, name, remedy)
 
 
 def check_moving_average(config: TrainConfig) -> Iterator[Problem]:
     """A moving average changes by less than half the spacing of bf16 numbers, so it is kept in fp32 or rounded so."""
     is_bf16 = config.precision_mode == "manual" and config.master_weights is False
-    if config.ema_decay and is_bf16 and not config.stochastic_rounding and config.optimizer != "adamw_fp32":
+    has_bf16_average = is_bf16 and not config.optimizers()[config.optimizer].has_fp32_state
+    if config.ema_decay and has_bf16_average and not config.stochastic_rounding:
         yield problem(config, "ema_decay", "needs master_weights=True or stochastic_rounding=True")
 
 
@@ -114,7 +103,6 @@ CHECKS = (
     check_schedule_settings,
     check_schedule_lengths,
     check_optimizer_settings,
-    check_mup,
     check_relative_step,
     check_precision,
     check_moving_average,

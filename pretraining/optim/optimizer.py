@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pretraining.config.mup import is_hidden_matrix, rate_scale
-from pretraining.config.optimizers import Hyperparameters, hyperparameters
+from pretraining.config.optimizers import Hyperparameters
 from pretraining.config.training import TrainConfig
+from pretraining.config.variants import is_hidden_matrix
 from pretraining.optim.precision import precision_of
 from pretraining.optim.rules import UPDATE_RULES, Adam, Moments, MomentSpec, Muon, UpdateContext, UpdateRule
 
@@ -71,24 +71,23 @@ def moment_shape(shape: torch.Size, spec: MomentSpec) -> torch.Size:
 
 def build_optimizer(config: TrainConfig, named_parameters: Iterable[tuple[str, Tensor]]) -> Optimizer:
     """Return the configured optimizer without moments, which an engine creates."""
-    chosen = hyperparameters(config)
+    chosen = config.hyperparameters
     parameters = []
     for name, weight in named_parameters:
         if weight.requires_grad:
             decay = (chosen.weight_decay or 0.0) if config.norm_weight_decay or decays(name) else 0.0
             ndim = weight.dim() - is_stacked(name)
             rule = _update_rule(config, chosen, name)
-            scale = rate_scale(config, name)
+            scale = config.rate_scale(name)
             parameters.append(ParameterState(name, weight, rule, decay, ndim, scale, config.ema_decay))
     return Optimizer(parameters)
 
 
 def _update_rule(config: TrainConfig, chosen: Hyperparameters, name: str) -> UpdateRule:
-    arguments = chosen.arguments
-    if config.optimizer == "rprop":
-        return UPDATE_RULES["rprop"](**arguments, first_step=chosen.learning_rate)
+    arguments, rules = chosen.arguments, {**UPDATE_RULES, **config.update_rules()}
     if config.optimizer != "muon":
-        return UPDATE_RULES[config.optimizer](**arguments)
+        rule: UpdateRule = rules[config.optimizer](**arguments)
+        return rule
     adam = {key: arguments[key] for key in ("beta1", "beta2", "eps")}
     # Embedding, head, norms and biases do not map hidden states to hidden states: AdamW, as in Moonlight and Keller
     # Jordan's Muon.

@@ -54,8 +54,7 @@ def precision_of(config: TrainConfig) -> Precision:
     """Dtypes that `precision`, `mixed_precision` and the settings of precision=manual ask for."""
     mode = config.precision_mode
     chosen = _manual(config) if mode == "manual" else MODES[mode]
-    # NxD Core's AdamW_FP32OptimParams keeps its state in fp32 whatever the parameters' dtype.
-    state = FP32 if config.optimizer == "adamw_fp32" else chosen.optimizer_state
+    state = FP32 if config.hyperparameters.has_fp32_state else chosen.optimizer_state
     reduction = BF16 if config.reduce_dtype == "bf16" else FP32
     return chosen._replace(optimizer_state=state, gradient_reduction=reduction)
 

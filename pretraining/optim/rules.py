@@ -1,12 +1,12 @@
-"""Update rules of all optimizers: pure functions of tensors, used by both engines.
+"""Update rules of the usual optimizers: pure functions of tensors, used by both engines.
 
 torch.optim does not serve here: most of its optimizers read the step count or the learning rate on the host, which
 interrupts a compiled step, and none can treat a stacked tensor [layers, ...] as `layers` tensors. A rule receives
 weight, gradient and moments in fp32 as full tensors, however they are sharded (by XLA, or as DTensors), and returns new
 ones. It reduces over the last `context.ndim` dimensions, so that stacked layers stay independent.
 
-Formulas: torch.optim's documentation for adam, adamax, adadelta, adagrad, rmsprop, rprop and sgd; the others name
-their source. tests/optim/test_rules.py compares each with its source.
+Formulas: torch.optim's documentation for adam and sgd; the others name their source. tests/optim/test_rules.py compares
+each with its source.
 """
 
 from __future__ import annotations
@@ -55,21 +55,19 @@ class UpdateRule(ABC):
         """Return the new weight and moments, in the shapes of the old ones."""
 
 
-def _one_minus_power(base: float, step: Tensor) -> Tensor:
-    """1 - base^step by expm1: the literal formula loses fp32 digits for a base near 1 and early steps."""
+def one_minus_power(base: float, step: Tensor) -> Tensor:
+    """Return 1 - base^step by expm1: the literal formula loses fp32 digits for a base near 1 and early steps."""
     return -torch.expm1(step * math.log(base)) if base else torch.ones_like(step)
 
 
-def _tensor_dims(ndim: int) -> tuple[int, ...]:
+def tensor_dims(ndim: int) -> tuple[int, ...]:
+    """Return the dimensions of one tensor, counted from the last."""
     return tuple(range(-ndim, 0))
 
 
 def _mean(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Mean over `dims`, with keepdim. Divides last, because shards of an uneven split have different counts."""
     return x.sum(dims, keepdim=True) / math.prod(x.shape[dim] for dim in dims)
-
-
-# ---- Adam's family
 
 
 @dataclass(frozen=True)
@@ -89,66 +87,9 @@ class Adam(UpdateRule):
             grad = grad + context.decay * weight
         first = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * grad
         second = self.beta2 * moments["exp_avg_sq"] + (1 - self.beta2) * grad.square()
-        scale = (second / _one_minus_power(self.beta2, context.step)).sqrt() + self.eps
-        weight = weight - context.rate / _one_minus_power(self.beta1, context.step) * first / scale
+        scale = (second / one_minus_power(self.beta2, context.step)).sqrt() + self.eps
+        weight = weight - context.rate / one_minus_power(self.beta1, context.step) * first / scale
         return weight, {"exp_avg": first, "exp_avg_sq": second}
-
-
-@dataclass(frozen=True)
-class AdamWFp32(Adam):
-    """NxD Core's AdamW_FP32OptimParams: epsilon outside the bias correction, decay applied to the updated weight."""
-
-    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
-        first = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * grad
-        second = self.beta2 * moments["exp_avg_sq"] + (1 - self.beta2) * grad.square()
-        corrections = [_one_minus_power(beta, context.step) for beta in (self.beta1, self.beta2)]
-        rate = context.rate * corrections[1].sqrt() / corrections[0]
-        weight = weight - rate * first / (second.sqrt() + self.eps)
-        return weight * (1 - context.rate * context.decay), {"exp_avg": first, "exp_avg_sq": second}
-
-
-@dataclass(frozen=True)
-class Adamax(UpdateRule):
-    moment_names = ("exp_avg", "exp_inf")
-    beta1: float
-    beta2: float
-    eps: float
-
-    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
-        grad = grad + context.decay * weight
-        first = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * grad
-        largest = torch.maximum(self.beta2 * moments["exp_inf"], grad.abs() + self.eps)
-        weight = weight - context.rate / _one_minus_power(self.beta1, context.step) * first / largest
-        return weight, {"exp_avg": first, "exp_inf": largest}
-
-
-@dataclass(frozen=True)
-class NovoGrad(UpdateRule):
-    """Ginsburg et al. 2019 as in NeMo: one second moment per tensor. luc: rate bounded by ||w|| / ||m||."""
-
-    needs_full_tensor: ClassVar[bool] = True
-    beta1: float
-    beta2: float
-    eps: float
-    grad_averaging: bool
-    luc: bool
-    luc_trust: float
-    luc_eps: float
-
-    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
-        return {"exp_avg": MomentSpec(), "exp_avg_sq": MomentSpec(reduced_dims=_tensor_dims(ndim))}
-
-    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
-        dims = _tensor_dims(context.ndim)
-        square = grad.square().sum(dims, keepdim=True)
-        second = torch.where(context.step == 1, square, self.beta2 * moments["exp_avg_sq"] + (1 - self.beta2) * square)
-        grad = grad / (second.sqrt() + self.eps) + context.decay * weight
-        first = self.beta1 * moments["exp_avg"] + (1 - self.beta1 if self.grad_averaging else 1) * grad
-        rate = context.rate
-        if self.luc:
-            norms = [x.square().sum(dims, keepdim=True).sqrt() for x in (weight, first)]
-            rate = torch.minimum(self.luc_trust * norms[0] / (norms[1] + self.luc_eps), rate)
-        return weight - rate * first, {"exp_avg": first, "exp_avg_sq": second}
 
 
 @dataclass(frozen=True)
@@ -164,82 +105,6 @@ class Lion(UpdateRule):
         direction = (self.beta1 * first + (1 - self.beta1) * grad).sign()
         weight = weight * (1 - context.rate * context.decay) - context.rate * direction
         return weight, {"exp_avg": self.beta2 * first + (1 - self.beta2) * grad}
-
-
-# ---- Sums and means of squared gradients, sign and momentum
-
-
-@dataclass(frozen=True)
-class Adagrad(UpdateRule):
-    lr_decay: float
-    initial_accumulator_value: float
-    eps: float
-
-    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
-        return {"sum": MomentSpec(initial=self.initial_accumulator_value)}
-
-    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
-        grad = grad + context.decay * weight
-        total = moments["sum"] + grad.square()
-        rate = context.rate / (1 + (context.step - 1) * self.lr_decay)
-        return weight - rate * grad / (total.sqrt() + self.eps), {"sum": total}
-
-
-@dataclass(frozen=True)
-class Adadelta(UpdateRule):
-    moment_names = ("square_avg", "acc_delta")
-    rho: float
-    eps: float
-
-    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
-        grad = grad + context.decay * weight
-        square = self.rho * moments["square_avg"] + (1 - self.rho) * grad.square()
-        delta = (moments["acc_delta"] + self.eps).sqrt() / (square + self.eps).sqrt() * grad
-        deltas = self.rho * moments["acc_delta"] + (1 - self.rho) * delta.square()
-        return weight - context.rate * delta, {"square_avg": square, "acc_delta": deltas}
-
-
-@dataclass(frozen=True)
-class RMSprop(UpdateRule):
-    alpha: float
-    eps: float
-    momentum: float
-    centered: bool
-
-    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
-        names = ["square_avg"] + ["momentum_buffer"] * bool(self.momentum) + ["grad_avg"] * self.centered
-        return {name: MomentSpec() for name in names}
-
-    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
-        grad = grad + context.decay * weight
-        new = {"square_avg": self.alpha * moments["square_avg"] + (1 - self.alpha) * grad.square()}
-        variance = new["square_avg"]
-        if self.centered:
-            new["grad_avg"] = self.alpha * moments["grad_avg"] + (1 - self.alpha) * grad
-            variance = variance - new["grad_avg"].square()
-        update = grad / (variance.sqrt() + self.eps)
-        if self.momentum:
-            update = new["momentum_buffer"] = self.momentum * moments["momentum_buffer"] + update
-        return weight - context.rate * update, new
-
-
-@dataclass(frozen=True)
-class Rprop(UpdateRule):
-    """Keeps a step size per element, initially `first_step`; the learning-rate schedule does not affect it."""
-
-    etas: tuple[float, float]
-    step_sizes: tuple[float, float]
-    first_step: float
-
-    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
-        return {"prev": MomentSpec(), "step_size": MomentSpec(initial=self.first_step)}
-
-    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
-        agreement = (grad * moments["prev"]).sign()
-        factor = torch.where(agreement > 0, self.etas[1], torch.where(agreement < 0, self.etas[0], 1.0))
-        size = (moments["step_size"] * factor).clamp(*self.step_sizes)
-        grad = torch.where(agreement < 0, 0.0, grad)
-        return weight - grad.sign() * size, {"prev": grad, "step_size": size}
 
 
 @dataclass(frozen=True)
@@ -259,44 +124,6 @@ class SGD(UpdateRule):
         buffer = self.momentum * moments["momentum_buffer"] + fresh * grad
         direction = grad + self.momentum * buffer if self.nesterov else buffer
         return weight - context.rate * direction, {"momentum_buffer": buffer}
-
-
-@dataclass(frozen=True)
-class OneBitAdam(UpdateRule):
-    """Tang et al. 2021 as in DeepSpeed: Adam without bias correction, and compressed after `freeze_step` updates.
-
-    Then the second moment stays, and of the first one remain the signs and one scale per tensor, its root mean square;
-    what the compression removes is added to the next first moment. DeepSpeed compresses what each of several workers
-    adds to the first moment; here it is compressed once, as by a single worker, so that no mesh changes the result.
-    Elements that never had a gradient, such as rows of tokens that do not occur, have no sign (DeepSpeed's mask).
-    """
-
-    needs_full_tensor: ClassVar[bool] = True
-    moment_names = ("exp_avg", "exp_avg_sq", "error")
-    beta1: float
-    beta2: float
-    eps: float
-    freeze_step: int
-
-    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
-        is_frozen = context.step > self.freeze_step
-        first = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * grad
-        second = self.beta2 * moments["exp_avg_sq"] + (1 - self.beta2) * grad.square()
-        second = torch.where(is_frozen, moments["exp_avg_sq"], second)
-        compressed, error = self._compress(first + moments["error"], (second > 0).float(), _tensor_dims(context.ndim))
-        first = torch.where(is_frozen, compressed, first)
-        weight = weight - context.rate * (first / (second.sqrt() + self.eps) + context.decay * weight)
-        return weight, {"exp_avg": first, "exp_avg_sq": second, "error": torch.where(is_frozen, error, 0.0)}
-
-    def _compress(self, value: Tensor, moves: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return one bit of each element times the root mean square, and the difference. moves: 1, or 0 for no bit."""
-        squares = (value * moves).square().sum(dims, keepdim=True)
-        scale = (squares / moves.sum(dims, keepdim=True).clamp(min=1)).sqrt()
-        compressed = torch.where(value < 0, -scale, scale) * moves
-        return compressed, (value - compressed) * moves
-
-
-# ---- Factored and full-matrix statistics
 
 
 @dataclass(frozen=True)
@@ -322,7 +149,7 @@ class Adafactor(UpdateRule):
         }
 
     def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
-        dims = _tensor_dims(context.ndim)
+        dims = tensor_dims(context.ndim)
         keep = 1 - context.step**self.decay_rate
         square = grad.square() + self.eps[0]
         measured = {"exp_avg_sq": square}
@@ -342,60 +169,6 @@ class Adafactor(UpdateRule):
         if self.beta1 is not None:
             update = new["exp_avg"] = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * update
         return weight * (1 - rate * context.decay) - update, new
-
-
-@dataclass(frozen=True)
-class SM3(UpdateRule):
-    """Anil et al. 2019 (SM3-II) as in GPT-NeoX: one accumulator per index of each dimension."""
-
-    needs_full_tensor: ClassVar[bool] = True
-    momentum: float
-    beta: float
-    eps: float
-
-    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
-        accumulators = {f"accumulator_{i}": MomentSpec(reduced_dims=self._others(i, ndim)) for i in range(ndim)}
-        return {**accumulators, **({"momentum_buffer": MomentSpec()} if self.momentum else {})}
-
-    def _others(self, index: int, ndim: int) -> tuple[int, ...]:
-        return tuple(dim for dim in _tensor_dims(ndim) if dim != index - ndim)
-
-    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
-        smallest = moments["accumulator_0"]
-        for i in range(1, context.ndim):
-            smallest = torch.minimum(smallest, moments[f"accumulator_{i}"])
-        square = grad.square()
-        second = self.beta * smallest + (1 - self.beta) * square if self.beta else smallest + square
-        new = {}
-        for i in range(context.ndim):
-            others = self._others(i, context.ndim)
-            largest = second.amax(others, keepdim=True) if others else second
-            new[f"accumulator_{i}"] = torch.maximum(moments[f"accumulator_{i}"], largest)
-        update = (second + self.eps).rsqrt() * grad
-        if self.momentum:
-            update = self.momentum * moments["momentum_buffer"] + (1 - self.momentum) * update
-            new["momentum_buffer"] = update
-        return weight - context.rate * update, new
-
-
-@dataclass(frozen=True)
-class Madgrad(UpdateRule):
-    """Defazio and Jelassi 2021, algorithm 1, with GPT-NeoX's decoupled weight decay (madgrad_wd)."""
-
-    momentum: float
-    eps: float
-
-    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
-        return {"grad_sum_sq": MomentSpec(), "s": MomentSpec(), "x0": MomentSpec(initial=None)}
-
-    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
-        weight = weight * (1 - context.rate * context.decay)
-        share = (context.rate + self.eps) * context.step.sqrt()
-        squares = moments["grad_sum_sq"] + share * grad.square()
-        total = moments["s"] + share * grad
-        averaged = moments["x0"] - total / (squares ** (1 / 3) + self.eps)
-        weight = self.momentum * weight + (1 - self.momentum) * averaged
-        return weight, {"grad_sum_sq": squares, "s": total, "x0": moments["x0"]}
 
 
 @dataclass(frozen=True)
@@ -434,19 +207,9 @@ def _adafactor(*, relative_step: bool, warmup_init: bool, min_step: float, **arg
 
 UPDATE_RULES: dict[str, Callable[..., UpdateRule]] = {
     "adamw": partial(Adam, decoupled=True),
-    "adamw_fp32": AdamWFp32,
     "adam": Adam,
-    "adamax": Adamax,
-    "adadelta": Adadelta,
-    "adagrad": Adagrad,
-    "rmsprop": RMSprop,
-    "rprop": Rprop,
     "sgd": SGD,
-    "novograd": NovoGrad,
     "adafactor": _adafactor,
-    "sm3": SM3,
-    "madgrad_wd": Madgrad,
     "lion": Lion,
-    "onebit_adam": OneBitAdam,
     "muon": Muon,
 }

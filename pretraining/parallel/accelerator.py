@@ -6,7 +6,9 @@ The table has what torch.accelerator cannot answer. A new kind of device is a ro
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+import re
 import resource
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,7 +20,7 @@ import torch
 from pretraining.config.errors import UserError
 from pretraining.config.training import SETTINGS
 from pretraining.models.ops import Kernel
-from pretraining.parallel.processes import read_processes
+from pretraining.parallel.processes import Processes, read_processes
 from pretraining.parallel.torch.tpu_compile import compile_for_tpu
 
 
@@ -44,6 +46,7 @@ def _torch_tpu_has_kernel(dtype: torch.dtype, width: int) -> bool:
     return dtype in (torch.float32, torch.bfloat16) and (width < 128 or width % 128 == 0)
 
 
+SLICE_VARIABLE = "TORCH_TPU_TOPOLOGY"
 ACCELERATORS = {
     # On CPUs matrix products dominate, and eager code starts at once.
     "cpu": Accelerator("CPU", "gloo", kernel="repeated", divides_gradients=True),
@@ -70,7 +73,7 @@ ACCELERATORS = {
         is_tiled=True,
         mixed_matmul_precision="medium",
         package="torch_tpu",
-        launch_variables=("TORCH_TPU_TOPOLOGY", "TORCH_TPU_SLICEBUILDER_ADDRESSES"),
+        launch_variables=(SLICE_VARIABLE, "TORCH_TPU_SLICEBUILDER_ADDRESSES"),
         caveat="not run on TPU hardware yet",
     ),
     # From AWS's documentation of torch-neuronx 2.13; not a choice of --device before somebody has run it.
@@ -116,6 +119,17 @@ def open_device(name: str) -> torch.device:
         raise UserError(f"process {processes.local_rank} of this host has no GPU: {remedy}")
     torch.accelerator.set_device_index(processes.local_rank)
     return torch.device(name, processes.local_rank)
+
+
+def linked_processes(processes: Processes) -> tuple[int, str]:
+    """Return how many processes have devices with fast links between all of them, and why. Opens no device.
+
+    TorchTPU's launch variable names the chips along each axis of a slice, and each process has one of them.
+    """
+    grid = os.environ.get(SLICE_VARIABLE, "")
+    if not re.fullmatch(r"\d+(,\d+)*", grid):
+        return processes.local_world_size, f"a host has {processes.local_world_size} processes"
+    return (chips := math.prod(map(int, grid.split(",")))), f"a TPU slice has {chips} chips"
 
 
 def backend_of(device: torch.device) -> str:

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from pretraining.config.errors import Problem
-from pretraining.config.grammar import RECOMPUTABLE, parse_cuts, parse_modules, parse_selective, parse_stages
+from pretraining.config.grammar import RECOMPUTABLE, parse_modules, parse_selective, parse_stages
 from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
 from pretraining.config.variants import model_shape
 from pretraining.parallel.mesh import rampup_problems
-from pretraining.parallel.stages import SPLIT_BACKWARD, even_cuts, piece_length
 
 
 def check_engine_support(config: TrainConfig) -> Iterator[Problem]:
@@ -67,62 +66,6 @@ def check_stages_of_length(config: TrainConfig) -> Iterator[Problem]:
             share = f" and be a multiple of {parts}, the ranks that share a row" if parts > 1 else ""
             remedy = f"has rows of {length} tokens; every length must divide seq_length={config.seq_length}{share}"
             yield problem(config, "seq_length_stages", remedy)
-    if config.seq_length_stages and config.pipeline_parallel_size > 1:
-        yield problem(
-            config, "seq_length_stages", "needs --pipeline_parallel_size=1: a pipeline has rows of one length"
-        )
-
-
-def check_pipeline(config: TrainConfig) -> Iterator[Problem]:
-    """Every piece of a pipeline has a layer, and micro-batches come in groups of as many as there are stages."""
-    stages, layers, cuts = config.pipeline_parallel_size, model_shape(config).num_layers, config.pipeline_cuts
-    count = stages * config.virtual_pipeline_size
-    if stages == 1:
-        return
-    factors = f"x virtual_pipeline_size={config.virtual_pipeline_size} = {count} "
-    if count > layers:
-        remedy = f"{factors * (count > stages)}is more than num_layers={layers}; use fewer"
-        yield problem(config, "pipeline_parallel_size", remedy)
-    elif cuts and (len(parse_cuts(cuts)) != count - 1 or parse_cuts(cuts)[-1] >= layers - 1):
-        even = ",".join(map(str, even_cuts(layers, count)))
-        remedy = f"does not cut {layers} layers into {count} pieces; use {count - 1} numbers below {layers - 1}"
-        yield problem(config, "pipeline_cuts", f"{remedy}, such as {even}")
-    elif config.pipeline_balance and cuts:
-        yield problem(config, "pipeline_balance", "has no effect, because pipeline_cuts is set; remove one of them")
-    elif config.pipeline_balance and layers < 2 * count - 2:
-        remedy = f"leaves the first or the last of {count} pieces without a layer; use num_layers of at least"
-        yield problem(config, "pipeline_balance", f"{remedy} {2 * count - 2}, or remove it")
-    micro_batches = config.gradient_accumulation_steps
-    if micro_batches is None and config.global_batch_size is None:
-        remedy = f"needs --gradient_accumulation_steps: a multiple of {stages}, such as {4 * stages}"
-        yield problem(config, "pipeline_parallel_size", remedy)
-    elif micro_batches and micro_batches % stages:
-        remedy = f"is not a multiple of pipeline_parallel_size={stages}; use {multiples_around(micro_batches, stages)}"
-        yield problem(config, "gradient_accumulation_steps", remedy)
-
-
-def check_schedule(config: TrainConfig) -> Iterator[Problem]:
-    """The torch engine's schedule holds the pieces, the model and its blocks."""
-    schedule, virtual = config.pipeline_schedule, config.virtual_pipeline_size
-    if schedule in ("GPipe", "1F1B") and virtual > 1:
-        remedy = f"runs one piece of a stage, and virtual_pipeline_size={virtual}; use Interleaved1F1B"
-        yield problem(config, "pipeline_schedule", remedy)
-    if schedule == "Interleaved1F1B" and virtual == 1:
-        yield problem(config, "pipeline_schedule", "needs --virtual_pipeline_size of at least 2; or use 1F1B")
-    if schedule == "ZBVZeroBubble" and virtual != 2:
-        yield problem(config, "pipeline_schedule", "needs --virtual_pipeline_size=2; or use InterleavedZeroBubble")
-    if schedule == "ZBVZeroBubble" and config.tie_word_embeddings:
-        remedy = "has the first and the last piece on one stage, where tied embeddings would be two parameters"
-        yield problem(config, "pipeline_schedule", f"{remedy}; use InterleavedZeroBubble")
-    if schedule in SPLIT_BACKWARD and config.use_torch_compile:
-        remedy = "cannot split the backward pass of compiled blocks; add --use_torch_compile=False"
-        yield problem(config, "pipeline_schedule", remedy)
-    if schedule in SPLIT_BACKWARD and config.fsdp_activation_checkpointing:
-        remedy = "recomputes a block once for each of its parameters; remove fsdp_activation_checkpointing, or use 1F1B"
-        yield problem(config, "pipeline_schedule", remedy)
-    if schedule in SPLIT_BACKWARD and config.precision_mode in ("autocast", "fp8"):
-        remedy = f"cannot split the backward pass of precision={config.precision_mode}; use mixed_bf16"
-        yield problem(config, "pipeline_schedule", remedy)
 
 
 def check_batch(config: TrainConfig) -> Iterator[Problem]:
@@ -143,13 +86,12 @@ def check_batch(config: TrainConfig) -> Iterator[Problem]:
 
 def check_recomputed_blocks(config: TrainConfig) -> Iterator[Problem]:
     """Activation checkpointing recomputes at least one block."""
-    has_layers = config.pipeline_parallel_size * config.virtual_pipeline_size <= model_shape(config).num_layers
-    if config.fsdp_activation_checkpointing and has_layers:  # of every piece; otherwise check_pipeline refuses them
-        layers, choice = piece_length(config), parse_selective(config.selective_checkpointing)
-        if choice > layers if isinstance(choice, int) else choice * layers < Fraction(1, 2):
-            group = f"the {layers} layers of a piece" if config.pipeline_parallel_size > 1 else f"num_layers={layers}"
-            remedy = f"recomputes none of {group}; choose more, or --fsdp_activation_checkpointing=False"
-            yield problem(config, "selective_checkpointing", remedy)
+    layers, choice = config.division.longest, parse_selective(config.selective_checkpointing)
+    is_none = choice > layers if isinstance(choice, int) else choice * layers < Fraction(1, 2)
+    if config.fsdp_activation_checkpointing and layers and is_none:
+        chosen = f"recomputes none of {config.division.longest_text}"
+        remedy = f"{chosen}; choose more, or --fsdp_activation_checkpointing=False"
+        yield problem(config, "selective_checkpointing", remedy)
 
 
 def check_recomputed_modules(config: TrainConfig) -> Iterator[Problem]:
@@ -169,8 +111,6 @@ CHECKS = (
     check_kv_replication,
     check_sequence_split,
     check_stages_of_length,
-    check_pipeline,
-    check_schedule,
     check_batch,
     check_recomputed_blocks,
     check_recomputed_modules,

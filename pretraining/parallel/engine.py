@@ -105,9 +105,11 @@ class Engine(Protocol):
 
     config: TrainConfig  # with global_batch_size and gradient_accumulation_steps resolved
     name: str  # "xla" or "torch"
+    compiles: bool
     mesh: Mesh
     device_name: str  # as in the table of peaks: "NVIDIA H200", "TPU v5p", "CPU"
     attention: str  # how it is computed, and why; empty on the torch engine, which leaves it to the device
+    remarks: list[str]  # printed with the choice of the engine
     process_index: int
     process_count: int
     data_rank: int
@@ -115,6 +117,7 @@ class Engine(Protocol):
     rows: int  # of this process in the smallest batch that `evaluate` takes
     host_devices: int  # whose state is in this host's memory; 0 where devices have their own
     host_processes: int  # of this run, on this host
+    linked: str  # which devices have fast links between all of them; a group of hsdp is as large
 
     @property
     def layout(self) -> Layout | TorchLayout:

@@ -36,14 +36,6 @@ from pretraining.parallel.sharding import (
     spec_of,
     without_single,
 )
-from pretraining.parallel.stages import (
-    layers_of_stage,
-    outer_modules,
-    pieces,
-    pieces_of,
-    splits_backward,
-    stacked_layers,
-)
 
 KEYS_AND_VALUES = "*.[kv]_proj.*"
 STACK = "model.layers."  # parameters of the XLA engine under it are [layers, ...]
@@ -141,7 +133,6 @@ class TorchLayout(NamedTuple):
 
     mesh: Mesh
     strategy: str
-    splits_backward: bool = False  # whether gradients of weights are computed apart from those of activations
     repeated_heads: bool = False  # key/value heads that tensor ranks do not divide: every rank has all their weights
 
     @property
@@ -155,12 +146,12 @@ class TorchLayout(NamedTuple):
 
         A single shard is the whole parameter: freeing its bf16 copy means casting it twice.
         """
-        return self.grid.shard > 1 and self.strategy not in ("zero1", "zero2") and not self.splits_backward
+        return self.grid.shard > 1 and self.strategy not in ("zero1", "zero2")
 
     @property
     def gathers_once(self) -> bool:
         """Whether parameters are gathered, and gradients scattered, once per step instead of per micro-batch."""
-        return self.strategy == "zero1" or self.splits_backward
+        return self.strategy == "zero1"
 
     def parameter(self, name: str) -> Spec:
         """Return the sharding of a parameter."""
@@ -189,7 +180,7 @@ class TorchLayout(NamedTuple):
 def torch_layout(config: TrainConfig, mesh: Mesh) -> TorchLayout:
     """Return the torch engine's layout of `config` on `mesh`."""
     repeated = model_shape(config).num_kv_heads % mesh.tensor != 0
-    return TorchLayout(mesh, config.sharding_strategy, splits_backward(config), repeated)
+    return TorchLayout(mesh, config.sharding_strategy, repeated)
 
 
 def uneven_shards(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -233,9 +224,11 @@ def state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterator
     Gradients live from micro-batch to micro-batch. The stages of the XLA engine are alike, and are one here.
     """
     everything = list(_state_tensors(config, layout))
-    for stage in range(layout.mesh.stage if isinstance(layout, TorchLayout) else 1):
-        layers, outer = _held_by(config, layout, stage)
-        counts = [layers if ".layers." in one.name else int(one.name.rpartition(".")[0] in outer) for one in everything]
+    for layers, outer in config.division.shares(layout.mesh.stage, is_stacked=isinstance(layout, Layout)):
+        is_held = [outer is None or one.name.rpartition(".")[0] in outer for one in everything]
+        counts = [
+            layers if ".layers." in one.name else int(held) for one, held in zip(everything, is_held, strict=True)
+        ]
         yield [tensor._replace(tensors=count) for tensor, count in zip(everything, counts, strict=True) if count]
 
 
@@ -258,16 +251,6 @@ def _state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterato
             reduced = moment_shape(shape, moment)
             spec = without_single(layout.moment(name), reduced)
             yield tensor("moments", name, reduced, spec, precision.optimizer_state.itemsize)
-
-
-def _held_by(config: TrainConfig, layout: Layout | TorchLayout, stage: int) -> tuple[int, list[str]]:
-    """Return the number of blocks that a stage has, and its modules outside them."""
-    everything = outer_modules(config, list(range(len(pieces(config)))))
-    if layout.mesh.stage == 1:
-        return model_shape(config).num_layers, everything
-    if isinstance(layout, Layout):
-        return len(stacked_layers(config)) // layout.mesh.stage, everything
-    return len(layers_of_stage(config, stage)), outer_modules(config, pieces_of(config, stage))
 
 
 def state_bytes(config: TrainConfig, layout: Layout | TorchLayout) -> dict[str, int]:

@@ -16,7 +16,6 @@ from pretraining.config.grammar import parse_rampup, parse_stages
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
 from pretraining.config.variants import ModelShape
-from pretraining.parallel.stages import describe_pipeline
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,9 +47,12 @@ class Mesh(NamedTuple):
         return self._replace(**{axis: getattr(self, axis) * self.context, "context": 1})
 
 
-def resolve_mesh(config: TrainConfig, devices: int, devices_per_host: int) -> Mesh:
-    """Return the mesh of `config` on `devices` devices. Raises ConfigError if a size does not divide them."""
-    stages, context, tensor = (getattr(config, name) for name in MODEL_AXES)
+def resolve_mesh(config: TrainConfig, devices: int, linked: int) -> Mesh:
+    """Return the mesh of `config` on `devices` devices. Raises ConfigError if a size does not divide them.
+
+    linked: devices with fast links between all of them, those of a host or of a TPU slice.
+    """
+    stages, context, tensor = config.division.stages, config.context_parallel_size, config.tensor_parallel_size
     ranks = stages * context * tensor
     if devices % ranks:
         raise ConfigError([_model_axes_problem(config, devices)])
@@ -59,11 +61,11 @@ def resolve_mesh(config: TrainConfig, devices: int, devices_per_host: int) -> Me
         return Mesh(stages, rest, 1, context, tensor)
     if config.sharding_strategy != "hsdp":
         return Mesh(stages, 1, rest, context, tensor)
-    group = config.sharding_group_size or max(1, min(devices_per_host // (context * tensor), rest))
+    group = config.sharding_group_size or max(1, min(linked // (context * tensor), rest))
     if rest % group:
         valid = ", ".join(map(str, divisors(rest, rest)))
         of = "" if ranks == 1 else f" / ({' x '.join(_used_axes(config))} = {ranks})"
-        remedy = f"does not divide the {devices} devices{of}; use {valid}, or 0 for the devices of one host"
+        remedy = f"does not divide the {devices} devices{of}; use {valid}, or 0 for those of one host or TPU slice"
         raise ConfigError([Problem(f"--sharding_group_size={group}", remedy)])
     return Mesh(stages, rest // group, group, context, tensor)
 
@@ -92,11 +94,9 @@ def uneven_rows(config: TrainConfig) -> list[int]:
     return [length for length in lengths if ranks > 1 and length % (2 * ranks)]
 
 
-MODEL_AXES = ("pipeline_parallel_size", "context_parallel_size", "tensor_parallel_size")
-
-
 def _used_axes(config: TrainConfig) -> list[str]:
-    return [name for name in MODEL_AXES if getattr(config, name) > 1]
+    names = (config.division.setting, "context_parallel_size", "tensor_parallel_size")
+    return [name for name in names if name and getattr(config, name) > 1]
 
 
 def _model_axes_problem(config: TrainConfig, devices: int) -> Problem:
@@ -127,9 +127,9 @@ def resolve_batch(config: Configuration, ranks: int) -> Configuration:
         total = micro_batch * (steps or 1)
     if total % micro_batch or (steps is not None and total != micro_batch * steps):
         raise ConfigError([Problem(f"--global_batch_size={total}", _batch_remedy(config, ranks, total, steps))])
-    if total // micro_batch % config.pipeline_parallel_size:
+    if total // micro_batch % config.division.stages:
         raise ConfigError([Problem(f"--global_batch_size={total}", _groups_remedy(config, micro_batch, total))])
-    if problems := list(rampup_problems(config, total, micro_batch * config.pipeline_parallel_size)):
+    if problems := list(rampup_problems(config, total, micro_batch * config.division.stages)):
         raise ConfigError(problems)
     return replace(config, global_batch_size=total, gradient_accumulation_steps=total // micro_batch)
 
@@ -157,14 +157,14 @@ def rampup_problems(config: TrainConfig, total: int, factor: int) -> Iterator[Pr
 
 
 def _groups_remedy(config: TrainConfig, micro_batch: int, total: int) -> str:
-    stages = config.pipeline_parallel_size
+    stages = config.division.stages
     arithmetic = f"is {total // micro_batch} micro-batches of {micro_batch} sequences"
-    remedy = f"not a multiple of pipeline_parallel_size={stages}"
+    remedy = f"not a multiple of {config.division.setting}={stages}"
     return f"{arithmetic}, {remedy}; use {multiples_around(total, micro_batch * stages)}, or another batch_size"
 
 
 def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None) -> str:
-    inner = config.pipeline_parallel_size * config.context_parallel_size * config.tensor_parallel_size
+    inner = config.division.stages * config.context_parallel_size * config.tensor_parallel_size
     devices = f"{ranks} devices" if inner == 1 else f"{ranks} data-parallel ranks (of {inner} devices each)"
     arithmetic = f"is not batch_size={config.batch_size} x {devices}"
     if steps is not None:
@@ -176,11 +176,14 @@ def _batch_remedy(config: TrainConfig, ranks: int, total: int, steps: int | None
     return f"{arithmetic} x a whole number; with it, batch_size can be {valid}"
 
 
-def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str) -> list[str]:
-    """Return a line for each parallelism setting that has another effect than its name says."""
-    lines = [f"pipeline: {describe_pipeline(config, engine)}"] if mesh.stage > 1 else []
-    if config.rampup_batch_size and mesh.stage > 1 and engine == "xla":
-        lines.append("rampup_batch_size: with stages every size of the global batch is compiled at its first step")
+def notes(config: TrainConfig, shape: ModelShape, mesh: Mesh, engine: str, linked: str = "") -> list[str]:
+    """Return a line for each parallelism setting that has another effect than its name says.
+
+    linked: why devices have fast links between them.
+    """
+    lines = config.division.notes(engine)
+    if config.sharding_strategy == "hsdp" and not config.sharding_group_size and linked and mesh.size > 1:
+        lines.append(f"hsdp: {mesh.replica} groups of {mesh.shard}, because {linked}; see --sharding_group_size")
     if config.sequence_parallel and mesh.tensor == 1:
         lines.append("sequence_parallel: off, because tensor_parallel_size is 1")
     if config.sharding_strategy in ("zero1", "zero2") and mesh.shard * mesh.context == 1:

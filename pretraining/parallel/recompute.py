@@ -12,13 +12,12 @@ from torch import nn
 
 from pretraining.config.grammar import parse_modules, parse_selective
 from pretraining.config.training import TrainConfig
-from pretraining.parallel.stages import piece_length, pieces
 
 
 def model_mask(config: TrainConfig) -> tuple[bool, ...]:
-    """Return, for each block of the model, whether its activations are recomputed: alike in every pipeline piece."""
-    mask = block_mask(config, piece_length(config))
-    return tuple(chosen for piece in pieces(config) for chosen in mask[: len(piece)])
+    """Return, for each block of the model, whether its activations are recomputed."""
+    mask = block_mask(config, config.division.longest)
+    return tuple(chosen for piece in config.division.pieces() for chosen in mask[: len(piece)])
 
 
 def block_mask(config: TrainConfig, layers: int) -> tuple[bool, ...]:
@@ -57,7 +56,8 @@ def recomputed_modules(config: TrainConfig, block: nn.Module) -> list[str]:
     if config.checkpoint_granularity == "full":
         return []
     chosen = parse_modules(config.checkpoint_modules)
-    paths = [path for choice, path in (("mlp", "mlp"), ("mlp_activation", "mlp.act_fn")) if choice in chosen]
+    named = {"attention": "self_attn", "mlp": "mlp", "mlp_activation": "mlp.act_fn"}
+    paths = [path for name, path in named.items() if name in chosen]
     if "norm" in chosen:
         paths += [path for path, _ in block.named_modules() if path.endswith("norm")]
     return [path for path in paths if path.rpartition(".")[0] not in paths]

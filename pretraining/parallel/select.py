@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 from pretraining.config.errors import ConfigError, UserError, counted
 from pretraining.config.support import unsupported
@@ -27,7 +28,7 @@ def open_engine(config: TrainConfig) -> Engine:
         raise ConfigError(problems)
     engine = _open(config, name)
     if engine.process_index == 0:
-        print(f"engine: {name} on {engine.device_name} ({reason})", flush=True)
+        print(f"engine: {name} on {engine.device_name} ({reason})", *engine.remarks, sep="\n  ", flush=True)
     return engine
 
 
@@ -74,12 +75,21 @@ def refuse_variables() -> None:
         )
 
 
+def engine_class(config: TrainConfig, name: str) -> Any:
+    """Return the class of the engine that runs `config`, and import no other."""
+    if extended := config.engine_class(name):
+        return extended
+    if name == "xla":
+        from pretraining.parallel.xla.engine import XlaEngine
+
+        return XlaEngine
+    from pretraining.parallel.torch.engine import TorchEngine
+
+    return TorchEngine
+
+
 def _open(config: TrainConfig, name: str) -> Engine:
     if name == "xla":
         refuse_variables()
-        from pretraining.parallel.xla.engine import XlaEngine
-
-        return XlaEngine(config)
-    from pretraining.parallel.torch.engine import TorchEngine
-
-    return TorchEngine(config)
+    engine: Engine = engine_class(config, name)(config)
+    return engine

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
 from pretraining.optim.optimizer import Optimizer, ParameterState
-from pretraining.optim.precision import FP16, precision_of, round_stochastically
+from pretraining.optim.precision import precision_of, round_stochastically
 from pretraining.optim.rules import Moments, MomentSpec
 from pretraining.parallel.engine import LOSS_SCALE, RECENT_FIGURES
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.sharding import Spec
 
-RECENT = 128  # steps that an outlier is compared with; at least half of them
 COUNTERS = ("updates", "refused", "first_refused")  # see engine.StepResult
 
 
@@ -71,69 +70,6 @@ def write_sharding(path: str, mesh: Mesh, tables: Iterable[ShardingTable]) -> No
     Path(path).write_text(json.dumps(report, indent=1) + "\n")
 
 
-class LossScale:
-    """Factor of the gradients of a mean loss in fp16, whose smallest numbers are larger than many gradients.
-
-    Lowered when gradients overflow, by DeepSpeed's rule, which GPT-NeoX configures.
-    """
-
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        self.is_dynamic = config.loss_scale == 0
-        self.window, self.hysteresis = config.loss_scale_window, config.loss_scale_hysteresis
-        self.minimum = config.min_loss_scale
-        initial = 2.0**config.initial_scale_power if self.is_dynamic else config.loss_scale
-        # Scale, steps since the last overflow, and how many more overflows leave the scale unchanged
-        self.state = torch.tensor([initial, 0.0, self.hysteresis - 1.0], device=device)
-
-    @property
-    def scale(self) -> Tensor:
-        """The current scale, a scalar."""
-        return self.state[0]
-
-    def can_back_off(self, loss: Tensor) -> Tensor:
-        """Return whether gradients may be non-finite because of the scale, and the scale can still be lowered."""
-        can_halve = torch.isfinite(loss) & (self.scale > self.minimum)
-        return can_halve if self.is_dynamic else torch.zeros_like(can_halve)
-
-    def update(self, is_finite: Tensor) -> None:
-        """Halve the scale after the `hysteresis`-th overflow; double it after `window` steps without one."""
-        if not self.is_dynamic:
-            return
-        scale, clean_steps, tolerated = self.state.unbind()
-        halved = torch.where(tolerated > 0, scale, (scale / 2).clamp(min=self.minimum))
-        after_overflow = torch.stack((halved, torch.zeros_like(clean_steps), (tolerated - 1).clamp(min=0)))
-        grows = (clean_steps + 1) % self.window == 0
-        reset = torch.full_like(tolerated, self.hysteresis - 1)
-        grown, tolerated = torch.where(grows, scale * 2, scale), torch.where(grows, reset, tolerated)
-        after_clean_step = torch.stack((grown, clean_steps + 1, tolerated))
-        self.state.copy_(torch.where(is_finite, after_clean_step, after_overflow))
-
-
-class RecentFigures:
-    """Loss and gradient norm of the last steps, and whether those of a step are far above them.
-
-    OLMo-core's SkipStepOptimizer, on the device: figures of skipped steps count, too, so a lasting change is accepted.
-    """
-
-    def __init__(self, deviations: float, device: torch.device) -> None:
-        self._deviations = deviations
-        self.state = torch.full((2, RECENT), torch.nan, device=device)  # oldest first; nan: none yet, or not finite
-        self.outliers = torch.zeros((), device=device)  # in this process
-
-    def are_ordinary(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Return whether neither is an outlier, and remember both."""
-        figures = torch.stack((loss.detach(), norm))  # [2]
-        is_known = torch.isfinite(self.state)
-        count = is_known.sum(1)
-        mean = torch.where(is_known, self.state, 0).sum(1) / count.clamp(min=1)
-        squares = torch.where(is_known, self.state - mean[:, None], 0).square().sum(1)
-        limit = mean + self._deviations * (squares / (count - 1).clamp(min=1)).sqrt()
-        is_ordinary = ~((figures > limit) & (count >= RECENT // 2)).any()
-        self.state.copy_(torch.cat((self.state[:, 1:], figures[:, None]), 1))
-        self.outliers += ~is_ordinary
-        return is_ordinary
-
-
 class OptimizerStep(ABC):
     """The optimizer's state on the devices, and the sums of the current global batch."""
 
@@ -143,8 +79,8 @@ class OptimizerStep(ABC):
         self.precision = precision_of(config)
         self.totals = torch.zeros(2, device=device)  # loss and trained tokens of this global batch so far
         self.counters = torch.zeros(len(COUNTERS), device=device)
-        self.loss_scale = LossScale(config, device) if self.precision.compute == FP16 else None
-        self.recent = RecentFigures(config.skip_step_deviations, device) if config.skip_step_deviations else None
+        self.loss_scale = config.loss_scale_on(device)
+        self.recent = config.recent_figures_on(device)
         optimizer.updates = torch.zeros((), device=device)
         # The model runs on the rounded copies; the optimizer state keeps the fp32 parameters.
         self.rounded_copies: dict[str, Tensor] = {}

@@ -12,11 +12,11 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 from pretraining.data.checks import CHECKS as DATA
 from pretraining.models.checks import CHECKS as MODELS
-from pretraining.monitor.checks import CHECKS as MONITOR
 from pretraining.optim.checks import CHECKS as OPTIM
 from pretraining.parallel.checks import CHECKS as PARALLEL
+from pretraining.storage import use_files_of
 
-CHECKS = (*MODELS, *PARALLEL, *OPTIM, *DATA, *CHECKPOINT, *MONITOR)
+CHECKS = (*MODELS, *PARALLEL, *OPTIM, *DATA, *CHECKPOINT)
 
 
 def configure(
@@ -31,23 +31,18 @@ def configure(
     report: print the report of --import_config, and the settings of a run that are not the default. without: checks
     that do not apply. Raises ConfigError with every mistake.
     """
-    flags: Mapping[str, object]
-    if isinstance(settings, TrainConfig):
-        flags, origin = changed_settings(settings), "TrainConfig"
-    else:
-        flags, origin = settings, "command line"
+    use_files_of(extensions)  # some checks look into folders
+    flags = changed_settings(settings) if isinstance(settings, TrainConfig) else settings
+    origin = "TrainConfig" if isinstance(settings, TrainConfig) else "command line"
     configuration = configuration_of(tuple(extensions))
     checks = [check for check in checks_of(extensions) if check not in without]
-    values, origins, problems = FileFlags(dict(flags), {}, [])
-    for extension in extensions:
-        if extension.resolve:
-            values, origins, problems = extension.resolve(flags, configuration, checks, report)
-    config = config_from_flags(values, checks, configuration, origins, problems)
+    found = FileFlags(dict(flags), {}, [])
+    for resolve in (extension.resolve for extension in extensions if extension.resolve):
+        more = resolve(found.values, configuration, checks, report)
+        found = FileFlags(more.values, {**found.origins, **more.origins}, [*found.problems, *more.problems])
+    config = config_from_flags(found.values, checks, configuration, found.origins, found.problems)
     if report and config.reads_data and first_rank():
-        print(
-            "\n".join(describe_settings(config, flags, origins, origin)),
-            flush=True,
-        )
+        print("\n".join(describe_settings(config, flags, found.origins, origin)), flush=True)
     return config
 
 
@@ -75,7 +70,8 @@ def describe_settings(
     changed = changed_settings(config)
     sources = dict.fromkeys(changed, "derived") | dict(origins)
     for name, raw in flags.items():
-        sources[name] = "scripts/train.sh" if is_script_setting(name, raw) else origin
+        is_script = is_script_setting(name, raw)
+        sources[name] = origins.get(name, "scripts/train.sh") if is_script else origin
     words = {name: without_credentials(f"--{name}={value}") for name, value in changed.items()}
     width = max(map(len, words.values()), default=0)
     return [f"{word:<{width}}  {without_credentials(sources[name])}" for name, word in words.items()]

@@ -1,7 +1,7 @@
 """The training loop: steps, reports, saves, and an orderly end whatever happens.
 
 Knows no mesh and no device. Steps are counted after the update, from 1. What happens beside the steps is a watcher
-(training_run.py): validation, traces, and what extensions add.
+(training_run.py): validation, and what extensions add.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +29,6 @@ from pretraining.monitor.account import account_line, totals
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import LostPeerError, StepResult, raise_lost_peer_error
 from pretraining.run.interrupt import NoRendezvousError
-from pretraining.run.profiler import Profiler
 from pretraining.run.reports import Reports, begins_rows
 from pretraining.run.training_run import TrainingRun
 from pretraining.run.validation import Validation
@@ -36,7 +36,7 @@ from pretraining.run.validation import Validation
 
 def train_steps(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
     """Train from run.start_step to config.num_steps, close the engine and return the exit code."""
-    run.watchers += [Profiler(run), Validation(run)]
+    run.watchers.append(Validation(run))
     batches, reports = Prefetcher(run.stream, run.config.num_workers), Reports(run)
     code = STOPPED_ITSELF
     try:
@@ -70,7 +70,6 @@ def train_steps(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
         run.interrupt.close()
         batches.close()
         _close(run, code)
-    reports.print_summary(code)
     _print_where_to_look(run, code)
     run.engine.close()
     return code
@@ -94,7 +93,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
             batch = cut_rows(batches.batch(step - run.start_step - 1), row_length(config, step))
         rate = learning_rate(config, step - 1)
         if is_first:
-            result = _first_step(run, reports, step, run.model, run.optimizer, batch, rate)
+            result = _first_step(run, step, run.model, run.optimizer, batch, rate)
         else:
             result = run.engine.train_step(run.model, run.optimizer, batch, rate)
         run.account.begin("train")
@@ -103,7 +102,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
         run.reach(step)
 
         # Once in a while: a report, what watchers do, a save
-        is_reported = step in (1, config.num_steps) or step % config.report_interval == 0
+        is_reported = config.reports_at(step)
         is_saved = run.checkpoints.due(step) or any(agreed)
         if is_reported or is_saved:
             figures = result.read()
@@ -166,12 +165,12 @@ def _left_before(run: TrainingRun, compiles: bool) -> int:
     return number
 
 
-def _first_step(run: TrainingRun, reports: Reports, step: int, *arguments: Any) -> StepResult:
-    """Run a step that is traced and compiled, with a sign of life while that lasts."""
+def _first_step(run: TrainingRun, step: int, *arguments: Any) -> StepResult:
+    """Run a step that may be traced and compiled, with a sign of life while that lasts."""
     began, length = time.perf_counter(), row_length(run.config, step)
     name = "first step" + (f" with rows of {length} tokens" if run.config.seq_length_stages else "")
     layers = counted(model_shape(run.config).num_layers, "layer")
-    with run.heartbeat(f"compiling and running the {name}, {layers}"):
+    with run.heartbeat(f"{run.first} the {name}, {layers}"):
         result = run.engine.train_step(*arguments)
         result.read()
     # What torch and its compilers have made by now stays: 300,000 to 500,000 objects, which a full collection looks
@@ -179,8 +178,7 @@ def _first_step(run: TrainingRun, reports: Reports, step: int, *arguments: Any) 
     gc.collect()
     gc.freeze()
     seconds = time.perf_counter() - began
-    reports.first_step_seconds += seconds
-    run.print(f"{name}: {seconds:.1f} s, compilation included")
+    run.print(f"{name}: {seconds:.1f} s{', compilation included' if run.engine.compiles else ''}")
     return result
 
 
@@ -206,9 +204,11 @@ def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, known:
         return True
     begins = run.stream.state(first - run.start_step - 1)["sequences"]
     ends = run.stream.state(first - run.start_step)["sequences"] - 1
-    run.print(f"stopped: {message}")
+    run.report({"step": step, "loss": figures["loss"], "refused": skipped}, f"stopped: {message}")
     run.print(f"  batch of step {first}: sequences {begins} to {ends} of the data's order")
-    run.print(f"  no update after step {first - 1} was applied; checkpoints are in {run.checkpoints.folder}")
+    run.print(f"  no update after step {first - 1} was applied; the same command would come to the same step")
+    skip = f"--skip_samples={begins}-{ends}"
+    run.print(f"  lower --learning_rate (with --override_lr_on_resume=True) or --grad_clip_thresh, or pass over {skip}")
     return False
 
 
@@ -240,12 +240,17 @@ def _close(run: TrainingRun, code: int) -> None:
 def _print_where_to_look(run: TrainingRun, code: int) -> None:
     """Print how to continue, and where metrics and checkpoints are."""
     config, folder = run.config, run.config.run_folder
+    saved = run.checkpoints.newest if config.checkpoint_interval else None
     if code == FINISHED:
-        run.print(f"complete: {counted(run.step, 'step')}; to continue, the same command with a larger --num_steps")
-    elif config.checkpoint_interval:
-        run.print("the same command continues from the newest checkpoint")
+        ended_by = "num_epochs" if run.stream.steps == run.step - run.start_step else "num_steps"
+        more = f"; to continue, the same command with a larger --{ended_by}" if saved else ""
+        run.print(f"complete: {counted(run.step, 'step')}{more}")
+    else:
+        newest = "there is no checkpoint" if saved is None else f"the newest checkpoint is that of step {saved}"
+        run.print(f"{newest}: the same command {'starts again' if saved is None else 'continues from it'}")
     run.print(f"  metrics      {folder / 'metrics.jsonl'}")
-    run.print(f"  curves       python -m pretraining.tools.report {shlex.quote(str(folder))}")
+    python = sys.executable.removeprefix(f"{Path.cwd()}/")
+    run.print(f"  curves       {shlex.join([python, '-m', 'pretraining.tools.report', str(folder)])}")
     for watcher in run.watchers:
         for line in watcher.where_to_look():
             run.print(line)

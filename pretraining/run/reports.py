@@ -1,9 +1,10 @@
-"""The reports of the loop: a record of metrics.jsonl and a line for a step, and the summary at the end."""
+"""The reports of the loop: a record of metrics.jsonl and a line for a step."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,12 +14,10 @@ import numpy as np
 import torch.distributed as dist
 
 from pretraining.config.batches import row_length
-from pretraining.config.devices import kind_of
-from pretraining.config.script import FINISHED
 from pretraining.config.variants import model_shape
 from pretraining.data import Batch
 from pretraining.monitor.flops import Meter, flops_per_token
-from pretraining.monitor.progress import progress_line, summary
+from pretraining.monitor.progress import progress_line
 from pretraining.monitor.spikes import WINDOW, is_spike
 from pretraining.parallel.engine import Engine
 from pretraining.run.training_run import TrainingRun
@@ -55,19 +54,17 @@ class Reports:
         self._run = run
         self.watch = Stopwatch(run.start_step)
         flops = flops_per_token(model_shape(config), config.seq_length)
-        kind = kind_of(engine.device_name, config.precision_mode)
-        self._meter = Meter(config.tokens_per_step, engine.mesh.size, flops, kind)
+        self._meter = Meter(config.tokens_per_step, engine.mesh.size, flops, config.device_kind(engine.device_name))
         self._losses = deque(run.metrics.losses() if run.metrics else [], maxlen=WINDOW)
         self._seconds: dict[str, float] = {}  # by activity, at the last report
-        self._step_times: list[float] = []  # seconds per step, one for each report after the first step
-        self.first_step_seconds = 0.0  # of the steps that compile
 
     def write(self, step: int, figures: dict[str, float], rate: float, batch: Batch) -> None:
         """Report a step, and begin another lap."""
         run = self._run
         record = self._record(step, figures, rate, batch) | self._timing()
         tokens_left = run.tokens_seen(run.config.num_steps) - record["tokens_seen"]
-        steps_left = tokens_left / (record["tokens_per_second"] * record["step_time"])
+        tokens = record["tokens_per_second"] * record["step_time"]
+        steps_left = math.inf if begins_rows(run, step) else tokens_left / tokens
         run.report(record, progress_line(record, run.config.num_steps, steps_left))
         self.watch.restart(step)
 
@@ -76,8 +73,6 @@ class Reports:
         before = self.watch.step
         tokens = (run.tokens_seen(step) - run.tokens_seen(before)) / (step - before)  # per step, in the mean
         length = row_length(config, step)
-        if not begins_rows(run, step) and (tokens, length) == (config.tokens_per_step, config.seq_length):
-            self._step_times.append(step_time)
         spike = is_spike(figures["loss"], self._losses)
         self._losses.append(figures["loss"])
         return {
@@ -109,12 +104,6 @@ class Reports:
         self._seconds = seconds
         spent = {name: seconds[activity] - before.get(activity, 0.0) for activity, name in names.items()}
         return {**spent, "account": self._run.account.take()}
-
-    def print_summary(self, code: int) -> None:
-        """Print the figures of a run without data."""
-        run = self._run
-        if code == FINISHED and run.config.use_dummy_dataset and self.first_step_seconds:
-            run.print(summary(self._meter, self.first_step_seconds, self._step_times, run.engine.memory_bytes()))
 
 
 def begins_rows(run: TrainingRun, step: int) -> bool:

@@ -41,13 +41,11 @@ from pretraining.parallel.recompute import model_mask
 from pretraining.storage import is_remote
 
 CONFIG_FILE = "config.json"
-OUTPUT_FOLDERS = ("ckpt_save_path", "ckpt_local_path", "data_cache_dir",
-                  "compile_cache_dir")  # fmt: skip
+OUTPUT_FOLDERS = ("ckpt_save_path", "compile_cache_dir")
 # Settings that do nothing while the first is 0, False or empty
 SWITCHES = {
     "val_interval": ("valid_data_path", "valid_datasets", "valid_weights", "val_steps"),
     "test_steps": ("test_data_path",),
-    "use_profiler": ("profile_start_step", "profile_num_steps"),
 }
 IGNORED_BY_DUMMY = ("data_path", "num_epochs")
 VISIBLE_WITHIN = 10.0  # seconds in which a new file is visible on every host
@@ -151,8 +149,8 @@ def check_hosts(config: TrainConfig, engine: Engine) -> None:
     """Raise UserError if this host's memory is too small for the run, or if hosts do not share its folder."""
     if engine.process_count > 1 and config.checkpoint_interval:
         folder = checkpoint_folder(config, config.run_folder)
-        if isinstance(folder, Path):  # object storage is shared, and the run's folder is process 0's alone
-            check_shared_folder(folder, engine.process_index, engine.process_count)
+        if not is_remote(folder):  # object storage is shared, and the run's folder is process 0's alone
+            check_shared_folder(Path(str(folder)), engine.process_index, engine.process_count)
     check_memory(
         config,
         unsharded=unsharded_state_bytes(config),
@@ -202,11 +200,8 @@ def describe_run(config: TrainConfig, engine: Engine, extensions: Sequence[Exten
         attention=engine.attention,
         rates={step: learning_rate(config, step) for step in milestone_steps(config)},
     )
-    lines = [
-        *notes(config, model_shape(config), engine.mesh, engine.name),
-        *settings_without_effect(config, extensions),
-    ]
-    return "\n".join([facts, *lines])
+    lines = notes(config, model_shape(config), engine.mesh, engine.name, engine.linked)
+    return "\n".join([facts, *lines, *settings_without_effect(config, extensions)])
 
 
 def settings_without_effect(config: TrainConfig, extensions: Sequence[Extension] = ()) -> list[str]:

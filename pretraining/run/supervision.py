@@ -1,7 +1,7 @@
-"""What scripts/train.sh, which starts a run again after it died, and a process of the run know of each other.
+"""What restarts.py, which starts a run again after it died, and a process of the run know of each other.
 
-The script sets LAUNCHED_AT (when it began, in seconds of the epoch), RESTARTS (how often it has started the run again)
-and PROGRESS_FILE, to which a process writes its newest step. None of them is needed. Imports no torch.
+It sets LAUNCHED_AT (when it began, in seconds of the epoch), RESTARTS (how often it has started the run again) and
+PROGRESS_FILE, to which a process writes its newest step and its folder. None of them is needed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 from pretraining.config.errors import UserError
 from pretraining.config.script import TRY_AGAIN, write_exit_code
 
+DIGITS = 20  # of the step at the beginning of PROGRESS_FILE
 FIRST_STEP = 10  # times step_timeout: it compiles
 BACKUP = 20.0  # s after which C code ends a process whose interpreter lock is held by what hangs
 
@@ -38,17 +41,32 @@ def launch_time(began: float) -> float:
 
 
 class Progress:
-    """The newest step of this host's processes, for the script: it starts no run again that makes no steps."""
+    """The newest step of this host's processes, for the launcher: it starts no run again that makes no steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_folder: Path) -> None:
         path = os.environ.get("PROGRESS_FILE")
         writes = path and os.environ.get("LOCAL_RANK", "0") == "0"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT) if path and writes else None
+        if self._file is not None:
+            os.pwrite(self._file, os.fsencode(str(run_folder)), DIGITS)
 
     def reach(self, step: int) -> None:
         """Write the step; a few microseconds."""
         if self._file is not None:
-            os.pwrite(self._file, b"%020d" % step, 0)
+            os.pwrite(self._file, b"%0*d" % (DIGITS, step), 0)
+
+
+class LastProgress(NamedTuple):
+    """What the processes of a run have written."""
+
+    step: int  # the newest; 0: none
+    run_folder: str  # empty: they have not come so far
+
+
+def read_progress(file: Path) -> LastProgress:
+    """Return what Progress has written."""
+    content = file.read_bytes()
+    return LastProgress(int(content[:DIGITS].strip(b"\0") or 0), os.fsdecode(content[DIGITS:]))
 
 
 class Watchdog:

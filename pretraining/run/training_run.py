@@ -37,7 +37,7 @@ class TrainingRun:
     resumed: Facts | None  # of the checkpoint that this run continues from
     account: Account  # of this process's time
     watchers: list[Watcher] = field(default_factory=list)
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress = field(init=False)
     interrupt: Interrupt = field(init=False)  # SIGTERM, SIGINT, notices and the clock
     watchdog: Watchdog = field(init=False)
     step: int = field(init=False)  # updates done
@@ -46,7 +46,7 @@ class TrainingRun:
         config, self.step = self.config, self.start_step
         clock = clock_of(config, self.account.began) if self.leads else Clock()  # the others' never rings
         self.interrupt = Interrupt(self.engine.process_count, clock, config.collective_timeout)
-        self.watchdog = Watchdog(config.step_timeout)
+        self.watchdog, self.progress = Watchdog(config.step_timeout), Progress(config.run_folder)
 
     @property
     def start_step(self) -> int:
@@ -62,6 +62,11 @@ class TrainingRun:
     def leads(self) -> bool:
         """Whether this is process 0, which prints and writes the metrics."""
         return self.engine.process_index == 0
+
+    @property
+    def first(self) -> str:
+        """What is done for the first time, in a sign of life."""
+        return "compiling and running" if self.engine.compiles else "running"
 
     def tokens_seen(self, step: int) -> int:
         """Return the tokens of every global batch up to and including this step's."""

@@ -25,7 +25,7 @@ class Validation(Watcher):
         """Compile the evaluation before the first step, not in mid-run."""
         run = self._run
         for part in (part for part in run.streams if part != "train"):
-            with run.heartbeat(f"compiling and running the first batch of {part} data"):
+            with run.heartbeat(f"{run.first} the first batch of {part} data"):
                 run.engine.evaluate(run.model, run.streams[part].batch(0)).read()
 
     def before_step(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Write the generated tables of configs.md and docs/migrating.md.
+"""Write the generated tables of configs.md, docs/settings.md and docs/migrating.md.
 
     python -m pretraining.tools.document --write
 
@@ -8,6 +8,7 @@ hand and kept.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterable
@@ -17,21 +18,24 @@ from typing import Any
 from main_training import CONFIGURATION
 from pretraining.config.declaration import Resume, settings_of
 from pretraining.config.help import Field, documented_fields, needs_words, type_words
-from pretraining.config.optimizers import FLAGS, OPTIMIZERS
+from pretraining.config.optimizers import FLAGS
 from pretraining.config.script import exit_with
-from pretraining.config.support import LIMITS
+from pretraining.config.support import limits_of
 from pretraining.config.variants import VARIANTS
 from pretraining.tools.importing.migration import migration_tables
 
 SETTINGS = settings_of(CONFIGURATION)
 ROOT = Path(__file__).parents[2]
-CONFIGS, MIGRATING = ROOT / "configs.md", ROOT / "docs" / "migrating.md"
+CONFIGS, REFERENCE, MIGRATING = ROOT / "configs.md", ROOT / "docs" / "settings.md", ROOT / "docs" / "migrating.md"
+PAGES = (CONFIGS, REFERENCE, MIGRATING)
 
 
 def tables_of(page: Path) -> dict[str, str]:
     """Return the generated parts of a page by the name in their markers."""
     if page == CONFIGS:
-        return {"variants": variant_table(), "flags": flag_tables()}
+        return {"variants": variant_table()}
+    if page == REFERENCE:
+        return {"flags": flag_tables()}
     return {"migration": migration_tables(cell, SETTINGS)}
 
 
@@ -68,14 +72,17 @@ def markdown_table(columns: str, rows: Iterable[str]) -> str:
 
 
 def flag_tables() -> str:
-    """Return one Markdown table for each group, and those of optimizers, engine support and resume."""
+    """Return one Markdown table for each group, and those of optimizers, schedules, engine support and resume."""
     flags = [_table(group, fields) for group, fields in documented_fields(CONFIGURATION).items()]
-    return "\n\n".join([*flags, optimizer_table(), support_table(), resume_table()])
+    return "\n\n".join([*flags, optimizer_table(), schedule_table(), support_table(), resume_table()])
 
 
 def support_table() -> str:
     """Return the settings that an engine does not support."""
-    rows = (f"`{row.setting}` | {row.values_text} | {', '.join(row.missing_on)} | {row.reason}" for row in LIMITS)
+    rows = (
+        f"`{row.setting}` | {row.values_text(CONFIGURATION)} | {', '.join(row.missing_on)} | {row.reason}"
+        for row in limits_of(CONFIGURATION)
+    )
     table = markdown_table("flag | values | not supported by engine | reason", rows)
     return f"### Settings that one engine does not support\n\n{table}"
 
@@ -91,12 +98,24 @@ def resume_table() -> str:
 
 def optimizer_table() -> str:
     """Every optimizer with its defaults."""
-    columns = "optimizer | learning_rate | weight_decay | settings; of those with a flag of their own, its name"
+    columns = "optimizer | learning_rate | weight_decay | settings; of those with a flag of their own, its name | note"
     rows = (
-        f"`{name}` | {rate:g} | {'none' if decay is None else decay} | {', '.join(map(_setting, taken.items()))}"
-        for name, (rate, decay, taken) in OPTIMIZERS.items()
+        f"`{name}` | {taken.learning_rate:g} | {'none' if taken.weight_decay is None else taken.weight_decay} | "
+        f"{', '.join(map(_setting, taken.arguments.items()))} | {taken.note}"
+        for name, taken in CONFIGURATION.optimizers().items()
     )
     return f"### Optimizers and their defaults\n\n{markdown_table(columns, rows)}"
+
+
+def schedule_table() -> str:
+    """Return every learning rate schedule with its settings and the first line of its formula's documentation."""
+    rows = (
+        f"`{name}` | {', '.join(f'`{setting}`' for setting in (*schedule.requires, *schedule.reads))} | "
+        f"{cell((inspect.getdoc(schedule.rate) or '').partition(chr(10))[0])}"
+        for name, schedule in CONFIGURATION.schedules().items()
+    )
+    columns = "schedule | settings, besides learning_rate and num_steps | rate"
+    return f"### Learning rate schedules\n\n{markdown_table(columns, rows)}"
 
 
 def _setting(item: tuple[str, Any]) -> str:
@@ -123,7 +142,7 @@ def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--write"]):
         print("usage: python -m pretraining.tools.document [--write]", file=sys.stderr)
         return 2
-    for page in (CONFIGS, MIGRATING):
+    for page in PAGES:
         text = generate(page.read_text(encoding="utf-8"), tables_of(page))
         if arguments:
             page.write_text(text, encoding="utf-8")

@@ -25,8 +25,8 @@ from pretraining.config.errors import UserError, counted
 from pretraining.config.grammar import comma_separated
 from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import SETTINGS
-from pretraining.data.tokenizer import Tokenizer
 from pretraining.extensions.questions.choices import Request, accuracies, open_tasks
+from pretraining.extensions.tokenizers.tokenizer import Tokenizer
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import open_device
 from pretraining.storage import location

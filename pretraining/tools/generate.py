@@ -21,8 +21,7 @@ from torch import Tensor
 
 from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
-from pretraining.checkpoint.folder import ALLOW_REMOTE, newest_checkpoint, refuse_remote
-from pretraining.checkpoint.huggingface import open_any_checkpoint
+from pretraining.checkpoint.folder import ALLOW_REMOTE, newest_checkpoint, open_any_checkpoint, refuse_remote
 from pretraining.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretraining.checkpoint.restoring import check_base
 from pretraining.checkpoint.store import is_weight, read_tensors, with_moving_averages
@@ -30,8 +29,9 @@ from pretraining.config.errors import UserError
 from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.data.origin import check_origin
 from pretraining.data.state import TOKENIZER
-from pretraining.data.tokenizer import Tokenizer, check_origin, open_tokenizer
+from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.storage import location
@@ -98,9 +98,20 @@ def generate(flags: argparse.Namespace) -> Iterator[str]:
     source = torch.Generator().manual_seed(flags.seed)
     choose = partial(draw, temperature=flags.temperature, top_k=flags.top_k, generator=source)
     context = document_start + prompt
+    if note := beyond_context(len(context), flags.max_new_tokens, config.seq_length):
+        print(note, file=sys.stderr, flush=True)
     drawn = sample(model, context, tokenizer.vocab_size, config.seq_length, choose)
     added = takewhile(lambda token: token != tokenizer.separator, islice(drawn, flags.max_new_tokens))
     yield from decoded(tokenizer, prompt, added)
+
+
+def beyond_context(before: int, added: int, window: int) -> str:
+    """Return what to say of a text that is longer than the context; "" if it is not. before, added: tokens."""
+    if before + added <= window:
+        return ""
+    what = f"the prompt has {before:,}" if before > window else f"the text may have {before + added:,}"
+    limit = f"the context of this model is {window:,} (seq_length of its training)"
+    return f"note: {what} tokens, and {limit}: each token follows from the {window:,} before it alone"
 
 
 def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig]:

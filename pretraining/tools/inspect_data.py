@@ -20,7 +20,7 @@ from pretraining.data.datasets import SPLITS, Dataset, open_datasets, verify_dat
 from pretraining.data.stores.labels import IGNORED
 from pretraining.data.stores.shard import chunks
 from pretraining.data.stream import open_stream
-from pretraining.data.tokenizer import open_tokenizer
+from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 
 _AT_ONCE = 1 << 22  # lengths read together: 16 MB
 _BAR = 40  # characters of the longest bar

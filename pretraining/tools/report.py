@@ -11,26 +11,28 @@ from __future__ import annotations
 import html
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pretraining.config.errors import UserError
-from pretraining.config.script import USER_MISTAKE, ArgumentParser, exit_with
+from pretraining.config.errors import UserError, extra_packages
+from pretraining.config.script import (
+    FINISHED,
+    STOPPED_ITSELF,
+    TIME_IS_UP,
+    TRY_AGAIN,
+    ArgumentParser,
+    exit_with,
+)
+from pretraining.extensions.history import FILE_NAME as STARTS
 from pretraining.monitor.account import ACTIVITIES, goodput, totals
 from pretraining.monitor.figures import amount, duration, percent
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
 
-try:
-    import numpy as np
+if TYPE_CHECKING:
     from plotly.graph_objects import Figure, Scatter
-    from plotly.offline import get_plotlyjs
-except ModuleNotFoundError as error:  # of another Python than the trainer's
-    if __name__ != "__main__":
-        raise
-    print(f"{sys.executable}: {error}: start the report with .venv/bin/python", file=sys.stderr)
-    sys.exit(USER_MISTAKE)
 
 TEMPLATE = Path(__file__).with_name("report.html")
 # How the names of figures of several datasets or tasks begin -> title and unit of their chart.
@@ -38,17 +40,26 @@ BY_NAME = {
     "val_loss/": ("Validation loss by dataset", "nats per token"),
     "eval_acc/": ("Multiple-choice questions", "share of right answers"),
 }
+ENDINGS = {
+    FINISHED: "complete",
+    STOPPED_ITSELF: "stopped itself, code 3",
+    TIME_IS_UP: "its time was up, code 4",
+    TRY_AGAIN: "lost a process, code 5",
+}
+SILENT = 300.0  # s without a sign of life, after which a run is not running any more: a save may take as long
 FEW_POINTS = 20  # of a curve that is drawn with markers: a line of one point would not be seen
 DASHES = ("solid", "dash", "dot", "dashdot")
 COLOURS = ("#3b7dd8", "#e0662f", "#3a9d4c", "#9a5cf5", "#b8890b", "#14989a", "#cf3f7c", "#808080")
 
 
 class Run(NamedTuple):
-    """The records and the configuration of one training run."""
+    """The records, the starts and the configuration of one training run."""
 
     name: str
     records: list[dict[str, Any]]
+    starts: list[dict[str, Any]]  # as extensions/history writes them
     config: dict[str, Any]
+    status: str
     places: dict[str, dict[int, float]]  # "tokens" and "hours" of the run so far, by step
 
 
@@ -61,6 +72,7 @@ class Chart(NamedTuple):
     form: str = ".4~g"  # of a value, as d3-format writes it
     scale: str = "linear"
     smooth: bool = True  # where smoothing is chosen
+    divisor: float = 1.0  # of the values
 
 
 CHARTS = (
@@ -70,7 +82,7 @@ CHARTS = (
     Chart("Gradient norm", "norm before clipping", (("grad_norm", "", "solid"),), scale="log"),
     Chart("Parameter norm", "norm", (("param_norm", "", "solid"),)),
     Chart("Throughput", "tokens per second", (("tokens_per_second", "", "solid"),), form=".3~s"),
-    Chart("Peak memory of a device", "bytes", (("memory_bytes", "", "solid"),), form=".3~s", smooth=False),
+    Chart("Peak memory of a device", "GiB", (("memory_bytes", "", "solid"),), smooth=False, divisor=2**30),
 )
 MIXTURE = Chart("Data mixture", "sequences so far", (), form=".3~s", smooth=False)
 
@@ -81,6 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a metrics.jsonl")
     parser.add_argument("--output", type=Path, help="file to write (default: report.html in the first folder)")
     options = parser.parse_args(arguments)
+    try:
+        with extra_packages("the page of curves"):
+            import plotly  # noqa: F401  # the functions below import what they need of it
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
     runs: dict[Path, Run] = {}
     for folder in options.runs:
         try:
@@ -110,7 +128,31 @@ def read_run(folder: Path) -> Run:
         config = None
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a configuration; move it away to show the run without its settings")
-    return Run(folder.resolve().name, records, config, _places(records))
+    starts = read_starts(folder / STARTS)
+    return Run(folder.resolve().name, records, starts, config, status_of(folder, records), _places(records))
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """Return the starts of a run, oldest first; none if they are not known."""
+    try:
+        starts = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [start for start in starts if isinstance(start, dict) and isinstance(start.get("step"), int)]
+
+
+def status_of(folder: Path, records: Sequence[Mapping[str, Any]]) -> str:
+    """Return whether a run is complete, or how it ended: its last account says so, unless it was killed."""
+    accounts = [record["account"] for record in records if "account" in record]
+    if not accounts:
+        return "no report yet"
+    code = accounts[-1].get("ended")
+    if code is None:
+        silent = time.time() - (folder / FILE_NAME).stat().st_mtime  # which the run sets once a second while it steps
+        return "running" if silent < SILENT else f"killed, or hangs: no sign of life for {duration(silent)}"
+    if code == STOPPED_ITSELF and any("refused" in record for record in records):
+        return "diverged"
+    return ENDINGS.get(code, f"stopped, code {code:g}")
 
 
 def _places(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
@@ -125,6 +167,8 @@ def _places(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]
 
 def page(runs: Sequence[Run]) -> str:
     """Return the HTML document."""
+    from plotly.offline import get_plotlyjs
+
     figures = [
         _figure(chart, _curves(chart, runs)) for chart in (*CHARTS, *(_by_name(runs, prefix) for prefix in BY_NAME))
     ]
@@ -133,7 +177,7 @@ def page(runs: Sequence[Run]) -> str:
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(f"Training: {', '.join(run.name for run in runs)}"),
         summary=_summary(runs),
-        details=_account(runs) + _differences(runs),
+        details=_starts(runs) + _account(runs) + _differences(runs),
         curves=curves.replace("<", r"\u003c"),  # a name may not end the element
         plotly=get_plotlyjs(),
     )
@@ -143,23 +187,27 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _figure(chart: Chart, curves: Sequence[Scatter]) -> Figure:
+    from plotly.graph_objects import Figure
+
     axis = {
         "title": {"text": chart.unit},
         "type": chart.scale,
         "tickformat": chart.form,
-        "nticks": 6,
         "automargin": True,
     }
-    lines = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
+    lines = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "nticks": 6}
+    shown, note = _range(chart, curves)
+    legend = 20 * -(-len(curves) // 2)  # pixels: two names to a row on a telephone
     layout = {
         "template": "none",
         "meta": {"smooth": chart.smooth},
-        "title": {"text": chart.title, "x": 0.02},
+        "title": {"text": chart.title + note, "x": 0.02, "y": 0.93 if note else 0.96, "font": {"size": 15}},
         "xaxis": lines,
-        "yaxis": lines | axis,
-        "legend": {"orientation": "h", "y": -0.25},
+        "yaxis": lines | axis | shown,
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
         "showlegend": True,
-        "margin": {"t": 40, "r": 10, "l": 60, "b": 40},
+        "height": 300 + legend,
+        "margin": {"t": 60, "r": 10, "l": 60, "b": 60 + legend},
         "hovermode": "x unified",
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#888"},
         "hoverlabel": {"bgcolor": "#fff", "font": {"color": "#222"}},
@@ -171,13 +219,48 @@ def _figure(chart: Chart, curves: Sequence[Scatter]) -> Figure:
     return Figure(curves, layout)
 
 
+def _range(chart: Chart, curves: Sequence[Scatter]) -> tuple[dict[str, Any], str]:
+    """Return the axis's range without outliers, and a note on them; nothing where there are none.
+
+    An outlier is far above 95 % of all values and above where its curve began.
+    """
+    import numpy as np
+
+    values = [value for curve in curves for value in curve.meta["values"]]
+    if chart.scale != "linear" or not chart.smooth or len(values) < 3:
+        return {}, ""
+    low, high = np.quantile(values, (0.05, 0.95), method="lower")
+    limit = max(high + 3 * (high - low), *(1.5 * curve.meta["values"][0] for curve in curves))
+    outside = [value for value in values if value > limit]
+    if not outside or low == high:
+        return {}, ""
+    inside = [value for value in values if value <= limit]
+    margin = 0.05 * (max(inside) - min(inside))
+    note = f"<br><sub>{len(outside)} above, up to {max(outside):.4g}: double-click shows all</sub>"
+    return {"range": [min(inside) - margin, max(inside) + margin]}, note
+
+
+def _restarts(run: Run, name: str, number: int, divisor: float) -> list[Scatter]:
+    """Return a mark on the curve of `name` for each step at which the run was started again."""
+    reports = {record["step"]: record[name] / divisor for record in run.records if record.get(name) is not None}
+    steps = [start["step"] for start in run.starts[1:]]
+    points = {step: reports[min(reports, key=lambda other: abs(other - step))] for step in steps if reports}
+    if not points:
+        return []
+    marks = _curve(run, points, f"{run.name} started again", number)
+    return [marks.update(mode="markers", marker={"symbol": "line-ns-open", "size": 14})]
+
+
 def _curves(chart: Chart, runs: Sequence[Run]) -> list[Scatter]:
     curves = []
     for number, run in enumerate(runs):
         for name, suffix, dash in chart.shows:
-            points = {record["step"]: record[name] for record in run.records if record.get(name) is not None}
+            reports = (record for record in run.records if record.get(name) is not None)
+            points = {record["step"]: record[name] / chart.divisor for record in reports}
             if points:
                 curves.append(_curve(run, points, run.name + suffix, number, dash))
+        if chart.title == "Loss":
+            curves += _restarts(run, "loss", number, chart.divisor)
     return curves
 
 
@@ -200,6 +283,9 @@ def _mixture(run: Run) -> list[Scatter]:
 
 def _curve(run: Run, points: Mapping[int, float], label: str, number: int, dash: str = "solid") -> Scatter:
     """Return a line whose points are in `meta`, from where report.html takes those of the axis that is chosen."""
+    import numpy as np
+    from plotly.graph_objects import Scatter
+
     meta = {"values": list(points.values()), "step": list(points)}
     for name, known in run.places.items():
         meta[name] = np.interp(list(points), list(known), list(known.values())).tolist()
@@ -209,24 +295,47 @@ def _curve(run: Run, points: Mapping[int, float], label: str, number: int, dash:
 
 
 def _summary(runs: Sequence[Run]) -> str:
-    """Return a table of the runs' last reports."""
-    rows = []
-    for run in runs:
-        reports = [record for record in run.records if "loss" in record]
-        validations = [record["val_loss"] for record in run.records if record.get("val_loss") is not None]
-        last = reports[-1] if reports else {}
-        spikes = sum(bool(record.get("loss_spike")) for record in reports)
-        rows.append(
-            (
-                run.name,
-                f"{last.get('step', 0):,}",
-                amount(last.get("tokens_seen", 0)),
-                _number(last.get("loss")),
-                _number(validations[-1] if validations else None),
-                str(spikes),
-            )
+    """Return a table of how the runs stand."""
+    head = ("run", "status", "parameters", "step", "tokens", "last loss", "validation: last", "best", "loss spikes")
+    return _table("", (*head, "starts"), [_standing(run) for run in runs])
+
+
+def _standing(run: Run) -> tuple[str, ...]:
+    reports = [record for record in run.records if "loss" in record]
+    validations = [record["val_loss"] for record in run.records if record.get("val_loss") is not None]
+    last = reports[-1] if reports else {}
+    is_lost = "refused" in last
+    tokens = max((record.get("tokens_seen", 0) for record in run.records), default=0)
+    return (
+        run.name,
+        run.status,
+        amount(run.starts[-1]["parameters"]) if run.starts and "parameters" in run.starts[-1] else "n/a",
+        f"{last.get('step', 0):,}",
+        amount(tokens),
+        "not finite" if is_lost else _number(last.get("loss")),
+        _number(validations[-1] if validations else None),
+        _number(min(validations, default=None)),
+        str(sum(bool(record.get("loss_spike")) or "refused" in record for record in reports)),
+        str(max(1, len(run.starts))),
+    )
+
+
+def _starts(runs: Sequence[Run]) -> str:
+    """Return a table of the starts of each run; empty if none is known."""
+    rows = [
+        (
+            run.name,
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.get("time", 0))),
+            f"{start['step']:,}",
+            *(str(start.get(name, "")) for name in ("host", "devices", "commit")),
+            ", ".join(f"{name} {number}" for name, number in start.get("versions", {}).items()),
+            str(start.get("command", "")),
         )
-    return _table("", ("run", "step", "tokens", "last loss", "last validation loss", "loss spikes"), rows)
+        for run in runs
+        for start in run.starts
+    ]
+    head = ("run", "started", "after step", "host", "devices", "commit", "versions", "command")
+    return _table("Starts", head, rows) if rows else ""
 
 
 def _account(runs: Sequence[Run]) -> str:

@@ -31,7 +31,7 @@ from pretraining.checkpoint.store import load, read_tensors
 from pretraining.extensions.lora.adapter import CONFIG, MODEL, PREFIX, adapter_config
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import Optimizer, build_optimizer
-from pretraining.parallel.xla.engine import XlaEngine
+from pretraining.parallel.select import engine_class
 from tests.checkpoint.saving import save
 
 DEVICES = int(os.environ["CPU_NUM_DEVICES"])
@@ -51,7 +51,7 @@ TRAINED = ("fsdp", "context") if DEVICES > 1 else ("ddp",)
 LORA_MESHES = ("ddp", "fsdp")
 LORA = {"lora_rank": 2, "lora_target_modules": "q_proj,down_proj"}
 ROWS, LENGTH, VOCABULARY = 8, 16, 50  # 50 rows and a width of 20 over 8 devices: uneven splits
-Run = tuple[XlaEngine, Any, Optimizer, Any]
+Run = tuple[Any, Any, Optimizer, Any]
 
 
 def open_mesh(name: str, **more: Any) -> Run:
@@ -71,7 +71,7 @@ def open_mesh(name: str, **more: Any) -> Run:
         batch_size=ROWS * inner // DEVICES,
         **fields,
     )
-    engine = XlaEngine(config)
+    engine = engine_class(config, "xla")(config)
     model = engine.place(build_model(config))
     optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)

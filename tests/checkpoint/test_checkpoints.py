@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from main_training import CHECKS
 from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_power, shortage
-from pretraining.checkpoint.files import FolderLock
 from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
 from pretraining.checkpoint.manifest import Facts, open_checkpoint, write_commit
 from pretraining.checkpoint.restoring import check_starting_point
@@ -26,6 +25,7 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
 from pretraining.run.start import parameter_shapes
+from pretraining.storage import FolderLock
 from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.generate import base_weights
 from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
@@ -217,6 +217,10 @@ def test_the_run_s_own_checkpoint_wins_over_ckpt_load_path(tmp_path: Path) -> No
     whole = run(tmp_path / "b", num_steps=8)
     run(tmp_path / "c", num_steps=4)
     assert run(tmp_path / "c", ckpt_load_path=str(tmp_path / "a")) == whole[4:]
+    assert run(tmp_path / "d", ckpt_load_path=str(tmp_path / "a"), load_step=True) == whole[2:]
+    assert run(tmp_path / "c", num_steps=9, ckpt_load_path=str(tmp_path / "a"), load_step=True) == run(
+        tmp_path / "b", num_steps=9
+    )  # its own checkpoint wins here, too
 
 
 def test_an_adapter_does_not_continue_without_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,6 +337,17 @@ def test_a_run_prints_where_it_starts_and_does_not_ignore_a_path_in_silence(
     assert f"--ckpt_load_path={path} is not read: only a run without a checkpoint of its own starts there" in again
     for own in ("a", "a/checkpoints"):  # the checkpoint that it continues from
         assert "is not read" not in printed(tmp_path / "a", num_steps=4, ckpt_load_path=str(tmp_path / own))
+    own = str(tmp_path / "empty" / "checkpoints")
+    for _ in range(2):  # a first start, and one that was killed before its first save
+        first = printed(tmp_path / "empty", num_steps=2, ckpt_load_path=own, checkpoint_interval=0)
+        assert f"--ckpt_load_path={own} is this run's own folder and has no checkpoint" in first
+        assert "starting at step 0 from initial weights" in first
+        Path(own).mkdir(exist_ok=True)
+    assert "is not read" not in printed(tmp_path / "empty", num_steps=2, ckpt_load_path=own, load_step=True)
+    assert f"continuing from {own}/step_2" in printed(tmp_path / "empty", num_steps=4, ckpt_load_path=own)
+    with pytest.raises(ConfigError, match="--hidden_size=32"):  # a setting that a run cannot change
+        fields = {"ckpt_load_path": own, "load_step": True, "hidden_size": 32}
+        check_start_of(small_config(tmp_path / "new", **fields), tmp_path / "new")
     for folder in ("a", "new"):
         with pytest.raises(UserError, match=r"--ckpt_load_path=.*typo: there is no such folder"):
             check_start_of(small_config(tmp_path / folder, ckpt_load_path=str(tmp_path / "typo")), tmp_path / folder)
@@ -443,7 +458,7 @@ def test_adapters_do_not_continue_on_other_weights_than_they_were_trained_on(tmp
 def test_a_second_run_on_the_same_folder_is_refused_while_the_first_lives(
     tmp_path: Path, folder: str, settings: dict[str, Any], setting: str
 ) -> None:
-    holder = "import sys; from pathlib import Path; from pretraining.checkpoint.files import FolderLock;"
+    holder = "import sys; from pathlib import Path; from pretraining.storage import FolderLock;"
     holder += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     first = subprocess.Popen(
         [sys.executable, "-c", holder, str(tmp_path / folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -458,7 +473,7 @@ def test_a_second_run_on_the_same_folder_is_refused_while_the_first_lives(
 
 def test_a_forked_child_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
     holder = (
-        "import os, sys, time; from pathlib import Path; from pretraining.checkpoint.files import FolderLock\n"
+        "import os, sys, time; from pathlib import Path; from pretraining.storage import FolderLock\n"
         "lock = FolderLock(Path(sys.argv[1]))\n"
         "child = os.fork()\n"
         "if child == 0: os.close(1); time.sleep(60); os._exit(0)\n"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pretraining.checkpoint.files import UnreadableError
-from pretraining.checkpoint.huggingface import open_any_checkpoint
+from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError

@@ -25,13 +25,6 @@ from pretraining.config.validate import problems
         ({"ckpt_io_workers": 0}, "--ckpt_io_workers=0", "at least 1"),
         ({"ckpt_max_failures": 0}, "--ckpt_max_failures=0", "at least 1"),
         ({"keep_last_n_checkpoints": -1}, "--keep_last_n_checkpoints=-1", "at least 0"),
-        (
-            {"ckpt_local_path": "s3://b/n", "checkpoint_interval": 9},
-            "--ckpt_local_path=s3://b/n",
-            "a local path",
-        ),
-        ({"ckpt_local_path": "fast"}, "--ckpt_local_path=fast", "give an interval in steps"),
-        ({"ckpt_local_interval": 7}, "--ckpt_local_interval=7", "needs --ckpt_local_path"),
         ({"checkpoint_interval": -2}, "--checkpoint_interval=-2", "at least 0"),
     ],
 )

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pretraining.checkpoint.checkpoints import Checkpoints
-from pretraining.checkpoint.files import MARKER, digest
+from pretraining.checkpoint.files import digest
 from pretraining.checkpoint.manifest import FACTS, MANIFEST, open_checkpoint, write_commit
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
 from pretraining.run.start import parameter_shapes
+from pretraining.storage import MARKER
 from pretraining.tools.convert.convert import to_huggingface
 from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import DIMENSIONS, PlainEngine, facts_of, open_run, small_config

@@ -16,6 +16,7 @@ def processes(*command: str | Path, **environment: str) -> list[tuple[int, list[
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    common["PYTHONPATH"] = str(HERE.parents[1])
     started = [
         subprocess.Popen(
             [sys.executable, *command],

@@ -9,12 +9,12 @@ import pytest
 from main_training import CONFIGURATION
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import UserError
-from pretraining.config.support import LIMITS, unsupported
+from pretraining.config.support import limits_of, unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
 from pretraining.parallel.checks import CHECKS
 
-SETTINGS = settings_of(CONFIGURATION)
+SETTINGS, LIMITS = settings_of(CONFIGURATION), limits_of(CONFIGURATION)
 
 PLACES = [("xla", None), ("torch", "cpu"), ("torch", "tpu"), ("torch", "cuda")]
 # One configuration with the values of each row.
@@ -25,19 +25,20 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("reduce_dtype", {"reduce_dtype": "bf16", "mixed_precision": False}),
     ("collective_timeout", {"collective_timeout": 5}),
     ("cpu_offload", {"cpu_offload": True}),
-    ("memory_profiling", {"memory_profiling": True}),
-    ("pipeline_balance", {"pipeline_parallel_size": 2, "pipeline_balance": True}),
-    ("pipeline_schedule", {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"}),
     ("kv_replication", {"kv_replication": 2}),
     ("attention_impl", {"attention_impl": "splash"}),
     ("save_attention", {"save_attention": True, "checkpoint_num_layers": 2}),
     ("compile_cache_dir", {"compile_cache_dir": "there"}),
+    ("pipeline_balance", {"pipeline_parallel_size": 2, "pipeline_balance": True}),
+    ("pipeline_schedule", {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"}),
+    ("memory_profiling", {"memory_profiling": True}),
 ]
+EXAMPLES = [(setting, fields) for setting, fields in EXAMPLES if setting in SETTINGS]  # of extensions that are there
 
 
 def test_every_row_has_an_example_and_no_default_is_unsupported() -> None:
     assert [limit.setting for limit in LIMITS] == [setting for setting, _ in EXAMPLES]
-    assert SETTINGS.keys() >= {setting for setting, _ in EXAMPLES}
+    assert settings_of(CONFIGURATION).keys() >= {setting for setting, _ in EXAMPLES}
     for engine, device in PLACES:
         assert list(unsupported(CONFIGURATION(), engine, device)) == []
 
@@ -52,6 +53,8 @@ def test_a_kernel_whose_extension_is_not_there_is_refused_and_none_is_needed() -
 def test_a_precision_whose_extension_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match=r"--precision=fp8: needs pretraining/extensions/fp8, .*use mixed_bf16"):
         TrainConfig(precision="fp8").transformation_on("cpu")
+    with pytest.raises(UserError, match=r"--precision=fp16: needs pretraining/extensions/fp16, .*use mixed_bf16"):
+        TrainConfig(precision="fp16").loss_scale_on("cpu")
 
 
 @pytest.mark.parametrize(("limit", "fields"), [(limit, row[1]) for limit, row in zip(LIMITS, EXAMPLES, strict=True)])

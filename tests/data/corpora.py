@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from main_training import CONFIGURATION
 from pretraining.config.training import TrainConfig
 from pretraining.data import Stream
 
@@ -96,7 +97,8 @@ def corpus(folder: Path, *shards: Documents, name: str = "a") -> Path:
 def settings(folder: Path, **fields: Any) -> TrainConfig:
     """A configuration that reads `folder`, with its indexes next to it."""
     usual = {"seq_length": 16, "global_batch_size": 1, "vocab_size": 1 << 20, "logical_shards": 8}
-    return TrainConfig(**{"data_path": str(folder), "index_dir": f"{folder}.index", **usual, **fields})
+    config: TrainConfig = CONFIGURATION(**{"data_path": str(folder), "index_dir": f"{folder}.index", **usual, **fields})
+    return config
 
 
 def rows(stream: Stream, steps: int) -> list[np.ndarray]:

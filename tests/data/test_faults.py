@@ -299,7 +299,7 @@ def test_always_verifies_blocks_that_were_read_before(tmp_path: Path, monkeypatc
     for refused in (False, True):
         stream = open_stream(replace(config, verify_data="always" if refused else "first_read"))
         rows(stream, 400)
-        monkeypatch.setattr("pretraining.data.files.OpenFile.check", lambda self: None)
+        monkeypatch.setattr("pretraining.storage.LocalFile.check", lambda self: None)
         flip(folder / "s0.arrow", 200_000, (folder / "s0.arrow").stat())
         try:
             for step in range(400, 800):

@@ -19,7 +19,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data import Prefetcher, cut_rows, open_stream
 from pretraining.data.files import OpenFiles
-from pretraining.storage import read_exactly
+from pretraining.storage import LocalFile
 from tests.data.corpora import SEPARATOR, corpus, epoch_tokens, numbered, rows, settings
 
 LENGTHS = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(100, 700))
@@ -247,12 +247,14 @@ def test_a_file_that_another_thread_evicts_stays_open_until_it_is_read(
 
     monkeypatch.setattr("pretraining.data.stream.OpenFiles", remembered)
 
+    read_at = LocalFile.read_at
+
     def evict_and_read(*arguments: Any) -> bytes:
         for cache in caches:
             cache.close()
-        return read_exactly(*arguments)
+        return read_at(*arguments)
 
-    monkeypatch.setattr("pretraining.data.files.read_exactly", evict_and_read)
+    monkeypatch.setattr(LocalFile, "read_at", evict_and_read)
     assert np.array_equal(rows(open_stream(settings(tmp_path / "data")), 200), expected)
 
 

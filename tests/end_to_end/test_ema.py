@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 DECAY, STEPS = 0.75, 4
 
 
-@pytest.mark.parametrize("engine", ["torch", "xla"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("xla", marks=pytest.mark.exhaustive)])
 def test_the_moving_average_follows_every_update_and_is_exported(
     tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,6 +167,7 @@ QUICKSTART = {
 }
 
 
+@pytest.mark.exhaustive
 def test_text_trains_through_a_file_as_it_does_with_flags(tmp_path: Path) -> None:
     prepare = [sys.executable, "-m", "pretraining.tools.prepare", "--input=pretraining", "--endings=.py"]
     subprocess.run([*prepare, f"--output={tmp_path / 'data'}", "--vocab_size=1024"], cwd=ROOT, check=True)

@@ -71,6 +71,7 @@ def test_rows_grow_and_a_stopped_run_continues_bit_for_bit(
 
 
 @pytest.mark.skipif(not find_spec("torch_xla"), reason="needs torch_xla")
+@pytest.mark.exhaustive
 def test_context_ranks_and_the_other_engine_have_the_same_losses(whole: Path, tmp_path: Path) -> None:
     want = reports(whole)
     xla = elsewhere(ALONE, tmp_path / "xla", engine="xla", device="auto")

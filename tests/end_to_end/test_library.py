@@ -1,7 +1,8 @@
-"""Training from Python: the page of configs.md, the script's losses, and stopping and resuming."""
+"""Training from Python: docs/python.md, the script's losses, and stopping and resuming."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ from pretraining.monitor.metrics import FILE_NAME, read_metrics
 from tests.parallel.toy import instruction_cases
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "configs.md").read_text().split("## From Python: own data, own model")[1]
+PAGE = (ROOT / "docs" / "python.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,17 @@ def test_the_page_runs_and_its_models_learn_its_data(page: dict[str, Any]) -> No
         run = page[name]
         assert run.code == 0 and list(run.losses) == list(range(1, 9)) and run.losses[8] < run.losses[1] - 0.2
     assert page["halved"].losses != page["counters"].losses
+
+
+def test_the_notebook_runs_continues_and_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    exec("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), names)
+    run, longer, watched = (names[name] for name in ("run", "longer", "watched"))
+    assert list(run.losses) == list(range(1, 11)) and run.losses[10] < run.losses[1] - 0.2
+    assert longer.losses.items() > run.losses.items() and max(longer.losses) == 14
+    assert names["norms"].keys() == watched.losses.keys()
 
 
 def test_the_flags_of_the_script_train_as_the_configuration_does(
@@ -71,6 +83,7 @@ class ThirdBatchUntrained:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_global_batch_without_trained_tokens_has_loss_0_on_both_engines(page: dict[str, Any], tmp_path: Path) -> None:
     torch = train({**page["tiny"], "log_dir": tmp_path / "torch"}, data={"train": ThirdBatchUntrained()})
     assert torch.code == 0 and torch.losses[3] == 0 < torch.losses[8] < torch.losses[1] - 0.2

@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.checkout import run
 from tests.end_to_end.small import ROOT, figures
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 ITSELF = "bash scripts/test.sh"
 
 

@@ -47,7 +47,7 @@ def losses_and_outliers(folder: Path) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", "xla"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("xla", marks=pytest.mark.exhaustive)])
 def test_a_spike_leaves_no_trace(engine: str, tmp_path: Path) -> None:
     if engine == "xla":
         pytest.importorskip("torch_xla")

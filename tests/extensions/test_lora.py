@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from main_training import CONFIGURATION, configure, train
-from pretraining.checkpoint.huggingface import open_any_checkpoint
+from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
@@ -88,8 +88,8 @@ def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
 
 
 def test_a_run_has_the_default_name_that_it_had_when_these_settings_stood_in_the_core() -> None:
-    fields = {"lora_rank": 4, "lora_bias": "all", "ema_decay": 0.9, "use_dummy_dataset": True}
-    assert CONFIGURATION(**fields).default_run_name == "llama2_7b-8fd902"
+    fields = {"lora_rank": 4, "lora_bias": "all", "ema_decay": 0.9}
+    assert CONFIGURATION(**fields).default_run_name == "llama2_7b-7dbd1a"
 
 
 @pytest.mark.parametrize("init", ["default", "gaussian"])

@@ -12,7 +12,7 @@ import torch
 
 from main_training import CONFIGURATION
 from main_training import train as run_training
-from pretraining.checkpoint.huggingface import open_any_checkpoint
+from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.training import TrainConfig

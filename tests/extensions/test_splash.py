@@ -18,6 +18,7 @@ from pretraining.extensions.splash.choice import SplashConfig
 from pretraining.extensions.splash.programs import SplashShape, lowered
 from tests.parallel.launch import ROOT, needs, run
 from tests.parallel.toy import TOY
+from tests.selection import chosen
 
 needs_jax = needs("torch_xla", "jax")
 CASES: dict[str, dict[str, Any]] = {
@@ -45,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
         "packed": True,
     },
 }
+CASES = chosen(CASES, ("causal", "context x tensor, window, documents, odd length"))
 SHAPE = SplashShape(rows=1, heads=2, kv_heads=1, length=128, width=64, dtype="bfloat16")
 
 
@@ -131,7 +133,7 @@ def test_a_device_without_the_kernel_and_a_missing_package_are_named(monkeypatch
     with pytest.raises(UserError, match="products of this run are fp32"):
         SplashConfig(attention_impl="splash", precision="fp32").attention_on("TPU")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install -r requirements-tpu-aot.txt" in automatic.attention_on("TPU").reason
+    assert "pip install -r requirements/tpu-aot.txt" in automatic.attention_on("TPU").reason
     with pytest.raises(UserError, match="needs jax to be lowered"):
         asked.attention_on("CPU")
 

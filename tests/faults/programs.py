@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import torch
 
 from pretraining.checkpoint.folder import find_checkpoints
-from pretraining.config.huggingface import config_json
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import REQUIRED_OF_CUSTOM
 from pretraining.models.init import build_model
 from pretraining.storage import location
+from pretraining.tools.convert.description import config_json
 from tests.data import corpora
 from tests.end_to_end.small import figures
 from tests.faults.harness import Programs

@@ -56,18 +56,22 @@ SMALL: dict[str, Any] = {
 ENGINES: dict[str, dict[str, Any]] = {"xla": {"engine": "xla"}, "torch": {"engine": "torch", "device": "cpu"}}
 
 
-def environment() -> dict[str, str]:
-    """Eight virtual devices for the xla engine, two threads for the torch engine, XLA's default optimizations."""
-    return {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "OMP_NUM_THREADS": "2", "XLA_FLAGS": ""}
+def environment(xla_flags: str | None = "") -> dict[str, str]:
+    """Eight virtual devices for the xla engine, two threads for the torch engine, and XLA_FLAGS (None: not set)."""
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    flags = {} if xla_flags is None else {"XLA_FLAGS": xla_flags}
+    return {**inherited, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "OMP_NUM_THREADS": "2", **flags}
 
 
-def train(folder: Path, **fields: Any) -> list[dict[str, float]]:
-    """Run the script in `folder`, and return loss, gradient norm and learning rate of each step."""
+def train(folder: Path, xla_flags: str | None = "", **fields: Any) -> list[dict[str, float]]:
+    """Run the script in `folder`, and return loss, gradient norm and learning rate of each step. What it printed is in
+    output.txt."""
     folder.mkdir(exist_ok=True)
     flags = [f"--{name}={value}" for name, value in {**FLAGS, **fields}.items()]
     command = [sys.executable, str(ROOT / "main_training.py"), *flags]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment(xla_flags), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "output.txt").write_text(done.stdout)
     records = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: record[name] for name in ("loss", "grad_norm", "learning_rate")}

@@ -12,6 +12,7 @@ import pytest
 from tests.golden.runs import ENGINES, RECORD, continue_checkpoint, machine, train
 
 pytestmark = pytest.mark.slow
+CHOSEN = "XLA_FLAGS=--xla_backend_optimization_level=1"
 Figures = list[dict[str, float]]
 
 
@@ -36,6 +37,15 @@ def assert_recorded(figures: Figures, name: str, *, exact: bool = True) -> None:
 @pytest.mark.quick
 def test_losses_of_a_tiny_run_are_those_recorded(engine: str, tmp_path: Path) -> None:
     assert_recorded(train(tmp_path / "run", **ENGINES[engine]), engine)
+    assert CHOSEN not in (tmp_path / "run" / "output.txt").read_text()  # XLA_FLAGS is set, to nothing
+
+
+def test_xla_flags_chosen_for_cpus_are_printed_and_leave_losses_as_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("torch_xla")
+    first, second = (train(tmp_path / name, xla_flags=None, engine="xla") for name in ("first", "second"))
+    assert first == second
+    assert_recorded(first, "xla", exact=False)
+    assert CHOSEN in (tmp_path / "first" / "output.txt").read_text()
 
 
 def test_the_kept_checkpoint_continues_on_both_engines(engine: str, tmp_path: Path) -> None:

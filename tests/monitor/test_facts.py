@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 
-from pretraining.config.devices import kind_of
-from pretraining.config.training import TrainConfig
+from main_training import CONFIGURATION
 from pretraining.config.variants import VARIANTS
 from pretraining.monitor.facts import describe, placed_line
-from pretraining.monitor.flops import Meter, flops_per_token
-from pretraining.monitor.progress import summary
 from pretraining.optim.precision import describe_dtypes
 from pretraining.optim.schedule import learning_rate, milestone_steps
 
@@ -20,7 +17,7 @@ SIZE = VARIANTS["llama2_7b"].parameters
 
 def facts(device_name: str = "NVIDIA A100-SXM4-80GB", **fields: Any) -> dict[str, str]:
     batch = {"batch_size": 2, "global_batch_size": 64, "gradient_accumulation_steps": 4}
-    config = TrainConfig(**{"model_variant": "llama2_7b", "num_steps": 15_000, **batch, **fields})
+    config = CONFIGURATION(**{"model_variant": "llama2_7b", "num_steps": 15_000, **batch, **fields})
     text = describe(
         config,
         mesh={"replica": 2, "shard": 4, "context": 1, "tensor": 1},
@@ -47,15 +44,6 @@ def test_every_fact_is_one_line_with_its_figures() -> None:
     assert said["MFU against"] == "312.00 TFLOP/s dense bf16, A100"
 
 
-def test_mup_has_a_line_with_its_factors() -> None:
-    assert "muP" not in facts()
-    line = facts(mup_base_width=512, mup_base_head_dim=32)["muP"]
-    assert line == (
-        "8 x the width of the base model: matrices of the blocks x 0.125 of the learning rate, "
-        "logits x 0.125, queries x 0.5"
-    )
-
-
 def test_memory_is_that_of_one_device() -> None:
     # 16 bytes x 6,738,415,616 / 4 / 2^30
     assert facts()["memory/device"].startswith("25.10 GiB of state (parameters 6.28 GiB, gradients 6.28 GiB, moments")
@@ -78,7 +66,7 @@ def test_an_unknown_device_is_never_guessed() -> None:
 @pytest.mark.parametrize("num_steps", [1, 2, 19, 20, 15_000])
 def test_the_learning_rate_is_shown_at_the_first_and_the_last_step(num_steps: int) -> None:
     shown = facts(num_steps=num_steps)["learning rate"]
-    config = TrainConfig(num_steps=num_steps)
+    config = CONFIGURATION(num_steps=num_steps)
     assert shown.startswith(f"fms_cosine: {learning_rate(config, 0):.3g} at step 1")
     assert shown.endswith(f"{learning_rate(config, num_steps - 1):.3g} at step {num_steps:,}")
 
@@ -87,28 +75,3 @@ def test_the_placed_line_shows_the_share_of_a_copy_that_one_device_holds() -> No
     line = placed_line({"parameters": SIZE, "moments": SIZE * 8}, {"parameters": 4 * SIZE, "moments": 8 * SIZE})
     assert "(25.0% of a copy), moments" in line
     assert line.endswith("(100.0% of a copy)")
-
-
-def meter(device: str) -> Meter:
-    return Meter(4096, 8, flops_per_token(VARIANTS["llama3_194m_4k"], 512), kind_of(device))
-
-
-def test_the_summary_is_the_median_of_the_steps_that_did_not_compile() -> None:
-    text = summary(meter("NVIDIA H200"), first_step=12.0, step_times=[2.0, 90.0, 1.0], memory_bytes=3 * 2**30)
-    assert "median step       2 s over 3 reports" in text
-    assert "2,048 on 8 devices" in text
-    assert "256\n" in text
-    assert "10.0 s (first step 12.0 s)" in text
-    assert "3.00 GiB" in text
-    assert "989.50 TFLOP/s, H200 SXM" in text
-
-
-def test_the_summary_says_n_a_for_what_nobody_knows() -> None:
-    text = summary(meter("CPU"), first_step=12.0, step_times=[2.0], memory_bytes=None)
-    assert text.count("n/a") == 3  # both MFUs and the memory
-
-
-def test_the_summary_of_a_single_step_invents_no_median() -> None:
-    text = summary(meter("NVIDIA H200"), first_step=12.0, step_times=[], memory_bytes=None)
-    assert "n/a (no step after the first)" in text
-    assert "tokens/s" not in text

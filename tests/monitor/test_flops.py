@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretraining.config.devices import DEVICE_KINDS, PLAN_KINDS, DeviceKind, kind_of
+from pretraining.config.devices import DEVICE_KINDS, DeviceKind, kind_of
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.models.llama import Llama
@@ -61,6 +61,13 @@ def test_the_two_conventions_differ_by_11_percent_for_llama3_8b_at_8192() -> Non
         ("NVIDIA GH200 480GB", "GH200"),
         ("NVIDIA B200", "B200"),
         ("NVIDIA GB200", "GB200"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "GeForce RTX 4090"),
+        ("AMD Instinct MI300X", "MI300X"),
         ("trn1.32xlarge", "trn1 NeuronCore"),
         ("trn2.48xlarge", "trn2 logical NeuronCore (LNC=2)"),
     ],
@@ -79,7 +86,9 @@ def test_in_fp8_the_peak_is_that_of_fp8_and_unknown_where_there_is_none() -> Non
     assert kind_of("NVIDIA A100-SXM4-80GB", "fp8") is None
 
 
-@pytest.mark.parametrize("device", ["CPU", "", "NVIDIA L4", "TPU", "NEURON", "NVIDIA GeForce RTX 4090", "AMD MI300X"])
+@pytest.mark.parametrize(
+    "device", ["CPU", "", "NVIDIA T4", "TPU", "NEURON", "NVIDIA GeForce RTX 3090", "AMD Instinct MI250X"]
+)
 def test_an_unknown_device_has_no_peak_and_no_mfu(device: str) -> None:
     speed = Meter(1000, 1, flops_per_token(VARIANTS["tiny"], 64), kind_of(device)).speed(0.5)
     assert speed["mfu"] is None
@@ -92,13 +101,6 @@ def test_no_row_of_the_table_is_hidden_by_one_above_it() -> None:
     for i, (words, name) in enumerate(rows):
         assert not any(all(any(w in word for word in words) for w in above) for above, _ in rows[:i]), name
     assert len({kind.name for kind in DEVICE_KINDS}) == len(DEVICE_KINDS)
-
-
-@pytest.mark.parametrize("kind", PLAN_KINDS.values(), ids=lambda kind: kind.name)
-def test_a_kind_that_can_be_planned_for_has_every_figure(kind: DeviceKind) -> None:
-    assert min(kind.peak_flops, kind.memory, kind.link, kind.network) > 1e9
-    assert kind.per_host > 1 and 0 < kind.efficiency < 1
-    assert (kind.topology_axes > 0) == (kind.engine == "xla") == kind.name.startswith("tpu")
 
 
 @given(st.integers(1, 10**6), st.integers(1, 64), st.floats(1e-3, 1e3))

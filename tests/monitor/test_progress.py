@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.monitor.figures import amount, duration, flop, number, percent, size
-from pretraining.monitor.progress import evaluation_line, progress_line, questions_line
+from pretraining.monitor.progress import evaluation_line, progress_line
 
 
 def record(step: int, **changed: Any) -> dict[str, Any]:
@@ -57,12 +57,6 @@ def test_a_validation_line_has_bits_per_byte_and_each_dataset() -> None:
     figures = {"val_loss": 3.41, "val_bits_per_byte": 1.2, "val_loss/web": 3.5, "val_loss/code": 3.3, "val_tokens": 9}
     line = evaluation_line({"step": 80, **figures}, 160)
     assert line.endswith("validation loss  3.4100  1.2000 bits/byte  web  3.5000  code  3.3000")
-
-
-def test_questions_have_a_line_with_the_accuracies_of_each_file() -> None:
-    figures = {"eval_acc/a": 0.5, "eval_acc_norm/a": 0.25, "eval_acc/b": 1.0, "eval_acc_norm/b": 0.75}
-    line = questions_line({"step": 80, **figures, "eval_seconds": 2.0}, 160)
-    assert line == "step  80/160  50.0%  accuracy (normalized)  a 0.5000 (0.2500)  b 1.0000 (0.7500)"
 
 
 def test_a_spike_is_told_at_the_end_of_its_line() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.config.optimizers import OPTIMIZERS
+from main_training import CONFIGURATION
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
 from pretraining.optim.optimizer import (
@@ -23,7 +23,9 @@ from pretraining.optim.rules import Adam, Muon
 
 
 def config(**fields: Any) -> TrainConfig:
-    return TrainConfig(**{"model_variant": "tiny", "num_layers": 2, "seq_length": 64, "num_steps": 100, **fields})
+    sizes = {"model_variant": "tiny", "num_layers": 2, "seq_length": 64, "num_steps": 100}
+    config: TrainConfig = CONFIGURATION(**{**sizes, **fields})
+    return config
 
 
 def step(optimizer: Optimizer, gradients: list[torch.Tensor], rate: float) -> list[torch.Tensor]:
@@ -99,7 +101,7 @@ def test_a_parameter_name_without_a_layer_number_is_a_stack() -> None:
     assert not is_stacked("model.norm.weight")
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", CONFIGURATION.optimizers())
 def test_stacking_layers_changes_neither_the_size_of_the_state_nor_its_kind(optimizer: str) -> None:
     chosen = config(optimizer=optimizer)
     matrices = [(f"model.layers.{i}.mlp.up_proj.weight", torch.empty(6, 4, device="meta")) for i in range(3)]

@@ -21,13 +21,13 @@ ALONE = 0  # without torchrun; 1 is a process group of one, which is how a singl
 CHEAP_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 
-# jax is of requirements-tpu-aot.txt
+# jax is of requirements/tpu-aot.txt
 HAS_SPLASH = all(map(find_spec, ("jax", "pretraining.extensions.splash")))
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Skip a test where one of these packages is missing, of those that lower and compile for TPUs."""
-    return pytest.mark.skipif(not all(map(find_spec, packages)), reason="needs requirements-tpu-aot.txt")
+    return pytest.mark.skipif(not all(map(find_spec, packages)), reason="needs requirements/tpu-aot.txt")
 
 
 def launched(processes: int, *arguments: str) -> list[str]:

@@ -55,7 +55,7 @@ RECOMPUTED: dict[str, Fields] = {
     "recomputed": {"fsdp_activation_checkpointing": True},
     "a third": {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/3"},
 }
-SCHEDULES = {"xla": ("auto",), "torch": ("auto", "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble")}
+SCHEDULES = {"xla": ("auto",), "torch": ("auto", "GPipe")}
 
 
 def shared_fields(devices: int, layers: int) -> Fields:
@@ -69,8 +69,6 @@ def cases_of(engine: str, devices: int) -> dict[str, Fields]:
     dimensions = (LAYERS, STAGES, PIECES, PLACEMENTS, RECOMPUTED, SCHEDULES[engine])
     for layers, stages, pieces, placement, recomputed, schedule in itertools.product(*dimensions):
         fields: Fields = {**shared_fields(devices, layers), **PLACEMENTS[placement], **RECOMPUTED[recomputed]}
-        if schedule.endswith("ZeroBubble"):
-            fields["use_torch_compile"] = False
         if stages > 1:
             fields |= {"pipeline_parallel_size": stages, "virtual_pipeline_size": pieces, "pipeline_schedule": schedule}
         elif (pieces, schedule) != (1, "auto"):

@@ -72,7 +72,7 @@ PLACEMENT: dict[str, tuple[Any, ...]] = {
     "kv_replication": (1, 2),
     "pipeline_parallel_size": (2, 4),
     "virtual_pipeline_size": (2,),
-    "pipeline_schedule": ("GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"),
+    "pipeline_schedule": ("GPipe",),
     "low_cpu_fsdp": (False,),
     "fsdp_activation_checkpointing": (True,),
     "selective_checkpointing": ("2", "1/3"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from main_training import CONFIGURATION
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.profiler.watch import Profiler
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel import accelerator
@@ -63,18 +65,21 @@ def trained(documents: bool = False, **fields: Any) -> dict[str, Any]:
 
 
 def test_memory_of_traced_steps_is_written(tmp_path: Path) -> None:
-    config = TrainConfig(**{**TOY, **SIZES, "use_profiler": True, "memory_profiling": True})
+    settings = {"use_profiler": True, "memory_profiling": True, "profile_start_step": 1, "profile_num_steps": 1}
+    config = CONFIGURATION(**{**TOY, **SIZES, **settings, "log_dir": str(tmp_path)})
     engine = TorchEngine(config)
     try:
         model = engine.place(build_model(config))
         optimizer = build_optimizer(config, model.named_parameters())
         engine.prepare(optimizer)
-        engine.start_trace(str(tmp_path))
+        run: Any = SimpleNamespace(config=config, engine=engine, start_step=0, print=print)
+        profiler = Profiler(run, config)
+        profiler.before_step(1)
         engine.train_step(model, optimizer, batch_of(config, documents=False), 3e-3).read()
-        engine.stop_trace()
+        profiler.after_step(1)
     finally:
         engine.close()
-    snapshot = pickle.loads((tmp_path / "memory_0.pickle").read_bytes())
+    snapshot = pickle.loads((tmp_path / "profile" / "memory_0.pickle").read_bytes())
     assert any(event["action"] == "alloc" for trace in snapshot["device_traces"] for event in trace)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from pretraining.config.optimizers import OPTIMIZERS
+from main_training import CONFIGURATION
 from tests.parallel.launch import ALONE, run_on_torch, run_on_xla
 from tests.parallel.toy import HALFWAY
+from tests.selection import Outcomes, chosen, runs_all
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,7 @@ ARGUMENTS = {"onebit_adam": "freeze_step=2"}  # compressed before and after HALF
 FULL_TENSOR_RULES = ("novograd", "adafactor", "sm3", "muon", "onebit_adam")
 BY_OPTIMIZER: dict[str, Fields] = {
     name: {**FSDP, "optimizer": name, "learning_rate": RATES.get(name), "optimizer_args": ARGUMENTS.get(name, "")}
-    for name in OPTIMIZERS
+    for name in CONFIGURATION.optimizers()
 }
 BF16: Fields = {**FSDP, "mixed_precision": True}
 BY_PRECISION: dict[str, Fields] = {
@@ -54,11 +55,25 @@ EQUAL_MICRO_BATCHES: dict[str, Fields] = {
     "32 in bf16": {"global_batch_size": 32, "fp32_grad_acc": False},
 }
 STAGES: Fields = {"pipeline_parallel_size": 2}
-RESUMED = (*FULL_TENSOR_RULES, "madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout", "dropout, stages")
-CASES: dict[str, Fields] = {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM, **BY_MUP}
+RESUMED: tuple[str, ...] = (
+    *FULL_TENSOR_RULES,
+    "madgrad_wd",
+    "sgd",
+    "mixed_bf16_sr",
+    "bf16_sr",
+    "dropout",
+    "dropout, stages",
+)
+CASES: dict[str, Fields] = chosen(
+    {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM, **BY_MUP},
+    ("adamw", "adafactor", "muon", "fp32", "mixed_bf16", "bf16_sr", "dropout", "1-norm"),
+)
+RESUMED = tuple(name for name in RESUMED if name in CASES)
 
 
 def equal_micro_batches(ranks: int) -> dict[str, Fields]:
+    if not runs_all():
+        return {}
     common = {"mixed_precision": True, "precision": "manual", "rows_alike": True, "batch_size": 1, "num_steps": 1}
     sizes = {"num_layers": 2, "seq_length": 16}
     return {
@@ -87,7 +102,7 @@ def on_xla(folder: Path) -> dict[str, Any]:
         name: {**fields, "batch_size": sizes.get(name, 4), "evaluates": name in RANDOM}
         for name, fields in cases.items()
     }
-    return run_on_xla(4, cases)[0]
+    return Outcomes(run_on_xla(4, cases)[0])
 
 
 @cache
@@ -99,7 +114,7 @@ def on_torch(processes: int, folder: Path | None = None) -> dict[str, Any]:
         cases |= {name: {**fields, **STAGES} for name, fields in cases.items() if "stages" in name}
     if not folder and processes == ALONE:
         cases |= equal_micro_batches(1)
-    return run_on_torch(processes, cases)
+    return Outcomes(run_on_torch(processes, cases))
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +122,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("halfway")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_OPTIMIZER)
 def test_an_optimizer_gives_the_same_losses_on_one_and_two_processes(name: str) -> None:
     one, two = on_torch(ALONE)[name], on_torch(2)[name]
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_OPTIMIZER)
 def test_an_optimizer_gives_the_same_losses_on_4_devices_of_the_other_engine(name: str, folder: Path) -> None:
     alone, split = on_torch(ALONE)[name], on_xla(folder)[name]
     # rprop takes whole steps by signs, also those of gradients that are rounding alone
@@ -124,7 +139,7 @@ def test_an_optimizer_gives_the_same_losses_on_4_devices_of_the_other_engine(nam
     assert set(split["compilations"]) == {0}  # the rate's and the step's value compile nothing
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_OPTIMIZER)
 def test_an_optimizer_learns_at_its_default_rate(name: str) -> None:
     got = on_torch(ALONE)[name]
     # sgd's default of 1e-3 is small for this model
@@ -185,7 +200,7 @@ def test_mup_gives_the_same_losses_on_every_mesh_and_engine(case: str, folder: P
 
 
 def test_parameters_and_moments_have_the_bytes_of_their_precision() -> None:
-    held = {name: got["bytes"] for name, got in on_torch(ALONE).items()}
+    held = Outcomes({name: got["bytes"] for name, got in on_torch(ALONE).items()})
     wide = held["adamw"]
     assert held["bf16_sr"] == {kind: size // 2 for kind, size in wide.items()}
     assert held["mixed_bf16_sr"] == {**wide, "parameters": 2 * wide["parameters"]}
@@ -193,7 +208,8 @@ def test_parameters_and_moments_have_the_bytes_of_their_precision() -> None:
 
 
 def test_the_state_of_an_optimizer_is_as_small_as_its_source_promises() -> None:
-    held = {name: got["bytes"]["moments"] / got["bytes"]["parameters"] for name, got in on_torch(ALONE).items()}
+    moments = {name: got["bytes"]["moments"] / got["bytes"]["parameters"] for name, got in on_torch(ALONE).items()}
+    held = Outcomes(moments)
     assert held["sgd"] == 0
     assert held["lion"] == held["adagrad"] == 1
     assert held["adafactor"] < 0.05 and held["sm3"] < 0.05

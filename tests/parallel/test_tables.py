@@ -12,12 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from main_training import CONFIGURATION
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import VARIANTS, padded_vocabulary
+from pretraining.config.variants import VARIANTS, model_shape, padded_vocabulary
 from pretraining.models.llama import Llama
+from pretraining.parallel.accelerator import linked_processes
 from pretraining.parallel.layout import STRATEGIES, Layout, TorchLayout, layout_of, state_bytes, unsharded_state_bytes
-from pretraining.parallel.mesh import Mesh, kv_repeats, resolve_batch, resolve_mesh
+from pretraining.parallel.mesh import Mesh, kv_repeats, notes, resolve_batch, resolve_mesh
+from pretraining.parallel.processes import Processes
 from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.parallel.sharding import LLAMA_SHARDING, axes_of, spec_of
 
@@ -105,7 +108,7 @@ def test_adamw_s_state_is_16_bytes_a_parameter(variant: str) -> None:
     ],
 )
 def test_remaining_mesh_axes_are_data_parallel(fields: dict[str, Any], mesh: Mesh) -> None:
-    resolved = resolve_mesh(TrainConfig(**fields), devices=8, devices_per_host=4)
+    resolved = resolve_mesh(CONFIGURATION(**fields), devices=8, linked=4)
     assert (resolved, resolved.size) == (mesh, 8)
     assert resolved.data_ranks == mesh.replica * mesh.shard
 
@@ -156,7 +159,21 @@ def test_published_padded_sizes_are_met() -> None:  # Pythia: 50277 tokens, mult
 )
 def test_the_mesh_of_each_strategy(strategy: Any, group: int, mesh: Mesh) -> None:
     config = TrainConfig(sharding_strategy=strategy, sharding_group_size=group)
-    assert resolve_mesh(config, devices=8, devices_per_host=2) == mesh
+    assert resolve_mesh(config, devices=8, linked=2) == mesh
+
+
+def test_through_torchtpu_a_group_is_the_slice_and_elsewhere_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes(world_size=32, local_world_size=4)
+    assert linked_processes(processes) == (4, "a host has 4 processes")
+    monkeypatch.setenv("TORCH_TPU_TOPOLOGY", "4,4,1")
+    linked, reason = linked_processes(processes)
+    assert (linked, reason) == (16, "a TPU slice has 16 chips")
+    config = TrainConfig(sharding_strategy="hsdp")
+    mesh = resolve_mesh(config, 32, linked)
+    assert mesh == Mesh(1, 2, 16)
+    line = "hsdp: 2 groups of 16, because a TPU slice has 16 chips; see --sharding_group_size"
+    assert line in notes(config, model_shape(config), mesh, "torch", reason)
+    assert not notes(replace(config, sharding_group_size=16), model_shape(config), mesh, "torch", reason)
 
 
 def test_a_group_that_does_not_divide_the_devices_is_refused_with_those_that_do() -> None:
@@ -188,7 +205,7 @@ def test_a_growing_global_batch_is_refused_with_the_sizes_that_every_rank_can_di
     with pytest.raises(ConfigError, match=r"grows by 8, .* multiple of 16 .* divide 64 - 16; use 16 or 48"):
         resolve_batch(TrainConfig(rampup_batch_size="16,8,99", **fields), 8)
     with pytest.raises(ConfigError, match=r"starts with 16, .* multiple of 32 .* stages included\); use 32"):
-        resolve_batch(TrainConfig(rampup_batch_size="16,16,99", pipeline_parallel_size=2, **fields), 8)
+        resolve_batch(CONFIGURATION(rampup_batch_size="16,16,99", pipeline_parallel_size=2, **fields), 8)
 
 
 def mask_of(choice: str, layers: int) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
+from pretraining.parallel.select import engine_class
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.resuming import poisoned, prepare_run, restore, resume_run, save_run
 from tests.parallel.toy import HALFWAY, TOY
@@ -44,13 +45,18 @@ class EngineWithSharedGroups(TorchEngine):
         return self.device_meshes[key]
 
 
+def engine_with_shared_groups(config: Any) -> Any:
+    """Open the engine that runs `config`, with that way of opening groups."""
+    return type("Engine", (EngineWithSharedGroups, engine_class(config, "torch")), {})(config)
+
+
 def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) -> dict[str, Any]:
     """Train the toy with these fields. `programs` returns how many have been compiled; it is called after each step."""
     halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     config = CONFIGURATION(**{**TOY, "device": "cpu", **fields})
-    engine = EngineWithSharedGroups(config)
+    engine = engine_with_shared_groups(config)
     model, optimizer = prepare_run(engine, config)
     stream = open_stream(config, engine.data_rank, engine.data_size)
     losses, norms, refused, scales, compiled = [], [], [], [], []

@@ -23,7 +23,7 @@ import torch_xla.debug.metrics as met
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
 from pretraining.optim.schedule import learning_rate
-from pretraining.parallel.xla.engine import XlaEngine
+from pretraining.parallel.select import engine_class
 from tests.parallel.resuming import poisoned, prepare_run, restore, resume_run, save_run
 from tests.parallel.toy import HALFWAY, TOY
 
@@ -35,7 +35,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     evaluates = fields.pop("evaluates", True)
     config = CONFIGURATION(**{**TOY, **fields})
-    engine = XlaEngine(config)
+    engine = engine_class(config, "xla")(config)
     model, optimizer = prepare_run(engine, config)
     stream = open_stream(config)
     losses, norms, compiled, refused, before = [], [], [], [], 0

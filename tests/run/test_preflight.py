@@ -90,16 +90,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_device_is_opened(
 
 
 def test_settings_without_effect_are_named() -> None:
-    config = CONFIGURATION(
-        val_steps=5, test_data_path="held", profile_start_step=9, num_epochs=2, use_dummy_dataset=True
-    )
+    config = CONFIGURATION(val_steps=5, test_data_path="held", num_epochs=2, use_dummy_dataset=True)
     assert preflight.settings_without_effect(config) == [
         "val_steps: no effect without val_interval",
         "test_data_path: no effect without test_steps",
-        "profile_start_step: no effect without use_profiler",
         "num_epochs: no effect with use_dummy_dataset",
     ]
-    used = CONFIGURATION(val_steps=5, val_interval=9, use_profiler=True, profile_start_step=9, num_epochs=2)
+    used = CONFIGURATION(val_steps=5, val_interval=9, num_epochs=2)
     assert preflight.settings_without_effect(used) == []
 
 

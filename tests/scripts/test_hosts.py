@@ -101,6 +101,7 @@ def assert_same(there: dict[int, dict[str, Any]], alone: dict[int, dict[str, Any
         assert there[step]["loss"] == pytest.approx(line["loss"], abs=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_two_hosts_continue_by_themselves_after_a_cut_link_and_a_lost_host_with_the_losses_of_one(
     alone: dict[int, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_two_hosts_continue_by_themselves_after_a_cut_link_and_a_lost_host_with_
     assert "so it is not used" in output and "continuing from run/checkpoints/step_" in output
 
 
+@pytest.mark.exhaustive
 def test_four_hosts_on_a_bad_link_have_the_losses_of_one(alone: dict[int, dict[str, Any]], tmp_path: Path) -> None:
     with connected(4) as hosts, hosts.bad_link(3), ExitStack() as stack:
         checkout = copy_checkout(tmp_path / "shared")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from main_training import CONFIGURATION, configure
+from pretraining.config.flags import read
 
 ROOT = Path(__file__).parents[2]
 # Programs that write their name and arguments to calls, one line each, and do what the script waits for.
@@ -37,7 +39,7 @@ def call(folder: Path, *command: str, **variables: str) -> tuple[subprocess.Comp
     return done, [shlex.split(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
 
-JOB = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_JOB_ID": "12345"}
+JOB = {"SLURM_GPUS_ON_NODE": "8", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_JOB_ID": "12345"}
 SLURM = str(ROOT / "scripts" / "train.slurm")
 
 
@@ -57,6 +59,36 @@ def test_a_job_of_slurm_is_requeued_when_its_time_is_up(
     name, _, seconds = srun[-1].partition("=")
     assert name == "--max_run_seconds" and 3600 - 180 - 30 < int(seconds) <= 3600 - 180
     assert (["scontrol", "requeue", "12345"] in calls) == requeues
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "starts"),
+    [
+        ({}, [], True),
+        ({"SLURM_GPUS_ON_NODE": ""}, ["--seed=1"], False),
+        ({"SLURM_GPUS_ON_NODE": ""}, ["--seed=1", "--device=cpu"], True),
+        ({"SLURM_GPUS_ON_NODE": "", "PJRT_DEVICE": "TPU"}, [], True),
+    ],
+)
+def test_a_job_of_slurm_without_gpus_trains_on_cpus_on_request_alone(
+    tmp_path: Path, variables: dict[str, str], flags: list[str], starts: bool
+) -> None:
+    assert "#SBATCH --gpus-per-node=8\n" in Path(SLURM).read_text()
+    done, calls = call(tmp_path, SLURM, *flags, **{"PJRT_DEVICE": "", **JOB, **variables})
+    assert (done.returncode, bool(calls)) == ((0, True) if starts else (2, False)), done.stderr
+    assert starts or "this job has no GPUs: submit it with sbatch --gpus-per-node=N" in done.stderr
+
+
+@pytest.mark.parametrize(("variables", "part"), [({}, "3/16"), ({"PARTS": "20"}, "3/20")])
+def test_each_job_of_an_array_prepares_its_part(tmp_path: Path, variables: dict[str, str], part: str) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\n" "$@"\n')
+    python.chmod(0o755)
+    array = {"SLURM_CPUS_PER_TASK": "4", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MAX": "16"}
+    done, _ = call(tmp_path, str(ROOT / "scripts" / "prepare.slurm"), "--input=a b", **array, **variables)
+    module = ["-m", "pretraining.tools.prepare", "--processes=4", f"--part={part}", "--input=a b"]
+    assert done.returncode == 0 and done.stdout.splitlines() == module
 
 
 def test_a_slice_of_tpus_is_created_waited_for_filled_used_and_deleted(tmp_path: Path) -> None:
@@ -84,9 +116,7 @@ def test_a_slice_of_tpus_is_created_waited_for_filled_used_and_deleted(tmp_path:
 
 def accepts(arguments: list[str]) -> bool:
     """Return whether the flags are valid ones of the training."""
-    command = [sys.executable, "-m", "pretraining.tools.run_folder", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.returncode == 0 and not done.stderr
+    return bool(configure(read(arguments, CONFIGURATION).flags, report=False))
 
 
 def test_the_pods_of_a_jobset_start_the_script_with_valid_flags_as_hosts_of_one_run() -> None:

@@ -17,36 +17,48 @@ from pretraining.config.help import documented_fields, fields_in, help_text, typ
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.parallel.recompute import block_mask, scan_plan
-from pretraining.tools.document import CONFIGS, MIGRATING, ROOT, generate, main, tables_of
+from pretraining.tools.document import CONFIGS, MIGRATING, PAGES, ROOT, generate, main, tables_of
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 
 
-@pytest.mark.parametrize("page", [CONFIGS, MIGRATING], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_are_what_the_generator_writes(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text == generate(text, tables_of(page)), "run python -m pretraining.tools.document --write"
 
 
-def test_the_contents_of_configs_md_are_its_headings() -> None:
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page."""
+    headings = re.findall(r"^##+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_guide_is_short_and_links_to_its_sections_and_to_every_page() -> None:
     text = CONFIGS.read_text()
-    contents = text[text.index("Contents:") : text.index("## Recipes")]
-    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    linked = set(re.findall(r"\(#([\w-]+)\)", contents))
-    headings = re.findall(r"^### (.+)$", text, re.MULTILINE)
-    groups = documented_fields(CONFIGURATION)
-    tables = {heading.lower().replace(" ", "-") for heading in headings if heading not in groups}
-    assert linked == anchors | tables
+    assert text.count("\n") <= 350
+    contents = text[: text.index("## Recipes")]
+    assert set(re.findall(r"\(#([\w-]+)\)", contents)) == anchors(CONFIGS)
+    assert set(re.findall(r"\((docs/\w+\.md)\)", contents)) == {f"docs/{page.name}" for page in DOCS}
+
+
+def test_links_between_the_pages_lead_to_files_and_headings() -> None:
+    for page in (CONFIGS, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS):
+        for name, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([\w-]*)\)", page.read_text()):
+            target = page.parent / name if name else page
+            assert target.exists(), (page, name)
+            assert not anchor or anchor in anchors(target), (page, name, anchor)
 
 
 def commands() -> list[list[str]]:
-    """Every training command of configs.md, word by word."""
-    text = CONFIGS.read_text().replace("\\\n", " ")
+    """Every training command of the guide and the other pages, word by word."""
+    text = "".join(page.read_text() for page in (CONFIGS, *DOCS) if page != MIGRATING).replace("\\\n", " ")
     lines = re.findall(r"^ *(?:python main_training.py|bash scripts/train.sh) (.*--.+)$", text, re.MULTILINE)
     return [line.split() for line in lines if line != "--help"]
 
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: words[0])
-def test_every_command_of_configs_md_is_valid(words: list[str]) -> None:
+def test_every_command_of_the_pages_is_valid(words: list[str]) -> None:
     line = read(words, CONFIGURATION)
     assert not line.problems
     if "import_config" not in line.flags:

@@ -17,8 +17,8 @@ from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
-from pretraining.data.tokenizer import open_tokenizer
-from pretraining.data.tokenizer import train as train_tokenizer
+from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
+from pretraining.extensions.tokenizers.tokenizer import train as train_tokenizer
 from pretraining.models.init import build_model
 from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.evaluate import main
@@ -136,6 +136,7 @@ def by_hand(folder: Path, number: int) -> tuple[bool, bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_harness_has_the_numbers_of_the_exported_model(folder: Path) -> None:
     pytest.importorskip("lm_eval")
     pytest.importorskip("transformers")

@@ -22,7 +22,7 @@ from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
 from pretraining.data.files import file_hash
-from pretraining.data.tokenizer import open_tokenizer
+from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.models.init import build_model
 from pretraining.models.llama import Block
 from pretraining.tools.convert.convert import main as convert
@@ -179,6 +179,16 @@ def test_the_newest_checkpoint_speaks(speak: Speak) -> None:
     said = speak("--prompt=the quick", "--temperature=0", "--max_new_tokens=5")
     assert said.startswith("the quick")
     assert len(set(said.strip().removeprefix("the quic"))) == 1  # it says its last token again and again
+
+
+@pytest.mark.parametrize(("words", "added", "note"), [(1, 40, "the text may have "), (40, 1, "the prompt has ")])
+def test_text_beyond_the_context_length_is_announced(
+    run: Path, capsys: pytest.CaptureFixture[str], words: int, added: int, note: str
+) -> None:
+    assert main([str(run), f"--prompt={'quick ' * words}", f"--max_new_tokens={added}"]) == 0
+    told = capsys.readouterr().err
+    assert f"note: {note}" in told and "the context of this model is 32 (seq_length" in told
+    assert "each token follows from the 32 before it alone" in told
 
 
 def test_one_checkpoint_can_be_chosen(run: Path, speak: Speak) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pretraining.tools.document import ROOT
 from pretraining.tools.report import main
 
 
@@ -113,14 +112,6 @@ def test_a_number_of_hundreds_of_digits_is_no_record(
     assert "metrics.jsonl: line 6 is not a record of this trainer" in capsys.readouterr().err
 
 
-def test_a_python_without_plotly_is_named_with_the_one_to_use(tmp_path: Path) -> None:
-    code = "import runpy, sys; sys.modules['plotly'] = None; "
-    code += "runpy.run_module('pretraining.tools.report', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert f"{sys.executable}: " in done.stderr and "start the report with .venv/bin/python" in done.stderr
-
-
 def test_a_run_without_reports_yet_is_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"seed": 1}')
     assert main([str(tmp_path)]) == 0
@@ -143,3 +134,56 @@ def test_every_reported_value_is_on_the_page_with_its_step_tokens_and_hours(tmp_
     trained, validated = (curve["meta"] for curve in figure["data"])
     assert trained == {"values": [4.5, 2.25, 1.5], "step": [2, 4, 6], "tokens": [128, 256, 384], "hours": [0.5, 1, 1.5]}
     assert validated == {"values": [1.25], "step": [5], "tokens": [320], "hours": [1.0]}
+
+
+def shown(folder: Path, records: list[dict[str, Any]], starts: list[dict[str, Any]], silent: float = 0.0) -> Page:
+    """Return the page of a run with these records, whose file was last written so many seconds ago."""
+    folder.mkdir()
+    for name, lines in (("metrics.jsonl", records), ("starts.jsonl", starts)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.utime(folder / "metrics.jsonl", (time.time() - silent,) * 2)
+    assert main([str(folder)]) == 0
+    return Page((folder / "report.html").read_text())
+
+
+@pytest.mark.parametrize(
+    ("ended", "silent", "last", "status"),
+    [
+        (0, 9e5, {}, "complete"),
+        (3, 0, {}, "stopped itself, code 3"),
+        (3, 0, {"loss": None, "refused": 11}, "diverged"),
+        (4, 0, {}, "its time was up, code 4"),
+        (143, 0, {}, "stopped, code 143"),
+        (None, 1, {}, "running"),
+        (None, 7200, {}, "killed, or hangs: no sign of life for 2h00m"),
+    ],
+)
+def test_a_run_has_a_status(ended: int | None, silent: float, last: Any, status: str, tmp_path: Path) -> None:
+    records = [{"step": step, "loss": 2.0, "account": {"train": 1.0, "time": 1e9}} for step in (1, 2)]
+    records += [{"step": 3, **last}] if last else []
+    end = {"time": 1e9 + 1} | ({} if ended is None else {"ended": ended})
+    page = shown(tmp_path / "run", [*records, {"step": 3, "account": end}], [], silent)
+    assert page.texts["td"][1] == status
+    assert ("not finite" in page.texts["td"]) == (status == "diverged")
+
+
+def test_a_restart_is_a_mark_on_the_curve_and_an_outlier_does_not_flatten_it(tmp_path: Path) -> None:
+    records = [{"step": step, "loss": 2 + 8 / step, "memory_bytes": 3 * 2**29} for step in range(1, 60)]
+    records += [{"step": 60, "loss": 128_670.0, "loss_spike": True}, {"step": 61, "val_loss": 2.5}]
+    records.append({"step": 62, "val_loss": 2.75})
+    start = {
+        "host": "node-7",
+        "command": "train.py --seed=1",
+        "parameters": 194e6,
+        "versions": {"torch": "2.9"},
+    }
+    page = shown(tmp_path / "run", records, [{"step": step, "time": 1e9, **start} for step in (0, 20)])
+    loss, memory = (figure for figure in page.figures if figure["layout"]["title"]["text"][:4] in ("Loss", "Peak"))
+    trained, _, marks = loss["data"]
+    assert len(trained["meta"]["values"]) == 60 and 128_670.0 in trained["meta"]["values"]  # nothing is left out
+    assert 10 < loss["layout"]["yaxis"]["range"][1] < 11
+    assert "1 above, up to 1.287e+05" in loss["layout"]["title"]["text"]
+    assert (marks["meta"]["step"], marks["meta"]["values"], marks["mode"]) == ([20], [2 + 8 / 20], "markers")
+    assert memory["data"][0]["meta"]["values"] == [1.5] * 59 and "range" not in memory["layout"]["yaxis"]
+    cells = page.texts["td"]
+    assert {"node-7", "train.py --seed=1", "torch 2.9", "194.00 M", "2.7500", "2.5000"} <= set(cells)

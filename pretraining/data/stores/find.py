@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
@@ -12,7 +11,7 @@ from pretraining.config.errors import UserError
 from pretraining.data.layouts import DATASET_STATE, read_json
 from pretraining.data.stores import arrow, megatron, parquet
 from pretraining.data.stores.shard import ShardContents
-from pretraining.storage import Location, ObjectPath, is_remote, size_of
+from pretraining.storage import Location, size_of, store_of
 
 # Format -> function of (path, column, file for decoded tokens) that returns the documents of a shard.
 FORMATS: dict[str, Callable[[str, str, str], ShardContents]] = {
@@ -20,8 +19,6 @@ FORMATS: dict[str, Callable[[str, str, str], ShardContents]] = {
     "parquet": parquet.decode_parquet,
     "megatron": lambda path, column, decoded: megatron.index_megatron(path),
 }
-# Shards in object storage whose first bytes are requested at once.
-_REQUESTS = 16
 # Endings of files that may be next to shards: descriptions, counts, tokenizers. Hidden files and those that begin
 # with "_" (Spark's _SUCCESS) too. Any other file that is no shard is an error: nothing is skipped silently.
 _COMPANIONS = (".json", ".csv", ".txt", ".md", ".yaml", ".yml", ".model", ".vocab", ".sha256", ".py", ".flags")
@@ -76,7 +73,7 @@ def find_shards(folder: Location, file_type: str) -> list[tuple[str, str]]:
         listed = _listed_shards(parent)  # next to them are cache-*.arrow of Dataset.map, which repeat documents
         if listed is not None:
             files = [file for file in files if file.parent != parent or file in listed]
-    with ThreadPoolExecutor(_REQUESTS if is_remote(folder) else 1) as pool:
+    with ThreadPoolExecutor(store_of(folder).requests) as pool:
         formats = dict(zip(files, pool.map(_format, files), strict=True))
     for file, name in formats.items():
         if name is None and not _is_companion(file):
@@ -119,21 +116,9 @@ def _format(file: Location) -> str | None:
     """Return the format of a shard, by its first bytes; None if it is no shard."""
     if file.suffix in _COMPANIONS:
         return None
-    listed = isinstance(file, ObjectPath) and file.info
-    head = _listed_head(file, (listed.size, listed.mtime_ns)) if listed else _head(file)
+    head = store_of(file).head(file, len(megatron.MAGIC))
     if head.startswith((arrow.MAGIC, arrow.STREAM_MAGIC)) and file.suffix != ".bin":
         return "arrow"
     if head.startswith(parquet.MAGIC):
         return "parquet"
     return "megatron" if head.startswith((megatron.MAGIC, megatron.OLD_MAGIC)) else None
-
-
-def _head(file: Location) -> bytes:
-    with file.open("rb", buffering=16) as opened:
-        return opened.read(9)
-
-
-@functools.cache
-def _listed_head(file: Location, listed: tuple[int, int]) -> bytes:
-    """Return the first bytes of an object with this size and time: a start lists every folder several times."""
-    return _head(file)

@@ -13,7 +13,7 @@ import numpy as np
 
 from pretraining.config.errors import UserError
 from pretraining.data.stores.shard import DiskArray, ShardContents, chunks, in_memory
-from pretraining.storage import Stamp, location, opened
+from pretraining.storage import location, opened, stamp_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"  # "lazy" and "cached" datasets of the first Megatron
@@ -25,7 +25,7 @@ _AT_ONCE = 4_000_000
 
 def index_megatron(path: str) -> ShardContents:
     """Return the documents of NAME.idx. UserError names the path if it is no complete index, or has no .bin."""
-    size = Stamp.of(path).size
+    size = stamp_of(path).size
     if size < _HEADER.size:
         raise UserError(f"{path}: {size} bytes are too short for a Megatron index: copy or write it again")
     with opened(path) as file:

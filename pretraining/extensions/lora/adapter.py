@@ -12,15 +12,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pretraining.checkpoint.files import read_json, write_file
-from pretraining.checkpoint.huggingface import safetensors_entries, shard_file
+from pretraining.checkpoint.files import read_json
 from pretraining.checkpoint.manifest import Checkpoint, Facts, Manifest
 from pretraining.checkpoint.store import check_fit, is_weight
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.grammar import comma_separated
+from pretraining.extensions.huggingface.folder import safetensors_entries, shard_file
 from pretraining.extensions.lora.peft import PEFT_SETTINGS, peft_settings, peft_unsupported
 from pretraining.extensions.lora.settings import LoraConfig
 from pretraining.extensions.lora.targets import MODULES, adapted, is_saved, lora_scale
+from pretraining.storage import DISK
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor's name in the file
@@ -121,7 +122,7 @@ class SavedAdapter:
         tensors = {name: read(name) for name in names if self.config.is_trained(name)}
         renamed = {their_name(self.config, name): tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
         save_file(renamed, folder / MODEL, {"format": "pt"})
-        write_file(folder / CONFIG, json.dumps(adapter_config(self.config), indent=2).encode() + b"\n")
+        DISK.write_file(folder / CONFIG, json.dumps(adapter_config(self.config), indent=2).encode() + b"\n")
 
     def merged(self, name: str, weight: Tensor, read: Callable[[str], Tensor]) -> Tensor:
         """Return `weight` plus the product of its adapter, if it has one."""

@@ -22,12 +22,9 @@ from pretraining.extensions.lora.targets import (
 
 
 def check_adapters(config: LoraConfig) -> Iterator[Problem]:
-    """The modules that LoRA names exist, and the model has the usual parametrization."""
+    """The modules that LoRA names exist."""
     if not config.lora_rank:
         return
-    if config.mup_base_width:
-        remedy = "is for models trained from the start; export the model and train adapters on the export without it"
-        yield problem(config, "mup_base_width", remedy)
     yield from _check_targets(config)
     for word in comma_separated(config.lora_modules_to_save):
         meant = [module for module in MODULES if is_saved(module, word)]

@@ -18,8 +18,8 @@ from pretraining.config.grammar import comma_separated
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data.stores.labels import IGNORED
-from pretraining.data.tokenizer import Tokenizer, open_tokenizer
 from pretraining.extensions.questions.settings import QuestionsConfig
+from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from pretraining.storage import Location, location
 
 

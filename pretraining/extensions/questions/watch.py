@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 from pretraining.config.extension import Watcher
 from pretraining.extensions.questions.choices import Request, accuracies, request_batch, task_figures, tasks_of
 from pretraining.extensions.questions.settings import QuestionsConfig
-from pretraining.monitor.progress import questions_line
+from pretraining.monitor.progress import position
 from pretraining.run.training_run import TrainingRun
+
+
+def questions_line(record: Mapping[str, Any], num_steps: int) -> str:
+    """Return step, percent and the accuracies on multiple-choice questions, plain and normalized."""
+    plain = {key.removeprefix("eval_acc/"): key for key in record if key.startswith("eval_acc/")}
+    figures = (f"{name} {record[key]:.4f} ({record[f'eval_acc_norm/{name}']:.4f})" for name, key in plain.items())
+    return f"{position(record['step'], num_steps)}  accuracy (normalized)  {'  '.join(figures)}"
 
 
 class Questions(Watcher):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pretraining.config.attention import AttentionChoice
-from pretraining.config.errors import Problem, UserError
+from pretraining.config.errors import Problem, UserError, install_command
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 from pretraining.config.variants import model_shape
@@ -17,8 +17,6 @@ from pretraining.parallel.mesh import Mesh, kv_repeats, uneven_rows
 
 if TYPE_CHECKING:
     from pretraining.models.ops import AttentionKernel
-
-REQUIREMENTS = "pip install -r requirements-tpu-aot.txt"
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class SplashConfig(TrainConfig):
         elif not is_interpreted and precision_of(self).compute != BF16:
             reasons.append("splash attention multiplies in bf16, and the products of this run are fp32")
         elif importlib.util.find_spec("jax") is None:
-            reasons.append(f"splash attention needs jax to be lowered: {REQUIREMENTS}")
+            reasons.append(f"splash attention needs jax to be lowered: {install_command('tpu-aot')}")
         if reasons and is_asked_for:
             raise UserError(f"--attention_impl=splash: {reasons[0]}; use --attention_impl=auto, or chunked")
         if reasons:

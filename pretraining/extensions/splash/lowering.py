@@ -11,7 +11,7 @@ The queries are those of one of S / T context ranks, and the keys those of rank 
 Rank and segments are int32, the log-sum-exp is fp32. A window and a length are part of the program.
 
 Runs in a process of its own, because torch-xla and jax each claim the devices of their process. Works with the version
-of jax in requirements-tpu-aot.txt: the backward pass is no public function of it.
+of jax in requirements/tpu-aot.txt: the backward pass is no public function of it.
 """
 
 from __future__ import annotations

@@ -24,5 +24,8 @@ EXTENSION = Extension(
     checks=CHECKS,
     watch=watch,
     folders=("tensorboard_dir", "tracker_dir"),
-    switches={"tracker": ("tracker_dir", "tracker_project_name", "tracker_run_id")},
+    switches={
+        "tensorboard": ("tensorboard_dir",),
+        "tracker": ("tracker_dir", "tracker_project_name", "tracker_run_id"),
+    },
 )

@@ -18,9 +18,10 @@ class TrackersConfig(TrainConfig):
     """A configuration with trackers."""
 
     # ---- Logging and profiling
+    tensorboard: Annotated[bool, Resume.FREE] = True
+    """Write TensorBoard events, if the tensorboard package is installed."""
     tensorboard_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
-    """Folder of the TensorBoard events, which are written if the tensorboard package is installed. Empty:
-    <log_dir>/tensorboard."""
+    """Folder of the TensorBoard events. Empty: <log_dir>/tensorboard."""
     tracker: Annotated[Literal["", "wandb"], Resume.FREE] = ""
     """"wandb": send every report to Weights & Biases too (needs the wandb package). Empty: none."""
     tracker_dir: Annotated[str, Resume.FREE, PER_HOST] = ""

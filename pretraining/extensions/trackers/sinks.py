@@ -23,7 +23,7 @@ class Trackers(Watcher):
         assert isinstance(config, TrackersConfig)
         self._sinks: list[Sink] = []
         self._folder: Path | None = None
-        if opens and find_spec("tensorboard"):
+        if opens and config.tensorboard and find_spec("tensorboard"):
             self._folder = Path(config.tensorboard_dir or log_dir / "tensorboard")
         if self._folder:
             self._sinks.append(TensorBoard(self._folder, step))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,29 +39,29 @@ from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_shards
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes, raise_process_error, read_processes
-from pretraining.parallel.step import DeviceScalars, write_sharding
+from pretraining.parallel.step import DeviceScalars, ShardingTable, write_sharding
 from pretraining.parallel.torch import flat as torch_flat
 from pretraining.parallel.torch import tensor as torch_tensor
 from pretraining.parallel.torch.blocks import TorchBlocks
 from pretraining.parallel.torch.context import ContextRanks
 from pretraining.parallel.torch.state import LocalShards, to_local
 from pretraining.parallel.torch.step import TorchStep, sum_over_processes
-from pretraining.parallel.torch_pipeline import Pipeline, keep_stage, tied_embedding
-
-OF_STAGE = ("replica", "tensor", "shard")  # axes of the device mesh, or of a stage's part of it
 
 
 class TorchEngine:
     """See engine.Engine."""
 
     name = "torch"
+    # Of the device mesh. Tensor ranks are consecutive processes; FSDP shards a tensor rank's shard, hence the order.
+    axes: tuple[str, ...] = ("replica", "tensor", "shard")
 
     def __init__(self, config: TrainConfig) -> None:
         # Everything that the number of processes rules out is refused before a device is opened
         processes = read_processes()
         self.process_index, self.process_count = processes.rank, processes.world_size
         self.host_processes = processes.local_world_size
-        self.mesh = resolve_mesh(config, self.process_count, self.host_processes)
+        linked, self.linked = accelerator.linked_processes(processes)
+        self.mesh = resolve_mesh(config, self.process_count, linked)
         self.layout = torch_layout(config, self.mesh)
         if problems := list(uneven_shards(config, self.mesh)):
             raise ConfigError(problems)
@@ -72,7 +71,7 @@ class TorchEngine:
         self.home = HOST if config.cpu_offload else self.device  # of shards, gradients and moments
         self.host_devices = self.host_processes if self.home == HOST else 0
         self.data_size, self.rows = self.mesh.data_ranks, config.batch_size
-        # Every stage is fed the same rows, and every context rank, which takes its tokens of them
+        # Every context rank is fed the same rows, and takes its tokens of them
         self.data_rank = self.process_index // (self.mesh.context * self.mesh.tensor) % self.data_size
         self.precision = precision_of(config)
         self.compiles = config.use_torch_compile and self.accelerator.compile is not None
@@ -80,13 +79,12 @@ class TorchEngine:
         accelerator.set_matmul_precision(self.device, self.precision.compute)
         kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)
         self.kernel: Kernel = kernel if config.attention_impl == "auto" else "chunked"
-        self.attention = ""
+        self.attention, self.remarks = "", list[str]()
         self._joined, self.context = False, None
         self.device_mesh = self._open_mesh(processes)
         if self.mesh.context > 1:
             self.kernel = self.context = ContextRanks(self._open_context(), self.kernel)
         self.tensor_ranks = self.device_mesh["tensor"] if self.device_mesh and self.mesh.tensor > 1 else None
-        self.tied = tied_embedding(config, self.device_mesh) if self.device_mesh and self.mesh.stage > 1 else None
 
     def _open_mesh(self, processes: Processes) -> DeviceMesh | None:
         """Return the grid of all processes; None for a single process on the CPU, where FSDP would only copy."""
@@ -95,10 +93,9 @@ class TorchEngine:
         with raise_process_error(processes, self.config.collective_timeout):
             if not dist.is_initialized():
                 self._join(processes)
-            # Tensor ranks are consecutive processes; FSDP shards a tensor rank's shard, hence the order of the axes.
-            axes = ("stage", *OF_STAGE) if self.mesh.stage > 1 else OF_STAGE
-            sizes = [getattr(self.layout.grid, axis) for axis in ("stage", "replica", "shard", "tensor")][-len(axes) :]
-            return self._device_mesh(torch.arange(self.process_count).view(sizes).transpose(-2, -1), axes)
+            *outer, tensor, shard = (getattr(self.layout.grid, axis) for axis in self.axes)
+            grid = torch.arange(self.process_count).view(*outer, shard, tensor).transpose(-2, -1)
+            return self._device_mesh(grid, self.axes)
 
     def _open_context(self) -> DeviceMesh:
         """Return the processes that share this one's rows."""
@@ -132,12 +129,12 @@ class TorchEngine:
         """
         values = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
         layers, grid = model.shape.num_layers, self.device_mesh
-        self._blocks = TorchBlocks(self.config, self.tensor_ranks)
+        self.blocks = TorchBlocks(self.config, self.tensor_ranks)
         self._transform(model)
-        self._blocks.recompute_modules(model)
+        self.blocks.recompute_modules(model)
         model.to("meta").to(self.precision.parameters)
-        stage_grid = grid[OF_STAGE] if grid and self.mesh.stage > 1 else grid
-        shards = self.shards = LocalShards(model, self.layout, stage_grid, self.process_index)
+        shard_grid = grid[TorchEngine.axes] if grid else None
+        shards = self.shards = LocalShards(model, self.layout, shard_grid, self.process_index)
         self._loss_and_gradient: Callable[..., tuple[Tensor, Tensor]] = loss_and_gradient
         if self.compiles:
             self._compile(model)
@@ -146,16 +143,11 @@ class TorchEngine:
             head = torch_tensor.VocabularyParallelLoss(self.tensor_ranks)
             model.model.norm.register_forward_hook(lambda _, __, x: head.copy_input(x))
             self._loss_and_gradient = head
-        self._pipeline = self._divide(model, grid) if grid and self.mesh.stage > 1 else None
-        if self._pipeline:
-            for piece in self._pipeline.pieces.values():
-                self._shard(model, piece, piece.layers)
-        elif grid:
-            self._shard(model, model, model.model.layers)
-            fsdp.register_fsdp_forward_method(model, "loss")
+        self.roots = self.divide(model)
+        for root, blocks in self.roots.items() if grid else ():
+            self._shard(model, root, blocks)
         model.to_empty(device=self.home)
-        roots = self._pipeline.pieces.values() if self._pipeline else [model]
-        for root in (root for root in roots if isinstance(root, FSDPModule)):
+        for root in (root for root in self.roots if isinstance(root, FSDPModule)):
             # torch 2.9 replaces uneven shards here, which would otherwise happen after the optimizer has taken them.
             root._get_fsdp_state()._lazy_init()
         shards.bind(model)
@@ -169,14 +161,12 @@ class TorchEngine:
             list(pool.map(fill, shards.weights))
         return model
 
-    def _divide(self, model: Llama, grid: DeviceMesh) -> Pipeline:
-        """Leave this stage's part of `model`, and return its pieces."""
-        ranks = grid["stage"]
-        keep_stage(self.config, model, ranks.get_local_rank())
-        return Pipeline(self.config, model, ranks, self._blocks, self._read)
+    def divide(self, model: Llama) -> dict[nn.Module, Iterable[nn.Module]]:
+        """Return the modules that this process runs whole, each with its blocks: the model."""
+        return {model: model.model.layers}
 
     def _shard(self, model: Llama, root: nn.Module, blocks: Iterable[nn.Module]) -> None:
-        """Apply FSDP2 to each block of `root`, the model or a piece of it, and to the embedding and the head.
+        """Apply FSDP2 to each block of `root`, one of the modules that run whole, and to the embedding and the head.
 
         The head is gathered from its forward to its backward pass, the rest, a tied embedding included, while `root`
         runs. The backward pass of an embedding needs no weight.
@@ -205,6 +195,8 @@ class TorchEngine:
                 fsdp.fully_shard(module, reshard_after_forward=False, **options)
                 fsdp.register_fsdp_forward_method(module, "loss")
         fsdp.fully_shard(root, reshard_after_forward=False, **options)
+        if root is model:
+            fsdp.register_fsdp_forward_method(root, "loss")
         if self.accelerator.is_tiled:
             torch_flat.use_rows(root)
 
@@ -222,20 +214,19 @@ class TorchEngine:
 
     def prepare(self, optimizer: Optimizer) -> None:
         """See engine.Engine."""
-        self.step = TorchStep(self.config, optimizer, self.home, self.shards, self.tensor_ranks, self.tied)
+        self.step = self.open_step(optimizer)
         if self.config.dump_sharding:
-            self._dump_sharding()
-        if self._pipeline:
-            self._pipeline.open(self.device, self._choose_collectives, self.step.add_gradients)
+            tables = self.sharding_tables()
+            if self.process_index == 0:
+                write_sharding(self.config.dump_sharding, self.mesh, tables)
 
-    def _dump_sharding(self) -> None:
-        """Write the file that dump_sharding names, with the parameters of all stages."""
-        own = self.step.sharding()
-        tables = [own] * (self.process_count if self.mesh.stage > 1 else 1)
-        if self.mesh.stage > 1:
-            dist.all_gather_object(tables, own)
-        if self.process_index == 0:
-            write_sharding(self.config.dump_sharding, self.mesh, tables)
+    def open_step(self, optimizer: Optimizer) -> TorchStep:
+        """Return the optimizer step on this process's shards."""
+        return TorchStep(self.config, optimizer, self.home, self.shards, self.tensor_ranks)
+
+    def sharding_tables(self) -> list[ShardingTable]:
+        """Return how all parameters and moments are sharded. Collective where processes have different parameters."""
+        return [self.step.sharding()]
 
     # ---- Running
 
@@ -246,26 +237,19 @@ class TorchEngine:
         (across hosts) after the last. With zero1 they are reduced after the last only, and parameters are gathered
         once per step.
         """
-        batch = with_token_ids(self.config, batch, self.data_rank)
-        if self._pipeline:
-            self._run_pipeline(self._pipeline, batch)
-        else:
-            for micro_batch, is_last in self._micro_batches(batch):
-                self._choose_collectives(model, is_last)
-                loss, count = self._loss(model, micro_batch)
-                loss.backward()
-                self.step.add_loss(loss, count)
-                self.step.add_gradients()
+        self.accumulate(model, with_token_ids(self.config, batch, self.data_rank))
         return DeviceScalars(self.step.figures, self.step.apply(learning_rate))
 
-    def _run_pipeline(self, pipeline: Pipeline, batch: Batch) -> None:
-        """Run all micro-batches of a step through the stages; the last stage counts loss and tokens."""
-        on_device = self._to_device(batch)
-        loss = pipeline.run(on_device)
-        if pipeline.has_last:
-            self.step.add_loss(loss, _trained_tokens(on_device))
+    def accumulate(self, model: Llama, batch: Batch) -> None:
+        """Add up the loss and the gradients of all micro-batches of a step."""
+        for micro_batch, is_last in self._micro_batches(batch):
+            self.choose_collectives(model, is_last)
+            loss, count = self._loss(model, micro_batch)
+            loss.backward()
+            self.step.add_loss(loss, count)
+            self.step.add_gradients()
 
-    def _choose_collectives(self, module: nn.Module, is_last: bool) -> None:
+    def choose_collectives(self, module: nn.Module, is_last: bool) -> None:
         """Let FSDP communicate in a backward pass of `module`, its last of the step or not, as the strategy asks."""
         if isinstance(module, FSDPModule) and self.layout.gathers_once:
             module.set_requires_gradient_sync(is_last)
@@ -278,9 +262,9 @@ class TorchEngine:
         count, length = batch["tokens"].shape
         rows = self.config.batch_size * self.config.seq_length // length
         for start in range(0, count, rows):
-            yield self._to_device({name: x[start : start + rows] for name, x in batch.items()}), start + rows >= count
+            yield self.to_device({name: x[start : start + rows] for name, x in batch.items()}), start + rows >= count
 
-    def _to_device(self, batch: Batch) -> dict[str, Tensor]:
+    def to_device(self, batch: Batch) -> dict[str, Tensor]:
         host = {name: torch.from_numpy(array) for name, array in batch.items()}
         if self.accelerator.pins_memory:
             host = {name: tensor.pin_memory() for name, tensor in host.items()}
@@ -289,11 +273,11 @@ class TorchEngine:
 
     def _loss(self, model: Llama, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the summed loss and the number of trained tokens of one micro-batch."""
-        inputs, chunk_loss = self._read(batch)
-        loss = model.loss(batch["tokens"], batch["labels"].long(), inputs, self._blocks, chunk_loss)
-        return loss, _trained_tokens(batch)
+        inputs, chunk_loss = self.read_inputs(batch)
+        loss = model.loss(batch["tokens"], batch["labels"].long(), inputs, self.blocks, chunk_loss)
+        return loss, trained_tokens(batch)
 
-    def _read(self, batch: dict[str, Tensor]) -> tuple[BatchInputs, LossAndGradient]:
+    def read_inputs(self, batch: dict[str, Tensor]) -> tuple[BatchInputs, LossAndGradient]:
         """Return what the model reads of a micro-batch besides tokens and labels, and how its loss is computed."""
         noise = None
         chunk_loss = partial(self._loss_and_gradient, options=loss_options(self.config))
@@ -325,16 +309,16 @@ class TorchEngine:
         """See engine.Engine."""
         totals = torch.zeros(2, device=self.device)
         for micro_batch, _ in self._micro_batches(batch):
-            if self._pipeline is None:
-                totals += torch.stack(self._loss(model, micro_batch))
-            elif (loss := self._pipeline.forward(micro_batch)) is not None:
-                totals += torch.stack((loss, _trained_tokens(micro_batch)))
+            totals += self.evaluated(model, micro_batch)
         sum_over_processes(totals)
-        roots = self._pipeline.pieces.values() if self._pipeline else [model]
-        for module in (module for root in roots for module in root.modules()):
+        for module in (module for root in self.roots for module in root.modules()):
             if isinstance(module, FSDPModule):  # without a backward pass, what was gathered for the step stays gathered
                 module.reshard()
         return DeviceScalars(("loss", "tokens"), torch.stack((totals[0] / totals[1], totals[1] / self.mesh.tensor)))
+
+    def evaluated(self, model: Llama, batch: dict[str, Tensor]) -> Tensor:
+        """Return the summed loss of one micro-batch and its trained tokens, [2], as this process counts them."""
+        return torch.stack(self._loss(model, batch))
 
     @torch.no_grad()
     def parameter_norm(self, model: Llama) -> float:
@@ -373,19 +357,14 @@ class TorchEngine:
 
     def start_trace(self, folder: str) -> None:
         """See engine.Engine."""
-        worker, self._trace_folder = f"process_{self.process_index}", Path(folder)
-        handler = tensorboard_trace_handler(folder, worker_name=worker)
+        handler = tensorboard_trace_handler(folder, worker_name=f"process_{self.process_index}")
         self._trace = profile(activities=supported_activities(), on_trace_ready=handler)
         self._trace.start()
-        if self.config.memory_profiling:
-            accelerator.record_memory()
 
     def stop_trace(self) -> None:
         """See engine.Engine."""
         accelerator.synchronize(self.device)
         self._trace.stop()
-        if self.config.memory_profiling:
-            accelerator.dump_memory(self._trace_folder / f"memory_{self.process_index}.pickle")
 
     def close(self) -> None:
         """See engine.Engine."""
@@ -393,6 +372,6 @@ class TorchEngine:
             dist.destroy_process_group()
 
 
-def _trained_tokens(batch: dict[str, Tensor]) -> Tensor:
+def trained_tokens(batch: dict[str, Tensor]) -> Tensor:
     """Return the number of positions that the loss counts."""
     return (batch["labels"] != IGNORED).sum().float()

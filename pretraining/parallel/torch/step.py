@@ -26,7 +26,6 @@ from pretraining.parallel.sharding import without_single
 from pretraining.parallel.step import Gradients, OptimizerStep, TensorSharding
 from pretraining.parallel.torch.state import LocalShards, to_local
 from pretraining.parallel.torch.tensor import all_reduce_partial_gradients
-from pretraining.parallel.torch_pipeline import EMBEDDING, TiedEmbedding
 
 # Parameters of one shape, weight decay and learning rate that a call of the fused kernel updates. A TPU compiles a
 # program for each list of shapes: its size must not grow with depth.
@@ -43,10 +42,8 @@ class TorchStep(OptimizerStep):
         device: torch.device,
         shards: LocalShards,
         tensor_ranks: DeviceMesh | None,
-        tied: TiedEmbedding | None = None,
     ) -> None:
-        """tied: the embedding, where another stage has a copy of it."""
-        self.shards, self._tensor_ranks, self._tied = shards, tensor_ranks, tied
+        self.shards, self._tensor_ranks = shards, tensor_ranks
         for parameter in optimizer.parameters:
             parameter.weight = to_local(parameter.weight)
         super().__init__(config, optimizer, device)
@@ -90,11 +87,7 @@ class TorchStep(OptimizerStep):
         """Sum loss, tokens and norm over processes in one collective."""
         weights, mesh = self.shards.weights, self.shards.mesh
         gradients = self._sums or {name: to_local(w.grad) for name, w in weights.items() if w.grad is not None}
-        if self._tensor_ranks:
-            layout, sequence_parallel = self.shards.layout, self.config.sequence_parallel
-            all_reduce_partial_gradients(gradients, self._tensor_ranks, layout, sequence_parallel)
-        if self._tied and EMBEDDING in gradients:
-            dist.all_reduce(gradients[EMBEDDING], group=self._tied.group)
+        self.complete(gradients)
         order = self.config.grad_clip_norm_type or math.inf
         sums = torch.cat((self.totals, self.power_sum(gradients, order)))
         sum_over_processes(sums)
@@ -107,21 +100,25 @@ class TorchStep(OptimizerStep):
             weight.grad = None
         return Gradients(gradients, divisor, sums[0] / trained, norm / divisor)
 
+    def complete(self, gradients: dict[str, Tensor]) -> None:
+        """All-reduce in place the gradients of which several processes have a part, besides FSDP's."""
+        if self._tensor_ranks:
+            layout, sequence_parallel = self.shards.layout, self.config.sequence_parallel
+            all_reduce_partial_gradients(gradients, self._tensor_ranks, layout, sequence_parallel)
+
     def power_sum(self, shards: dict[str, Tensor], order: float = 2.0) -> Tensor:
         """This process's share of the sum of |x|^order over tensors sharded like the parameters of these names, [1].
 
-        0 for the infinity norm, which is no sum. Of two copies of a tied embedding, one is counted.
+        0 for the infinity norm, which is no sum.
         """
         if math.isinf(order):
             return torch.zeros(1, device=self.device)
-        if self._tied and not self._tied.is_counted:
-            shards = {name: shard for name, shard in shards.items() if name != EMBEDDING}
         dims = {name: self.shards.layout.tensor_dimension(name) for name in shards}
         sharded = [shard for name, shard in shards.items() if dims[name] is not None]
         replicated = [shard for name, shard in shards.items() if dims[name] is None]
         sums = [nn.utils.get_total_norm(tensors, order) ** order for tensors in (sharded, replicated)]
         mesh = self.shards.mesh
-        # A stage without trained parameters has the norm of no tensor, which is on the CPU.
+        # The norm of no tensor is on the CPU.
         return (sums[0] + sums[1] / mesh.tensor)[None].to(self.device) / mesh.replica
 
     def _largest(self, shards: dict[str, Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch_xla
@@ -28,12 +28,14 @@ from torch_xla.distributed.spmd import xla_sharding
 
 from pretraining.models.chunked import PRODUCTS
 from pretraining.models.dropout import DropoutNoise
+from pretraining.models.linear import Linear
 from pretraining.models.llama import BatchInputs, Llama, Rope
 from pretraining.models.ops import Kernel
 from pretraining.noise import upper_bits
 from pretraining.parallel.layout import STACK, Layout
 from pretraining.parallel.recompute import ScanGroup
 from pretraining.parallel.sharding import ACTIVATIONS, KERNEL_ACTIVATIONS, REPLICAS, Activations, Spec, on_mesh
+from pretraining.parallel.xla.grouped import multiply
 
 # Under SPMD the scan's backward ties gradients to their inputs with shard_as, which needs jax and torchax (and
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.
@@ -48,6 +50,7 @@ xla_sharding.maybe_get_torchax = xla_sharding.maybe_get_jax = xla_profiler.maybe
 Carry = tuple[Tensor, ...]
 Body = Callable[[Carry, dict[str, Tensor]], tuple[Carry, None]]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+Scanned = TypeVar("Scanned", bound="ScannedBlocks")
 
 
 def stack_layers(model: Llama, layers: int) -> Llama:
@@ -62,6 +65,8 @@ def stack_layers(model: Llama, layers: int) -> Llama:
 
 class ScannedBlocks:
     """Runs the stacked blocks of a model. See llama.RunBlocks."""
+
+    leading: Spec = ()  # sharding of the dimensions of a layer's weight before those that the sharding table has
 
     def __init__(
         self,
@@ -84,6 +89,9 @@ class ScannedBlocks:
         self.kv_heads, self.repeats, self.reduction = kv_heads, repeats, reduction
         self.compute = compute
         self.gathers = layout.split.parameters and layout.mesh.shard * layout.mesh.context > 1
+        for module in block.modules():
+            if isinstance(module, Linear):
+                module.multiply = multiply
         # A meta copy names the weights; the stacked ones are passed in at each call.
         self.names = [name for name, _ in block.named_parameters()]
         # scan caches its traced graphs by the identity of these functions: made once, not per step.
@@ -125,7 +133,7 @@ class ScannedBlocks:
             for i in range(count):
                 # The marker keeps the rows on their devices, and tells _partition where a block begins.
                 x = xs.mark_sharding_with_gradients(x, self.mesh, self.layout.stream())
-                layer = {name: grouped(self._weight(name, weights[name][i]), self.layout) for name in self.names}
+                layer = {name: self.grouped(self._weight(name, weights[name][i])) for name in self.names}
                 x = functional_call(block, layer, (x, inputs), strict=True)
                 inputs = inputs.next_block()
             if has_dropout:
@@ -149,6 +157,10 @@ class ScannedBlocks:
         specs = [on_mesh(spec, mesh) for spec in (steps if mesh["context"] > 1 else steps[1:])]
         return [*specs, self.layout.stream()]
 
+    def grouped(self, weight: Tensor) -> Tensor:
+        """Return `weight` as `multiply` reads it; see `grouped`."""
+        return grouped(weight, self.layout)
+
     def _is_repeated(self, name: str) -> bool:
         return self.layout.repeated_heads and re.search(r"[kv]_proj\.(weight|bias|lora_B)", name) is not None
 
@@ -158,30 +170,28 @@ class ScannedBlocks:
 
     def _weight(self, name: str, weight: Tensor) -> Tensor:
         """`weight` as the block uses it: see narrowed; KV heads repeated as often as tensor ranks need them."""
-        stage: Spec = ("stage",) if self.layout.mesh.stage > 1 else ()  # a pipeline has a weight for each stage
         if self._is_gathered(name):
-            specs = ((*stage, *of(f"{STACK}{name}")) for of in (self.layout.gathered, self.layout.parameter))
+            specs = ((*self.leading, *of(f"{STACK}{name}")) for of in (self.layout.gathered, self.layout.parameter))
             gathered: Tensor = _Gather.apply(weight, str(self.mesh), *map(str, specs), self.compute, self.reduction)
             return gathered
         weight = narrowed(weight, self.reduction)
         if not self._is_repeated(name):
             return weight
-        dim, inputs = len(stage), (None,) * (weight.dim() - len(stage) - 1)
+        dim, inputs = len(self.leading), (None,) * (weight.dim() - len(self.leading) - 1)
         # First replicated: in one step the compiler finds no way from columns to repeated heads.
-        weight = xs.mark_sharding_with_gradients(weight, self.mesh, (*stage, None, *inputs))
+        weight = xs.mark_sharding_with_gradients(weight, self.mesh, (*self.leading, None, *inputs))
         heads = weight.unflatten(dim, (self.kv_heads, -1)).repeat_interleave(self.repeats, dim).flatten(dim, dim + 1)
-        spec = (*stage, None if self.layout.whole_heads else "tensor", *inputs)
+        spec = (*self.leading, None if self.layout.whole_heads else "tensor", *inputs)
         return xs.mark_sharding_with_gradients(heads, self.mesh, spec)
 
 
 def grouped(weight: Tensor, layout: Layout) -> Tensor:
     """Return a matrix [O, I] as a group of one, [1, O, I], where context ranks share out the tokens of a row.
 
-    ops.linear then sums over rows and tokens apart. Merged into one dimension, no rank has a contiguous range of them,
-    and the compiler gathers all tokens on every rank. A pipeline's weights are groups already.
+    `multiply` then sums over rows and tokens apart. Merged into one dimension, no rank has a contiguous range of them,
+    and the compiler gathers all tokens on every rank.
     """
-    mesh = layout.mesh
-    return weight.unsqueeze(0) if mesh.context > 1 and mesh.stage == 1 and weight.dim() == 2 else weight
+    return weight.unsqueeze(0) if layout.mesh.context > 1 and weight.dim() == 2 else weight
 
 
 def narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,14 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-# XLA logs a deprecation notice of GSPMD at every compilation; errors still show. An exported value wins.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# XLA's CPU client has NPROC threads, or as many as there are cores or devices. Two programs in flight that both hold
-# some while they wait for all devices hang: 2 of 3 runs of 1,500 such pairs did on two cores with 8 devices, and none
-# of 8 runs of 4,000 with 16 threads.
-if (devices := os.environ.get("CPU_NUM_DEVICES", "")).isdecimal() and int(devices) > 1:
-    os.environ["NPROC"] = str(max(2 * int(devices), os.cpu_count() or 1))
-
 import numpy as np
 import torch
 import torch_xla
@@ -32,8 +24,8 @@ from torch import Tensor, nn
 from pretraining.config.training import TrainConfig
 from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import VOCABULARIES, initial_weight
-from pretraining.models.llama import BatchInputs, Llama, loss_options
-from pretraining.models.ops import IGNORED, Kernel, linear, next_token_loss
+from pretraining.models.llama import BatchInputs, Llama, RunBlocks, loss_options
+from pretraining.models.ops import IGNORED, Kernel, next_token_loss
 from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
@@ -41,13 +33,16 @@ from pretraining.parallel.layout import STACK, layout_of
 from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh, token_order
 from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
 from pretraining.parallel.sharding import LOGITS, NORM_ACTIVATIONS, REPLICAS, TOKENS
-from pretraining.parallel.stages import micro_batches_per_graph, piece_length, stacked_layers
 from pretraining.parallel.step import DeviceScalars, write_sharding
-from pretraining.parallel.xla.blocks import ScannedBlocks, grouped, narrowed, place_activations, stack_layers
+from pretraining.parallel.xla import has_own_flags
+from pretraining.parallel.xla.blocks import Scanned, ScannedBlocks, grouped, narrowed, place_activations, stack_layers
 from pretraining.parallel.xla.graph import GraphCache, wait_for_all
+from pretraining.parallel.xla.grouped import multiply
 from pretraining.parallel.xla.state import LogicalTensor, Region, XlaShards, tensor_from_shards
 from pretraining.parallel.xla.step import XlaStep, device_bytes, layer_name
-from pretraining.parallel.xla_pipeline import PipelinedBlocks
+
+# LLVM's level of optimization: the quickstart's first loss takes 40 CPU seconds, at XLA's default 105; steps are alike.
+CPU_FLAGS = "--xla_backend_optimization_level=1"
 
 
 class EvaluationSums(DeviceScalars):
@@ -61,11 +56,12 @@ class EvaluationSums(DeviceScalars):
 class XlaEngine:
     """See engine.Engine."""
 
-    name = "xla"
+    name, compiles = "xla", True
 
     def __init__(self, config: TrainConfig) -> None:
         self.attention_choice = config.attention_on(self.kernel_platform())
         self.attention = str(self.attention_choice)
+        self.remarks = _choose_for_cpu(config) if self.kernel_platform() == "CPU" else []
         if config.compile_cache_dir:
             xr.initialize_cache(config.compile_cache_dir)
         xr.use_spmd()
@@ -74,13 +70,14 @@ class XlaEngine:
         self.process_index, self.process_count = xr.process_index(), xr.process_count()
         self.local_devices = xr.addressable_runtime_device_count()
         devices = xr.global_runtime_device_count()
-        self.mesh = resolve_mesh(config, devices, self.local_devices)
+        linked, self.linked = _linked_devices()
+        self.mesh = resolve_mesh(config, devices, linked)
         self.layout = layout_of(config, self.mesh)
         # A kernel is told the positions of its queries; the chunked form takes rows in their order.
         self.has_chunks = self.attention_choice.kernel is not None and self.mesh.context > 1
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
         # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
-        self.data_size = min(self.process_count, self.mesh.stage * self.mesh.data_ranks)
+        self.data_size = min(self.process_count, config.division.stages * self.mesh.data_ranks)
         self.data_rank = self.process_index * self.data_size // self.process_count
         self.host_devices = self.local_devices if self.device_name == "CPU" else 0
         self.host_processes = 1
@@ -88,10 +85,15 @@ class XlaEngine:
         self._commits = 0
         self.precision = precision_of(config)
         self.reduction = self.precision.gradient_reduction
-        rows = config.batch_size * self.mesh.data_ranks * micro_batches_per_graph(config)
-        self.rows = rows // self.data_size  # of one graph, in this process; with stages a smaller batch has fewer
+        rows = config.batch_size * self.mesh.data_ranks * self.micro_batches_per_graph
+        self.rows = rows // self.data_size  # of one graph, in this process
         if self.process_count > 1:
             torch.distributed.init_process_group("gloo", init_method="xla://")
+
+    @property
+    def micro_batches_per_graph(self) -> int:
+        """Micro-batches of a data-parallel rank that one graph runs."""
+        return 1
 
     def kernel_platform(self) -> str:
         """Return PJRT's name of the type of device that kernels are made for. Opens no device."""
@@ -107,7 +109,7 @@ class XlaEngine:
         def value(name: str, shape: torch.Size) -> Tensor:
             return values[name].detach() if values else initial_weight(self.config, layers, name, shape)
 
-        stack_layers(model, len(stacked_layers(self.config)))
+        stack_layers(model, len(self.config.division.stack()))
         for prefix, module in model.named_modules():
             for short, meta in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{short}"
@@ -117,7 +119,7 @@ class XlaEngine:
                     xs.mark_sharding(placed, self.xla_mesh, self.layout.stacked(name, self.layout.parameter))
                 setattr(module, short, nn.Parameter(placed, requires_grad=meta.requires_grad))
         self.sync(wait=True)
-        self.run_blocks = self._scanned_blocks(model)
+        self.run_blocks: RunBlocks = self.open_blocks(model)
         place_activations(model, NORM_ACTIVATIONS, self.xla_mesh, self.layout)
         return model
 
@@ -129,7 +131,7 @@ class XlaEngine:
                 full = value(name, shape)
                 return [full[region].contiguous() for region in regions]
             buffers = [torch.zeros([extent.stop - extent.start for extent in region]) for region in regions]
-            layers = stacked_layers(self.config)
+            layers = self.config.division.stack()
             local = {position for region in regions for position in range(region[0].start, region[0].stop)}
 
             def fill(position: int) -> None:
@@ -145,13 +147,18 @@ class XlaEngine:
         spec = self.layout.stacked(name, self.layout.parameter)
         return tensor_from_shards(shape, self.xla_mesh, spec, make, self.device)
 
-    def _scanned_blocks(self, model: Llama) -> ScannedBlocks | PipelinedBlocks:
-        groups = scan_plan(block_mask(self.config, piece_length(self.config)), self.config.checkpoint_num_layers)
+    def open_blocks(self, model: Llama) -> RunBlocks:
+        """Return what runs the stacked blocks of `model`."""
+        return self.scanned_blocks(model, ScannedBlocks)
+
+    def scanned_blocks(self, model: Llama, kind: type[Scanned]) -> Scanned:
+        """Return the scan over the blocks of `model`, or over those of the longest piece of it."""
+        groups = scan_plan(block_mask(self.config, self.config.division.longest), self.config.checkpoint_num_layers)
         modules = recomputed_modules(self.config, model.model.layers)
         heads, repeats = model.shape.num_kv_heads, kv_repeats(self.config, model.shape)
         mesh, open_kernel = self.xla_mesh, self.attention_choice.kernel
         kernel: Kernel = open_kernel(self.mesh, mesh) if open_kernel else "chunked"
-        blocks = ScannedBlocks(
+        return kind(
             model.model.layers,
             groups,
             modules,
@@ -164,11 +171,11 @@ class XlaEngine:
             compute=self.precision.compute,
             reduction=self.reduction,
         )
-        return PipelinedBlocks(self.config, blocks) if self.mesh.stage > 1 else blocks
 
     def prepare(self, optimizer: Optimizer) -> None:
         """See engine.Engine. State created during the first step would compile a second graph."""
-        self.step = XlaStep(self.config, optimizer, self.device, self.xla_mesh, self.layout)
+        accumulates = (self.config.gradient_accumulation_steps or 1) > self.micro_batches_per_graph
+        self.step = XlaStep(self.config, optimizer, self.device, self.xla_mesh, self.layout, accumulates)
         self.graphs = GraphCache()
         self.sync(wait=True)
         if self.config.dump_sharding and self.process_index == 0:
@@ -177,10 +184,7 @@ class XlaEngine:
     # ---- Running
 
     def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> DeviceScalars:
-        """See engine.Engine. One graph; with accumulation, one per micro-batch (the same each time) and one more.
-
-        With stages, all micro-batches are one graph, and a global batch of another size is another graph.
-        """
+        """See engine.Engine. One graph; with accumulation, one per micro-batch (the same each time) and one more."""
 
         def accumulate(**inputs: Tensor) -> list[Tensor]:
             loss, count = self._loss(model, inputs)
@@ -249,16 +253,15 @@ class XlaEngine:
             positions = torch.tensor(token_order(batch["tokens"].shape[1], self.mesh.context), device=self.device)
         inputs = BatchInputs(positions, batch.get("segments"), noise, self.precision.activations)
         hidden = model.hidden(self._for_lookup(batch["tokens"]), inputs, self.run_blocks)
-        labels, vocabulary = batch["labels"], model.shape.vocab_size
-        options = loss_options(self.config)
-        if isinstance(self.run_blocks, PipelinedBlocks):
-            loss = self.run_blocks.head_loss(hidden, model.lm_head.weight, labels, vocabulary, options)
-        else:
-            weight = grouped(narrowed(model.lm_head.weight, self.reduction), self.layout)
-            logits = linear(hidden, weight)  # [B, T, V], with columns of padding
-            logits = xs.mark_sharding_with_gradients(logits, self.xla_mesh, self.layout.activation(LOGITS))
-            loss = next_token_loss(logits, labels, vocabulary, options)
-        return loss, (labels != IGNORED).sum().float()
+        loss = self.head_loss(model, hidden, batch["labels"])
+        return loss, (batch["labels"] != IGNORED).sum().float()
+
+    def head_loss(self, model: Llama, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the summed loss, given the input of the output head."""
+        weight = grouped(narrowed(model.lm_head.weight, self.reduction), self.layout)
+        logits = multiply(hidden, weight)  # [B, T, V], with columns of padding
+        logits = xs.mark_sharding_with_gradients(logits, self.xla_mesh, self.layout.activation(LOGITS))
+        return next_token_loss(logits, labels, model.shape.vocab_size, loss_options(self.config))
 
     def _for_lookup(self, tokens: Tensor) -> Tensor:
         """Gather `tokens` along `context`: each shard of an embedding's columns looks up all tokens of its replica.
@@ -303,7 +306,7 @@ class XlaEngine:
         """`tensor`, a value or moment of the parameter `name`, layer by layer and without padding."""
         shards = XlaShards(tensor.detach())
         if name.startswith(STACK):
-            layers = enumerate(stacked_layers(self.config))
+            layers = enumerate(self.config.division.stack())
             return {prefix + layer_name(name, n): LogicalTensor(shards, i) for i, n in layers if n is not None}
         padded = name.split(".")[-2] in VOCABULARIES and len(tensor) > model.shape.vocab_size
         return {prefix + name: LogicalTensor(shards, rows=model.shape.vocab_size if padded else None)}
@@ -350,7 +353,30 @@ class XlaEngine:
             torch.distributed.destroy_process_group()
 
 
+def _choose_for_cpu(config: TrainConfig) -> list[str]:
+    """Set the options of XLA's CPU compiler unless the user set some, before a client reads them; return remarks."""
+    remarks = []
+    if not has_own_flags:
+        if CPU_FLAGS not in os.environ["XLA_FLAGS"]:
+            os.environ["XLA_FLAGS"] += f" {CPU_FLAGS}"
+        remarks += [f"XLA_FLAGS={CPU_FLAGS}: compiles in less than half of the time, with steps as fast"]
+    if config.engine == "auto":
+        remarks += ["--engine=torch starts without compiling"]
+    return remarks
+
+
 def _device_name() -> str:
     """ "CPU", or the TPU's type as its metadata gives it ("TPU v5litepod-16"), or PJRT's name of the device."""
     kind = xr.device_type() or "unknown"
     return f"TPU {os.environ.get('TPU_ACCELERATOR_TYPE', '')}".strip() if kind == "TPU" else kind
+
+
+def _linked_devices() -> tuple[int, str]:
+    """Return how many devices have fast links between all of them, and why: those of a TPU slice, or else of a host.
+
+    Several slices are joined by the data centre's network; the runtime numbers their devices one slice after another.
+    """
+    if xr.device_type() != "TPU":
+        return (own := xr.addressable_runtime_device_count()), f"a host has {own} devices"
+    slices = {facts.get("slice_index", 0) for facts in xr.global_runtime_device_attributes()}
+    return (own := xr.global_runtime_device_count() // len(slices)), f"a TPU slice has {own} chips"

@@ -18,7 +18,6 @@ from pretraining.noise import name_hashes, random_bits
 from pretraining.optim.optimizer import Optimizer, ParameterState
 from pretraining.parallel.layout import STACK, Layout
 from pretraining.parallel.sharding import Spec, without_single
-from pretraining.parallel.stages import micro_batches_per_graph, stacked_layers
 from pretraining.parallel.step import Gradients, OptimizerStep, TensorSharding
 
 
@@ -26,11 +25,17 @@ class XlaStep(OptimizerStep):
     """See step.OptimizerStep. The compiler sums gradients over devices."""
 
     def __init__(
-        self, config: TrainConfig, optimizer: Optimizer, device: torch.device, mesh: xs.Mesh, layout: Layout
+        self,
+        config: TrainConfig,
+        optimizer: Optimizer,
+        device: torch.device,
+        mesh: xs.Mesh,
+        layout: Layout,
+        accumulates: bool,
     ) -> None:
-        self.mesh, self.layout = mesh, layout
+        """accumulates: whether a step runs several graphs, whose gradients are summed."""
+        self.mesh, self.layout, self.accumulates = mesh, layout, accumulates
         super().__init__(config, optimizer, device)
-        self.accumulates = (config.gradient_accumulation_steps or 1) > micro_batches_per_graph(config)
         self._sums: dict[str, Tensor] = {}  # of the gradients of micro-batches
         for parameter in optimizer.parameters if self.accumulates else ():
             shape = parameter.weight.shape
@@ -76,7 +81,7 @@ class XlaStep(OptimizerStep):
         name, seed = parameter.name, self.config.seed
         if not name.startswith(STACK):
             return random_bits(name_hashes(seed, [prefix + name])[0].to(self.device), update, tensor.shape)
-        names = [prefix + layer_name(name, layer) for layer in stacked_layers(self.config)]
+        names = [prefix + layer_name(name, layer) for layer in self.config.division.stack()]
         key = name_hashes(seed, names).to(self.device).view(-1, *(1,) * (tensor.dim() - 1))
         return random_bits(key, update, tensor.shape[1:])
 

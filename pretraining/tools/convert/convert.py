@@ -30,11 +30,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
-from pretraining.checkpoint.files import PARTIAL, rename, sync_folder, write_file
-from pretraining.checkpoint.folder import ALLOW_REMOTE, refuse_remote
-from pretraining.checkpoint.gpt_neox import fuse, their_names
-from pretraining.checkpoint.huggingface import EMBEDDING, HEAD, INDEX, SINGLE, is_huggingface, open_any_checkpoint
-from pretraining.checkpoint.manifest import DTYPES, Checkpoint, Entry, Facts, Manifest
+from pretraining.checkpoint.folder import ALLOW_REMOTE, open_any_checkpoint, refuse_remote
+from pretraining.checkpoint.manifest import DTYPES, EMBEDDING, HEAD, Checkpoint, Entry, Facts, Manifest
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
 from pretraining.checkpoint.store import (
@@ -48,12 +45,14 @@ from pretraining.checkpoint.store import (
 )
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import comma_separated
-from pretraining.config.huggingface import CONFIG, GPT_NEOX, config_json
-from pretraining.config.mup import folded_scale
+from pretraining.config.huggingface import CONFIG, GPT_NEOX
 from pretraining.config.script import ArgumentParser
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.huggingface.folder import INDEX, SINGLE, is_huggingface
+from pretraining.extensions.huggingface.gpt_neox import fuse, their_names
 from pretraining.models.init import on_meta
-from pretraining.storage import Location, location
+from pretraining.storage import DISK, PARTIAL, Location, location, rename
+from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.convert.pickles import LAYOUTS, Weights, describe_moments, layout_of, open_pickles
 
@@ -194,7 +193,7 @@ def to_huggingface(
         total = sum(chunk.size for plan in plans for chunk in plan.chunks)
         weight_map = {chunk.item.index.fqn: plan.name for plan in plans for chunk in plan.chunks}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    sync_folder(folder)
+    DISK.sync(folder)
     rename(folder, target)
     return target
 
@@ -221,7 +220,7 @@ def _new_folder(target: Path, files: Mapping[str, bytes]) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name, content in files.items():
-        write_file(partial / name, content)
+        DISK.write_file(partial / name, content)
     return partial
 
 
@@ -242,9 +241,9 @@ def _plan_shards(state: dict[str, Tensor], limit: int) -> list[FilePlan]:
 
 
 def _exported_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Read an unsharded tensor, with its adapter merged if lora_save_mode says so, and with its factor of muP."""
+    """Read an unsharded tensor, with its adapter merged if lora_save_mode says so, and with its factor."""
     config, weight = saved_config(checkpoint.facts.config, CONFIGURATION), read_tensor(checkpoint, name)
-    if (scale := folded_scale(config, name)) != 1:
+    if (scale := config.folded_scale(name)) != 1:
         return weight * scale
     adapter = _adapter_of(checkpoint)
     if not adapter or not adapter.is_merged:
@@ -273,7 +272,7 @@ def _mean(checkpoints: Sequence[Checkpoint], name: str) -> Tensor:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_file(path, json.dumps(value, indent=2).encode() + b"\n")
+    DISK.write_file(path, json.dumps(value, indent=2).encode() + b"\n")
 
 
 # ---- From Hugging Face

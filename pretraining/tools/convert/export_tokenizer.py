@@ -13,7 +13,7 @@ from typing import Any
 
 from pretraining.checkpoint.files import read_json
 from pretraining.config.errors import UserError
-from pretraining.config.huggingface import END_OF_DOCUMENT
+from pretraining.extensions.tokenizers.tokenizer import END_OF_DOCUMENT
 from pretraining.storage import Location, location
 from pretraining.tools.convert.tokenizer_json import BPE, UNIGRAM, describe, tokenizer_json
 

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from main_training import CONFIGURATION
 from pretraining.checkpoint.files import UnreadableError
-from pretraining.checkpoint.gpt_neox import our_name
-from pretraining.checkpoint.huggingface import BUFFERS, EMBEDDING, HEAD, files_of_index, model_fields
+from pretraining.checkpoint.manifest import EMBEDDING, HEAD
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.huggingface import CONFIG
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import CUSTOM, missing_dimensions, model_shape
+from pretraining.extensions.huggingface.folder import BUFFERS, files_of_index, model_fields
+from pretraining.extensions.huggingface.gpt_neox import our_name
 from pretraining.tools.convert import ranks
 from pretraining.tools.convert.nemo_states import STEP, named_states
 from pretraining.tools.importing.mappings import Format
@@ -222,7 +223,7 @@ def _imported(layout: Layout, import_config: str, more: Mapping[str, str]) -> Tr
     if not import_config:
         raise UserError(f"this is a checkpoint of {layout.title}: give its configuration file as --import_config")
     flags = {"import_config": import_config, "neox_era": "head"} | {name: text for name, text in more.items() if text}
-    result = import_foreign(flags, (), CONFIGURATION)
+    result = import_foreign({**flags, "engine": "xla"}, (), CONFIGURATION)  # which keeps the copies of key/value heads
     idle = [str(report) for report in [*result.keys, *result.defaults] if not _concerns_model(result.format, report)]
     if problems := [problem for problem in result.problems if problem.subject not in idle]:
         raise ConfigError(problems)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.declaration import Setting, settings_of
+from pretraining.config.optimizers import Hyperparameters
 from pretraining.tools.importing.settings import FileConfig
 
 MISSING = "???"  # OmegaConf: a value that the user must give
@@ -27,6 +28,7 @@ class ForeignConfig:
     other_stages: Collection[str] = ()  # keys of the launcher that are not about the training
     files: Mapping[str, Path] = field(default_factory=dict)  # dotted key -> the file that holds it
     settings: Mapping[str, Setting] = field(default_factory=lambda: settings_of(FileConfig))  # that a key may set
+    optimizers: Mapping[str, Hyperparameters] = field(default_factory=FileConfig.optimizers)  # that are there
     era: str = ""  # GPT-NeoX alone: whose defaults count
     era_reason: str = ""
 

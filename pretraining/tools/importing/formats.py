@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.errors import UserError
+from pretraining.config.errors import UserError, extra_packages
 from pretraining.config.huggingface import describes_model
 from pretraining.tools.importing import nemo, neox, nxdt
 from pretraining.tools.importing.foreign import ForeignConfig
@@ -17,9 +17,16 @@ FORMATS: dict[str, Format] = {format.name: format for format in (nxdt.FORMAT, ne
 STAGE = "training"  # of NeMo's launcher
 
 
-def open_foreign(paths: Sequence[str], asked: str, flags: Mapping[str, object]) -> tuple[Format, ForeignConfig]:
-    """Read the configuration in `paths`. asked: --import_format. Raises UserError if it cannot be read."""
+def open_foreign(
+    paths: Sequence[str], asked: str, overrides: Sequence[str], flags: Mapping[str, object]
+) -> tuple[Format, ForeignConfig]:
+    """Read the configuration in `paths`. asked: --import_format. overrides: "key=value" of keys with another value.
+
+    Raises UserError if it cannot be read.
+    """
     trees = [read_file(Path(path)) for path in paths]
+    for override in overrides:
+        _put(trees[-1], override)
     name = format_of(trees, paths) if asked == "auto" else asked
     if name == "neox":
         return FORMATS[name], _open_neox(trees, paths, flags)
@@ -28,9 +35,27 @@ def open_foreign(paths: Sequence[str], asked: str, flags: Mapping[str, object]) 
     return FORMATS[name], _open_nemo(trees[0], Path(paths[0]), FORMATS[name], flags)
 
 
+def _put(tree: dict[str, Any], override: str) -> None:
+    """Set a dotted key of the tree to a value, which is read as YAML."""
+    from pretraining.tools.importing.references import parse_yaml
+
+    key, _, text = override.partition("=")
+    *above, name = key.split(".")
+    try:
+        value = parse_yaml(f"value: {text}")["value"]
+    except ValueError as error:
+        raise UserError(f"{override}: is no value of YAML: {error}") from error
+    for part in above:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    tree[name] = value
+
+
 def _open_nemo(tree: dict[str, Any], path: Path, format_: Format, flags: Mapping[str, object]) -> ForeignConfig:
     """Replace the references. NeMo's launcher has the training's keys under "training", or in a file of their own."""
-    from pretraining.tools.importing.references import resolve  # see there for the time that it takes
+    with extra_packages(f"a file of {format_.title} ({path})"):
+        from pretraining.tools.importing.references import resolve  # see there for the time that it takes
 
     is_composed = isinstance(tree.get(STAGE), dict)
     from_launcher = is_composed or "run" in tree

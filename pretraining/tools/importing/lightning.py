@@ -182,7 +182,26 @@ def _monitor(value: Any, source: ForeignConfig) -> Conversion:
     return unsupported("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
 
 
+def run_name(value: Any, source: ForeignConfig) -> Conversion:
+    """The name at the top, which that of exp_manager replaces."""
+    inner = source.get("exp_manager.name")
+    return mapped(run_name=value) if inner in (None, value) else implied(f"exp_manager.name={inner} counts")
+
+
+def _load(value: Any, source: ForeignConfig) -> Conversion:
+    """The checkpoint that a run continues from, which wins over those of the run in NeMo."""
+    if source.get("model.weight_init_only"):
+        return implied("its weights alone: starts at step 0", ckpt_load_path=value)
+    note = "continues at its step; a converted checkpoint, whose step is 0, starts there"
+    return implied(note, ckpt_load_path=value, load_step=True)
+
+
+LOAD = KeyMapping(_load, ("ckpt_load_path", "load_step"), "where the run has no checkpoint of its own yet")
+
+
 def _resume(_: Any, source: ForeignConfig) -> Conversion:
+    if any(source.get(key) for key in ("exp_manager.resume_from_checkpoint", "model.resume_from_checkpoint")):
+        return implied("with resume_from_checkpoint: the run's own checkpoint, then that one", resume="auto")
     if not source.get("exp_manager.resume_if_exists", False):
         return implied("a checkpoint that is there already is an error", resume="never")
     alone = source.get("exp_manager.resume_ignore_no_checkpoint", False)
@@ -209,10 +228,7 @@ def _load_xser(value: Any, source: ForeignConfig) -> Conversion:
 
 
 def _tensorboard(value: Any, _: ForeignConfig) -> Conversion:
-    note = (
-        "events are written to <log_dir>/tensorboard" if value else "events are always written to <log_dir>/tensorboard"
-    )
-    return implied(note, tensorboard_dir="")
+    return implied("events are written to <log_dir>/tensorboard" if value else "no events", tensorboard=bool(value))
 
 
 def _ema(_: Any, source: ForeignConfig) -> Conversion:
@@ -229,7 +245,7 @@ EXP_MANAGER = {
     "exp_manager.exp_log_dir": KeyMapping(_log_dir, ("log_dir",), "another spelling of explicit_log_dir"),
     "exp_manager.exp_dir": KeyMapping(_log_dir, ("log_dir",), "exp_dir / name"),
     "exp_manager.name": to("run_name"),
-    "exp_manager.create_tensorboard_logger": KeyMapping(_tensorboard, ("tensorboard_dir",), "always written"),
+    "exp_manager.create_tensorboard_logger": KeyMapping(_tensorboard, ("tensorboard",)),
     "exp_manager.resume_if_exists": KeyMapping(_resume, ("resume",), "auto or must; false: never"),
     "exp_manager.resume_ignore_no_checkpoint": KeyMapping(_resume_alone, ("resume",), "true: auto, false: must"),
     "exp_manager.create_checkpoint_callback": KeyMapping(_callback, ("checkpoint_interval",), "false: 0"),
@@ -243,7 +259,7 @@ EXP_MANAGER = {
     "exp_manager.load_xser": KeyMapping(_load_xser, (), "implied: a checkpoint names its own format"),
     "exp_manager.save_bf16": choice({True: mapped(checkpoint_dtype="bf16"), False: unchanged("as in memory")}),
     "exp_manager.async_checkpointing": to("async_checkpointing"),
-    "exp_manager.resume_from_checkpoint": to("ckpt_load_path"),
+    "exp_manager.resume_from_checkpoint": LOAD,
     "exp_manager.create_wandb_logger": to_one_of("tracker", {True: "wandb", False: ""}),
     "exp_manager.wandb_logger_kwargs.project": to("tracker_project_name"),
     "exp_manager.wandb_logger_kwargs.name": ignore("the run is named by run_name"),

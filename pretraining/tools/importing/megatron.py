@@ -14,6 +14,7 @@ from pretraining.config.validate import multiples_around
 from pretraining.tools.importing import shared
 from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
+from pretraining.tools.importing.lightning import LOAD
 from pretraining.tools.importing.mappings import (
     KeyMapping,
     choice,
@@ -48,10 +49,14 @@ def _recompute(value: Any, source: ForeignConfig) -> Conversion:
 
 _MODULES = {
     "CoreAttention": "core_attention",
+    "LlamaAttention": "attention",
     "LlamaMLP": "mlp",
     "LlamaRMSNorm": "norm",
     "ActivationMultiplyMLP": "mlp_activation",
 }
+
+
+LONG = 8192  # tokens
 
 
 def _selective(source: ForeignConfig) -> Conversion:
@@ -59,11 +64,13 @@ def _selective(source: ForeignConfig) -> Conversion:
     names = [_MODULES.get(str(name), "") for name in listed] if isinstance(listed, list) else [""]
     if "" in names:
         return unsupported(f"activations_checkpoint_recompute={listed}: known are {', '.join(_MODULES)}")
-    if source.get("model.activations_checkpoint_recompute_mlp") and source.integer("model.encoder_seq_length") >= 8192:
+    if source.get("model.activations_checkpoint_recompute_mlp") and source.integer("model.encoder_seq_length") >= LONG:
         names.append("mlp")
     modules = ",".join(dict.fromkeys(names))
     if modules == "core_attention":
         note = "attention's scores are always recomputed here"
+        if source.integer("model.encoder_seq_length") >= LONG:
+            note += f"; from {LONG} tokens on NxD Training recommends LlamaMLP in activations_checkpoint_recompute, too"
         return implied(note, fsdp_activation_checkpointing=False)
     return implied(
         "with activations_checkpoint_recompute",
@@ -251,7 +258,7 @@ ARCHITECTURE = {
         lambda value, _: implied("the initial weights are the same", low_cpu_fsdp=not value), ("low_cpu_fsdp",), "not"
     ),
     "model.weight_init_only": to("load_weights_only"),
-    "model.resume_from_checkpoint": to("ckpt_load_path"),
+    "model.resume_from_checkpoint": LOAD,
     "model.activations_checkpoint_granularity": KeyMapping(
         _recompute, ("fsdp_activation_checkpointing", "checkpoint_granularity", "checkpoint_modules"), "null: none"
     ),
@@ -267,7 +274,9 @@ ARCHITECTURE = {
         KeyMapping(_partial, (), "refused with granularity full: recomputing some micro-batches or stages alone"),
         "model.",
     ),
-    "model.disable_layer_norm_checkpointing": must_be_off("recomputing some micro-batches or stages alone"),
+    "model.disable_layer_norm_checkpointing": must_be_off(
+        "a recomputed block recomputes its norms, too; use granularity selective, whose list decides that"
+    ),
     **each("moe num_moe_experts", must_be_off("mixtures of experts"), "model."),
     "model.expert_model_parallel_size": only((1,), "mixtures of experts"),
     "model.moe.*": refuse("mixtures of experts"),
@@ -364,6 +373,17 @@ PACKING = ignore("documents are packed; whole examples are packed by prepare --s
 INSTRUCTIONS = ignore("shards with labels train completions alone; prepare --sft makes them")
 
 
+def _of_corpora(mapping: KeyMapping) -> KeyMapping:
+    """A key that data modules of rows (data.train_dir) do not read."""
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        return (
+            ignored("rows are read in their order") if source.get("data.train_dir") else mapping.convert(value, source)
+        )
+
+    return mapping._replace(convert=convert)
+
+
 def data_section(prefix: str) -> dict[str, KeyMapping]:
     """The keys of the data section. prefix: "data." in NxD Training, "model.data." in NeMo."""
     stores = choice(
@@ -397,13 +417,15 @@ def data_section(prefix: str) -> dict[str, KeyMapping]:
         "num_workers": shared.WORKERS,
         "validation_drop_last": to("drop_last_val"),
         "pad_samples_to_global_batch_size": must_be_off("rows of padding"),
-        "dataloader_type": choice(
-            {
-                "single": implied("documents are shuffled in both; here in another order each epoch", shuffle="shards"),
-                "cyclic": implied("another order each epoch", shuffle="shards"),
-            }
+        "dataloader_type": _of_corpora(
+            choice(
+                {
+                    "single": implied("documents are shuffled in both; each epoch has its order", shuffle="shards"),
+                    "cyclic": implied("another order each epoch", shuffle="shards"),
+                }
+            )
         ),
-        "shuffle_documents": choice({True: mapped(shuffle="shards"), False: in_order}),
+        "shuffle_documents": _of_corpora(choice({True: mapped(shuffle="shards"), False: in_order})),
         "no_seqlen_plus_one_input_tokens": must_be_off("rows without the next token"),
         "dev_choose_samples": to("max_samples"),
         "packing": PACKING,
@@ -416,8 +438,9 @@ def tokenizer_section(prefix: str) -> dict[str, KeyMapping]:
     """The tokenizer's keys. Data are tokens already, so only its file matters; vocab_size must be given."""
     return {
         f"{prefix}model": to("tokenizer_path", "for prompts; give --vocab_size"),
+        f"{prefix}type": shared.vocabulary(f"{prefix}vocab_file"),
         **each(
-            "library vocab_file merge_file delimiter sentencepiece_legacy use_fast type trust_remote_code",
+            "library vocab_file merge_file delimiter sentencepiece_legacy use_fast trust_remote_code",
             ignore("tokens are prepared before; give --vocab_size"),
             prefix,
         ),

@@ -42,7 +42,9 @@ NXD_CORE = {
     "LoraConfig.target_modules": to("lora_target_modules"),
     "LoraConfig.init_lora_weights": to("lora_init"),
     "LoraConfig.modules_to_save": to("lora_modules_to_save"),
-    "LoraConfig.save_lora_config_adapter": to("lora_config_in_adapter"),
+    "LoraConfig.save_lora_config_adapter": ignore("PEFT's files hold it, unsharded"),
+    "LoraConfig.enable_lora": to("lora_rank", "true: above 0"),
+    "LoraConfig.load_lora_from_ckpt, lora_save_dir": to("lora_load_path", "the folder, where it is true"),
     "LoraConfig.save_lora_base, merge_lora": to(
         "lora_save_mode", "false, false: adapter; true, false: base_and_adapter; true, true: merged"
     ),
@@ -53,7 +55,7 @@ NXD_CORE = {
     "save_checkpoint.use_xser": ignore("checkpoints are always written shard by shard"),
     "load_checkpoint.path, tag": to("ckpt_load_path"),
     "load_checkpoint.strict": to("strict_load"),
-    "GQAQKVColumnParallelLinear.kv_size_multiplier": to("kv_replication"),
+    "GQAQKVColumnParallelLinear.kv_size_multiplier": to("kv_replication", "of the xla engine; the same function"),
 }
 
 

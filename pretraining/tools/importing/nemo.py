@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from pretraining.tools.importing import lightning, megatron, megatron_optim
+from pretraining.tools.importing import lightning, megatron, megatron_optim, shared
 from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, precision, unsupported
 from pretraining.tools.importing.foreign import ForeignConfig
 from pretraining.tools.importing.mappings import Format, KeyMapping, choice, each, ignore, must_be_off, read_with, to
@@ -39,16 +40,33 @@ _PRECISIONS = choice(
     {
         **dict.fromkeys((32, "32", "32-true"), precision("fp32")),
         **dict.fromkeys(("bf16", "bf16-mixed"), precision("mixed_bf16")),
-        **dict.fromkeys((16, "16", "16-mixed"), precision("mixed_bf16", "bf16 needs no loss scale")),
+        **dict.fromkeys((16, "16", "16-mixed"), precision("fp16")),
     }
 )
 
 
 def _precision(value: Any, source: ForeignConfig) -> Conversion:
     conversion = _PRECISIONS.convert(value, source)
+    if conversion.values.get("precision") == "fp16":
+        conversion = shared.half(source)
     if _fp8(source.get("model.fp8"), source).status != "implied":
         return conversion
     return precision("fp8", conversion.note or "with fp8")
+
+
+def _scale(name: str) -> KeyMapping:
+    """A setting of the loss scale; NeMo's first scale is a number, ours a power of two."""
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        if _precision(source.get("trainer.precision"), source).values.get("precision") != "fp16":
+            return ignored("read with precision 16 alone")
+        if name != "initial_scale_power":
+            return mapped(**{name: value})
+        if not isinstance(value, int | float) or value < 1 or not math.log2(value).is_integer():
+            return unsupported("expected a power of two")
+        return implied(f"2 to the power of {math.log2(value):.0f}", initial_scale_power=int(math.log2(value)))
+
+    return KeyMapping(convert, (name,), "with precision 16")
 
 
 def _fp8(value: Any, source: ForeignConfig) -> Conversion:
@@ -80,7 +98,7 @@ FORMAT = Format(
     "nemo",
     "NeMo Megatron",
     {
-        "name": to("run_name"),
+        "name": KeyMapping(lightning.run_name, ("run_name",), "where exp_manager.name is absent"),
         "restore_from_path": must_be_off(".nemo archives; import Hugging Face's safetensors with --ckpt_load_path"),
         **lightning.TRAINER,
         "trainer.precision": _PRECISIONS._replace(convert=_precision),
@@ -95,6 +113,9 @@ FORMAT = Format(
             ignore("factors of fp8 do not follow earlier products"),
             "model.",
         ),
+        "model.native_amp_init_scale": _scale("initial_scale_power"),
+        "model.native_amp_growth_interval": _scale("loss_scale_window"),
+        "model.hysteresis": _scale("loss_scale_hysteresis"),
         "model.fp8_params": ignore("parameters are in fp32, and rounded in each product"),
         "model.micro_batch_size": to("batch_size"),
         "model.global_batch_size": to("global_batch_size"),
@@ -125,6 +146,7 @@ FORMAT = Format(
         **megatron_optim.DEFAULTS,
         "model.do_layer_norm_weight_decay": False,
         "trainer.precision": 32,
+        "model.native_amp_init_scale": 2**32,
         **{f"model.{name}": value for name, value in megatron.DEFAULTS.items()},
         "model.bias": True,
         "model.bias_activation_fusion": lambda source: source.values.get("model.bias_gelu_fusion", True),

@@ -24,7 +24,7 @@ from pretraining.tools.importing.mappings import (
 )
 from pretraining.tools.importing.neox_model import ARCHITECTURE, GATED, ONE_BIT, OPTIM, PARAMS, optimizer_of
 from pretraining.tools.importing.neox_run import RUN, batch_agrees
-from pretraining.tools.importing.shared import pipeline
+from pretraining.tools.importing.shared import pipeline, vocabulary
 
 # GPT-NeoX has three eras: its learning rates changed in August 2023, its defaults on 2023-12-26. Keys that
 # left before or came after: checkpoint_factor, of December 2022, is in all three.
@@ -135,7 +135,7 @@ _IGNORED = {
     "a kernel's choice": """scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion rope_fusion
         layernorm_fusion rmsnorm_fusion bias_dropout_fusion onnx_safe use_flashattn_swiglu output_layer_parallelism
         adlr_autoresume adlr_autoresume_interval lazy_mpu_init use_flash_cross_entropy rotary_save_freqs_buffer""",
-    "tokens are prepared before; give --vocab_size": "vocab_file merge_file tokenizer_type",
+    "tokens are prepared before; give --vocab_size": "vocab_file merge_file",
     "stages are as equal as possible; --pipeline_cuts sets others": "pipe_partition_method",
     "derived by NeoX itself": """zero_stage padded_vocab_size batch_size is_pipe_parallel world_size rank local_rank
         iteration do_train do_valid do_test config_files git_hash user_script dynamic_loss_scale save_iters
@@ -198,6 +198,7 @@ FORMAT = Format(
             "te_fp8_format te_fp8_wgrad te_fp8_amax_history_len te_fp8_amax_compute_algo te_fp8_margin",
             read_with("te_fp8_mha"),
         ),
+        "tokenizer_type": vocabulary("vocab_file"),
         "moe_num_experts": only((0, 1), "mixtures of experts"),
         "train_impl": only(("normal",), "alignment recipes"),
         "dataset_impl": only(("gpt2",), "another kind of data"),
@@ -233,6 +234,7 @@ FORMAT = Format(
         "warmup": 0.01,
         "min_lr": 0.0,
         "seed": 1234,
+        "tokenizer_type": "GPT2BPETokenizer",
         "split": lambda source: "969, 30, 1" if _one_corpus(source) else None,
         "eval_interval": 1000,
         "eval_iters": 100,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pretraining.config.optimizers import OPTIMIZERS as DEFAULTS
 from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import (
@@ -191,7 +190,8 @@ def optimizer_of(source: ForeignConfig) -> str:
 
 
 def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
-    if DEFAULTS[optimizer_of(source)].weight_decay is None:
+    ours = source.optimizers.get(optimizer_of(source))
+    if ours and ours.weight_decay is None:
         return ignored("GPT-NeoX hands it to SM3, which has none")
     return mapped(weight_decay=value)
 

@@ -18,7 +18,7 @@ from pretraining.tools.importing.conversions import (
 )
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import KeyMapping, choice, each, ignore, read_with, same_names, to, to_one_of
-from pretraining.tools.importing.shared import SPLIT, WORKERS, corpora, micro_batches, names_parts, profiled_steps
+from pretraining.tools.importing.shared import SPLIT, WORKERS, corpora, half, micro_batches, names_parts, profiled_steps
 
 KINDS = ("train", "valid", "test")
 
@@ -140,7 +140,20 @@ def _paths(kind: str) -> KeyMapping:
     return KeyMapping(convert, tuple(part + name for name in names), "all three or none")
 
 
-_FP16 = precision("mixed_bf16", "bf16 in place of fp16: it needs no loss scale")
+def _precision_of(value: Any, source: ForeignConfig) -> Conversion:
+    return half(source) if str(value).lower() == "fp16" else _PRECISIONS.convert(value, source)
+
+
+def _scale(name: str) -> KeyMapping:
+    """A setting of the loss scale."""
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        decided = [_half(source.get("fp16.enabled"), source), _precision_of(source.get("precision"), source)]
+        if not any(each.values.get("precision") == "fp16" for each in decided):
+            return ignored("fp16 is off, or another precision is meant")
+        return mapped(**{name: value})
+
+    return KeyMapping(convert, (name,), "with fp16")
 
 
 def _half(value: Any, source: ForeignConfig) -> Conversion:
@@ -151,7 +164,7 @@ def _half(value: Any, source: ForeignConfig) -> Conversion:
     if value and (kind == "bfloat16" or named == "bfloat16"):
         return precision("mixed_bf16")
     if value:
-        return _FP16
+        return half(source)
     if named in ("fp16", "bfloat16") or source.get("bf16.enabled"):
         return implied("another key decides the precision")
     return precision("fp32")
@@ -161,6 +174,14 @@ def _save(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("save_interval") and not source.get("checkpoint_factor"):
         return unsupported("save without save_interval or checkpoint_factor, which NeoX refuses too")
     return mapped(ckpt_save_path=value)
+
+
+def _load(value: Any, source: ForeignConfig) -> Conversion:
+    for key in ("finetune", "no_load_optim"):
+        if source.get(key):
+            return implied(f"with {key}, weights alone: starts at step 0", ckpt_load_path=value)
+    note = "continues at its step; a converted checkpoint, whose step is 0, starts there"
+    return implied(note, ckpt_load_path=value, load_step=True)
 
 
 def _chunks(value: Any, source: ForeignConfig) -> Conversion:
@@ -199,6 +220,7 @@ def _budget(batches: Any, source: ForeignConfig) -> str:
     return f": {(steps // every + 1) * batches * total} and {batches * total} sequences in NeoX"
 
 
+_PRECISIONS = choice({"bfloat16": precision("mixed_bf16"), "fp16": precision("fp16"), "fp32": precision("fp32")})
 RUN = {
     "train_iters": to("num_steps"),
     "train_epochs": to("num_epochs"),
@@ -218,23 +240,21 @@ RUN = {
         }
     ),
     "num_workers": WORKERS,
-    "fp16.enabled": KeyMapping(_half, ("precision", "mixed_precision"), "true: mixed_bf16; false: fp32"),
-    "fp16.type": choice({"bfloat16": implied("with enabled"), "fp16": implied("bf16 in its place")}),
-    "precision": choice({"bfloat16": precision("mixed_bf16"), "fp16": _FP16, "fp32": precision("fp32")}),
+    "fp16.enabled": KeyMapping(_half, ("precision", "mixed_precision"), "true: as type says; false: fp32"),
+    "fp16.type": choice({"bfloat16": implied("with enabled"), "fp16": implied("with enabled")}),
+    "precision": _PRECISIONS._replace(convert=_precision_of),
     "bf16.enabled": choice({True: precision("mixed_bf16"), False: unchanged("another key decides the precision")}),
-    **each(
-        "loss_scale loss_scale_window hysteresis min_loss_scale initial_scale_power fp16 auto_cast "
-        "consecutive_hysteresis",
-        ignore("bf16 needs no loss scale"),
-        "fp16.",
-    ),
-    **each("loss_scale loss_scale_window hysteresis min_scale", ignore("bf16 needs no loss scale")),
+    **{f"fp16.{name}": _scale(name) for name in ("loss_scale", "loss_scale_window", "initial_scale_power")},
+    "fp16.hysteresis": _scale("loss_scale_hysteresis"),
+    "fp16.min_loss_scale": _scale("min_loss_scale"),
+    **each("fp16 auto_cast consecutive_hysteresis", ignore("enabled alone switches fp16 on"), "fp16."),
+    **each("loss_scale loss_scale_window hysteresis min_scale", ignore("DeepSpeed reads those of fp16")),
     "fp32_allreduce": choice({True: mapped(reduce_dtype="fp32"), False: unchanged("gradients are reduced in fp32")}),
     "data_types.grad_accum_dtype": choice(
         dict.fromkeys(("fp32", "bf16"), implied("gradients are accumulated in fp32"))
     ),
     "save": KeyMapping(_save, ("ckpt_save_path",), "with a period"),
-    "load": to("ckpt_load_path"),
+    "load": KeyMapping(_load, ("ckpt_load_path", "load_step"), "with finetune or no_load_optim from step 0"),
     **each("save_interval checkpoint_factor", to("checkpoint_interval")),
     "extra_save_iters": to("extra_checkpoint_steps"),
     **each("finetune no_load_optim", to("load_weights_only")),

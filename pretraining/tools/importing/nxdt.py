@@ -24,7 +24,6 @@ from pretraining.tools.importing.mappings import (
     choice,
     each,
     ignore,
-    must_be_off,
     only,
     refuse,
     same_names,
@@ -39,14 +38,24 @@ _ALIGNMENT = "model_alignment_strategy."
 def _name(value: Any, source: ForeignConfig) -> Conversion:
     if "mixtral" in str(value).lower():
         return unsupported("a name with mixtral makes NxD Training build a mixture of experts")
-    inner = source.get("exp_manager.name")
-    return mapped(run_name=value) if inner in (None, value) else implied(f"exp_manager.name={inner} counts")
+    return lightning.run_name(value, source)
 
 
-def _compile_cache(value: Any, _: ForeignConfig) -> Conversion:
+def _compile_cache(value: Any, source: ForeignConfig) -> Conversion:
+    if source.flags.get("engine") != "xla":
+        return ignored("the torch engine has no such cache; --engine=xla takes it for compile_cache_dir")
     if "://" in str(value):
         return ignored("no folder of this machine")
     return implied("XLA's cache in place of Neuron's", compile_cache_dir=value)
+
+
+def _copies(value: Any, source: ForeignConfig) -> Conversion:
+    """Copies of key/value heads, which compute the same function: the torch engine has as many as there must be."""
+    if not source.get("model.qkv_linear"):
+        return ignored("read by NxD Training with qkv_linear alone")
+    if source.flags.get("engine") != "xla":
+        return implied("as many copies as the tensor ranks need, which is the same function; --engine=xla takes it")
+    return mapped(kv_replication=value)
 
 
 def _scaled_init(value: Any, source: ForeignConfig) -> Conversion:
@@ -67,8 +76,8 @@ def _model_config(value: Any, source: ForeignConfig) -> Conversion:
 def _rows(value: Any, _: ForeignConfig) -> Conversion:
     if str(value).endswith(_TEXT):
         return implied(f"{megatron.PREPARED}: --data_path")
-    note = "rows are read as documents: a separator follows each, unless strip_tokens or sep_token change that"
-    return implied(note, data_path=value, col_name="input_ids")
+    note = "rows are packed already, and read in their order, as NxD Training reads them"
+    return implied(note, data_path=value, col_name="input_ids", sep_token=-1, shuffle="none")
 
 
 def _validation(value: Any, _: ForeignConfig) -> Conversion:
@@ -185,6 +194,27 @@ def _targets(value: Any, _: ForeignConfig) -> Conversion:
     return implied("every projection with one of the words in its name", lora_target_modules=",".join(names))
 
 
+def _init(value: Any, _: ForeignConfig) -> Conversion:
+    if value in (True, "default", "gaussian"):
+        return mapped(lora_init="gaussian" if value == "gaussian" else "default")
+    return unsupported("known are default and gaussian")
+
+
+def _enabled(value: Any, _: ForeignConfig) -> Conversion:
+    return (
+        unchanged("with lora_rank") if value else unsupported("remove the section peft, whose settings it switches off")
+    )
+
+
+def _loaded(_: Any, source: ForeignConfig) -> Conversion:
+    """The adapter to start from: the folder that adapters are saved to, and a tag in it."""
+    if not source.get(_PEFT + "load_lora_from_ckpt"):
+        return implied("adapters are saved in the run's checkpoints, from which convert writes PEFT's files")
+    folder, tag = (source.get(_PEFT + name) for name in ("lora_save_dir", "lora_load_tag"))
+    note = "an adapter in PEFT's format"
+    return implied(note, lora_load_path=folder or "lora_adapter", **({"lora_load_tag": tag} if tag else {}))
+
+
 def _lora_saving(_: Any, source: ForeignConfig) -> Conversion:
     base, merge = (bool(source.get(_PEFT + name)) for name in ("save_lora_base", "merge_lora"))
     if merge and not base:
@@ -211,12 +241,14 @@ FORMAT = Format(
             "neuron_rt_exec_timeout neuron_experimental_compress_rg trainer.lnc trainer.sequential_move_factor",
             ignore("for Neuron's compiler and runtime alone"),
         ),
-        "compiler_cache_url": KeyMapping(_compile_cache, ("compile_cache_dir",), "where it is a local folder"),
+        "compiler_cache_url": KeyMapping(_compile_cache, ("compile_cache_dir",), "a local folder, with --engine=xla"),
         **lightning.TRAINER,
         **lightning.EXP_MANAGER,
         **megatron.parallel_section("distributed_strategy."),
         "distributed_strategy.zero1": to_one_of("sharding_strategy", {True: "zero1", False: "ddp"}),
-        "distributed_strategy.kv_replicator": to("kv_replication"),
+        "distributed_strategy.kv_replicator": KeyMapping(
+            _copies, ("kv_replication",), "with qkv_linear and --engine=xla; the same function without"
+        ),
         **each(
             "expert_model_parallel_size token_shuffle_group_size",
             only((1,), "mixtures of experts"),
@@ -224,7 +256,11 @@ FORMAT = Format(
         ),
         "data.micro_batch_size": to("batch_size"),
         "data.global_batch_size": to("global_batch_size"),
-        "data.train_dir": KeyMapping(_rows, ("data_path", "col_name"), "a folder of datasets' save_to_disk"),
+        "data.train_dir": KeyMapping(
+            _rows,
+            ("data_path", "col_name", "sep_token", "shuffle"),
+            "of datasets' save_to_disk: rows in order",
+        ),
         "data.val_dir": KeyMapping(_validation, ("valid_data_path",)),
         "data.test_dir": to("test_data_path"),
         **megatron.data_section("data."),
@@ -250,12 +286,21 @@ FORMAT = Format(
         "model.optim.weight_decay": KeyMapping(_weight_decay, ("weight_decay",), "as written"),
         **PRECISION,
         **same_names("lora_rank lora_alpha lora_dropout lora_bias", _PEFT),
+        f"{_PEFT}bias": to("lora_bias"),
+        f"{_PEFT}use_rslora": to("lora_use_rslora"),
+        f"{_PEFT}modules_to_save": to("lora_modules_to_save"),
+        f"{_PEFT}init_lora_weights": KeyMapping(_init, ("lora_init",), "default, gaussian"),
+        f"{_PEFT}enable_lora": KeyMapping(_enabled, (), "true, as lora_rank"),
         f"{_PEFT}target_modules": KeyMapping(
             _targets, ("lora_target_modules",), "by a part of the name; qkv_proj: q_proj,k_proj,v_proj"
         ),
         **each("save_lora_base merge_lora", KeyMapping(_lora_saving, ("lora_save_mode",), "both together"), _PEFT),
         **each("save_lora_config_adapter merge_sharded_lora", ignore("PEFT's files hold it, unsharded"), _PEFT),
-        f"{_PEFT}load_lora_from_ckpt": must_be_off("name the adapter with --lora_load_path"),
+        **each(
+            "load_lora_from_ckpt lora_save_dir lora_load_tag",
+            KeyMapping(_loaded, ("lora_load_path", "lora_load_tag"), "where load_lora_from_ckpt is true"),
+            _PEFT,
+        ),
         f"{_PEFT}lora_verbose": ignore("what is trained is always printed"),
         f"{_ALIGNMENT}sft.packing": megatron.PACKING,
         f"{_ALIGNMENT}*": refuse("alignment recipes"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.errors import UserError
+from pretraining.config.errors import UserError, extra_packages
 
 # What a file may hold, far above any configuration: NeMo's own example files have 12 KB, 250 values and 4 levels.
 DEEPEST = 50  # levels of mappings and lists
@@ -33,7 +33,8 @@ def read_file(path: Path) -> dict[str, Any]:
         elif path.suffix == ".toml":
             tree = tomllib.loads(text)
         else:
-            from pretraining.tools.importing.references import parse_yaml  # see there for the time that it takes
+            with extra_packages(f"a YAML file ({path})"):
+                from pretraining.tools.importing.references import parse_yaml  # see there for the time that it takes
 
             tree = parse_yaml(text)
         check_size(tree)

@@ -33,13 +33,27 @@ OmegaConf.register_new_resolver("divide_ceil", lambda left, right: math.ceil(lef
 OmegaConf.register_new_resolver("divide_floor", lambda left, right: math.floor(left / right), replace=True)
 
 
+# NxD Training's documentation has a `sched` whose keys, `name` first, are not indented: `name` is there twice.
+_FLAT_SCHEDULE = re.compile(
+    r"^( +)sched: *\n\1name:.*\n?(\1(max_steps|warmup_steps|constant_steps|min_lr):.*\n?)*", re.M
+)
+
+
+def _indent_schedule(match: re.Match[str]) -> str:
+    head, *keys = match[0].splitlines(keepends=True)
+    return head + "".join(f"  {key}" for key in keys)
+
+
 def parse_yaml(text: str) -> Any:
     """Return what the YAML holds, references as they are written. Raises ValueError with the line.
 
     OmegaConf copies what an alias refers to, so the size is checked before.
     """
     try:
-        tree = yaml.load(text, Loader=get_yaml_loader())
+        try:
+            tree = yaml.load(text, Loader=get_yaml_loader())
+        except yaml.constructor.ConstructorError:  # a key twice
+            tree = yaml.load(_FLAT_SCHEDULE.sub(_indent_schedule, text), Loader=get_yaml_loader())
         check_size(tree)
         return OmegaConf.to_container(OmegaConf.create(tree)) if isinstance(tree, (dict, list)) else tree
     except (yaml.YAMLError, OmegaConfBaseException) as error:

@@ -28,6 +28,7 @@ ORIGIN = (
     "config_file",
     "model_config_path",
     "import_config",
+    "import_overrides",
     "import_format",
     "import_report",
     "import_strict",
@@ -98,8 +99,9 @@ def import_foreign(
     if mistakes:
         raise ConfigError(mistakes)
     assert isinstance(asked, FileConfig)
-    format_, foreign = open_foreign(comma_separated(str(flags["import_config"])), asked.import_format, flags)
-    foreign = replace(foreign, settings=settings_of(configuration))
+    overrides = asked.import_overrides.splitlines()
+    format_, foreign = open_foreign(comma_separated(str(flags["import_config"])), asked.import_format, overrides, flags)
+    foreign = replace(foreign, settings=settings_of(configuration), optimizers=configuration.optimizers())
     keys = [_report(key, format_, foreign) for key in foreign.values]
     defaults = [report for key in format_.defaults for report in _report_default(key, format_, foreign)]
     defaults += _report_missing(format_, foreign)

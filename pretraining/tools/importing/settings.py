@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -9,6 +11,9 @@ from pretraining.config.declaration import AtLeast, Common, Needs
 from pretraining.config.training import PER_HOST, STEPS, TrainConfig
 
 COMMON = Common()
+_OVERRIDE = re.compile(r"(--|\+{0,2})[A-Za-z]\w*(\.\w+)+=")  # Hydra's, with a + where the file lacks the key
+# fms-fsdp's defaults, which its launch scripts spell out
+_FMS = {"--tracker=None": "--tracker=", "--resuming_dataset=False": "", "--resuming_dataset=false": ""}
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,9 @@ class FileConfig(TrainConfig):
     import_config: Annotated[str, COMMON, PER_HOST] = ""
     """Configuration file of NxD Training, NeMo Megatron or GPT-NeoX to train with, overridden by the flags of the
     command line; several files of GPT-NeoX are comma-separated. A report of every key is printed first. Empty: none."""
+    import_overrides: Annotated[str, Needs("import_config"), PER_HOST] = ""
+    """Keys of import_config with other values, key=value, one a line. Words of the command line such as
+    trainer.max_steps=10 and --trainer.max_steps=10, as NeMo's users write them, are added to it. Empty: none."""
     import_format: Annotated[Literal["auto", "nxdt", "nemo", "neox"], Needs("import_config")] = "auto"
     """Format of import_config; "auto" recognizes it by its keys."""
     import_strict: Annotated[bool, Needs("import_config")] = True
@@ -50,6 +58,14 @@ class FileConfig(TrainConfig):
     neox_gated_ffn: Annotated[Literal["auto", "head", "legacy"], Needs("import_config")] = "auto"
     """Feed-forward width of a GPT-NeoX file with a gated activation: "auto" and "head" use today's two thirds, "legacy"
     the width as written before September 2024."""
+
+    @classmethod
+    def rewrite(cls, words: Sequence[str]) -> Sequence[str]:
+        """See TrainConfig: keys of import_config with dots, and fms-fsdp's spellings of what is so here anyway."""
+        overrides = [word for word in words if _OVERRIDE.match(word)]
+        others = [_FMS.get(word, word) for word in super().rewrite(words) if word not in overrides]
+        keys = "\n".join(word.lstrip("-+") for word in overrides)
+        return [*filter(None, others), *([f"--import_overrides={keys}"] if keys else [])]
 
     @property
     def reads_data(self) -> bool:

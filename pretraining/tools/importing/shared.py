@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.optimizers import OPTIMIZERS
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unsupported
+from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, precision, unsupported
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import KeyMapping
 
@@ -66,6 +65,23 @@ def vocabulary_multiple(tensor_key: str) -> KeyMapping:
     return KeyMapping(convert, ("make_vocab_size_divisible_by",), "times the tensor ranks, in both")
 
 
+# Tokenizers of a fixed size: kind -> a part of its file's name, and its tokens. A file of another name is another one.
+TOKENIZERS = {"gpt2bpetokenizer": ("gpt2", 50257), "hftokenizer": ("20B_tokenizer", 50277)}
+
+
+def vocabulary(file_key: str) -> KeyMapping:
+    """The kind of a tokenizer, from which the number of its tokens follows if it is a published one."""
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        part, tokens = TOKENIZERS.get(str(value).lower(), ("", 0))
+        file = source.get(file_key, "gpt2" if part == "gpt2" else "")
+        if not tokens or part not in str(file):
+            return ignored("tokens are prepared before; give --vocab_size")
+        return implied(f"the tokens of {'GPT-2' if part == 'gpt2' else 'GPT-NeoX-20B'}", vocab_size=tokens)
+
+    return KeyMapping(convert, ("vocab_size",), "GPT-2's and GPT-NeoX-20B's; of others, give --vocab_size")
+
+
 # ---- batch and data
 
 
@@ -120,6 +136,16 @@ def _workers(value: Any, _: ForeignConfig) -> Conversion:
 
 WORKERS = KeyMapping(_workers, ("num_workers",), "0: 1")
 
+# ---- precision
+
+
+def half(source: ForeignConfig) -> Conversion:
+    """fp16 with a loss scale, which the xla engine does not have."""
+    if source.flags.get("engine") == "xla":
+        return precision("mixed_bf16", "the xla engine has bf16 in place of fp16, which needs no loss scale")
+    return precision("fp16")
+
+
 # ---- optimizer
 
 
@@ -129,7 +155,8 @@ def betas(optimizer_of: Callable[[ForeignConfig], str]) -> KeyMapping:
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         if not isinstance(value, list) or len(value) != 2:
             return unsupported("expected two numbers")
-        if "beta2" not in OPTIMIZERS[optimizer_of(source)].arguments:
+        ours = source.optimizers.get(optimizer_of(source))
+        if ours and "beta2" not in ours.arguments:
             return unsupported(f"optimizer={optimizer_of(source)} has no betas")
         return mapped(adam_beta1=value[0], adam_beta2=value[1])
 

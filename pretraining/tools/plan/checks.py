@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Iterator
 
-from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.errors import Problem
 from pretraining.config.validate import problem
 from pretraining.models.checks import check_dimensions_are_set
+from pretraining.tools.plan.devices import PLAN_KINDS
 from pretraining.tools.plan.settings import PlanConfig
 
 
@@ -24,7 +24,7 @@ def check_plan(config: PlanConfig) -> Iterator[Problem]:
 
 
 def check_topology(config: PlanConfig) -> Iterator[Problem]:
-    """The topology is one of its device kind's, and has as many devices as plan_devices."""
+    """The topology is one of its device kind's, and plan_devices are one or several slices of it."""
     if not (config.plan_topology and config.plan_device_kind):
         return
     axes = PLAN_KINDS[config.plan_device_kind].topology_axes
@@ -35,8 +35,9 @@ def check_topology(config: PlanConfig) -> Iterator[Problem]:
     elif not re.fullmatch(r"[1-9]\d*" + r"x[1-9]\d*" * (axes - 1), config.plan_topology):
         example = "x".join(["4"] * axes)
         yield problem(config, "plan_topology", f"of {config.plan_device_kind} needs {axes} axes, such as {example}")
-    elif config.plan_devices not in (0, topology_devices(config)):
-        remedy = f"has {topology_devices(config)} chips, and plan_devices={config.plan_devices}"
+    elif config.plan_devices % topology_devices(config):
+        chips = topology_devices(config)
+        remedy = f"has {chips} chips, and plan_devices={config.plan_devices}; give a multiple, for several slices"
         yield problem(config, "plan_topology", remedy)
 
 
@@ -46,6 +47,8 @@ def check_compilation(config: PlanConfig) -> Iterator[Problem]:
         return
     if not config.plan_topology:
         yield Problem("--plan_compile=True", "needs --plan_topology, such as 4x4 of tpu-v6e")
+    elif config.plan_devices not in (0, topology_devices(config)):
+        yield Problem("--plan_compile=True", "compiles for one slice; remove plan_devices")
     if config.plan_search:
         yield Problem("--plan_compile=True", "compiles one configuration; remove plan_search")
     if config.engine == "torch":

@@ -129,7 +129,7 @@ def read_step(
 def _refuse_without_packages() -> None:
     missing = [name for name in ("torch_xla", "jax", "libtpu") if importlib.util.find_spec(name) is None]
     if missing:
-        remedy = f"needs {', '.join(missing)}: pip install -r requirements.txt -r requirements-tpu-aot.txt"
+        remedy = f"needs {', '.join(missing)}: pip install -r requirements.txt -r requirements/tpu-aot.txt"
         raise ConfigError([Problem("--plan_compile=True", remedy)])
 
 

@@ -4,7 +4,7 @@
 
 reads what pretraining.tools.plan.export wrote to FOLDER, and writes FOLDER/<program>.txt, the compiled program, and
 FOLDER/compiled.json. Runs in a process of its own: jax and libtpu claim the devices of their process. Works with the
-versions of requirements-tpu-aot.txt: later ones of libtpu do not return the text.
+versions of requirements/tpu-aot.txt: later ones of libtpu do not return the text.
 """
 
 from __future__ import annotations

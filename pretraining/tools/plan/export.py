@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from pretraining.models.init import on_meta
 from pretraining.models.llama import Llama
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.engine import Batch
+from pretraining.parallel.select import engine_class
 from pretraining.parallel.sharding import TOKENS, Spec
 from pretraining.parallel.xla.engine import XlaEngine
 from pretraining.tools.plan.settings import PlanConfig
@@ -104,7 +105,8 @@ def zero_batch(config: PlanConfig, rows: int) -> Batch:
 
 def export(config: PlanConfig, folder: Path) -> list[Program]:
     """Write the programs of a step of `config` for all devices of this process."""
-    engine = Exporter(config, folder)
+    exporter: Any = type("Exporter", (Exporter, engine_class(config, "xla")), {})  # of stages, if there are any
+    engine: Exporter = exporter(config, folder)
     model = engine.place(on_meta(config))
     optimizer = build_optimizer(config, model.named_parameters())
     engine.prepare(optimizer)

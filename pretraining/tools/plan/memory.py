@@ -9,7 +9,6 @@ import math
 from collections.abc import Collection
 from typing import NamedTuple
 
-from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.grammar import parse_modules
 from pretraining.config.variants import model_shape, padded_vocabulary
 from pretraining.models.ops import LOSS_ROWS
@@ -17,9 +16,10 @@ from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import StateTensor, TorchLayout
 from pretraining.parallel.mesh import Mesh, kv_repeats
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.stages import block_runs, piece_length, pieces, pieces_in_flight, pieces_of
+from pretraining.tools.plan.devices import PLAN_KINDS
 from pretraining.tools.plan.engines import engine_of, layout_in
 from pretraining.tools.plan.settings import PlanConfig
+from pretraining.tools.plan.stages import kept_micro_batches, waiting_micro_batches
 from pretraining.tools.plan.tiles import bytes_in_memory
 
 
@@ -72,16 +72,10 @@ def activations(config: PlanConfig, mesh: Mesh, stage: int = 0) -> int:
     engine keeps them for each of its ticks, and the micro-batches that wait; one of the torch engine as its schedule
     says, and buffers for all micro-batches that arrive, and for their gradients.
     """
-    together = min(config.checkpoint_num_layers, sum(block_mask(config, piece_length(config))))
+    together = min(config.checkpoint_num_layers, sum(block_mask(config, config.division.longest)))
     kept, recomputed = kept_activations(config, mesh), int(together * _block_bytes(config, mesh, ()))
-    if mesh.stage == 1:
-        return kept + recomputed
-    if engine_of(config) == "torch":
-        numbers, last = pieces_of(config, stage), len(pieces(config)) - 1
-        buffers = (2 * len(numbers) - (0 in numbers) - (last in numbers)) * (config.gradient_accumulation_steps or 1)
-        return pieces_in_flight(config, stage) * kept + recomputed + int(buffers * stream_bytes(config, mesh))
-    waiting = (config.gradient_accumulation_steps or 1) // mesh.stage
-    return block_runs(config) * kept + recomputed + int(waiting * stream_bytes(config, mesh))
+    waiting = int(waiting_micro_batches(config, stage) * stream_bytes(config, mesh))
+    return kept_micro_batches(config, stage) * kept + recomputed + waiting
 
 
 def kept_activations(config: PlanConfig, mesh: Mesh) -> int:
@@ -90,7 +84,7 @@ def kept_activations(config: PlanConfig, mesh: Mesh) -> int:
     Of a recomputed block, or of several that are recomputed together, that is the input; with save_attention, and where
     a fused kernel runs, also attention's result. Of a block whose modules are recomputed, it is what they leave.
     """
-    mask = block_mask(config, piece_length(config))
+    mask = block_mask(config, config.division.longest)
     others = (len(mask) - sum(mask)) * _block_bytes(config, mesh, ())
     if config.checkpoint_granularity == "selective":
         return int(others + sum(mask) * _block_bytes(config, mesh, parse_modules(config.checkpoint_modules)))
@@ -136,7 +130,10 @@ def _block_bytes(config: PlanConfig, mesh: Mesh, modules: Collection[str]) -> fl
     wide = 0 if "mlp" in modules else (1 + shape.gated + products) * shape.intermediate_size / mesh.tensor
     is_marked = mesh.shard * mesh.context * mesh.tensor > 1
     streams = 4 if is_torch else 2 + is_marked
-    vectors = streams * stream_bytes(config, mesh) + 2 * _attention_bytes(config, mesh)
+    vectors = streams * stream_bytes(config, mesh)
+    if "attention" in modules:
+        return vectors + tokens * width * wide
+    vectors += 2 * _attention_bytes(config, mesh)
     gathered = 2 * keys * mesh.context if mesh.context > 1 and is_torch else 0
     return vectors + tokens * width * ((2 + 2 * is_torch) * keys + gathered + wide)
 

@@ -6,17 +6,24 @@ from collections import Counter
 from typing import Any
 
 from pretraining.config.batches import describe_growth, tokens_of_run
+from pretraining.config.declaration import settings_of
 from pretraining.config.errors import counted
 from pretraining.config.variants import model_shape
 from pretraining.monitor.figures import amount, duration, flop, micro_batches, percent, size
 from pretraining.parallel.recompute import model_mask
 from pretraining.parallel.sharding import axes_of
-from pretraining.parallel.stages import describe_pipeline, idle_share, micro_batches_per_graph
 from pretraining.tools.plan.compiled import CompiledStep
 from pretraining.tools.plan.engines import engine_of
-from pretraining.tools.plan.plan import USABLE, Plan, best_cuts, nearest_fit, refusals
+from pretraining.tools.plan.plan import USABLE, Plan, best_cuts, is_same, nearest_fit, plan_of, refusals
 from pretraining.tools.plan.settings import PlanConfig
+from pretraining.tools.plan.stages import idle_share, micro_batches_per_graph
 
+SHOWN = 20  # fastest configurations of a search
+WORDS = (
+    "mesh: stage x replica x shard x context x tensor. batches: micro-batches of so many rows per rank.",
+    "MFU counts the operations of the model: 6 N + 12 L d S, all of attention's square. The assumed share of the peak",
+    "counts those that run, with recomputation and without the masked half of attention. An MFU may be above it.",
+)
 # The settings that the plan varies.
 VARIED = (
     "sharding_strategy",
@@ -41,6 +48,11 @@ VARIED = (
 )
 
 
+def _varied(config: PlanConfig) -> list[str]:
+    """Return the settings that the plan varies, of those whose extension is there."""
+    return [name for name in VARIED if name in settings_of(type(config))]
+
+
 def page(plan: Plan) -> str:
     """Return the plan as one screen of text."""
     return "\n".join([*_head(plan), "", *_parameters(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan)])
@@ -52,16 +64,18 @@ def _head(plan: Plan) -> list[str]:
     mask, rows = model_mask(config), config.global_batch_size or 0
     lines = [
         f"plan           {config.model_variant}, {shape.parameters:,} parameters, {config.sharding_strategy}",
-        f"devices        {config.plan_devices:,} x {plan.kind.name} ({size(plan.kind.memory)}): {axes}; "
+        f"devices        {config.plan_devices:,} x {plan.kind.device.name} ({size(plan.kind.device.memory)}): {axes}; "
         f"{engine_of(config)} engine",
+        f"hosts          {plan.island.describe(config.plan_devices)}",
         f"batch          {config.tokens_per_step:,} tokens/step = {counted(rows, 'sequence')} of "
         f"{config.seq_length:,}; {micro_batches(config.gradient_accumulation_steps or 1, config.batch_size)}"
         f"{describe_growth(config)}",
         f"recomputed     {sum(mask)} of {len(mask)} blocks",
     ]
     lines += [f"refused        {problem.subject} {problem.remedy}" for problem in refusals(plan)]
-    if plan.mesh.stage > 1:
-        lines.append(f"pipeline       {describe_pipeline(config, engine_of(config))}")
+    lines += [
+        f"pipeline       {note.removeprefix('pipeline: ')}" for note in config.division.notes(engine_of(config))[:1]
+    ]
     if better := best_cuts(plan):
         flags = flags_of(better.config, config, alone=False)
         lines.append(f"best cuts      {flags}: {better.step_seconds:.3f} s instead of {plan.step_seconds:.3f} s")
@@ -82,8 +96,8 @@ def _parameters(plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
     amounts = {**plan.memory._asdict(), "together": plan.memory.total}
     lines = [f"{name:<14} {count:>18,} bytes/device  {size(count):>12}" for name, count in amounts.items()]
-    verdict = "fits" if plan.fits else "does not fit"
-    lines[-1] += f": {verdict} in {size(USABLE * plan.kind.memory)} ({USABLE:.0%} of {size(plan.kind.memory)})"
+    verdict, memory = "fits" if plan.fits else "does not fit", plan.kind.device.memory
+    lines[-1] += f": {verdict} in {size(USABLE * memory)} ({USABLE:.0%} of {size(memory)})"
     if len(plan.stage_memory) > 1:
         lines.append(f"{'by stage':<14} {', '.join(size(memory.total) for memory in plan.stage_memory)}")
     if not plan.fits:
@@ -98,10 +112,15 @@ def _change(config: PlanConfig, other: PlanConfig | None) -> str:
 
 
 def flags_of(config: PlanConfig, asked: PlanConfig, *, alone: bool = True) -> str:
-    """Return the flags that turn the configuration `asked` into `config`, and with `alone` the defaults, too."""
+    """Return the flags that turn the configuration `asked` into `config`, and with `alone` the defaults, too.
+
+    Without gradient_accumulation_steps where the global batch says it.
+    """
     bases = (asked, type(asked)(plan_devices=asked.plan_devices)) if alone else (asked,)
     shown = ("sharding_strategy", "batch_size") if alone else ()
-    names = [n for n in VARIED if n in shown or any(getattr(config, n) != getattr(base, n) for base in bases)]
+    names = [n for n in _varied(config) if n in shown or any(getattr(config, n) != getattr(base, n) for base in bases)]
+    if asked.gradient_accumulation_steps is None and "global_batch_size" in names:
+        names = [name for name in names if name != "gradient_accumulation_steps"]
     return " ".join(f"--{name}={getattr(config, name)}" for name in names)
 
 
@@ -116,6 +135,7 @@ def _traffic(plan: Plan) -> list[str]:
 def _time(plan: Plan) -> list[str]:
     config, kind, devices = plan.config, plan.kind, plan.config.plan_devices
     tokens = tokens_of_run(config)
+    cost = [f"cost           {_cost(plan):,.0f} at {config.plan_price:g} per device and hour"] * bool(config.plan_price)
     computation, overlapped = f"{plan.compute_seconds:.3f} s of computation", f"{plan.overlapped_seconds:.3f} s"
     return [
         f"FLOP/token     {flop(plan.flops)} (6 N + 12 L d S)",
@@ -125,30 +145,59 @@ def _time(plan: Plan) -> list[str]:
         f"speed          {plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second / devices:,.0f} per device",
         f"run            {counted(config.num_steps, 'step')}: {duration(tokens / plan.tokens_per_second)}, "
         f"{amount(tokens)} tokens, {flop(plan.flops * tokens)}",
-        f"assumed        {kind.efficiency:.0%} of {flop(kind.peak_flops)}/s, recomputation included; "
-        f"{kind.link / 1e9:,.0f} GB/s within {counted(kind.per_host, 'device')}, {kind.network / 1e9:,.0f} GB/s beyond",
+        *cost,
+        f"assumed        {kind.efficiency:.0%} of {flop(kind.device.peak_flops)}/s, recomputation included; "
+        f"{kind.link / 1e9:,.0f} GB/s within {counted(plan.island.devices, 'device')}, "
+        f"{kind.network / 1e9:,.4g} GB/s beyond",
     ]
 
 
 def ranking(plans: list[Plan], asked: PlanConfig) -> str:
-    """Return a line for each of the 20 fastest meshes, with the flags that turn the configuration `asked` into it."""
+    """Return a line for each of the 20 fastest configurations and for the one `asked`, marked, and the best's flags."""
     if not plans:
         return "no mesh of these devices fits; --plan_search=False shows the nearest change"
-    lines = [f"{'step s':>9} {'MFU':>6} {'memory':>11}  flags"]
-    for plan in plans[:20]:
-        figures = f"{plan.step_seconds:>9.3f} {percent(plan.mfu):>6} {size(plan.memory.total):>11}"
-        lines.append(f"{figures}  {flags_of(plan.config, asked)}")
-    return "\n".join([*lines, f"{len(plans)} meshes fit"])
+    own = plan_of(asked)
+    listed = [*enumerate(plans[:SHOWN], 1)]
+    if own.config.plan_devices and not any(is_same(plan, own) for _, plan in listed):
+        listed.append((1 + sum(plan.step_seconds < own.step_seconds for plan in plans), own))
+    cost = f" {'cost':>12}" if asked.plan_price else ""
+    head = f"{'':>5} {'step s':>9} {'MFU':>6} {'memory':>11}{cost}  {'':<6} {'mesh':<18} "
+    lines = [f"{head}{'batches':<12} recomputed"]
+    lines += [_row(number, plan, "yours" if is_same(plan, own) else "") for number, plan in listed]
+    return "\n".join(
+        [*lines, "", *WORDS, f"{len(plans)} configurations fit; the fastest:", flags_of(plans[0].config, asked)]
+    )
+
+
+def _row(number: int, plan: Plan, mark: str) -> str:
+    """Return a line of at most 120 characters: many pipeline_cuts end in two dots."""
+    config, mask = plan.config, model_mask(plan.config)
+    figures = f"{number:>5} {plan.step_seconds:>9.3f} {percent(plan.mfu):>6} {size(plan.memory.total):>11}"
+    figures += f" {_cost(plan):>12,.0f}" if config.plan_price else ""
+    batch = f"{config.gradient_accumulation_steps} of {config.batch_size}"
+    mesh, recomputed = "x".join(map(str, plan.mesh)), f"{sum(mask)} of {len(mask)}"
+    cells = f"{config.sharding_strategy:<6} {mesh:<18} {batch:<12} {recomputed:<10}"
+    cuts = getattr(config, "pipeline_cuts", "")
+    marks = [mark, "" if plan.fits else "does not fit", cuts and f"cuts {cuts}"]
+    line = f"{figures}  {cells} {', '.join(filter(None, marks))}".rstrip()
+    return line if len(line) <= 120 else f"{line[:118]}.."
+
+
+def _cost(plan: Plan) -> float:
+    """Return what the run costs at plan_price."""
+    hours = tokens_of_run(plan.config) / plan.tokens_per_second / 3600
+    return hours * plan.config.plan_devices * plan.config.plan_price
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the same as data: bytes, seconds, shares of 1."""
     return {
-        "config": {name: getattr(plan.config, name) for name in VARIED},
-        "device_kind": plan.kind._asdict(),
+        "config": {name: getattr(plan.config, name) for name in _varied(plan.config)},
+        "device_kind": plan.kind.device._asdict() | {"link": plan.kind.link, "network": plan.kind.network},
+        "island": plan.island._asdict(),
         "mesh": plan.mesh._asdict(),
         "idle_share": idle_share(plan.config),
-        "best_cuts": (best_cuts(plan) or plan).config.pipeline_cuts,
+        "best_cuts": getattr((best_cuts(plan) or plan).config, "pipeline_cuts", ""),
         "parameters": [{**weight._asdict(), "bytes": plan.bytes_of(weight)} for weight in plan.weights],
         "bytes_per_device": {**plan.memory._asdict(), "total": plan.memory.total},
         "bytes_by_stage": [memory.total for memory in plan.stage_memory],

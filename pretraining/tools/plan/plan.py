@@ -2,7 +2,8 @@
 
 The step's time assumes: operations run at the kind's efficiency; collectives of parameters and gradients overlap with
 them, so the longer of the two counts; collectives of activations do not overlap; a pipeline's stages idle while it
-fills and drains; a mesh axis that spans hosts communicates at the network's rate, any other at the link's.
+fills and drains; a mesh axis that spans hosts (TPUs: slices) communicates at the network's rate, any other at the
+link's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from pretraining.config.devices import PLAN_KINDS, DeviceKind
 from pretraining.config.errors import ConfigError, Problem
 from pretraining.config.support import unsupported
 from pretraining.config.training import ShardingStrategy
@@ -25,20 +25,17 @@ from pretraining.parallel.checks import CHECKS as PARALLEL_CHECKS
 from pretraining.parallel.layout import StateTensor, state_tensors, uneven_shards
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import model_mask
-from pretraining.parallel.stages import (
-    cuts_by_last_piece,
-    idle_share,
-    layers_of_stage,
-    pieces,
-    stacked_layers,
-    stage_of,
-)
+from pretraining.tools.plan.devices import PLAN_KINDS, Island, PlanKind, island_of
 from pretraining.tools.plan.engines import engine_of, layout_in
 from pretraining.tools.plan.memory import DeviceMemory, device_memory, tensor_bytes, weights_of
 from pretraining.tools.plan.settings import PlanConfig
+from pretraining.tools.plan.stages import has_stages, idle_share, largest_share, other_cuts, pipelines
 from pretraining.tools.plan.traffic import Collective, collectives
 
 CHECKS = (*MODEL_CHECKS, *PARALLEL_CHECKS)
+REFINED = 8  # fastest meshes, whose micro-batches and recomputation are searched, too
+MICRO_BATCHES = (1, 2, 4, 8, 16)  # rows
+RECOMPUTED_SHARES = ("1/2", "1/4")  # of the blocks
 USABLE = 0.92  # of the memory: the rest is the runtime's, and fragments (a CUDA context and NCCL take 2 to 4 GiB)
 
 
@@ -46,7 +43,8 @@ class Plan(NamedTuple):
     """What follows from a configuration on so many devices of a kind."""
 
     config: PlanConfig  # with its batch resolved
-    kind: DeviceKind
+    kind: PlanKind
+    island: Island  # the devices with fast links between them
     mesh: Mesh
     weights: list[StateTensor]  # of the stage that holds most
     stage_memory: list[DeviceMemory]  # by stage; one where stages are alike
@@ -65,7 +63,7 @@ class Plan(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether a device's memory is large enough."""
-        return self.memory.total <= USABLE * self.kind.memory
+        return self.memory.total <= USABLE * self.kind.device.memory
 
     @property
     def step_seconds(self) -> float:
@@ -75,7 +73,7 @@ class Plan(NamedTuple):
     @property
     def least_seconds(self) -> float:
         """Seconds of a step that the model's own operations take at the peak."""
-        return self.flops * self.config.tokens_per_step / (self.kind.peak_flops * self.config.plan_devices)
+        return self.flops * self.config.tokens_per_step / (self.kind.device.peak_flops * self.config.plan_devices)
 
     @property
     def mfu(self) -> float:
@@ -95,7 +93,8 @@ class Plan(NamedTuple):
 def plan_of(config: PlanConfig) -> Plan:
     """Return the plan for plan_devices of plan_device_kind. Raises ConfigError where sizes do not divide."""
     kind = PLAN_KINDS[config.plan_device_kind]
-    mesh = resolve_mesh(config, config.plan_devices, min(kind.per_host, config.plan_devices))
+    island = island_of(kind, config.plan_devices, config.plan_topology)
+    mesh = resolve_mesh(config, config.plan_devices, island.devices)
     config = resolve_batch(config, mesh.data_ranks)
     stages = list(state_tensors(config, layout_in(config, mesh)))
     stage_memory = [device_memory(config, mesh, tensors, stage) for stage, tensors in enumerate(stages)]
@@ -103,19 +102,20 @@ def plan_of(config: PlanConfig) -> Plan:
     weights = weights_of(stages[fullest])
     executed = executed_flops(config, weights) * config.tokens_per_step / config.plan_devices
     sent = collectives(config, mesh, weights)
-    seconds = [collective.bytes / _rate(collective, mesh, kind) for collective in sent]
+    seconds = [collective.bytes / _rate(collective, mesh, kind, island) for collective in sent]
     waits = [collective.axes[0] in ("tensor", "context", "stage") for collective in sent]
     exposed = sum(duration for duration, waited in zip(seconds, waits, strict=True) if waited)
     return Plan(
         config=config,
         kind=kind,
+        island=island,
         mesh=mesh,
         weights=weights,
         stage_memory=stage_memory,
         collectives=sent,
         flops=flops_per_token(model_shape(config), config.seq_length).full,
         executed=executed,
-        compute_seconds=executed / (kind.peak_flops * kind.efficiency),
+        compute_seconds=executed / (kind.device.peak_flops * kind.efficiency),
         overlapped_seconds=sum(seconds) - exposed,
         exposed_seconds=exposed,
     )
@@ -129,7 +129,7 @@ def executed_flops(config: PlanConfig, weights: list[StateTensor]) -> float:
     engine runs its blocks in idle ticks, too, and padding like layers. On the torch engine all stages count as the one
     with most work, of which the head is a part, and idle time counts like work.
     """
-    shape, stages = model_shape(config), range(config.pipeline_parallel_size)
+    shape = model_shape(config)
     scores = shape.num_layers * shape.num_attention_heads * shape.head_dim * config.seq_length
     blocks = [weight for weight in weights if ".layers." in weight.name and len(weight.shape) > 1]
     layer = sum(math.prod(weight.shape) for weight in blocks)
@@ -138,11 +138,8 @@ def executed_flops(config: PlanConfig, weights: list[StateTensor]) -> float:
     of_blocks = 6 * shape.num_layers * layer + 7 * scores + again
     of_others = flops_per_token(shape, config.seq_length).causal - 6 * (shape.num_layers * layer + scores)
     if engine_of(config) == "xla":
-        return of_others + of_blocks * (1 + idle_share(config)) * len(stacked_layers(config)) / shape.num_layers
-    last = stage_of(config, len(pieces(config)) - 1)
-    shares = [len(layers_of_stage(config, stage)) / shape.num_layers for stage in stages]
-    work = [share * of_blocks + (stage == last) * of_others for stage, share in enumerate(shares)]
-    return len(stages) * max(work) * (1 + idle_share(config))
+        return of_others + of_blocks * (1 + idle_share(config)) * len(config.division.stack()) / shape.num_layers
+    return largest_share(config, of_blocks, of_others) * (1 + idle_share(config))
 
 
 def best_cuts(plan: Plan) -> Plan | None:
@@ -152,28 +149,25 @@ def best_cuts(plan: Plan) -> Plan | None:
     shorter.
     """
     config = plan.config
-    if config.pipeline_parallel_size == 1:
-        return None
-    others = (replace(config, pipeline_balance=False, pipeline_cuts=cuts) for cuts in ("", *cuts_by_last_piece(config)))
-    chosen = min((config, *others), key=lambda choice: executed_flops(choice, plan.weights))
+    chosen = min((config, *other_cuts(config)), key=lambda choice: executed_flops(choice, plan.weights))
     if chosen is config:
         return None
     best = plan_of(chosen)
     return best if best.step_seconds < plan.step_seconds and best.fits >= plan.fits else None
 
 
-def _rate(collective: Collective, mesh: Mesh, kind: DeviceKind) -> float:
+def _rate(collective: Collective, mesh: Mesh, kind: PlanKind, island: Island) -> float:
     """Return the bytes per second along its axes: ranks of the mesh's last axis are neighbours, of the first far."""
     names = list(mesh._asdict())
     widest = min(names.index(axis) for axis in collective.axes)
     reach = math.prod(list(mesh)[widest:])
-    return kind.network if reach > kind.per_host else kind.link
+    return kind.network if reach > island.devices else kind.link
 
 
 def nearest_fit(plan: Plan) -> PlanConfig | None:
     """Return the configuration after the smallest of some changes that makes it fit; None if none of them does."""
     config, devices = plan.config, plan.config.plan_devices
-    accumulated = config.gradient_accumulation_steps if config.pipeline_parallel_size > 1 else None
+    accumulated = config.gradient_accumulation_steps if has_stages(config) else None
     batch: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": accumulated}
     batch |= {"rampup_batch_size": ""}
     recompute = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1"}
@@ -211,12 +205,48 @@ def _plan_if_valid(config: PlanConfig) -> Plan | None:
 
 
 def search(config: PlanConfig) -> list[Plan]:
-    """Return the plan of every mesh that fits and trains on its engine with this global batch, the fastest first."""
-    total, rows = plan_of(config).config.global_batch_size or 1, config.batch_size
-    plans = (_plan_if_valid(_with_batch(candidate, total, rows)) for candidate in _candidates(config))
-    best = (plan and (best_cuts(plan) or plan) for plan in plans)
-    usable = [plan for plan in best if plan and plan.fits and not _is_another_name(plan)]
-    return sorted(usable, key=lambda plan: plan.step_seconds)
+    """Return the plan of every mesh that fits and trains on its engine with this global batch, the fastest first.
+
+    A mesh on which batch_size does not fit has micro-batches of one row. Of the REFINED fastest meshes, other sizes of
+    micro-batches and other shares of recomputed blocks follow.
+    """
+    total = plan_of(config).config.global_batch_size or 1
+    plans: list[Plan] = []
+    for candidate in _candidates(config):
+        plan = _plan_if_valid(_with_batch(candidate, total, config.batch_size))
+        if plan and not plan.fits and plan.config.batch_size > 1:
+            plan = _plan_if_valid(_with_batch(candidate, total, 1))
+        if plan and plan.fits and not _is_another_name(plan):
+            plans.append(best_cuts(plan) or plan)
+    plans.sort(key=_cost)
+    others = [_plan_if_valid(other) for plan in plans[:REFINED] for other in _refinements(plan.config, total)]
+    refined = [plan for plan in others if plan and plan.fits]
+    return sorted({_settings_that_count(plan): plan for plan in (*refined, *plans)}.values(), key=_cost)
+
+
+def _cost(plan: Plan) -> tuple[float, int]:
+    """Return what a search minimises: the time of a step, then memory."""
+    return round(plan.step_seconds, 6), plan.memory.total
+
+
+def _refinements(config: PlanConfig, total: int) -> Iterator[PlanConfig]:
+    """Yield `config` with other micro-batches and shares of recomputed blocks."""
+    shares = ("1", *RECOMPUTED_SHARES) if config.fsdp_activation_checkpointing else ("1",)
+    for share, rows in product(shares, MICRO_BATCHES):
+        yield _with_batch(replace(config, selective_checkpointing=share), total, rows)
+
+
+def _settings_that_count(plan: Plan) -> tuple[object, ...]:
+    """Return what two plans of one global batch differ in, if their steps do."""
+    config = plan.config
+    stages = (*config.division.pieces(), getattr(config, "pipeline_schedule", ""))
+    shards = (config.sharding_strategy, plan.mesh, config.sequence_parallel)
+    return (*shards, config.batch_size, model_mask(config), stages)
+
+
+def is_same(plan: Plan, other: Plan) -> bool:
+    """Return whether two plans of one global batch are the same configuration, however it is written."""
+    return _settings_that_count(plan) == _settings_that_count(other)
 
 
 def _is_another_name(plan: Plan) -> bool:
@@ -227,13 +257,12 @@ def _is_another_name(plan: Plan) -> bool:
 
 
 def _candidates(config: PlanConfig) -> Iterator[PlanConfig]:
-    devices, layers = config.plan_devices, model_shape(config).num_layers
-    tensors = [ranks for ranks in (1, 2, 4, 8, 16) if ranks <= PLAN_KINDS[config.plan_device_kind].per_host]
+    devices = config.plan_devices
+    linked = island_of(PLAN_KINDS[config.plan_device_kind], devices, config.plan_topology).devices
+    tensors = [ranks for ranks in (1, 2, 4, 8, 16) if ranks <= linked]
     strategies: tuple[ShardingStrategy, ...] = ("ddp", "zero1", "fsdp", "hsdp")
-    pipelines = [(1, 1)]
-    pipelines += [(stages, count) for stages in (2, 4, 8, 16) for count in (1, 2) if stages * count <= layers]
-    choices = product(strategies, pipelines, tensors, (1, 2, 4), (False, True))
-    for strategy, (stages, virtual), tensor, context, recompute in choices:
+    choices = product(strategies, pipelines(config), tensors, (1, 2, 4), (False, True))
+    for strategy, (stages, settings), tensor, context, recompute in choices:
         if devices % (stages * tensor * context):
             continue
         yield replace(
@@ -243,11 +272,7 @@ def _candidates(config: PlanConfig) -> Iterator[PlanConfig]:
             tensor_parallel_size=tensor,
             sequence_parallel=tensor > 1,
             context_parallel_size=context,
-            pipeline_parallel_size=stages,
-            virtual_pipeline_size=virtual,
-            pipeline_cuts="",
-            pipeline_balance=False,
-            pipeline_schedule="auto",
+            **settings,
             fsdp_activation_checkpointing=recompute,
             selective_checkpointing="1",
             checkpoint_granularity="full",

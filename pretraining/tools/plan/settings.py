@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pretraining.config.declaration import AtLeast, Common, Needs, OneOf, Resume
-from pretraining.config.devices import PLAN_KINDS
 from pretraining.config.training import TrainConfig
+from pretraining.tools.plan.devices import PLAN_KINDS
 
 COMMON = Common()
 
@@ -25,12 +25,16 @@ class PlanConfig(TrainConfig):
     plan_device_kind: Annotated[str, OneOf(("", *PLAN_KINDS)), Needs("plan"), Resume.FREE] = ""
     """Kind of the devices: a TPU chip, a NeuronCore of trn1 or trn2, or a GPU; required by plan."""
     plan_search: Annotated[bool, Needs("plan"), Resume.FREE] = False
-    """Rank the meshes that fit by their predicted step time, for the same global batch."""
+    """Rank the meshes, micro-batches and recomputation that fit by their predicted step time, for the same global
+    batch; this configuration is marked."""
+    plan_price: Annotated[float, AtLeast(0), Needs("plan"), Resume.FREE] = 0.0
+    """Price of a device and hour, in any currency: the plan and the search print what the run costs. 0: no cost."""
     plan_compile: Annotated[bool, Needs("plan"), Resume.FREE] = False
     """Also compile the step for plan_topology with the TPU's own compiler, and print its memory, collectives and
-    operations next to those of the plan. Needs requirements-tpu-aot.txt, but no TPU."""
+    operations next to those of the plan. Needs requirements/tpu-aot.txt, but no TPU."""
     plan_topology: Annotated[str, Needs("plan"), Resume.FREE] = ""
-    """Slice of TPUs, chips along each axis: 4x4 (v5e, v6e) or 4x4x4 (v4, v5p). Their product is plan_devices."""
+    """Slice of TPUs, chips along each axis: 4x4 (v5e, v6e) or 4x4x4 (v4, v5p). plan_devices are one or several of them.
+    Empty: the largest slice that Google offers whose chips divide plan_devices."""
     plan_json: Annotated[str, Needs("plan"), Resume.FREE] = ""
     """File that the plan is written to, as JSON. Empty: none."""
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import permutations
 
-from pretraining.config.devices import DeviceKind
+from pretraining.tools.plan.devices import PlanKind
 
 
-def bytes_in_memory(kind: DeviceKind, extents: Sequence[int], width: int) -> int:
+def bytes_in_memory(kind: PlanKind, extents: Sequence[int], width: int) -> int:
     """Return the bytes that a tensor of values `width` bytes wide occupies in the memory of a device.
 
     A TPU stores the two innermost dimensions in tiles of up to 8 x 128 values, and its compiler orders the dimensions

@@ -15,10 +15,10 @@ from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import KEYS_AND_VALUES, Layout, StateTensor, TorchLayout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.recompute import block_mask
-from pretraining.parallel.stages import piece_length, pieces, pieces_of, ticks
-from pretraining.tools.plan.engines import ends_of_stage, engine_of, layout_in, outer_runs, piece_runs
+from pretraining.tools.plan.engines import engine_of, layout_in
 from pretraining.tools.plan.memory import stream_bytes
 from pretraining.tools.plan.settings import PlanConfig
+from pretraining.tools.plan.stages import ends_of_stage, outer_runs, piece_runs, pieces_of_stage, sent_by, ticks
 
 SHARDS = ("shard", "context")
 
@@ -64,7 +64,7 @@ def _matrix_bytes(weights: list[StateTensor], mesh: Mesh, width: int) -> int:
 def _run_bytes(config: PlanConfig, weights: list[StateTensor], mesh: Mesh, width: int) -> int:
     """Return `_matrix_bytes` times the runs of each matrix in a step."""
     blocks, outer = _divided(weights)
-    of_blocks = piece_runs(config) * _matrix_bytes(blocks, mesh, width) // config.virtual_pipeline_size
+    of_blocks = piece_runs(config) * _matrix_bytes(blocks, mesh, width) // pieces_of_stage(config)
     return of_blocks + outer_runs(config) * _matrix_bytes(outer, mesh, width)
 
 
@@ -177,19 +177,12 @@ def _between_stages(config: PlanConfig, mesh: Mesh) -> list[Collective]:
     if mesh.stage == 1:
         return []
     stream, count = stream_bytes(config, mesh), config.gradient_accumulation_steps or 1
-    least = int(count * (2 * config.virtual_pipeline_size - 1) * stream)
+    least = int(count * (2 * pieces_of_stage(config) - 1) * stream)
     if engine_of(config) == "torch":
-        sent = int(count * max(_sent_by(config, stage) for stage in range(mesh.stage)) * stream)
+        sent = int(count * max(sent_by(config, stage) for stage in range(mesh.stage)) * stream)
         return [Collective("between stages", "send", ("stage",), sent, min(least, sent))]
     sent = int(4 * (ticks(config) + 1) * stream)
     return [Collective("between stages", "collective-permute", ("stage",), sent, least)]
-
-
-def _sent_by(config: PlanConfig, stage: int) -> int:
-    """Return the tensors that a stage of the torch engine sends for every micro-batch."""
-    numbers, count = pieces_of(config, stage), len(pieces(config))
-    neighbours = [other for number in numbers for other in (number - 1, number + 1) if 0 <= other < count]
-    return sum(other not in numbers for other in neighbours)
 
 
 def _of_repeated_heads(config: PlanConfig, mesh: Mesh, weights: list[StateTensor]) -> Collective:
@@ -207,7 +200,7 @@ def _of_tied_embedding(config: PlanConfig, mesh: Mesh, weights: list[StateTensor
 
 
 def _of_activations(config: PlanConfig, mesh: Mesh) -> list[Collective]:
-    shape, mask = model_shape(config), block_mask(config, piece_length(config))
+    shape, mask = model_shape(config), block_mask(config, config.division.longest)
     count, width = outer_runs(config), precision_of(config).activations.itemsize
     tokens = config.batch_size * config.seq_length // mesh.context
     stream = tokens * shape.hidden_size * width

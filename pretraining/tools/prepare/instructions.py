@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pretraining.config.errors import UserError
 from pretraining.data.stores.labels import IGNORED
-from pretraining.data.tokenizer import Tokenizer
+from pretraining.extensions.tokenizers.tokenizer import Tokenizer
 from pretraining.tools.prepare.chat import ChatTemplate, RenderedChat, TemplateSource
 
 # Rows that are filled at the same time. Of lengths drawn like those of chats, 64 leave 1 % of the tokens to padding.
@@ -145,6 +145,14 @@ class Reader:
         before = len(prompt + gap)
         chat = RenderedChat(prompt + gap + completion, [(before, before + len(completion))])
         return chat, [self._options.separator]
+
+
+def check_record(record: Mapping[str, Any]) -> None:
+    """Raise UserError, without a place, if a record is no example."""
+    if "messages" in record:
+        _messages(record["messages"])
+    else:
+        _texts(record)
 
 
 def _messages(value: Any) -> list[Mapping[str, Any]]:

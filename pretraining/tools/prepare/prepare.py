@@ -1,9 +1,10 @@
 """Text becomes token shards: `python -m pretraining.tools.prepare --input=FOLDER --output=FOLDER`.
 
-The input is divided into ranges of about 16 MiB. Each becomes one shard and then a record of it, both renamed into
-place when complete, so a preparation that was killed continues with the first shard that has no record, and no document
-is lost or repeated. The output: tokenizer.model (or .json), train/ and valid/ with shards and meta.json, and flags.txt
-for the training.
+The input is looked at first, and what cannot be read is named together. It is divided into ranges of about 16 MiB. Each
+becomes one shard and then a record of it, both renamed into place when complete, so a preparation that was killed
+continues with the first shard that has no record, no document is lost or repeated, and parts that different hosts
+prepare are merged by their records. The output: tokenizer.model (or .json), train/ and valid/ with shards and
+meta.json, and flags.txt for the training.
 """
 
 from __future__ import annotations
@@ -16,45 +17,52 @@ import shlex
 import shutil
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from uuid import uuid4
 
+from main_training import EXTENSIONS
 from pretraining.config.errors import UserError, counted
 from pretraining.config.script import ArgumentParser
-from pretraining.data.corpus import whole_corpus
 from pretraining.data.datasets import DESCRIPTION, NO_SEPARATOR
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.hashing import key_of, short_hash
-from pretraining.data.index import ShardFile, open_indexes
 from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_json
-from pretraining.data.stores.find import find_shards
-from pretraining.data.stores.labels import LABELS, POSITIONS
-from pretraining.data.tokenizer import Tokenizer, open_tokenizer, train
-from pretraining.storage import Location, ObjectPath, location
+from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer, train
+from pretraining.storage import Location, is_remote, location, use_files_of
 from pretraining.tools.prepare.chat import find_template
-from pretraining.tools.prepare.instructions import LONGER, InstructionOptions, Packer, Reader, Row
+from pretraining.tools.prepare.instructions import LONGER, InstructionOptions, Packer, Reader
+from pretraining.tools.prepare.shards import COLUMNS, ShardWriter, merged_sums
+from pretraining.tools.prepare.survey import preview, report, survey
 from pretraining.tools.prepare.text import (
     SHARD_BYTES,
+    Input,
+    OnError,
     TextShard,
-    check_texts,
     divide,
     find_files,
+    ignore,
     read_documents,
     read_records,
 )
 
-COLUMNS = ("tokens", LABELS, POSITIONS)  # of shards; text has only the first
 SPLIT_FLAGS = {"train": "data_path", "valid": "valid_data_path"}  # folder in the output -> flag of the training
+_BYTES = "bytes of text"
+_LEFT_OUT = "left_out.txt"  # in the output: what --skip_bad left out
+_POOL_BYTES = 64 * 2**20  # of input, which one process looks at in a second
 _AT_ONCE = 64  # documents encoded and written together
+_OTHER_PART = 10  # seconds in which another part, started at the same time, writes the plan
+_LEAST_MEASURED = 10**6  # bytes of text below which a speed says nothing
 _SAMPLE_CHARACTERS = 20_000_000  # enough for a stable vocabulary; training takes seconds
 _STDLIB_SHARD_BYTES = 2 * 2**20  # it has 12 MB: six shards keep several cores busy
 _STDLIB_SAMPLE = 1_600_000  # a first run waits for it: 1 s
@@ -67,7 +75,7 @@ class Options:
     """What to prepare; every field is a flag."""
 
     output: Annotated[str, "folder to write, local or s3://BUCKET/NAME or gs://BUCKET/NAME"]
-    input: Annotated[str, "files and folders of text, comma-separated"] = ""
+    input: Annotated[str, "files, folders and URLs of text, comma-separated"] = ""
     stdlib: Annotated[bool, "prepare the sources of Python's standard library"] = False
     tokenizer: Annotated[str, "sentencepiece model or tokenizer.json; empty: train one"] = ""
     vocab_size: Annotated[int, "of the trained tokenizer; 0: 4096 for --stdlib, otherwise 32000"] = 0
@@ -76,6 +84,8 @@ class Options:
     text_key: Annotated[str, "field of JSON lines, column of Parquet"] = "text"
     endings: Annotated[str, "of the plain text files in folders, comma-separated"] = ".txt,.md"
     processes: Annotated[int, "worker processes; 0: one per core"] = 0
+    skip_bad: Annotated[int, "leave out at most this many files and rows that cannot be read, and list them"] = 0
+    part: Annotated[str, "I/N: prepare this one of N parts, each by a job of its own; the last one merges them"] = ""
     sft: Annotated[bool, "read prompts and completions, and train the completions only"] = False
     chat_template: Annotated[str, "--sft: Jinja file for all records; empty: the tokenizer's own, for messages"] = ""
     seq_length: Annotated[int, "--sft: tokens of a row"] = 4096
@@ -83,6 +93,7 @@ class Options:
     longer: Annotated[str, f"--sft: what becomes of examples longer than a row: {', '.join(LONGER)}"] = LONGER[0]
 
 
+NOT_PLANNED = ("output", "processes", "skip_bad", "part")  # which the shards do not depend on
 INSTRUCTION_SETTINGS = ("sft", "chat_template", "seq_length", "packing", "longer")
 
 
@@ -97,16 +108,13 @@ class Job:
     text_key: str
     valid_every: int
     instructions: InstructionOptions | None
-
-    @property
-    def record(self) -> Path:
-        """The file that exists when the shard is complete."""
-        return self.output / RECORDS / f"{self.number:05d}.json"
+    skip_bad: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare, and print the command that trains on it. Return the exit code."""
     options = _parse(arguments)
+    use_files_of(EXTENSIONS)  # --output may be in object storage
     try:
         prepare(options)
     except UserError as error:
@@ -123,22 +131,25 @@ def prepare(options: Options) -> list[str]:
     place = location(options.output)
     files, ignored = _find_input(options)
     plan = _plan(options, files)
-    if isinstance(place, ObjectPath):
+    if is_remote(place):
         _refuse_other(place, plan)
         output = Path("data") / f"{place.name}-{short_hash(str(place))}"
     else:
-        output = place
+        output = Path(options.output)
     if place == output or not (place / FLAGS).is_file():
-        _claim(output, plan)
+        (_claim_together if options.part else _claim)(output, plan)
     if not any((folder / FLAGS).is_file() for folder in (place, output)):
         if ignored:
             endings = ", ".join(sorted({file.suffix or file.name for file in ignored})[:10])
             print(f"ignored: {counted(len(ignored), 'file')} ending in {endings} (--endings=... reads them as text)")
         _prepare_shards(options, files, output)
-    if isinstance(place, ObjectPath) and (output / FLAGS).is_file():
+    if is_remote(place) and (output / FLAGS).is_file():
         _move(output, place)
+    if not (place / FLAGS).is_file():  # other parts are missing
+        return []
     flags = (place / FLAGS).read_bytes().decode(errors="replace").splitlines()
-    words = ["bash scripts/train.sh", *map(shlex.quote, flags)]
+    own = flags if is_remote(place) or options.stdlib else [f"--data_path={place}"]  # implied.py
+    words = ["bash scripts/train.sh", *map(shlex.quote, own)]
     print(f"prepared in {place}; train on it with:\n  " + " \\\n    ".join(words))
     return flags
 
@@ -160,15 +171,29 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         parser.error("give either --input or --stdlib")
     if options.sft and (options.stdlib or not options.tokenizer):
         parser.error("--sft needs --input, and --tokenizer of the model that is trained")
-    for name, least in (("vocab_size", 0), ("valid_every", 0), ("processes", 0), ("separator", -1)):
+    for name, least in (("vocab_size", 0), ("valid_every", 0), ("processes", 0), ("skip_bad", 0), ("separator", -1)):
         if getattr(options, name) < least:
             parser.error(f"--{name}={getattr(options, name)}: use {least} or more")
+    if options.part:
+        _check_part(options, parser)
     if options.longer not in LONGER:
         parser.error(f"--longer={options.longer}: choose one of {', '.join(LONGER)}")
     options = replace(options, vocab_size=options.vocab_size or (4096 if options.stdlib else 32_000))
     if not options.tokenizer and options.separator >= options.vocab_size:
         parser.error(f"--separator={options.separator}: use an id below --vocab_size={options.vocab_size}")
     return replace(options, valid_every=options.valid_every or 20, endings=".py") if options.stdlib else options
+
+
+def _check_part(options: Options, parser: ArgumentParser) -> None:
+    number, _, total = options.part.partition("/")
+    if not (number.isdecimal() and total.isdecimal() and 1 <= int(number) <= int(total)):
+        parser.error(f"--part={options.part}: write I/N, such as 3/16, with I from 1 to N")
+    if not options.tokenizer:
+        parser.error(
+            "--part needs --tokenizer, the same for all parts: prepare a sample of the text without --part first"
+        )
+    if is_remote(options.output):
+        parser.error(f"--part needs a folder that all parts share, not --output={options.output}")
 
 
 def _truth(text: str) -> bool:
@@ -180,22 +205,22 @@ def _truth(text: str) -> bool:
 # ---- What to do, and what was done before
 
 
-def _find_input(options: Options) -> tuple[list[Path], list[Path]]:
+def _find_input(options: Options) -> tuple[list[Input], list[Input]]:
     """Return the files to read, and files in the given folders that are ignored."""
     endings = options.endings.split(",")
     if not options.stdlib:
         return find_files(options.input.split(","), endings)
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files, _ = find_files([str(root)], endings)
+    root = sysconfig.get_paths()["stdlib"]
+    files, _ = find_files([root], endings)
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # packages, and 60 % of tests
-    return [file for file in files if not excluded & set(file.relative_to(root).parts)], []
+    return [file for file in files if not excluded & {*Path(str(file).removeprefix(root)).parts}], []
 
 
-def _plan(options: Options, files: list[Path]) -> dict[str, Any]:
+def _plan(options: Options, files: list[Input]) -> dict[str, Any]:
     """Return everything that the output depends on."""
-    stamps = [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    stamps = [f"{file} {status.st_size} {status.st_mtime_ns}" for file in files for status in [file.stat()]]
     settings = asdict(options)
-    for name in ("output", "processes", *(() if options.sft else INSTRUCTION_SETTINGS)):
+    for name in (*NOT_PLANNED, *(() if options.sft else INSTRUCTION_SETTINGS)):
         settings.pop(name)
     tokenizer = file_hash(Path(options.tokenizer)) if Path(options.tokenizer).is_file() else ""
     return {"settings": settings, "files": len(files), "input": short_hash(*stamps), "tokenizer": tokenizer}
@@ -219,6 +244,25 @@ def _claim(output: Path, plan: dict[str, Any]) -> None:
     write_atomically(path, content)
 
 
+def _claim_together(output: Path, plan: dict[str, Any]) -> None:
+    """Write the plan into the output folder, as other parts may do at the same time. UserError as above."""
+    for _ in range(10 * _OTHER_PART):
+        if not output.is_dir() or not any(output.iterdir()) or (output / PLAN).is_file():
+            break
+        time.sleep(0.1)
+    _refuse_other(output, plan)
+    for folder in (RECORDS, *SPLIT_FLAGS):
+        (output / folder).mkdir(parents=True, exist_ok=True)
+    _write_shared(output / PLAN, json.dumps(plan, indent=2) + "\n")
+
+
+def _write_shared(path: Path, content: bytes | str) -> None:
+    """Write a file as parts on other hosts may do at the same time, whose processes have the same numbers."""
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
+    temporary.replace(path)
+
+
 def _refuse_other(output: Location, plan: dict[str, Any]) -> None:
     """Raise UserError if a folder has another plan, or anything without a plan."""
     path = output / PLAN
@@ -235,7 +279,7 @@ def _refuse_other(output: Location, plan: dict[str, Any]) -> None:
         raise UserError(f"{output}: not empty and not prepared by this command: choose another --output")
 
 
-def _move(output: Path, place: ObjectPath) -> None:
+def _move(output: Path, place: Location) -> None:
     """Move what was prepared to object storage: the plan first, and the flags, which say that it is complete, last."""
     files = [path for path in output.rglob("*") if path.is_file() and path.parent.name != RECORDS]
     for path in sorted(files, key=lambda path: (path.name != PLAN, path)):
@@ -248,11 +292,15 @@ def _move(output: Path, place: ObjectPath) -> None:
 # ---- The work
 
 
-def _prepare_shards(options: Options, files: list[Path], output: Path) -> None:
+def _prepare_shards(options: Options, files: list[Input], output: Path) -> None:
+    """Write the shards of this part that are missing; describe the dataset if it is complete then."""
     endings = options.endings.split(",")
-    for note in check_texts(files, endings):
-        print(note)
     sources = divide(files, endings, _STDLIB_SHARD_BYTES if options.stdlib else SHARD_BYTES)
+    part, parts = map(int, (options.part or "1/1").split("/"))
+    own = range(part - 1, len(sources), parts)
+    missing = [number for number in own if not _record(output, number).is_file()]
+    processes = options.processes or os.cpu_count() or 1
+    _look(options, files, [sources[number] for number in missing], processes)
     path = _copy_or_train(options, sources, output)
     tokenizer = open_tokenizer(str(path))
     separator = tokenizer.separator if options.separator < 0 else options.separator
@@ -261,23 +309,42 @@ def _prepare_shards(options: Options, files: list[Path], output: Path) -> None:
             f"--separator={separator}: {path} has {tokenizer.vocab_size:,} ids: give the one that ends documents"
         )
     instructions = _instructions(options, tokenizer, separator) if options.sft else None
-    jobs = [
-        Job(number, source, output, path, options.text_key, options.valid_every, instructions)
-        for number, source in enumerate(sources)
-    ]
-    _run([job for job in jobs if not job.record.is_file()], len(jobs), options.processes or os.cpu_count() or 1)
-    description = {
-        "vocab_size": tokenizer.vocab_size,
-        "separator": separator,
-        "tokenizer_sha256": file_hash(path),
-    }
-    records = [read_json(job.record) for job in jobs]
+    if missing and not options.stdlib:
+        reader = Reader(instructions, tokenizer) if instructions else None
+        ranges = [part for number in missing for part in sources[number]]
+        print("\n".join(preview(ranges, options.text_key, tokenizer, reader)))
+    settings = (output, path, options.text_key, options.valid_every, instructions, options.skip_bad)
+    _run([Job(number, sources[number], *settings) for number in missing], len(own), processes, not options.stdlib)
+    if left := sum(not _record(output, number).is_file() for number in range(len(sources))):
+        print(f"part {options.part} is complete; {counted(left, 'shard')} of other parts are missing: the part that "
+              "ends last merges all, or the same command without --part")  # fmt: skip
+        return
+    records = [read_json(_record(output, number)) for number in range(len(sources))]
+    description = {"vocab_size": tokenizer.vocab_size, "separator": separator, "tokenizer_sha256": file_hash(path)}
     flags = [f"--tokenizer_path={path}", f"--vocab_size={tokenizer.vocab_size}"]
     if instructions:  # the separator is in the rows
         description |= {"separator": NO_SEPARATOR, "seq_length": options.seq_length}
         flags.append(f"--seq_length={options.seq_length}")
         flags += ["--reset_attention_mask=True", "--reset_position_ids=True"] if options.packing else []
     _describe(output, records, description, flags, _STDLIB_FLAGS if options.stdlib else _VALIDATION)
+
+
+def _record(output: Path, number: int) -> Path:
+    """Return the file that exists when a shard is complete."""
+    return output / RECORDS / f"{number:05d}.json"
+
+
+def _look(options: Options, files: list[Input], shards: list[TextShard], processes: int) -> None:
+    """Look at all input that is not prepared yet. UserError with everything that is wrong with it."""
+    if options.stdlib or not shards:
+        return
+    look = partial(survey, key=options.text_key, is_sft=options.sft, skip_bad=options.skip_bad)
+    if sum(file.stat().st_size for file in files) < _POOL_BYTES or processes == 1:
+        found = list(map(look, shards))
+    else:
+        with _workers(processes) as pool:
+            found = list(pool.map(look, shards))
+    report(found, options.skip_bad)
 
 
 def _instructions(options: Options, tokenizer: Tokenizer, separator: int) -> InstructionOptions:
@@ -293,7 +360,7 @@ def _copy_or_train(options: Options, sources: list[TextShard], output: Path) -> 
         return target
     if options.tokenizer:
         open_tokenizer(options.tokenizer, "--tokenizer")
-        write_atomically(target, Path(options.tokenizer).read_bytes())
+        _write_shared(target, Path(options.tokenizer).read_bytes())
         return target
     print(f"training a tokenizer of {options.vocab_size:,} ids on a sample of the text", flush=True)
     began = time.perf_counter()
@@ -311,26 +378,43 @@ def _sample(sources: list[TextShard], text_key: str, characters: int) -> Iterato
     for source in sources:
         left = characters // len(sources)
         ranges = sorted(source, key=lambda part: key_of(int(short_hash(part.path, str(part.start)), 16)))
-        for text in read_documents(tuple(ranges), text_key):
+        for text, _ in read_documents(tuple(ranges), text_key, ignore):
             if left <= 0:
                 break
             yield text[:left]
             left -= len(text)
 
 
-def _run(jobs: list[Job], total: int, processes: int) -> None:
-    """Run all jobs, several at a time, with a line of progress."""
-    began, done, tokens = time.perf_counter(), total - len(jobs), 0
+def _run(jobs: list[Job], total: int, processes: int, measured: bool) -> None:
+    """Run all jobs, several at a time, with a line of progress; if `measured`, print the speed, too."""
+    began, done, tokens, size, busy = time.perf_counter(), total - len(jobs), 0, 0, 0.0
     if done:
         print(f"continuing after {done} of {total} shards")
-    context = multiprocessing.get_context("spawn")
-    workers = max(1, min(processes, len(jobs)))
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
+    with _workers(max(1, min(processes, len(jobs)))) as pool:
+        for future in as_completed([pool.submit(write_shards, job) for job in jobs]):
+            written = future.result()
+            tokens, size, busy = tokens + written.tokens, size + written.size, busy + written.seconds
+            done += 1
+            _progress(done, total, tokens, time.perf_counter() - began)
+    if measured and size >= _LEAST_MEASURED:
+        print(describe_speed(size, busy))
+
+
+def describe_speed(size: int, seconds: float) -> str:
+    """Return a line with the speed of a core, and what a terabyte takes. size: bytes of text."""
+    speed, hours = size / seconds / 1e6, 1e12 / (size / seconds) / 3600
+    return (
+        f"speed: {speed:.2f} MB/s of text per process; at this speed 1 TB takes {hours:,.0f} core-hours, for example "
+        f"{hours / 64:,.1f} hours on 64 cores (--part=I/N divides the work among hosts)"
+    )
+
+
+@contextmanager
+def _workers(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Yield processes for jobs. UserError if one of them is killed."""
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
         try:
-            for future in as_completed([pool.submit(write_shards, job) for job in jobs]):
-                tokens += future.result()
-                done += 1
-                _progress(done, total, tokens, time.perf_counter() - began)
+            yield pool
         except BrokenProcessPool as error:
             remedy = "the same command continues; with less memory, add a smaller --processes"
             raise UserError(f"a worker process was killed, or could not start: {remedy}") from error
@@ -361,38 +445,69 @@ def _progress(done: int, total: int, tokens: int, seconds: float) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def write_shards(job: Job) -> int:
-    """Write the training and the validation shard of a job, then its record. Return the number of tokens."""
-    tokenizer = open_tokenizer(str(job.tokenizer))
+class Written(NamedTuple):
+    """What a worker did."""
+
+    tokens: int
+    size: int  # bytes of text
+    seconds: float
+
+
+def write_shards(job: Job) -> Written:
+    """Write the training and the validation shard of a job, then its record."""
+    began, tokenizer = time.perf_counter(), open_tokenizer(str(job.tokenizer))
     name, columns = f"part-{job.number:05d}.arrow", COLUMNS if job.instructions else COLUMNS[:1]
     writers = {split: ShardWriter(job.output / split / name, tokenizer.vocab_size, columns) for split in SPLIT_FLAGS}
-    counts = (_write_rows if job.instructions else _write_documents)(job, tokenizer, writers)
+    errors: dict[str, None] = {}
+    write = _write_rows if job.instructions else _write_documents
+    counts = write(job, tokenizer, writers, _keep_errors(job, errors))
+    size = counts.pop(_BYTES, 0)
     record = {split: writer.close() for split, writer in writers.items()}
-    write_atomically(job.record, json.dumps({**record, "counts": counts}))
-    return sum(writer.tokens for writer in writers.values())
+    write_atomically(_record(job.output, job.number), json.dumps({**record, "counts": counts, "left_out": [*errors]}))
+    return Written(sum(writer.tokens for writer in writers.values()), size, time.perf_counter() - began)
 
 
-def _write_documents(job: Job, tokenizer: Tokenizer, writers: Mapping[str, ShardWriter]) -> Counter[str]:
+def _keep_errors(job: Job, errors: dict[str, None]) -> OnError:
+    """Return a function that keeps what cannot be read, and raises what is more than the job may leave out."""
+
+    def on_error(error: UserError) -> None:
+        errors[str(error)] = None  # once, where a wrong file has the same mistake in each of its row groups
+        if len(errors) > job.skip_bad:
+            raise error
+
+    return on_error
+
+
+def _write_documents(
+    job: Job, tokenizer: Tokenizer, writers: Mapping[str, ShardWriter], on_error: OnError
+) -> Counter[str]:
     """Write every text as a document. Return what is to be reported, and how often."""
-    texts, place, empty = read_documents(job.source, job.text_key), 0, 0
-    while batch := list(islice(texts, _AT_ONCE)):
+    counts, place = Counter[str](), 0
+    texts = read_documents(job.source, job.text_key, on_error)
+    while batch := [text for text, _ in islice(texts, _AT_ONCE)]:
         splits = ["valid" if is_held_out(job, place + number) else "train" for number in range(len(batch))]
         for split, writer in writers.items():
             chosen = [text for text, other in zip(batch, splits, strict=True) if text and other == split]
             writer.write([tokenizer.encode(chosen)])
         place += len(batch)
-        empty += batch.count("")
-    return Counter({"empty documents left out": empty})
+        counts["empty documents left out"] += batch.count("")
+        counts[_BYTES] += sum(len(text.encode()) for text in batch)
+    return counts
 
 
-def _write_rows(job: Job, tokenizer: Tokenizer, writers: Mapping[str, ShardWriter]) -> Counter[str]:
+def _write_rows(job: Job, tokenizer: Tokenizer, writers: Mapping[str, ShardWriter], on_error: OnError) -> Counter[str]:
     """Write rows of whole examples. Return what is to be reported, and how often."""
     assert job.instructions is not None
     reader = Reader(job.instructions, tokenizer)
     packers = {split: Packer(job.instructions, writer.write_row) for split, writer in writers.items()}
-    for place, (where, record) in enumerate(read_records(job.source)):
-        split = "valid" if is_held_out(job, place) else "train"
-        packers[split].add(reader.example(record, where), where)
+    for number, (record, place) in enumerate(read_records(job.source, on_error)):
+        try:
+            example = reader.example(record, str(place))
+        except UserError as error:
+            on_error(error)
+            continue
+        split = "valid" if is_held_out(job, number) else "train"
+        packers[split].add(example, str(place))
     for packer in packers.values():
         packer.close()
     return packers["train"].counts + packers["valid"].counts
@@ -401,58 +516,6 @@ def _write_rows(job: Job, tokenizer: Tokenizer, writers: Mapping[str, ShardWrite
 def is_held_out(job: Job, place: int) -> bool:
     """Whether the document at this place of a job's text belongs to the validation split."""
     return job.valid_every > 0 and key_of(job.number, place) % job.valid_every == 0
-
-
-class ShardWriter:
-    """One Arrow shard: list columns, at most 64 documents to a record batch. It appears when it is complete."""
-
-    def __init__(self, path: Path, vocab_size: int, columns: Sequence[str]) -> None:
-        import pyarrow as pa
-
-        self._path, self._temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        # 2 bytes where they suffice: half the disk and half the reading, for a conversion of 1 us a sequence
-        tokens = pa.uint16() if vocab_size <= 1 << 16 else pa.int32()
-        self._schema = pa.schema([(name, pa.list_(pa.int32() if number else tokens))
-                                  for number, name in enumerate(columns)])  # fmt: skip
-        self._file = pa.OSFile(str(self._temporary), "wb")
-        self._writer = pa.ipc.new_file(self._file, self._schema)
-        self._rows: list[Row] = []
-        self.documents = self.tokens = 0  # so far
-
-    def write(self, columns: Sequence[Sequence[list[int]]]) -> None:
-        """Append documents as one record batch."""
-        import pyarrow as pa
-
-        if columns[0]:
-            arrays = [pa.array(lists, kind) for lists, kind in zip(columns, self._schema.types, strict=True)]
-            self._writer.write(pa.record_batch(arrays, schema=self._schema))
-        self.documents += len(columns[0])
-        self.tokens += sum(map(len, columns[0]))
-
-    def write_row(self, row: Row) -> None:
-        """Append a row of examples, with the next ones in one record batch."""
-        self._rows.append(row)
-        if len(self._rows) == _AT_ONCE:
-            self._write_rows()
-
-    def _write_rows(self) -> None:
-        rows, self._rows = self._rows, []
-        self.write([[row.tokens for row in rows], [row.labels for row in rows], [row.positions for row in rows]])
-
-    def close(self) -> dict[str, Any]:
-        """Rename the shard into place and return its record; without documents there is no shard."""
-        self._write_rows()
-        self._writer.close()
-        self._file.close()
-        record = {"name": self._path.name, "documents": self.documents, "tokens": self.tokens}
-        if not self.documents:
-            self._temporary.unlink()
-            return record
-        with self._temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        record["sha256"] = file_hash(self._temporary)
-        self._temporary.replace(self._path)
-        return record
 
 
 # ---- What training needs to know
@@ -471,24 +534,22 @@ def _describe(
     for split, flag in SPLIT_FLAGS.items():
         shards = [record[split] for record in records if record[split]["documents"]]
         if not shards:
-            (output / split).rmdir()
+            with suppress(FileNotFoundError):  # another part that ends last
+                (output / split).rmdir()
             continue
         counts = {name: sum(shard[name] for shard in shards) for name in ("documents", "tokens")}
-        hashes = {shard["name"]: shard["sha256"] for shard in shards}
-        content = {**description, **counts, "shards": hashes, "blocks": _block_sums(output / split)}
-        write_atomically(output / split / DESCRIPTION, json.dumps(content, indent=2) + "\n")
+        content = {**description, **counts, "shards": {shard["name"]: shard["sha256"] for shard in shards}}
+        if blocks := merged_sums(shards):
+            content["blocks"] = blocks
+        _write_shared(output / split / DESCRIPTION, json.dumps(content, indent=2) + "\n")
         flags.append(f"--{flag}={output / split}")
         parts = {"document": counts["documents"], "token": counts["tokens"], "shard": len(shards)}
         print(f"{split}: {', '.join(counted(number, noun) for noun, number in parts.items())}")
     counts = sum((Counter(record.get("counts", {})) for record in records), Counter[str]())
     for what, count in counts.items():
         print(f"{count:,} {what}")
+    if left_out := [line for record in records for line in record.get("left_out", [])]:
+        _write_shared(output / _LEFT_OUT, "\n".join(left_out) + "\n")
+        print(f"left out because of --skip_bad: {len(left_out):,} files and rows, see {output / _LEFT_OUT}")
     flags += validation if (output / "valid").is_dir() else ()
-    write_atomically(output / FLAGS, "\n".join(flags) + "\n")
-
-
-def _block_sums(folder: Path) -> dict[str, Any]:
-    """Return the checksums of the blocks of a split's documents, which the loader compares at their first read."""
-    files = [ShardFile(path, format, COLUMNS[0], ()) for path, format in find_shards(folder, "auto")]
-    with tempfile.TemporaryDirectory() as indexes:  # its own, because the shards may be moved
-        return whole_corpus(open_indexes(files, Path(indexes)), {}).block_sums()
+    _write_shared(output / FLAGS, "\n".join(flags) + "\n")

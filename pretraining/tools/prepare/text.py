@@ -1,4 +1,8 @@
-"""Documents of files of text, JSON lines and Parquet, divided into ranges that are read independently of each other."""
+"""Documents of files of text, JSON lines and Parquet, divided into ranges that are read independently of each other.
+
+What cannot be read is handed to a function as a UserError that names the file and the line. If it returns, reading goes
+on without that row, or without the rest of that file.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,17 @@ import codecs
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from pretraining.config.errors import UserError, counted
+from pretraining.config.errors import UserError
+from pretraining.tools.prepare.urls import Url, expand, is_url, source, unreachable
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 # Text per shard: small enough that a killed preparation loses seconds, large enough that a shard is worth its file.
 SHARD_BYTES = 16 * 2**20
@@ -25,7 +34,6 @@ _ENCODINGS = {  # by byte order mark; UTF-32's begins with UTF-16's
     codecs.BOM_UTF8: "utf-8-sig",
 }
 _TRACE = 1000  # characters for each one that may be damaged: a text in Latin-1 has one in 20 to 50, of English in 2,000
-_NAMED = 20  # unreadable files in a message
 
 
 class FileRange(NamedTuple):
@@ -38,9 +46,54 @@ class FileRange(NamedTuple):
 
 
 TextShard = tuple[FileRange, ...]  # the text of one shard
+Input = Path | Url
+T = TypeVar("T")
+OnError = Callable[[UserError], None]  # gets what cannot be read; raises, or returns to go on without it
 
 
-def format_of(path: Path, endings: Sequence[str]) -> str | None:
+class Document(NamedTuple):
+    """One document and where it comes from."""
+
+    text: str
+    place: Place
+
+
+class Place(NamedTuple):
+    """The place of a document, in words when a message needs it."""
+
+    path: str
+    format: str
+    start: int  # of the part of a file that is read: the byte of a plain line, the row of Parquet
+    number: int  # of the row in the part, from 0
+
+    def __str__(self) -> str:
+        if self.format == "text":
+            return self.path
+        first = 1 + (_lines_before(self.path, self.start) if self.format == "jsonl" else self.start)
+        return f"{self.path}, {'line' if self.format == 'jsonl' else 'row'} {first + self.number}"
+
+
+@cache
+def _lines_before(path: str, stop: int) -> int:
+    """Return the lines that end in the first `stop` bytes of a plain file."""
+    lines, left = 0, stop
+    with _open(path) as file:
+        while left:
+            raw = file.read(min(left, 1 << 22))
+            lines, left = lines + raw.count(b"\n"), left - len(raw) if raw else 0
+    return lines
+
+
+def refuse(error: UserError) -> NoReturn:
+    """Raise what cannot be read."""
+    raise error
+
+
+def ignore(error: UserError) -> None:
+    """Go on without what cannot be read, because the look at all files has reported it."""
+
+
+def format_of(path: Input, endings: Sequence[str]) -> str | None:
     """Return the format of a file, by its name; None if it is not known. endings: of plain text."""
     plain = path.with_suffix("") if path.suffix in _COMPRESSIONS else path
     if plain.suffix in _JSON_LINES:
@@ -50,28 +103,33 @@ def format_of(path: Path, endings: Sequence[str]) -> str | None:
     return "text" if plain.suffix in endings else None
 
 
-def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Path], list[Path]]:
+def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Input], list[Input]]:
     """Return the files to read and the ignored files of folders, sorted. UserError if an input is missing or empty."""
-    chosen: list[Path] = []
-    ignored: list[Path] = []
+    files: list[Input]
+    chosen: list[Input] = []
+    ignored: list[Input] = []
     for name in inputs:
-        path = Path(name)
-        if not path.exists():
-            raise UserError(f"{name}: no such file or folder")
-        if path.is_file() and path.suffix and format_of(path, endings) is None:
-            raise UserError(
-                f"{name}: files ending in {path.suffix} are not read as text: convert it to .txt, .jsonl or .parquet, "
-                f"or read it as plain text with --endings={','.join([*endings, path.suffix])}"
-            )
-        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+        if is_url(name):
+            urls, is_folder = expand(name)
+            files = [*urls]
+        elif not (path := Path(name)).exists():
+            raise UserError(f"{path.absolute()}: no such file or folder")
+        else:
+            is_folder = path.is_dir()
+            files = [*sorted(file for file in path.rglob("*") if file.is_file())] if is_folder else [path]
         for file in files:
-            (chosen if path.is_file() or format_of(file, endings) else ignored).append(file)
+            if not is_folder and file.suffix and format_of(file, endings) is None:
+                raise UserError(
+                    f"{name}: files ending in {file.suffix} are not read as text: convert it to .txt, .jsonl or "
+                    f".parquet, or read it as plain text with --endings={','.join([*endings, file.suffix])}"
+                )
+            (ignored if is_folder and format_of(file, endings) is None else chosen).append(file)
     if not chosen:
         raise UserError(f"{', '.join(inputs)}: no text, .jsonl or .parquet files: --endings lists those of plain text")
     return chosen, ignored
 
 
-def divide(files: Sequence[Path], endings: Sequence[str], shard_bytes: int = SHARD_BYTES) -> list[TextShard]:
+def divide(files: Sequence[Input], endings: Sequence[str], shard_bytes: int = SHARD_BYTES) -> list[TextShard]:
     """Divide the files into shards of about `shard_bytes`, in order. Compressed JSON lines are not divided."""
     shards: list[TextShard] = []
     ranges: list[FileRange] = []
@@ -86,7 +144,7 @@ def divide(files: Sequence[Path], endings: Sequence[str], shard_bytes: int = SHA
     return [*shards, tuple(ranges)] if ranges else shards
 
 
-def _ranges(file: Path, format: str) -> Iterator[tuple[FileRange, int]]:
+def _ranges(file: Input, format: str) -> Iterator[tuple[FileRange, int]]:
     """Yield the ranges of a file with their sizes in bytes."""
     size = file.stat().st_size
     if format == "parquet":
@@ -99,52 +157,49 @@ def _ranges(file: Path, format: str) -> Iterator[tuple[FileRange, int]]:
         yield FileRange(str(file), format, 0, 0), size
 
 
-def _row_groups(file: Path) -> Iterator[tuple[FileRange, int]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def _row_groups(file: Input) -> Iterator[tuple[FileRange, int]]:
+    """Yield the row groups; of a file that is damaged or has no rows, one range, which is reported when it is read."""
     try:
-        metadata = pq.read_metadata(file)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a complete Parquet file ({error}): copy or write it again") from error
-    for number in range(metadata.num_row_groups):
-        yield FileRange(str(file), "parquet", number, number + 1), metadata.row_group(number).total_byte_size
+        with _open_parquet(str(file)) as opened:
+            groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
+    except UserError:
+        groups = []
+    for number, group in enumerate(groups):
+        yield FileRange(str(file), "parquet", number, number + 1), group.total_byte_size
+    if not groups:
+        yield FileRange(str(file), "parquet", 0, 0), 0
 
 
-def read_documents(shard: TextShard, key: str) -> Iterator[str]:
+def read_documents(shard: TextShard, key: str, on_error: OnError = refuse) -> Iterator[Document]:
     """Yield the documents of a shard, in order. key: field of JSON lines, or column of Parquet, that holds the text."""
     for part in shard:
         if part.format == "text":
-            yield _read_text(part.path)[0]
+            documents = _file(part.path)
         elif part.format == "jsonl":
-            yield from (_text_of(line, key, place) for place, line in _lines(part))
+            documents = _texts(part, key, on_error)
         else:
-            yield from _rows(part, key)
+            documents = _rows(part, key, on_error)
+        yield from _until_error(documents, on_error)
 
 
-def check_texts(files: Sequence[Path], endings: Sequence[str]) -> list[str]:
-    """Read the files of plain text. Return a note for each that has damaged characters; UserError names the unreadable.
-
-    Before a tokenizer is trained or a shard is written, so that all of them are known at once.
-    """
-    notes, unreadable = [], []
-    for file in files:
-        if (format_of(file, endings) or "text") != "text":
-            continue
-        try:
-            _, encoding, replaced = _read_text(str(file))
-        except UserError as error:
-            unreadable.append(str(error))
-            continue
-        if replaced:
-            notes.append(f"{file}: {counted(replaced, 'character')} not {encoding}, replaced by U+FFFD")
-    if unreadable:
-        more = [f"and {counted(len(unreadable) - _NAMED, 'more file')}"] if len(unreadable) > _NAMED else []
-        raise UserError("\n".join([*unreadable[:_NAMED], *more]))
-    return notes
+def read_records(shard: TextShard, on_error: OnError = refuse) -> Iterator[tuple[dict[str, Any], Place]]:
+    """Yield the objects of JSON lines and the rows of Parquet, in order."""
+    for part in shard:
+        if part.format == "text":
+            on_error(UserError(f"{part.path}: plain text has no prompts: give .jsonl or .parquet files"))
+        else:
+            yield from _until_error(_objects(part, on_error) if part.format == "jsonl" else _tables(part), on_error)
 
 
-def _read_text(path: str) -> tuple[str, str, int]:
+def _until_error(items: Iterator[T], on_error: OnError) -> Iterator[T]:
+    """Yield the items, up to an error that ends them."""
+    try:
+        yield from items
+    except UserError as error:
+        on_error(error)
+
+
+def read_text(path: str) -> tuple[str, str, int]:
     """Return the text of a file, its encoding, and how many characters were replaced. UserError if it is no text.
 
     The encoding is that of the byte order mark, or UTF-8.
@@ -162,22 +217,6 @@ def _read_text(path: str) -> tuple[str, str, int]:
     return text, name, replaced
 
 
-def read_records(shard: TextShard) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of JSON lines and the rows of Parquet, in order, each with its place for messages."""
-    for part in shard:
-        if part.format == "jsonl":
-            yield from ((place, _record_of(line, place)) for place, line in _lines(part))
-        elif part.format == "parquet":
-            import pyarrow.parquet as pq
-
-            with _naming(part.path), pq.ParquetFile(part.path, memory_map=False) as file:
-                for number in range(part.start, part.stop):
-                    rows = file.read_row_group(number).to_pylist()
-                    yield from ((f"{part.path}, row {at} of group {number}", row) for at, row in enumerate(rows))
-        else:
-            raise UserError(f"{part.path}: plain text has no prompts: give .jsonl or .parquet files")
-
-
 @contextmanager
 def _naming(path: str) -> Iterator[None]:
     """Turn what pyarrow and the system say of a file that cannot be read into a UserError that names it."""
@@ -189,67 +228,108 @@ def _naming(path: str) -> Iterator[None]:
         raise UserError(
             f"{path}: cannot be read, it is truncated or damaged ({error}): copy or write it again"
         ) from error
+    except Exception as error:  # a client's own
+        if isinstance(error, UserError) or not is_url(path):
+            raise
+        raise unreachable(path, error) from error
 
 
 @contextmanager
 def _open(path: str) -> Iterator[IO[bytes]]:
     """Open a file for reading; decompress it if its ending says so. UserError where reading it fails."""
-    compression = _COMPRESSIONS.get(Path(path).suffix)
-    with _naming(path):
+    file = source(path)
+    compression = _COMPRESSIONS.get(file.suffix)
+    with _naming(path), file.open("rb") as raw:
         if compression is None:
-            with Path(path).open("rb") as file:
-                yield file
+            yield raw
             return
         import pyarrow as pa
 
-        stream: Any = pa.CompressedInputStream(pa.OSFile(path), compression)
+        stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, "r"), compression)
         with io.BufferedReader(stream, 1 << 20) as lines:  # pyarrow's stream has no line iterator
             yield lines
 
 
-def _lines(part: FileRange) -> Iterator[tuple[str, bytes]]:
-    """Yield the lines that begin in [start, stop) bytes, with their places; of a compressed file, all lines."""
-    compressed = Path(part.path).suffix in _COMPRESSIONS
+@contextmanager
+def _open_parquet(path: str) -> Iterator[pq.ParquetFile]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with _open(path) as file:
+        try:
+            opened = pq.ParquetFile(file)
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"{path}: not a complete Parquet file ({error}): copy or write it again") from error
+        yield opened
+
+
+def _lines(part: FileRange) -> Iterator[tuple[bytes, Place]]:
+    """Yield the lines that begin in [start, stop) bytes; of a compressed file, all lines."""
+    compressed = source(part.path).suffix in _COMPRESSIONS
     with _open(part.path) as file:
         at = part.start
         if at:  # a line that begins before belongs to the range before
             file.seek(at - 1, os.SEEK_SET)
             at += len(file.readline()) - 1
-        for line in file:
+        first = at
+        for number, line in enumerate(file):
             if not compressed and at >= part.stop:
                 return
             if line.strip():
-                yield f"{part.path}, byte {at}", line
+                yield line, Place(part.path, "jsonl", first, number)
             at += len(line)
 
 
-def _record_of(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: not a line of JSON ({error}): fix or remove it") from error
-    return record if isinstance(record, dict) else {}
+def _file(path: str) -> Iterator[Document]:
+    yield Document(read_text(path)[0], Place(path, "text", 0, 0))
 
 
-def _text_of(line: bytes, key: str, place: str) -> str:
-    text = _record_of(line, place).get(key)
-    if not isinstance(text, str):
-        raise UserError(f"{place}: no text in field {key!r}: choose the field with --text_key")
-    return text
+def _objects(part: FileRange, on_error: OnError) -> Iterator[tuple[dict[str, Any], Place]]:
+    for line, place in _lines(part):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            on_error(UserError(f"{place}: not a line of JSON ({getattr(error, 'msg', error)}): fix or remove it"))
+        else:
+            yield record if isinstance(record, dict) else {}, place
 
 
-def _rows(part: FileRange, key: str) -> Iterator[str]:
+def _texts(part: FileRange, key: str, on_error: OnError) -> Iterator[Document]:
+    for record, place in _objects(part, on_error):
+        if isinstance(text := record.get(key), str):
+            yield Document(text, place)
+        else:
+            on_error(UserError(f"{place}: no text in field {key!r}: choose the field with --text_key"))
+
+
+def _tables(part: FileRange) -> Iterator[tuple[dict[str, Any], Place]]:
+    """Yield the rows of row groups of Parquet."""
+    with _open_parquet(part.path) as file:
+        before = _rows_before(file, part.start)
+        for group in range(part.start, part.stop):
+            for number, row in enumerate(file.read_row_group(group).to_pylist()):
+                yield row, Place(part.path, "parquet", before, number)
+            before += file.metadata.row_group(group).num_rows
+
+
+def _rows(part: FileRange, key: str, on_error: OnError) -> Iterator[Document]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    with _naming(part.path), pq.ParquetFile(part.path, memory_map=False) as file:
-        names = file.schema_arrow.names
-        if key not in names:
+    with _open_parquet(part.path) as file:
+        if key not in (names := file.schema_arrow.names):
             raise UserError(f"{part.path}: no column {key!r}, it has {', '.join(names)}: choose with --text_key")
-        for number in range(part.start, part.stop):
-            column = file.read_row_group(number, columns=[key]).column(0)
-            if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)) or column.null_count:
-                raise UserError(
-                    f"{part.path}: column {key!r} holds {column.type} with {column.null_count} nulls: it must hold text"
-                )
-            yield from column.to_pylist()
+        kind, before = file.schema_arrow.field(key).type, _rows_before(file, part.start)
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise UserError(f"{part.path}: column {key!r} holds {kind}: it must hold text")
+        for group in range(part.start, part.stop):
+            for number, text in enumerate(file.read_row_group(group, columns=[key]).column(0).to_pylist()):
+                place = Place(part.path, "parquet", before, number)
+                if text is None:
+                    on_error(UserError(f"{place}: null in column {key!r}: fill or remove it"))
+                else:
+                    yield Document(text, place)
+            before += file.metadata.row_group(group).num_rows
+
+
+def _rows_before(file: pq.ParquetFile, group: int) -> int:
+    return sum(file.metadata.row_group(number).num_rows for number in range(group))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from main_training import CONFIGURATION, configure
 from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.flags import read
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.optim.schedule import learning_rate
@@ -368,6 +369,47 @@ def test_a_fine_tuning_file_trains_on_the_shards_that_were_prepared_from_its_rec
     assert config(node, tmp_path, data_path="/shards").max_samples == 100
 
 
+PAGE_S_OPTIMIZER = """\
+    optim:
+        name: adamw
+        lr: 3e-3
+        weight_decay: 0.05
+        capturable: True
+        betas:
+        - 0.9
+        - 0.98
+        sched:
+        name: CosineAnnealing
+        warmup_steps: 3
+        constant_steps: 0
+        min_lr: 3e-4
+"""
+
+
+def test_the_schedule_of_nxdt_s_page_is_read_although_it_is_not_indented(tmp_path: Path) -> None:
+    node = tree("nxdt")
+    page = drop(deepcopy(node), "model.optim")
+    text = write(tmp_path, page, "page.yaml")
+    written = Path(text).read_text()
+    Path(text).write_text(written.replace("\nmodel:\n", "\nmodel:\n" + PAGE_S_OPTIMIZER.replace("    ", "  ")))
+    assert from_flags({"import_config": text, **ENOUGH}) == config(node, tmp_path)
+
+
+def test_keys_of_the_file_are_overridden_as_in_hydra(tmp_path: Path) -> None:
+    path = write(tmp_path, tree("nemo"))
+    words = ["trainer.max_steps=20", "--model.optim.lr=1e-3", "++model.data.data_prefix=[.5,/c/a,.5,/c/b]"]
+    words += ["--tracker=None", "--resuming_dataset=False", f"--import_config={path}", "--vocab_size=100"]
+    line = read(words, CONFIGURATION)
+    assert not line.problems
+    imported = from_flags(line.flags)
+    assert (imported.num_steps, imported.learning_rate, imported.datasets) == (20, 1e-3, "a.idx,b.idx")
+    with pytest.raises(UserError, match="is no value of YAML"):
+        from_flags({**line.flags, "import_overrides": "trainer.max_steps=[1"})
+    alone = read(["--model_variant=tiny", "--use_dummy_dataset", "trainer.max_steps=20"], CONFIGURATION)
+    with pytest.raises(ConfigError, match=r"import_overrides=trainer\.max_steps=20 .*import_config"):
+        from_flags(alone.flags)
+
+
 def test_a_schedule_that_is_not_indented_is_refused(tmp_path: Path) -> None:
     node = put(put(tree("nxdt"), "model.optim.sched", None), "model.optim.warmup_steps", 3)
     assert "indent model.optim.warmup_steps under it" in refusal(node, tmp_path)
@@ -430,10 +472,10 @@ def test_stages_and_their_cuts_are_kept_or_folded(tmp_path: Path) -> None:
     node = put(put(tree("nxdt"), "distributed_strategy.pipeline_model_parallel_size", 2), "data.micro_batch_size", 1)
     node = put(node, "model.pipeline_cuts", ["model.layers.0"])
     folded = config(node, tmp_path, import_pp="fold")
-    assert (folded.pipeline_parallel_size, folded.pipeline_cuts) == (1, "")
+    assert (vars(folded)["pipeline_parallel_size"], vars(folded)["pipeline_cuts"]) == (1, "")
     for engine in ("xla", "torch"):
         kept = config(node, tmp_path, engine=engine)
-        assert (kept.pipeline_parallel_size, kept.pipeline_cuts) == (2, "model.layers.0")
+        assert (vars(kept)["pipeline_parallel_size"], vars(kept)["pipeline_cuts"]) == (2, "model.layers.0")
 
 
 @pytest.mark.slow
@@ -584,7 +626,7 @@ def test_neox_files_are_merged_in_any_order_and_a_key_in_two_of_them_is_an_error
         assert from_flags({"import_config": paths, **ENOUGH}) == config(tree("neox"), tmp_path)
     write(tmp_path, {**rest, "seq_length": 16}, "b.json")
     with pytest.raises(UserError, match=r"seq_length: is both in .*a\.yml and in .*b\.json"):
-        import_foreign({"import_config": f"{model},{run}", **ENOUGH})
+        import_foreign({"import_config": f"{model},{run}", **ENOUGH}, (), CONFIGURATION)
 
 
 def test_of_two_spellings_of_a_neox_key_the_later_file_counts(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from main_training import CONFIGURATION
-from pretraining.config.optimizers import hyperparameters
-from pretraining.config.schedules import SCHEDULES as OURS
 from pretraining.config.support import unsupported as limits
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
@@ -27,6 +26,7 @@ from pretraining.tools.importing.resolve import ImportResult, import_foreign
 from tests.tools.importing.files import put, tree, write
 
 PARTS = ("train", "validation", "test")
+BEHAVIOURS = tomllib.loads(Path(__file__).with_name("behaviours.toml").read_text())["behaviour"]
 ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True", "import_only": "True"}
 
 
@@ -41,6 +41,17 @@ def config(kind: str, folder: Path, changes: dict[str, Any], **flags: object) ->
     imported = imported_file(kind, folder, changes, **flags)
     assert not [*imported.problems, *imported.config_problems]
     return imported.config
+
+
+@pytest.mark.parametrize("case", BEHAVIOURS, ids=lambda case: f"{case['system']}-{case['item']}")
+def test_every_listed_behaviour_is_that_of_the_importer(case: dict[str, Any], tmp_path: Path) -> None:
+    imported = imported_file(case["system"], tmp_path, case["file"], **case.get("flags", {}))
+    refused = [str(problem) for problem in [*imported.problems, *imported.config_problems]]
+    assert all(case.get("refused", "-") in text for text in refused) and bool(refused) == ("refused" in case), refused
+    expected = case.get("here", {})
+    assert {name: getattr(imported.config, name) for name in expected} == expected
+    notes = [report.note for report in [*imported.keys, *imported.defaults] if report.source_key == case["item"]]
+    assert any(case.get("why", "") in note for note in notes), notes
 
 
 # ---- GPT-NeoX
@@ -110,7 +121,7 @@ def test_absent_keys_take_the_eras_defaults(era: str, expected: tuple[object, ..
     absent = ("gradient_clipping", "weight_decay", "hidden_dropout", "attention_dropout")
     node = {key: value for key, value in tree("neox").items() if key not in absent}
     flags = {"import_config": write(tmp_path, node), "neox_era": era, **ENOUGH}
-    config = import_foreign(flags).config
+    config = import_foreign(flags, (), CONFIGURATION).config
     assert (config.grad_clip_thresh, config.weight_decay, config.hidden_dropout, config.lr_schedule) == expected
     assert config.attention_dropout == config.hidden_dropout
 
@@ -119,16 +130,18 @@ def test_an_era_that_the_keys_leave_open_is_asked_for_where_it_matters(tmp_path:
     """checkpoint_factor exists since December 2022, so it is in files of all three eras."""
     node = put(put(tree("neox"), "activation", "gelu"), "intermediate_size", 64)
     del node["use_bias_in_mlp"]
-    (problem,) = import_foreign({"import_config": write(tmp_path, node), **ENOUGH}).problems
+    (problem,) = import_foreign({"import_config": write(tmp_path, node), **ENOUGH}, (), CONFIGURATION).problems
     assert problem.subject == "--neox_era=auto"
     assert {"neox2022_cosine", "neox_cosine", "2022", "2023", "head"} <= set(re.split(r"[^\w]", problem.remedy))
     assert "weight_decay" not in problem.remedy  # the file gives it
     for flags in ({"neox_era": "2022"}, {"lr_schedule": "cosine"}):
-        assert not import_foreign({"import_config": write(tmp_path, node), **ENOUGH, **flags}).problems
+        assert not import_foreign(
+            {"import_config": write(tmp_path, node), **ENOUGH, **flags}, (), CONFIGURATION
+        ).problems
     constant = write(tmp_path, put(node, "lr_decay_style", "constant"))
-    assert not import_foreign({"import_config": constant, **ENOUGH}).problems
+    assert not import_foreign({"import_config": constant, **ENOUGH}, (), CONFIGURATION).problems
     del node["weight_decay"]
-    (problem,) = import_foreign({"import_config": write(tmp_path, node), **ENOUGH}).problems
+    (problem,) = import_foreign({"import_config": write(tmp_path, node), **ENOUGH}, (), CONFIGURATION).problems
     assert "weight_decay=0.01" in problem.remedy and "0.1 since" in problem.remedy
 
 
@@ -142,7 +155,7 @@ def test_an_era_is_not_asked_for_because_of_a_default_that_the_optimizer_does_no
     if type == "SM3":
         node["optimizer"]["params"] = {"lr": 1e-3}
     node["lr_decay_style"] = "constant"
-    imported = import_foreign({"import_config": write(tmp_path, node), **ENOUGH})
+    imported = import_foreign({"import_config": write(tmp_path, node), **ENOUGH}, (), CONFIGURATION)
     assert [problem.subject for problem in imported.problems] == ["--neox_era=auto"] * asked
 
 
@@ -269,11 +282,12 @@ def test_shards_of_the_command_line_need_not_be_of_the_files_kind(
     kind: str, key: str, value: str, tmp_path: Path
 ) -> None:
     flags = {"import_config": write(tmp_path, put(tree(kind), key, value)), "vocab_size": "100", "import_only": "True"}
-    imported = import_foreign({**flags, "data_path": "/mine"})
+    imported = import_foreign({**flags, "data_path": "/mine"}, (), CONFIGURATION)
     assert (imported.config.file_type, imported.config.use_dummy_dataset) == ("auto", False)
     (row,) = (row for row in imported.keys if row.source_key == key)
     assert (row.values, "left out because of other flags" in row.note) == ({}, True)
-    assert import_foreign({**flags, "data_path": "/mine", "file_type": "parquet"}).config.file_type == "parquet"
+    flags |= {"data_path": "/mine", "file_type": "parquet"}
+    assert import_foreign(flags, (), CONFIGURATION).config.file_type == "parquet"
 
 
 def test_a_mixture_may_be_in_another_folder(tmp_path: Path) -> None:
@@ -299,7 +313,9 @@ def test_stablelm_s_keys_are_read(tmp_path: Path) -> None:
     node |= dict.fromkeys(("use_bias_in_norms", "use_bias_in_qk_norm", "use_bias_in_attn_linear"), False)
     node |= {"use_bias_in_mlp": False, "max_position_embeddings": 4096, "train_micro_batch_size_per_gpu": 1}
     node |= {"full_precision_lm_cross_entropy": True, "eval_batch_size": 1, "wandb_name": "", "cooldown": 0.0}
-    imported = import_foreign({"import_config": write(tmp_path, node), **ENOUGH, "vocab_size": "100352"})
+    imported = import_foreign(
+        {"import_config": write(tmp_path, node), **ENOUGH, "vocab_size": "100352"}, (), CONFIGURATION
+    )
     assert not [*imported.problems, *imported.config_problems]
     shape = model_shape(imported.config)
     assert (shape.intermediate_size, shape.num_kv_heads, imported.config.activation) == (13_824, 8, "swiglu")
@@ -329,7 +345,7 @@ def test_onebitadam_is_deepspeed_s_with_its_schedule(tmp_path: Path) -> None:
     params = {"lr": 1e-3, "freeze_step": 60, "cuda_aware": True, "comm_backend_name": "nccl"}
     changes = {"optimizer": {"type": "OneBitAdam", "params": params}, "train_iters": 100, "warmup": 0.1}
     imported = config("neox", tmp_path, {**changes, "lr_decay_iters": 110})
-    optimizer, arguments = imported.optimizer, hyperparameters(imported)
+    optimizer, arguments = imported.optimizer, imported.hyperparameters
     assert (optimizer, arguments.weight_decay, arguments.arguments["freeze_step"]) == ("onebit_adam", 0.0, 60)
     assert [arguments.arguments[name] for name in ("beta1", "beta2", "eps")] == [0.9, 0.999, 1e-8]
     rates = {step: learning_rate(imported, step) for step in (0, 1, 4, 11, 61)}
@@ -349,7 +365,7 @@ def test_gpt_neox_at_its_defaults_is_pythia_160m(tmp_path: Path) -> None:
     }
     node |= {"max_position_embeddings": 2048, "pos_emb": "rotary", "no_weight_tying": True, "rope_fusion": False}
     path = write(tmp_path, {**node, "train_micro_batch_size_per_gpu": 4})
-    imported = import_foreign({"import_config": path, **ENOUGH, "vocab_size": "50304"})
+    imported = import_foreign({"import_config": path, **ENOUGH, "vocab_size": "50304"}, (), CONFIGURATION)
     assert not [*imported.problems, *imported.config_problems]
     assert model_shape(imported.config).parameters == 162_322_944
 
@@ -418,7 +434,7 @@ def test_megatron_s_distributed_optimizers_are_adamw(name: str, tmp_path: Path) 
 
 
 def test_every_schedule_of_nemo_is_one_of_ours() -> None:
-    assert set(SCHEDULES.values()) <= set(OURS)
+    assert set(SCHEDULES.values()) <= set(CONFIGURATION.schedules())
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(1, 1), (1.0, -1), (50, 50), (0, 0), (0.0, 0)])
@@ -594,7 +610,7 @@ def test_another_fp8_is_refused(key: str, value: Any, remains: str, tmp_path: Pa
 
 
 def test_a_value_that_no_number_equals_is_not_a_contradiction(tmp_path: Path) -> None:
-    assert config("nxdt", tmp_path, {"compiler_cache_url": math.nan}).compile_cache_dir == "nan"
+    assert config("nxdt", tmp_path, {"compiler_cache_url": math.nan}, engine="xla").compile_cache_dir == "nan"
 
 
 # ---- NxD Training

@@ -46,7 +46,7 @@ def test_missing_packages_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch)
     from pretraining.tools.plan import compiled
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs torch_xla, jax, libtpu: pip install .* -r requirements-tpu-aot.txt"):
+    with pytest.raises(ConfigError, match=r"needs torch_xla, jax, libtpu: pip install .* -r requirements/tpu-aot.txt"):
         compiled.compile_step(PlanConfig(**BASE), 4)
 
 
@@ -64,6 +64,7 @@ def compiled(folder: Path, **fields: Any) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.exhaustive
 def test_what_is_held_and_sent_and_multiplied_is_what_the_plan_says(tmp_path: Path) -> None:
     said, plan = compiled(tmp_path)
     truth, planned = plan["compiled"], plan["bytes_per_device"]
@@ -78,6 +79,7 @@ def test_what_is_held_and_sent_and_multiplied_is_what_the_plan_says(tmp_path: Pa
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.exhaustive
 def test_between_stages_nothing_is_sent_but_what_the_plan_says(tmp_path: Path) -> None:
     _, plan = compiled(tmp_path, sharding_strategy="ddp", pipeline_parallel_size=4, gradient_accumulation_steps=8)
     sent = plan["compiled"]["sent"]
@@ -103,6 +105,7 @@ NARROW: dict[str, Any] = {
         {"gradient_accumulation_steps": 2},
     ],
 )
+@pytest.mark.exhaustive
 def test_parts_smaller_than_a_tile_of_the_device_are_counted_as_it_keeps_them(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
@@ -117,6 +120,7 @@ def test_parts_smaller_than_a_tile_of_the_device_are_counted_as_it_keeps_them(
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.exhaustive
 def test_what_the_plan_calls_too_big_the_compiler_refuses(tmp_path: Path) -> None:
     wide = {"hidden_size": 4096, "intermediate_size": 8192, "num_attention_heads": 32, "num_kv_heads": 32}
     big = {**wide, "num_layers": 60, "sharding_strategy": "ddp"}  # 120 GB of state: the compiler refuses at once

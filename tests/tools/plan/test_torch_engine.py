@@ -14,6 +14,7 @@ from main_training import CONFIGURATION
 from pretraining.tools.plan.plan import Plan, plan_of
 from tests.parallel.launch import environment, launched
 from tests.parallel.toy import TOY
+from tests.selection import chosen
 
 pytestmark = pytest.mark.slow
 
@@ -38,10 +39,7 @@ CASES: dict[str, Fields] = {
         **{"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "tie_word_embeddings": True},
         "fsdp_activation_checkpointing": True,
     },
-    "zero bubble": {
-        **{"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
-        **{"pipeline_schedule": "ZBVZeroBubble", "use_torch_compile": False},
-    },
+    "interleaved": {"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
     "stages x sequence": {
         **{"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
         **{"tensor_parallel_size": 2, "sequence_parallel": True, "batch_size": 4},
@@ -60,6 +58,7 @@ CASES: dict[str, Fields] = {
         "fsdp_activation_checkpointing": True,
     },
 }
+CASES = chosen(CASES, ("zero1, accumulated", "fsdp, recomputed", "sequence", "stages x sequence", "context x tensor"))
 
 
 @functools.cache
@@ -95,6 +94,7 @@ def test_collectives_are_those_that_the_engine_calls_within_a_tenth(case: str) -
     assert expected == pytest.approx(sent, rel=0.1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["fsdp", "zero2", "hsdp, accumulated"])
 def test_embeddings_and_blocks_are_freed_before_the_backward_pass_where_the_plan_says_so(case: str) -> None:
     everything, gathered = live()["zero2"]["gathered"], live()[case]["gathered"]

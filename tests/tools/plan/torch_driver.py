@@ -27,7 +27,7 @@ from main_training import CONFIGURATION
 from pretraining.data import open_stream
 from pretraining.models.llama import Llama
 from pretraining.parallel.layout import state_bytes
-from pretraining.parallel.torch.engine import TorchEngine
+from pretraining.parallel.select import engine_class
 from pretraining.tools.plan.traffic import ring
 from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
@@ -92,7 +92,7 @@ def gathered_before_backward(model: Llama, gathered: dict[str, int]) -> Callable
 def run_case(fields: dict[str, Any], sent: Counter[str]) -> dict[str, Any]:
     """One step of the toy with these fields."""
     config = CONFIGURATION(**{**TOY, "device": "cpu", **fields})
-    engine = TorchEngine(config)
+    engine = engine_class(config, "torch")(config)
     model, optimizer = prepare_run(engine, config)
     batch = open_stream(config, engine.data_rank, engine.data_size).batch(0)
     sent.clear()

@@ -17,7 +17,7 @@ from typing import Any
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
 from pretraining.parallel.layout import state_bytes
-from pretraining.parallel.xla.engine import XlaEngine
+from pretraining.parallel.select import engine_class
 from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
 
@@ -30,7 +30,7 @@ def dumped(folder: Path) -> set[Path]:
 def run_case(folder: Path, fields: dict[str, Any], steps: bool) -> dict[str, Any]:
     """Place the toy with these fields, and run a step if `steps`."""
     config = CONFIGURATION(**{**TOY, **fields})
-    engine = XlaEngine(config)
+    engine = engine_class(config, "xla")(config)
     model, optimizer = prepare_run(engine, config)
     result: dict[str, Any] = {"measured": engine.bytes_per_device(model, optimizer)}
     result["counted"] = state_bytes(config, engine.layout)

@@ -16,7 +16,7 @@ import pytest
 from main_training import configure
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
-from pretraining.data.tokenizer import HuggingFaceTokenizer, open_tokenizer, train
+from pretraining.extensions.tokenizers.tokenizer import HuggingFaceTokenizer, open_tokenizer, train
 from pretraining.tools import inspect_data
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.chat import ChatTemplate, find_template

@@ -10,8 +10,12 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +26,10 @@ import pytest
 from main_training import configure
 from pretraining.config.errors import UserError
 from pretraining.data import check_data, open_stream, splits_of
+from pretraining.data.corpus import whole_corpus
+from pretraining.data.datasets import open_datasets, verify_dataset
 from pretraining.data.files import file_hash
-from pretraining.data.tokenizer import open_tokenizer
+from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.tools import inspect_data
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.text import FileRange, divide, find_files, read_documents
@@ -187,7 +193,9 @@ def test_lines_that_cross_the_border_of_ranges_are_read_once(tmp_path: Path) -> 
     size = path.stat().st_size
     for cut in (1, 7, 100, 1000):
         ranges = [FileRange(str(path), "jsonl", at, min(at + cut, size)) for at in range(0, size, cut)]
-        assert list(read_documents(tuple(ranges), "text")) == wanted
+        read = list(read_documents(tuple(ranges), "text"))
+        assert [document.text for document in read] == wanted
+        assert [str(document.place) for document in read] == [f"{path}, line {number}" for number in range(1, 21)]
 
 
 def test_shards_cover_every_file_once(prepared: Prepared) -> None:
@@ -195,13 +203,13 @@ def test_shards_cover_every_file_once(prepared: Prepared) -> None:
     assert [file.name for file in ignored] == ["photo.png"]
     shards = divide(files, [".txt"], 1000)
     assert len(shards) > 10
-    assert sorted(text for shard in shards for text in read_documents(shard, "text")) == sorted(prepared.texts)
+    assert sorted(text for shard in shards for text, _ in read_documents(shard, "text")) == sorted(prepared.texts)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, byte 14: not a line of JSON"),
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, line 2: not a line of JSON"),
         ("a.jsonl", '{"body": "x"}\n', "no text in field 'text': choose the field with --text_key"),
         ("a.parquet", "PAR1 not really", "a.parquet: not a complete Parquet file"),
         ("a.png", "x", "no text, .jsonl or .parquet files"),
@@ -221,7 +229,7 @@ def test_input_that_cannot_be_read_is_named(
 @pytest.mark.parametrize(
     ("flag", "remedy"),
     [
-        *((f"--{name}=-2", "use 0 or more") for name in ("vocab_size", "valid_every", "processes")),
+        *((f"--{name}=-2", "use 0 or more") for name in ("vocab_size", "valid_every", "processes", "skip_bad")),
         ("--separator=-2", "use -1 or more"),
         ("--separator=5000", "use an id below --vocab_size=4096"),
     ],
@@ -328,14 +336,30 @@ def test_an_output_folder_that_is_not_complete_is_refused_as_data(prepared: Prep
         open_stream(configure({"data_path": str(tmp_path / "out")}))
 
 
-def test_the_printed_command_trains_and_validates_on_the_output(prepared: Prepared, tmp_path: Path) -> None:
+def test_the_folder_alone_implies_tokenizer_vocabulary_and_validation_and_flags_override(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = prepared.printed.split("train on it with:\n")[1].replace("\\\n", " ")
-    words = shlex.split(command)
-    assert words == ["bash", "scripts/train.sh", *prepared.flags()]
-    flags = dict(word.removeprefix("--").split("=", 1) for word in words[2:])
-    config = configure({**flags, "seq_length": 256, "global_batch_size": 16, "index_dir": str(tmp_path)})
+    assert shlex.split(command) == ["bash", "scripts/train.sh", f"--data_path={prepared.folder / 'out'}"]
+    shutil.copytree(prepared.folder / "out", out := tmp_path / "moved")
+    more = {"seq_length": 256, "global_batch_size": 16, "index_dir": str(tmp_path)}
+    config = configure({"data_path": str(out), **more})
+    assert "--vocab_size=400 " in (told := capsys.readouterr().out) and f"vocab_size of {out}" in told
+    by_name = dict(line.removeprefix("--").split("=", 1) for line in prepared.flags())
+    paths = {"data_path": str(out), "valid_data_path": "", "tokenizer_path": str(out / "tokenizer.model")}
+    assert config == configure({**by_name, **paths, **more})
     check_data(config)
-    assert splits_of(config) == ["train", "valid"] and config.val_interval
+    assert splits_of(config) == ["train", "valid"] and config.val_interval == 50
+    other = configure({"data_path": str(out), "vocab_size": "500", "val_interval": "0", **more})
+    assert (other.vocab_size, other.val_interval, other.tokenizer_path) == (500, 0, config.tokenizer_path)
+    assert configure({"data_path": str(out), "split": "9,1,0", **more}).val_interval == 0
+    assert configure({"data_path": str(out / "train"), **more}).vocab_size is None
+    # the settings of scripts/train.sh are below those of the folder
+    (out / "flags.txt").write_text("--seq_length=64\n--ckpt_save_path=elsewhere\n")
+    monkeypatch.setenv("SCRIPT_SETTINGS", "--seq_length=256")
+    config = configure({"data_path": str(out), **more})
+    assert config.seq_length == 64 and not config.ckpt_save_path
+    assert f"seq_length of {out}" in capsys.readouterr().out
 
 
 def test_a_vocabulary_that_is_too_large_can_be_lowered_in_the_same_folder(
@@ -412,26 +436,162 @@ UNREADABLE = {
 }
 
 
-def test_texts_are_decoded_by_their_byte_order_mark_and_all_others_are_named(
+# Lines of JSON, or rows of Parquet -> which of them cannot be read, and why.
+ROWS = '{"text": "one"}\r\n\n{"text": \n{"body": "x"}\n{"text": ""}\n{"text": "one"}\n'
+BAD_ROWS = {
+    "a.jsonl, line 3": "not a line of JSON",
+    "a.jsonl, line 4": "no text in field 'text'",
+    "b.parquet, row 2": "null in column 'text'",
+    "b.parquet, row 5": "null in column 'text'",
+    "c.parquet": "no column 'text', it has body",
+}
+
+
+def test_all_input_is_looked_at_first_and_what_cannot_be_read_is_named_together_or_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "in").mkdir()
+    folder = tmp_path / "in"
+    folder.mkdir()
     for name, (raw, expected) in ENCODED.items():
-        (tmp_path / "in" / name).write_bytes(raw)
-        (shard,) = divide([tmp_path / "in" / name], (".txt",))
-        assert list(read_documents(shard, "text")) == [expected], name
+        (folder / name).write_bytes(raw)
+        (shard,) = divide([folder / name], (".txt",))
+        assert [text for text, _ in read_documents(shard, "text")] == [expected], name
     for name, (raw, _) in UNREADABLE.items():
-        (tmp_path / "in" / name).write_bytes(raw)
-    assert run(tmp_path) == 2
+        (folder / name).write_bytes(raw)
+    (folder / "a.jsonl").write_text(ROWS, newline="")
+    pq.write_table(pa.table({"text": ["x" + TEXT, None, "two", "three", None]}), folder / "b.parquet", row_group_size=2)
+    pq.write_table(pa.table({"body": ["x"] * 4}), folder / "c.parquet", row_group_size=2)
+    (folder / "empty.txt").write_text("")
+    (folder / "lines.txt").write_text("with\r\nCRLF " + TEXT, newline="")
+    reasons = {name: reason for name, (_, reason) in UNREADABLE.items()} | BAD_ROWS
+    assert run(tmp_path, f"--skip_bad={len(reasons) - 1}") == 2
     told = capsys.readouterr().err
-    for name, (_, reason) in UNREADABLE.items():
-        assert re.search(f"{name}: .*{reason}", told), name
+    for place, reason in reasons.items():
+        assert re.search(f"{place}: .*{reason}", told), place
+    assert (
+        f"{len(reasons)} problems with the input" in told and f"leave them out with --skip_bad={len(reasons)}" in told
+    )
     assert not any(name in told for name in ENCODED) and not list((tmp_path / "out").glob("tokenizer*"))
-    for name in UNREADABLE:
-        (tmp_path / "in" / name).unlink()
-    assert run(tmp_path, "--vocab_size=295", "--valid_every=0") == 0
-    assert "trace.txt: 1 character not UTF-8, replaced by U+FFFD" in capsys.readouterr().out
-    assert sorted(delivered(tmp_path)) == sorted(text for _, text in ENCODED.values())
+    assert run(tmp_path, "--vocab_size=300", "--valid_every=0", f"--skip_bad={len(reasons)}") == 0
+    told = capsys.readouterr().out
+    for note in (
+        "trace.txt: 1 character not UTF-8, replaced by U+FFFD",
+        f"without text, left out:\n  {folder}/empty.txt\n",
+        f"CRLF, which stays:\n  {folder}/lines.txt\n",
+        f"{folder}/utf32.txt: 1 document, such as one of {folder}/plain.txt",
+        f"  {folder}/a.jsonl, line 1, 3 tokens in 3 characters: o|n|e",
+        f"left out because of --skip_bad: {len(reasons)} files and rows",
+    ):
+        assert note in told, note
+    listed = (tmp_path / "out" / "left_out.txt").read_text()
+    assert all(f"{place}: " in listed for place in reasons) and listed.count("\n") == len(reasons)
+    contents = [
+        *(text for _, text in ENCODED.values()),
+        "with\r\nCRLF " + TEXT,
+        "x" + TEXT,
+        "one",
+        "one",
+        "two",
+        "three",
+    ]
+    assert sorted(delivered(tmp_path)) == sorted(contents)
+
+
+def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_one_preparation(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merge opens no shard: those of the other parts are not there."""
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 20_000)
+    command = [f"--input={prepared.folder / 'in'}", "--processes=1", "--valid_every=10"]
+    command.append(f"--tokenizer={prepared.folder / 'out' / 'tokenizer.model'}")
+    one, many = tmp_path / "one", tmp_path / "many"
+    monkeypatch.setattr(prepare, "_workers", lambda processes: ThreadPoolExecutor(1))
+    assert prepare.main([*command, f"--output={one}"]) == 0
+    for part in (2, 1):
+        assert prepare.main([*command, f"--output={many}", f"--part={part}/3"]) == 0
+        assert f"part {part}/3 is complete" in capsys.readouterr().out
+    with pytest.raises(UserError, match="its preparation is not complete"):
+        open_stream(configure({"data_path": str(many)}))
+    (many / "train").rename(tmp_path / "elsewhere")
+    (many / "train").mkdir()
+    assert prepare.main([*command, f"--output={many}", "--part=3/3"]) == 0
+    for shard in (tmp_path / "elsewhere").iterdir():
+        shard.rename(many / "train" / shard.name)
+    names = {str(path.relative_to(one)) for path in one.rglob("*") if path.is_file()}
+    assert len(names) > 12 and names == {str(path.relative_to(many)) for path in many.rglob("*") if path.is_file()}
+    for name in names:
+        assert (one / name).read_text("latin-1") == (many / name).read_text("latin-1").replace(str(many), str(one)), (
+            name
+        )
+    config = configure({"data_path": str(many), "index_dir": str(tmp_path / "index")})
+    for dataset in open_datasets(config, "train"):
+        assert whole_corpus(dataset.shards, dataset.blocks).verify_all() == 0  # the loader's own sums of its blocks
+        assert verify_dataset(dataset, config)[1] == 0
+    assert prepare.main([*command, f"--output={many}", "--part=1/2", "--text_key=body"]) == 2
+    assert "prepared from something else (settings changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        (["--part=4/3", "--tokenizer=t"], "write I/N"),
+        (["--part=0/3", "--tokenizer=t"], "write I/N"),
+        (["--part=2", "--tokenizer=t"], "write I/N"),
+        (["--part=1/3"], "--part needs --tokenizer"),
+        (["--part=1/3", "--tokenizer=t", "--output=s3://b/x"], "a folder that all parts share"),
+    ],
+)
+def test_a_part_that_cannot_be_prepared_is_refused(
+    capsys: pytest.CaptureFixture[str], flags: list[str], remedy: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main(["--input=x", "--output=y", *flags])
+    assert remedy in capsys.readouterr().err
+
+
+class RangeHandler(SimpleHTTPRequestHandler):
+    """Files by HTTP, and ranges of them."""
+
+    def do_GET(self) -> None:
+        path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")
+        if not path.is_file() or not wanted:
+            super().do_GET()
+            return
+        first, last = map(int, wanted.removeprefix("bytes=").split("-"))
+        raw = path.read_bytes()
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{min(last, len(raw) - 1)}/{len(raw)}")
+        self.send_header("Content-Length", str(len(raw[first : last + 1])))
+        self.end_headers()
+        self.wfile.write(raw[first : last + 1])
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+def test_files_at_urls_are_read_through_fsspec(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("aiohttp")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(RangeHandler, directory=prepared.folder / "in")) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        site = f"http://127.0.0.1:{server.server_port}"
+        command = [f"--tokenizer={prepared.folder / 'out' / 'tokenizer.model'}", f"--output={tmp_path / 'out'}"]
+        names = ("d.parquet", "a.jsonl", "deep/b.jsonl.gz")
+        for flag, text in (("--text_key=body", "d.parquet: no column 'body', it has text"), ("--text_key=text", "")):
+            code = prepare.main([*command, f"--input={','.join(f'{site}/{name}' for name in names)}", flag])
+            assert (code, text in capsys.readouterr().err) == (2 if text else 0, True)
+        assert prepare.main([*command, f"--input={site}/missing.parquet"]) == 2
+        assert f"{site}/missing.parquet: cannot be read (FileNotFoundError" in capsys.readouterr().err
+        server.shutdown()
+    assert sorted(delivered(tmp_path)) == sorted(text for seed in (0, 1, 3) for text in texts(300, seed))
+    assert prepare.main([*command, "--input=gopher://host/a.parquet"]) == 2
+    assert "gopher://host/a.parquet: " in capsys.readouterr().err
+
+
+def test_the_time_for_a_terabyte_follows_from_the_speed_of_a_process() -> None:
+    assert "2.00 MB/s of text per process" in (line := prepare.describe_speed(20_000_000, 10.0))
+    assert "1 TB takes 139 core-hours, for example 2.2 hours on 64 cores" in line
 
 
 def test_a_truncated_file_of_records_is_named_before_the_size_of_the_vocabulary(

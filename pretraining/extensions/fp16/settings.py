@@ -1,0 +1,49 @@
+"""The settings of the loss scale. Does not depend on torch or on devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pretraining.config.declaration import Above, AtLeast, Needs, settings_of
+from pretraining.config.errors import Problem
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import problem
+
+
+@dataclass(frozen=True)
+class Float16Config(TrainConfig):
+    """A configuration whose precision may be fp16."""
+
+    # ---- Precision
+    loss_scale: Annotated[float, AtLeast(0), Needs("precision", "fp16")] = 0.0
+    """Factor of the loss before the backward pass, so that small gradients do not underflow in fp16. 0: dynamic, halved
+    when gradients overflow (that step is skipped) and doubled after loss_scale_window steps without overflow."""
+    initial_scale_power: Annotated[int, AtLeast(0, below=33), Needs("precision", "fp16")] = 16
+    """Dynamic loss scale: the first scale is 2 to this power."""
+    loss_scale_window: Annotated[int, AtLeast(1), Needs("precision", "fp16")] = 1000
+    """Dynamic loss scale: steps without overflow after which the scale doubles."""
+    loss_scale_hysteresis: Annotated[int, AtLeast(1), Needs("precision", "fp16")] = 2
+    """Dynamic loss scale: overflows before the scale is halved; counted from 0 again when it doubles."""
+    min_loss_scale: Annotated[float, Above(0), Needs("precision", "fp16")] = 1.0
+    """Dynamic loss scale: the smallest scale; overflows at it count for max_skipped_steps."""
+
+    def loss_scale_on(self, device: Any) -> Any:
+        """See TrainConfig."""
+        if self.precision != "fp16":
+            return super().loss_scale_on(device)
+        from pretraining.extensions.fp16.scale import LossScale
+
+        return LossScale(self, device)
+
+
+def check_loss_scale(config: Float16Config) -> Iterator[Problem]:
+    """A fixed loss scale has no dynamics."""
+    for name in ("initial_scale_power", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"):
+        if config.loss_scale and getattr(config, name) != settings_of(Float16Config)[name].default:
+            remedy = f"is for the dynamic loss scale, and loss_scale={config.loss_scale} is fixed; remove one"
+            yield problem(config, name, remedy)
+
+
+CHECKS = (check_loss_scale,)

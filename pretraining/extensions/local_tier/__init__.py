@@ -1,0 +1,8 @@
+"""Checkpoints in a local folder of every host, between those of the run."""
+
+from __future__ import annotations
+
+from pretraining.config.extension import Extension
+from pretraining.extensions.local_tier.settings import CHECKS, LocalTierConfig, check_folder
+
+EXTENSION = Extension(configuration=LocalTierConfig, checks=CHECKS, folders=("ckpt_local_path",), inputs=check_folder)

@@ -1,0 +1,52 @@
+"""Where and how often a host saves for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pretraining.checkpoint.checks import without_effect
+from pretraining.config.declaration import AtLeast, Needs, Resume
+from pretraining.config.errors import Problem, UserError
+from pretraining.config.training import PER_HOST, TrainConfig
+
+
+@dataclass(frozen=True)
+class LocalTierConfig(TrainConfig):
+    """A configuration with a folder of every host for checkpoints."""
+
+    # ---- Checkpoints
+    ckpt_local_path: Annotated[str, Resume.FREE, PER_HOST] = ""
+    """Local folder of every host, for checkpoints every ckpt_local_interval steps between those in ckpt_save_path. Only
+    the newest is kept. A start continues from the newest step that is complete in either place, so that a process that
+    died costs few steps; after the loss of a host, or on another mesh of several hosts, it is that in ckpt_save_path.
+    Empty: none."""
+    ckpt_local_interval: Annotated[int, AtLeast(1), Needs("ckpt_local_path"), Resume.FREE] = 100
+    """Optimizer steps between checkpoints in ckpt_local_path."""
+
+    def checkpoint_places(self) -> list[Any]:
+        """See TrainConfig."""
+        if not self.ckpt_local_path:
+            return super().checkpoint_places()
+        from pretraining.extensions.local_tier.tier import LocalTier
+
+        return [*super().checkpoint_places(), LocalTier(Path(self.ckpt_local_path), self.ckpt_local_interval)]
+
+
+def check_interval(config: LocalTierConfig) -> Iterator[Problem]:
+    """A run that never saves does not save to the hosts' own folders."""
+    yield from without_effect(config, "ckpt_local_path")
+
+
+def check_folder(config: LocalTierConfig) -> None:
+    """Raise UserError if ckpt_local_path is the folder of the run's other checkpoints."""
+    from pretraining.checkpoint.restoring import checkpoint_folder
+
+    folder = checkpoint_folder(config, config.run_folder)
+    if config.ckpt_local_path and Path(config.ckpt_local_path).resolve() == folder.resolve():
+        raise UserError(f"--ckpt_local_path={folder}: is the folder of the other checkpoints; give another one")
+
+
+CHECKS = (check_interval,)

@@ -1,0 +1,80 @@
+"""Checkpoints in a folder of every host's own: fast, lost with the host, and only the newest is kept.
+
+They are written and committed as all others are. With several hosts each has what its own processes hold, so a step can
+be continued only where every host still has it; otherwise the run continues from ckpt_save_path.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from pretraining.checkpoint.files import writing_to
+from pretraining.checkpoint.folder import find_checkpoints, keep_newest, step_of, sweep
+from pretraining.checkpoint.peers import Peers
+from pretraining.storage import DISK, FolderLock, Location
+
+
+class LocalTier:
+    """The folder of this host; see pretraining.checkpoint.folder.Place for the methods."""
+
+    per_host = False
+
+    def __init__(self, folder: Path, interval: int) -> None:
+        self.folder, self._interval = folder, interval
+        self._lock: FolderLock | None = None
+
+    def open(self, peers: Peers) -> None:
+        """Lock the folder. Raises UserError if it cannot be written, or another host has the same."""
+        self._peers = peers
+        hosts = peers.agree(lambda: peers.host)
+        self.per_host = peers.lead(lambda: len(set(hosts)) > 1)
+        peers.lead_hosts(self._claim)
+
+    def _claim(self) -> None:
+        with writing_to("ckpt_local_path", self.folder):
+            self._lock = FolderLock(self.folder, "ckpt_local_path")
+            sweep(self.folder)
+
+    def due(self, step: int) -> bool:
+        return step > 0 and step % self._interval == 0
+
+    def common(self) -> list[Location]:
+        """Return the checkpoints that every host has, newest first; print which one only some have."""
+        steps = self._peers.agree(lambda: (socket.gethostname(), set(map(step_of, self.committed()))))
+        common, lost = self._peers.lead(lambda: _common(steps))
+        if lost:
+            self._peers.say(f"{self.folder}: {lost}")
+        return [self.folder / f"step_{step}" for step in common]
+
+    def committed(self) -> list[Location]:
+        return find_checkpoints(self.folder).committed
+
+    def forget_after(self, step: int) -> None:
+        def act() -> None:
+            for path in self.committed():
+                if step_of(path) > step:
+                    DISK.remove_folder(self.folder / path.name)
+
+        self._peers.lead_hosts(act)
+
+    def retain(self) -> None:
+        """Remove all but the newest checkpoint, which every host has committed."""
+        self._peers.lead_hosts(lambda: keep_newest(self.folder, 1))
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def _common(steps: list[tuple[str, set[int]]]) -> tuple[list[int], str]:
+    """Return the steps that every host has, newest first, and a sentence if only some have the newest.
+
+    steps: (host, its steps) of every process.
+    """
+    common = set.intersection(*(there for _, there in steps))
+    newest = max((step for _, there in steps for step in there), default=-1)
+    without = sorted({host for host, there in steps if newest not in there})
+    lost = "" if newest in {-1, *common} else f"{', '.join(without)} has no step_{newest}, so it is not used"
+    return sorted(common, reverse=True), lost

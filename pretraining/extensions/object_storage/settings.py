@@ -1,0 +1,22 @@
+"""What is kept of data in object storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pretraining.config.declaration import Above, Resume
+from pretraining.config.training import PER_HOST, TrainConfig
+
+
+@dataclass(frozen=True)
+class ObjectStorageConfig(TrainConfig):
+    """A configuration whose data may be in object storage."""
+
+    # ---- Data
+    data_cache_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
+    """Local folder that keeps what was read of data in object storage, so that a later epoch reads it from there;
+    processes may share it. Empty: memory keeps it."""
+    data_cache_gib: Annotated[float, Above(0), Resume.FREE, PER_HOST] = 1.0
+    """GiB of data in object storage that are kept in data_cache_dir, or in the memory of each process. Where it has
+    room for a block of documents of every logical shard, each block is read once per epoch."""

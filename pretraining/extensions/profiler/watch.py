@@ -1,0 +1,35 @@
+"""The watcher that traces."""
+
+from __future__ import annotations
+
+from pretraining.config.extension import Watcher
+from pretraining.extensions.profiler.settings import ProfilerConfig
+from pretraining.parallel.accelerator import dump_memory, record_memory
+from pretraining.run.training_run import TrainingRun
+
+
+class Profiler(Watcher):
+    """Traces profile_num_steps steps from profile_start_step on; a run that continues after it traces none."""
+
+    def __init__(self, run: TrainingRun, config: ProfilerConfig) -> None:
+        self._run, self._config = run, config
+        self._first = config.profile_start_step
+        self._last = min(self._first + config.profile_num_steps - 1, config.num_steps)
+        writes = not (config.profiler_rank0_only and run.engine.process_index)
+        self._traces = writes and run.start_step < self._first
+        self._folder = config.run_folder / "profile"
+
+    def before_step(self, step: int) -> None:
+        """Begin the trace."""
+        if self._traces and step == self._first:
+            self._run.engine.start_trace(str(self._folder))
+            if self._config.memory_profiling:
+                record_memory()
+
+    def after_step(self, step: int) -> None:
+        """End the trace."""
+        if self._traces and step == self._last:
+            self._run.engine.stop_trace()
+            if self._config.memory_profiling:
+                dump_memory(self._folder / f"memory_{self._run.engine.process_index}.pickle")
+            self._run.print(f"trace written to {self._folder}")

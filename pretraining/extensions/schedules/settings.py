@@ -1,0 +1,75 @@
+"""The settings of uncommon learning rate schedules, and the table of these: see config/schedules.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from pretraining.config.declaration import Above, AtLeast, Resume
+from pretraining.config.errors import Problem
+from pretraining.config.schedules import FLOOR, SPAN, Schedule, constant
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import problem
+from pretraining.extensions.schedules import formulas
+
+# GPT-NeoX does not round a share of the total, and Stable LM was trained with it.
+_NEOX = {
+    "neox_linear": formulas.neox(formulas.line),
+    "neox_cosine": formulas.neox(formulas.half_cosine),
+    "neox_exponential": formulas.neox(formulas.halving),
+    "neox_constant": formulas.neox(formulas.flat),
+    "neox2022_constant": formulas.neox2022(formulas.flat),
+    "neox2022_linear": formulas.neox2022(formulas.line),
+    "neox2022_cosine": formulas.neox2022(formulas.half_cosine),
+    "neox2022_exponential": formulas.neox2022(formulas.halving),
+}
+_HYBRID = Schedule(formulas.hybrid_cosine_inv_sqrt, (*FLOOR, "lr_cooldown_steps"), rounds_warmup=False)
+SCHEDULES = {
+    "warmup_hold": Schedule(constant, (*FLOOR, "lr_hold_steps")),
+    "square": Schedule(formulas.square, FLOOR),
+    "square_root": Schedule(formulas.square_root, FLOOR),
+    "noam": Schedule(formulas.noam, FLOOR, requires=("lr_d_model",)),
+    "noam_hold": Schedule(formulas.noam_hold, (*FLOOR, "lr_hold_steps", "lr_decay_rate")),
+    "warmup_annealing": Schedule(formulas.warmup_annealing, FLOOR),
+    "hybrid_cosine_inv_sqrt": _HYBRID,
+    "deepspeed_warmup_decay": Schedule(formulas.deepspeed_warmup_decay, SPAN),
+    "poly_hold": Schedule(formulas.poly_hold, (*FLOOR, "lr_power", "lr_cycle", "lr_hold_steps")),
+    "step": Schedule(formulas.step_decay, requires=("lr_step_size", "lr_gamma")),
+    "exponential_lr": Schedule(formulas.exponential_lr, requires=("lr_gamma",)),
+    **{name: Schedule(rate, FLOOR, rounds_warmup=False) for name, rate in _NEOX.items()},
+}
+
+
+@dataclass(frozen=True)
+class SchedulesConfig(TrainConfig):
+    """A configuration whose schedule may be an uncommon one."""
+
+    # ---- Optimizer and schedule
+    lr_cooldown_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
+    """Last optimizer steps of num_steps, in which the rate falls in a straight line to 0."""
+    lr_gamma: Annotated[float | None, Above(0, at_most=1), Resume.RATE] = None
+    """step, exponential_lr: factor that the rate is multiplied by; required there."""
+    lr_step_size: Annotated[int | None, AtLeast(1), Resume.RATE] = None
+    """step: optimizer steps between two multiplications by lr_gamma; required there."""
+    lr_decay_rate: Annotated[float, Above(0), Resume.RATE] = 0.5
+    """noam_hold: exponent of the decay."""
+    lr_d_model: Annotated[int | None, AtLeast(1), Resume.RATE] = None
+    """noam: width d of the factor 1 / sqrt(d); required there."""
+
+    @classmethod
+    def schedules(cls) -> Mapping[str, Schedule]:
+        """See TrainConfig."""
+        return {**super().schedules(), **SCHEDULES}
+
+
+def check_cooldown(config: SchedulesConfig) -> Iterator[Problem]:
+    """The cool-down begins after the warm-up."""
+    total = config.lr_decay_steps or config.num_steps
+    warmup = config.lr_warmup_steps or int((config.lr_warmup_ratio or 0) * total)
+    if config.lr_cooldown_steps and config.lr_cooldown_steps > config.num_steps - warmup:
+        remedy = f"is longer than num_steps={config.num_steps} without the warm-up of {warmup} steps"
+        yield problem(config, "lr_cooldown_steps", remedy)
+
+
+CHECKS = (check_cooldown,)

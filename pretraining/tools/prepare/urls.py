@@ -1,0 +1,102 @@
+"""Input by URL, such as `https://HOST/a.parquet` or `hf://datasets/NAME`, read through fsspec.
+
+fsspec reads ranges of files, so that of Parquet only the column of the text is loaded. It has a package for each
+protocol, and says which one is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import IO, Any
+
+from pretraining.config.errors import UserError
+from pretraining.data.hashing import short_hash
+
+_VERSION = ("ETag", "etag", "LastModified", "mtime", "oid", "sha", "blob_id")  # as the protocols name it
+
+
+@dataclass(frozen=True)
+class Url:
+    """A file at a URL, with what `prepare` uses of pathlib.Path."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """The last part, without a query."""
+        return PurePosixPath(self.url.partition("?")[0]).name
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    def with_suffix(self, suffix: str) -> Url:
+        return Url(str(PurePosixPath(self.name).with_suffix(suffix)))
+
+    def stat(self) -> SimpleNamespace:
+        """Return the size, and a number for the version. UserError if the server names no size."""
+        system, path = _open_system(self.url)
+        try:
+            info = system.info(path)
+        except Exception as error:
+            raise unreachable(self.url, error) from error
+        if info.get("size") is None:
+            raise UserError(f"{self.url}: its server does not say how large it is: download the file first")
+        version = short_hash(*(str(info.get(name)) for name in _VERSION))
+        return SimpleNamespace(st_size=int(info["size"]), st_mtime_ns=int(version, 16))
+
+    def open(self, mode: str = "rb") -> IO[bytes]:
+        system, path = _open_system(self.url)
+        try:
+            return system.open(path, mode)
+        except Exception as error:
+            raise unreachable(self.url, error) from error
+
+
+def is_url(name: str) -> bool:
+    """Return whether an input is a URL."""
+    return "://" in name
+
+
+def source(name: str) -> Path | Url:
+    """Return the file of a name."""
+    return Url(name) if is_url(name) else Path(name)
+
+
+def expand(url: str) -> tuple[list[Url], bool]:
+    """Return the files below a URL, and whether it is a folder or a pattern. UserError if it cannot be reached."""
+    system, path = _open_system(url)
+    try:
+        if PurePosixPath(path.partition("?")[0]).suffix and "*" not in path:
+            return [Url(url)], False
+        names = system.glob(path) if "*" in path else system.find(path)
+    except Exception as error:
+        raise unreachable(url, error) from error
+    return [Url(system.unstrip_protocol(name)) for name in sorted(names)], True
+
+
+def _open_system(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise UserError(f"{url}: a URL needs fsspec and its package of this protocol: pip install {_package(url)} "
+                        f"({error})") from error  # fmt: skip
+    except ValueError as error:
+        raise UserError(f"{url}: {error}: use https://, hf://datasets/NAME, s3:// or gs://") from error
+
+
+def _package(url: str) -> str:
+    names = {"hf": "huggingface_hub", "s3": "s3fs", "gs": "gcsfs"}
+    return f"fsspec {names.get(url.partition('://')[0], 'aiohttp')}"
+
+
+def unreachable(url: str, error: Exception) -> UserError:
+    """Clients raise exceptions of their own."""
+    return UserError(f"{url}: cannot be read ({type(error).__name__}: {error}): check address, access and network")

@@ -1,0 +1,505 @@
+"""Hugging Face both ways: the same tensors byte for byte, the same function, and training that starts from it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import load_file, save_file
+
+from pretraining.checkpoint.checkpoints import Checkpoints
+from pretraining.checkpoint.files import UnreadableError
+from pretraining.checkpoint.folder import open_any_checkpoint
+from pretraining.checkpoint.manifest import open_checkpoint
+from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.huggingface import FAMILIES, ModelDescription
+from pretraining.config.training import TrainConfig
+from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.extensions.huggingface.folder import is_huggingface
+from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
+from pretraining.extensions.tokenizers.tokenizer import train as train_tokenizer
+from pretraining.tools.convert.convert import main, to_checkpoint, to_huggingface
+from pretraining.tools.convert.description import config_json
+from pretraining.tools.convert.export_tokenizer import export_tokenizer
+from pretraining.tools.importing.huggingface import model_flags
+from tests.checkpoint.saving import save
+from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config
+from tests.checkpoint.test_checkpoints import run
+from tests.end_to_end.small import ROOT
+
+LLAMA3 = {
+    "rope_theta": 5e5,
+    "rope_scaling_type": "llama3",
+    "rope_scaling_factor": 4.0,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 2.0,
+    "rope_original_max_position": 8,
+    "max_position_embeddings": 64,
+    "norm_eps": 1e-6,
+}
+
+
+GPT_NEOX = {
+    **{"norm_type": "layernorm", "norm_bias": True, "mlp_bias": True, "attn_bias": True, "activation": "gelu"},
+    **{"parallel_residual": True, "rotary_percentage": 0.5, "num_kv_heads": 4},
+}
+
+
+def saved(folder: Path, **fields: Any) -> Path:
+    """A checkpoint of an untrained model, its weights large enough that attention looks somewhere."""
+    config = small_config(folder, init_std=0.5, **fields)
+    model, optimizer = open_run(config)
+    return save(folder, PlainEngine().state(model, optimizer), facts_of(config, 2))
+
+
+def logits(config: TrainConfig, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Of our own model with these weights."""
+    model, _ = open_run(config)
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        return model(tokens)
+
+
+@pytest.mark.parametrize("fields", [{}, LLAMA3, {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}])
+def test_an_exported_model_is_the_same_function_in_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = saved(tmp_path / "run", **fields)
+    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf", shard_size=3000)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    tokens = torch.randint(0, 64, (2, 48), generator=torch.Generator().manual_seed(0))
+    ours = logits(small_config(tmp_path, **fields), read_tensors(path, is_weight), tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-4)
+    if fields:  # the rotary settings made a difference that the tolerance would not have hidden
+        plain = logits(small_config(tmp_path), read_tensors(path, is_weight), tokens)
+        assert (plain - ours).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"sliding_window": 7}, "MistralForCausalLM"),
+        ({"qk_norm": True}, "Qwen3ForCausalLM"),
+        ({"qk_norm": True, "attn_bias": True}, "Qwen3ForCausalLM"),
+        ({"qkv_bias": True}, "Qwen2ForCausalLM"),
+        (GPT_NEOX, "GPTNeoXForCausalLM"),
+        ({**GPT_NEOX, "parallel_residual": False, "activation": "gelu_tanh", "attn_bias": False}, "GPTNeoXForCausalLM"),
+    ],
+)
+def test_llama_s_relatives_travel_under_their_own_names(tmp_path: Path, fields: dict[str, Any], kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = saved(tmp_path / "run", **fields)
+    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    assert type(theirs).__name__ == kind
+    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
+    ours = logits(small_config(tmp_path, **fields), read_tensors(path, is_weight), tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "back")  # as they write it, with all of their keys
+    back = open_any_checkpoint(tmp_path / "back")
+    described = {name: value for name, value in fields.items() if name != "num_kv_heads"}  # GPT-NeoX has none
+    assert {name: back.facts.config[name] for name in described} == described
+    weights = read_tensors(path, is_weight)
+    assert back.manifest.tensors.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in read_tensors(back).items())
+    settings, _, problems, _ = model_flags({"model_config_path": tmp_path / "back"})
+    assert not problems
+    assert {name: settings[name] for name in described} == described
+
+
+@pytest.mark.parametrize(("tied", "ours_tied"), [(False, False), (True, False), (True, True)])
+def test_a_transformers_model_trains_here_and_starts_as_the_same_function(
+    tmp_path: Path, tied: bool, ours_tied: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            rms_norm_eps=1e-6,
+            initializer_range=0.5,
+            tie_word_embeddings=tied,
+            rope_parameters={**scaling, "original_max_position_embeddings": 8, "rope_theta": 5e5},
+        )
+    ).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    fields = {"ckpt_load_path": str(tmp_path / "hf"), "tie_word_embeddings": ours_tied, **LLAMA3}
+    config = small_config(tmp_path / "run", **fields)
+    model, optimizer = open_run(config)
+    checkpoints = Checkpoints(config, tmp_path / "run")
+    facts = checkpoints.restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+    assert facts and facts.step == 0
+    tokens = torch.randint(0, 64, (2, 48))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    losses = run(tmp_path / "run", **fields)
+    assert len(losses) == 8 and losses[-1] < losses[0] + 1
+    back = transformers.LlamaForCausalLM.from_pretrained(
+        to_huggingface(open_any_checkpoint(tmp_path / "run"), tmp_path / "back")
+    )
+    assert (back.lm_head.weight is back.model.embed_tokens.weight) == ours_tied
+    converted = open_checkpoint(to_checkpoint(open_any_checkpoint(tmp_path / "hf"), tmp_path / "converted"))
+    assert ("lm_head.weight" not in converted.manifest.tensors) == tied
+    assert converted.facts.config["tie_word_embeddings"] == tied
+
+
+def test_import_then_export_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = to_huggingface(open_checkpoint(saved(tmp_path / "run", **LLAMA3)), tmp_path / "first", shard_size=3000)
+    imported = to_checkpoint(open_any_checkpoint(first), tmp_path / "imported")
+    second = to_huggingface(open_checkpoint(imported), tmp_path / "second", shard_size=3000)
+    names = sorted(path.name for path in first.iterdir())
+    assert names == sorted(path.name for path in second.iterdir())
+    assert len(names) > 4
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_the_shards_are_as_small_as_asked_and_the_index_names_every_tensor(tmp_path: Path) -> None:
+    path = saved(tmp_path / "run")
+    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf", dtype=torch.bfloat16, shard_size=3000)
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    shards = {file: load_file(exported / file) for file in set(index["weight_map"].values())}
+    weights = read_tensors(path, is_weight)
+    assert index["weight_map"].keys() == weights.keys()
+    assert index["metadata"]["total_size"] == sum(2 * tensor.numel() for tensor in weights.values())
+    for tensors in shards.values():
+        assert len(tensors) == 1 or sum(2 * tensor.numel() for tensor in tensors.values()) <= 3000
+    assert all(torch.equal(shards[index["weight_map"][name]][name], t.bfloat16()) for name, t in weights.items())
+
+
+def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "run" / "checkpoints")
+    command = [sys.executable, "-m", "pretraining.tools.convert", str(tmp_path / "run"), str(tmp_path / "hf")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == f"{tmp_path / 'hf'}\n"
+    assert is_huggingface(tmp_path / "hf") and not is_huggingface(tmp_path / "run")
+    assert main([str(tmp_path / "hf"), str(tmp_path / "back"), "--dtype=bf16"]) == 0
+    assert {t.dtype for t in read_tensors(tmp_path / "back" / "step_0").values()} == {torch.bfloat16}
+    assert main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main([str(tmp_path / "run"), str(tmp_path / "other"), "--tokenizer_path=gone.model"]) == 2
+    assert "--tokenizer_path=gone.model: no such file" in capsys.readouterr().err
+    assert not list(tmp_path.glob("other*"))
+
+
+def test_the_average_of_checkpoints_is_the_mean_of_each_weight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [saved(tmp_path / f"run{seed}", seed=seed) for seed in (1, 2, 3)]
+    words = [str(steps[0]), f"{tmp_path}/mean", f"--average_with={steps[1]},{steps[2]}"]
+    assert main(words) == 0
+    mean = load_file(tmp_path / "mean" / "model.safetensors")
+    weights = [read_tensors(step, is_weight) for step in steps]
+    assert mean.keys() == weights[0].keys()
+    for name, tensor in mean.items():
+        expected = torch.stack([each[name].double() for each in weights]).mean(0)
+        assert torch.allclose(tensor.double(), expected, atol=1e-6)
+    assert not torch.equal(mean["model.embed_tokens.weight"], weights[0]["model.embed_tokens.weight"])
+    larger = saved(tmp_path / "larger", num_layers=3)
+    assert main([str(steps[0]), f"{tmp_path}/other", f"--average_with={larger}"]) == 2
+    assert f"{larger} has another model.layers.2" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def random_texts(words: list[str]) -> list[str]:
+    """A thousand texts of words, of blanks and line ends, and of characters that the tokenizer never saw."""
+    draw, alphabet = random.Random(0), "abc XYZ 123  \n\t.,'\"(){}=_é漢😀\u00a0ﬁÅ"
+    spaced = (" " * draw.randint(0, 3) + draw.choice(words) + "\n" * draw.randint(0, 2) for _ in range(300))
+    mixed = ("".join(draw.choices(alphabet, k=draw.randint(0, 40))) for _ in range(400))
+    return [*spaced, *mixed, *(" ".join(draw.choices(words, k=draw.randint(1, 8))) for _ in range(300))]
+
+
+def tokenizer_json(target: Path, texts: list[str]) -> None:
+    """A byte-level BPE tokenizer.json, as Llama 3 has it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.ByteLevelBPETokenizer()
+    model.train_from_iterator(texts, vocab_size=400, special_tokens=["<|end_of_text|>"], show_progress=False)
+    model.save(str(target))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.model", "tokenizer.json"])
+def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(file: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = (ROOT / "tests" / "checkpoint" / "test_checkpoints.py").read_text()
+    if file == "tokenizer.model":
+        train_tokenizer([source], 400, tmp_path / file, threads=1)
+    else:
+        tokenizer_json(tmp_path / file, [source])
+    path = saved(tmp_path / "run", tokenizer_path=str(tmp_path / file))
+    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
+    ours, theirs = open_tokenizer(str(tmp_path / file)), transformers.AutoTokenizer.from_pretrained(exported)
+    assert (exported / "tokenizer.json").is_file()
+    texts = random_texts(source.split())
+    ids = ours.encode(texts)
+    literal = [*LITERAL, "a<|end_of_text|>b", " <|end_of_text|> the"]
+    assert [ours.encode_prompt(text, surrounded=False) for text in literal] == [theirs.encode(text) for text in literal]
+    assert [theirs.encode(text, add_special_tokens=False) for text in texts] == ids
+    assert [theirs.decode(each) for each in ids] == [ours.decode(each) for each in ids] == texts
+    assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.separator == theirs.eos_token_id
+    imported = open_checkpoint(to_checkpoint(open_any_checkpoint(exported), tmp_path / "back"))
+    assert imported.facts.config["tokenizer_path"] == str(exported / file)
+    lora = saved(tmp_path / "lora", lora_rank=2)
+    adapters = to_huggingface(open_checkpoint(lora), tmp_path / "peft", tokenizer_path=str(tmp_path / file))
+    assert (adapters / file).read_bytes() == (exported / file).read_bytes()
+
+
+def test_transformers_reads_an_exported_tokenizer_without_sentencepiece_and_protobuf(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    source = Path(__file__).read_text()
+    train_tokenizer([source], 400, tmp_path / "sp.model", threads=1)
+    (tmp_path / "hf").mkdir()
+    for name, content in export_tokenizer(str(tmp_path / "sp.model"))[1].items():
+        (tmp_path / "hf" / name).write_bytes(content)
+    script = f"""
+import sys
+sys.modules |= dict.fromkeys(("sentencepiece", "google.protobuf"))
+from transformers import AutoTokenizer
+print(AutoTokenizer.from_pretrained({str(tmp_path / "hf")!r}).encode("def main", add_special_tokens=False))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == open_tokenizer(str(tmp_path / "sp.model")).encode(["def main"])[0]
+
+
+IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "bpe"},
+        {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "nfkc"},
+        {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False},
+        {"model_type": "unigram", "user_defined_symbols": ["<|im_start|>"], **IDENTITY},
+        {"model_type": "unigram", "byte_fallback": True},
+    ],
+)
+def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepiece(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = (ROOT / "tests" / "checkpoint" / "test_checkpoints.py").read_text()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(source.splitlines()),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=500,
+        minloglevel=2,
+        **settings,
+    )
+    (tmp_path / "hf").mkdir()
+    for name, content in export_tokenizer(str(tmp_path / "sp.model"))[1].items():
+        (tmp_path / "hf" / name).write_bytes(content)
+    ours, theirs = (
+        open_tokenizer(str(tmp_path / "sp.model")),
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
+    )
+    texts = random_texts([*source.split(), *settings.get("user_defined_symbols", [])])
+    is_unigram = settings["model_type"] == "unigram"
+    pairs = zip(ours.encode(texts), theirs(texts, add_special_tokens=False)["input_ids"], strict=True)
+    different = [(a, b) for a, b in pairs if a != b]
+    assert len(different) <= 3 * is_unigram
+    assert ("same score" in capsys.readouterr().err) == is_unigram
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
+    for one, other in different:  # of the same score
+        assert sum(map(model.get_score, one)) == pytest.approx(sum(map(model.get_score, other)), rel=1e-6)
+    assert theirs.eos_token_id == ours.separator
+    assert [ours.encode_prompt(text) for text in LITERAL] == [theirs.encode(text) for text in LITERAL]
+
+
+LITERAL = ["a</s>b", "</s>", "<s>the model</s> and more<unk>", "x <unk> y</s></s>z\nend", "the <s>", "no < /s> here"]
+
+
+def test_a_sentencepiece_model_that_transformers_cannot_follow_is_refused(tmp_path: Path) -> None:
+    sentences = iter(Path(__file__).read_text().splitlines())
+    prefix = str(tmp_path / "sp")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=sentences, model_prefix=prefix, vocab_size=60, model_type="char", minloglevel=2
+    )
+    with pytest.raises(UserError, match="only BPE and unigram models"):
+        export_tokenizer(f"{prefix}.model")
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_absent_key_has_the_default_of_transformers_in_every_reader(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    given = {"model_type": family, "hidden_size": 64, "num_attention_heads": 32}
+    theirs = transformers.AutoConfig.for_model(**given)
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    for fields in (ModelDescription(given).fields, model_flags({"model_config_path": tmp_path}).values):
+        assert fields["norm_eps"] == getattr(theirs, "rms_norm_eps", 1e-5)
+        assert fields["rope_theta"] == theirs.rope_parameters["rope_theta"]
+        assert fields.get("rotary_percentage", 1.0) == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
+        assert fields.get("num_kv_heads", 32) == getattr(theirs, "num_key_value_heads", 32)
+        assert fields.get("head_dim") == (128 if family == "qwen3" else None)
+        assert fields.get("sliding_window") == (4096 if family == "mistral" else None)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_s_dimensions_survive_the_trip(variant: str) -> None:
+    config = TrainConfig(model_variant=variant, norm_eps=1e-6)
+    back = TrainConfig(**ModelDescription(config_json(config, "float32")).fields)
+    assert model_shape(back) == model_shape(config)
+    assert back.norm_eps == 1e-6 and back.rope_scaling_type == "none"
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_rotary_settings_of_both_transformers_generations_are_understood(version: int) -> None:
+    config = TrainConfig(model_variant="tiny", **{**LLAMA3, "norm_eps": 1e-5})  # type: ignore[arg-type]
+    described = config_json(config, "float32")
+    if version == 5:
+        described["rope_parameters"] = {**described.pop("rope_scaling"), "rope_theta": described.pop("rope_theta")}
+    back = ModelDescription(described).fields
+    assert {name: back[name] for name in LLAMA3 if name != "norm_eps"} == {
+        name: value for name, value in LLAMA3.items() if name != "norm_eps"
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma"}, "model_type=gemma: .*llama, mistral, qwen2, qwen3"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=True: "),
+        ({"hidden_act": "gelu_new"}, "hidden_act=gelu_new: .*silu, gelu, .*relu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn: .*default, linear, llama3"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size=64: expected a whole number"),
+        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\]: "),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: must be at least 1"),
+        ({"rope_scaling": "linear"}, "rope_scaling=linear: expected an object"),
+        ({"rope_scaling": {"rope_type": "linear"}}, r"needs rope_scaling\.factor"),
+        ({"rope_theta": -1}, "rope_theta=-1: must be above 0"),
+        ({"rope_theta": float("inf"), "rms_norm_eps": "x"}, "rope_theta=inf: expected a finite number"),
+    ],
+)
+def test_a_model_that_cannot_be_this_one_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+    config = {**json.loads((exported / "config.json").read_text()), **change}
+    (exported / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None or k not in change})
+    )
+    with pytest.raises(UserError, match=message):
+        open_any_checkpoint(exported)
+
+
+@pytest.mark.parametrize(
+    ("activation", "act"), [("geglu", "gelu"), ("geglu_tanh", "gelu_pytorch_tanh"), ("reglu", "relu")]
+)
+def test_the_gate_has_their_word_and_comes_back(activation: Any, act: str) -> None:
+    exported = config_json(TrainConfig(activation=activation), "float32")
+    assert exported["hidden_act"] == act
+    assert ModelDescription(exported).fields["activation"] == activation
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"mlp_bias": True, "qk_norm": True},
+        {"attn_bias": True, "sliding_window": 4},
+        {"position_embedding_type": "learned_absolute"},
+    ],
+)
+def test_no_family_of_theirs_has_this_pair(field: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(field))):
+        config_json(TrainConfig(**field), "float32")
+
+
+@pytest.mark.parametrize("field", [{"parallel_residual": True}, {"rotary_percentage": 0.5}, {"activation": "gelu"}])
+def test_a_function_that_their_llama_has_no_word_for_is_not_exported(field: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(field))):
+        config_json(TrainConfig(**field), "float32")
+
+
+def test_another_shape_than_the_flags_say_is_refused_before_any_tensor_is_read(tmp_path: Path) -> None:
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"(?s)--num_kv_heads=4 .*has 2.*--rope_theta=5000.* has 10000"):
+        run(tmp_path / "b", ckpt_load_path=str(exported), num_kv_heads=4, rope_theta=5000.0)
+
+
+def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+    file = exported / "model.safetensors"
+    sound = file.read_bytes()
+    for spoilt in (sound[:-1], sound[:4], sound[:100], b"\xff" * 8 + sound[8:], sound[:8] + b"x" + sound[9:]):
+        file.write_bytes(spoilt)
+        with pytest.raises(UnreadableError, match=r"model\.safetensors"):
+            open_any_checkpoint(exported)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {"lm_head.weight": "../outside.safetensors"}}, "is not the name of a safetensors file"),
+        ({"weight_map": {"lm_head.weight": "a\0b.safetensors"}}, "is not the name of a safetensors file"),
+        ({"weight_map": {"lm_head.weight": "\ud800.safetensors"}}, "is not the name of a safetensors file"),
+        ({"weight_map": {"other.weight": "model.safetensors"}}, "model.safetensors does not contain other.weight"),
+        ({"metadata": {}}, "has no weight_map"),
+    ],
+)
+def test_a_wrong_index_is_refused(index: dict[str, Any], message: str, tmp_path: Path) -> None:
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "outside.safetensors")
+    (exported / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UnreadableError, match=message):
+        open_any_checkpoint(exported)
+
+
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        ({EMBEDDING: None}, {}, f"{EMBEDDING} is missing"),
+        ({NORM: None}, {}, f"{NORM} is missing"),
+        ({"lm_head.weight": None}, {}, "lm_head.weight is missing"),
+        ({NORM: torch.ones(8)}, {}, f"{NORM} has shape [8], the model needs [16]"),
+        ({EMBEDDING: torch.ones(60, 16)}, {}, f"{EMBEDDING} has shape [60, 16], the model needs [64, 16]"),
+        ({"score.weight": torch.ones(2, 16)}, {}, "score.weight: this model has no such tensor"),
+        ({}, {"hidden_size": 32}, "has shape [16], the model needs [32]"),
+        ({}, {"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight, "),
+        ({}, {"num_key_value_heads": 4}, "the model needs [16, 16]"),
+    ],
+)
+@pytest.mark.parametrize("pickled", [False, True])
+def test_convert_refuses_tensors_that_are_not_the_model_s(
+    tensors: dict[str, Any], config: dict[str, Any], message: str, pickled: bool, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
+    file = exported / "model.safetensors"
+    state = {name: tensor for name, tensor in (load_file(file) | tensors).items() if tensor is not None}
+    if pickled:
+        file.unlink()
+        torch.save(state, exported / "pytorch_model.bin")
+        message = (
+            "" if EMBEDDING in tensors or "lm_head.weight" in tensors or "num_hidden_layers" in config else message
+        )
+    else:
+        save_file(state, file)
+    description = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps(description | config))
+    capsys.readouterr()
+    code = main([str(exported), str(tmp_path / "ours")])
+    if pickled and tensors.get(EMBEDDING) is not None:  # a .bin's embedding gives the vocabulary
+        assert code == 2 and "lm_head.weight has shape" in capsys.readouterr().err
+        return
+    assert code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()

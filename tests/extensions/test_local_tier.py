@@ -1,0 +1,149 @@
+"""Checkpoints in every host's own folder: a start takes the newest step that is complete there or elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from main_training import EXTENSIONS
+from pretraining.checkpoint.folder import find_checkpoints
+from pretraining.checkpoint.restoring import check_starting_point
+from pretraining.config.errors import UserError
+from pretraining.config.validate import problems
+from pretraining.extensions.local_tier import EXTENSION
+from pretraining.extensions.local_tier.settings import LocalTierConfig
+from pretraining.run.start import check_inputs, parameter_shapes
+from tests.checkpoint.small_run import small_config, train
+from tests.checkpoint.test_checkpoints import flip
+from tests.checkpoint.two_processes import HERE, processes
+
+
+class KilledError(Exception):
+    """The run ended after this step."""
+
+
+def settings(folder: Path, **fields: Any) -> dict[str, Any]:
+    """A run that saves every step locally and every fourth elsewhere."""
+    local = {"ckpt_local_path": str(folder / "local"), "ckpt_local_interval": 1}
+    return {"checkpoint_interval": 4, **local, **fields}
+
+
+def run(folder: Path, last: int = 8, **fields: Any) -> dict[int, float]:
+    """Train, or continue, until the run is killed in the step after `last`; the losses of the steps that were done."""
+    losses: dict[int, float] = {}
+
+    def report(step: int, loss: float) -> None:
+        if step > last:
+            raise KilledError
+        losses[step] = loss
+
+    with contextlib.suppress(KilledError):
+        train(small_config(folder, **settings(folder, **fields)), report)
+    return losses
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in find_checkpoints(folder).committed]
+
+
+def test_a_start_takes_the_newest_step_of_both_places_and_one_is_kept_locally(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", async_checkpointing=True)
+    assert names(tmp_path / "whole" / "local") == ["step_7"]  # the eighth is elsewhere
+    assert names(tmp_path / "whole" / "checkpoints") == ["step_8", "step_4"]
+    folder = tmp_path / "killed"
+    done = [run(folder, last) for last in (3, 4, 6, 8)]
+    assert [list(losses) for losses in done] == [[1, 2, 3], [4], [5, 6], [7, 8]]
+    assert {step: loss for losses in done for step, loss in losses.items()} == whole
+    assert names(folder / "local") == ["step_7"]
+
+
+def test_a_corrupt_local_checkpoint_is_one_line_and_the_run_continues_from_the_other_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = run(tmp_path, 6)
+    flip(next((tmp_path / "local" / "step_6").glob("weights-*")))
+    assert run(tmp_path, 5, resume="must") == {5: whole[5]}
+    assert re.search("local/step_6/weights.* differ from what was saved.*is skipped", capsys.readouterr().out)
+    assert names(tmp_path / "local") == ["step_5"]  # no later one is left, which would be of another run's course
+    flip(next((tmp_path / "local" / "step_5").glob("facts*")))
+    config = small_config(tmp_path, **settings(tmp_path, resume="must"))
+    facts = check_starting_point(config, tmp_path, parameter_shapes(config))
+    assert facts and facts.step == 4
+
+
+def test_local_checkpoints_alone_count_for_resume_and_the_folder_is_another_one(tmp_path: Path) -> None:
+    run(tmp_path, 2)
+    with pytest.raises(UserError, match=r"--resume=never, but .*local/step_2 exists"):
+        run(tmp_path, resume="never")
+    assert list(run(tmp_path, 3, resume="must")) == [3]
+    config = small_config(tmp_path, **settings(tmp_path, ckpt_local_path=str(tmp_path / "checkpoints")))
+    with pytest.raises(UserError, match=r"--ckpt_local_path=.*: is the folder of the other checkpoints"):
+        check_inputs(config, extensions=EXTENSIONS)
+
+
+@pytest.mark.parametrize(
+    ("given", "subject", "remedy"),
+    [
+        ({"ckpt_local_path": "s3://b/n", "checkpoint_interval": 9}, "--ckpt_local_path=s3://b/n", "a local path"),
+        ({"ckpt_local_path": "fast"}, "--ckpt_local_path=fast", "give an interval in steps"),
+        ({"ckpt_local_interval": 7}, "--ckpt_local_interval=7", "needs --ckpt_local_path"),
+    ],
+)
+def test_a_wrong_flag_is_one_problem_with_its_remedy(given: dict[str, Any], subject: str, remedy: str) -> None:
+    (found,) = problems(LocalTierConfig(use_dummy_dataset=True, **given), EXTENSION.checks)
+    assert found.subject == subject and remedy in found.remedy
+
+
+# ---- Several hosts
+
+
+HOSTS = """
+import os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from tests.checkpoint.small_run import small_config, train
+from tests.extensions.test_local_tier import KilledError, settings
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+os.environ["LOCAL_RANK"] = "0"
+folder, last = Path(sys.argv[1]), int(sys.argv[2])
+config = small_config(folder, **settings(folder, ckpt_local_path=str(folder / f"host{os.environ['RANK']}")))
+def report(step, loss):
+    if step > last:
+        raise KilledError
+    print(step, loss.hex(), flush=True)
+try:
+    train(config, report)
+except KilledError:
+    pass
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_hosts_continue_from_their_own_folders_or_without_one_of_them_from_the_shared_one(tmp_path: Path) -> None:
+    whole = {step: f"{step} {loss.hex()}" for step, loss in run(tmp_path / "one").items()}
+    (_, first), _ = processes("-c", HOSTS, tmp_path, "6")
+    assert [line for line in first if line[0].isdigit()] == [whole[step] for step in range(1, 7)]
+    (_, first), _ = processes("-c", HOSTS, tmp_path, "7")
+    assert f"continuing from {tmp_path}/host0/step_6" in "\n".join(first) and whole[7] in first
+    for file in (tmp_path / "host1" / "step_7").iterdir():  # another host is in the place of the second one
+        file.unlink()
+    (_, first), (code, _) = processes("-c", HOSTS, tmp_path, "8")
+    output = "\n".join(first)
+    assert code == 0 and f"{tmp_path}/host0: " in output and "has no step_7, so it is not used" in output
+    assert f"continuing from {tmp_path}/checkpoints/step_4" in output
+    assert [line for line in first if line[0].isdigit()] == [whole[step] for step in range(5, 9)]
+
+
+@pytest.mark.slow
+def test_a_host_has_what_its_devices_hold_and_refuses_another_mesh(tmp_path: Path) -> None:
+    for code, output in processes(HERE / "dtensor_driver.py", tmp_path, "hosts"):
+        assert code == 0, output
+        assert "this host has not all of even that its devices take now" in output[-1]

@@ -1,0 +1,11 @@
+"""The line of answered questions."""
+
+from __future__ import annotations
+
+from pretraining.extensions.questions.watch import questions_line
+
+
+def test_questions_have_a_line_with_the_accuracies_of_each_file() -> None:
+    figures = {"eval_acc/a": 0.5, "eval_acc_norm/a": 0.25, "eval_acc/b": 1.0, "eval_acc_norm/b": 0.75}
+    line = questions_line({"step": 80, **figures, "eval_seconds": 2.0}, 160)
+    assert line == "step  80/160  50.0%  accuracy (normalized)  a 0.5000 (0.2500)  b 1.0000 (0.7500)"

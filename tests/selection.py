@@ -1,0 +1,32 @@
+"""Which cases of a table run: all of them with `pytest --all`, otherwise enough to check each promise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+ALL = "TEST_ALL"  # the variable that --all sets
+
+
+def runs_all() -> bool:
+    """Return whether every case runs."""
+    return os.environ.get(ALL) == "yes"
+
+
+def chosen(cases: dict[str, T], names: Collection[str]) -> dict[str, T]:
+    """Return the cases: those of these names, or with --all every one."""
+    assert cases.keys() >= set(names), f"no such cases: {set(names) - cases.keys()}"
+    return {name: case for name, case in cases.items() if runs_all() or name in names}
+
+
+class Outcomes(dict[str, Any]):
+    """What the cases of one start gave, by name. A test that asks for a case which was not chosen is skipped."""
+
+    def __missing__(self, name: str) -> Any:
+        if runs_all():
+            raise KeyError(name)
+        pytest.skip("its case runs with --all")
