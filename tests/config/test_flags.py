@@ -251,6 +251,15 @@ def test_a_mistake_and_its_consequences_are_one_problem(capsys: pytest.CaptureFi
     assert complaints(capsys, DUMMY, "--num_kv_heads=0").startswith("1 problem ")
 
 
+@pytest.mark.parametrize(
+    ("flag", "meant"), [("--model_variant=llama3-8b", "llama3_8b"), ("--optimizer=adam_w", "adamw")]
+)
+def test_a_choice_that_does_not_exist_is_answered_with_the_nearest_one(
+    flag: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"; did you mean {meant}?" in complaints(capsys, DUMMY, flag)
+
+
 @given(st.lists(st.sampled_from(["--batch_size", "--low_cpu_fsdp", "--nolow_cpu_fsdp", "--x", "--", "-b", "3", "a=b"])))
 def test_every_word_is_a_flag_or_a_problem(words: list[str]) -> None:
     line = read(words, CONFIGURATION)
