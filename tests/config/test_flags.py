@@ -211,6 +211,8 @@ def test_the_name_of_a_run_is_one_folder(name: str) -> None:
         (["--Batch_Size=4"], "did you mean --batch_size"),
         (["--zzzz"], "--zzzz  no such flag; --help lists them all"),
         (["--lr=1"], "--lr=1  no such flag; did you mean --learning_rate?\n"),
+        (["--max-grad-norm", "1"], "--max-grad-norm=1  no such flag; did you mean --grad_clip_thresh?\n"),
+        (["--save_steps=9"], "no such flag; did you mean --checkpoint_interval?\n"),
         (["--gbs=1"], "did you mean --global_batch_size?\n"),
         (["--learningrate=1"], "did you mean --learning_rate?\n"),
         (["--tensor_parallel=1"], "did you mean --tensor_parallel_size?\n"),
