@@ -38,6 +38,7 @@ NAMES = (
     "extensions.tokenizers",
     "extensions.mup",
     "extensions.lora",
+    "extensions.moving_average",
     "extensions.optimizers",
     "extensions.schedules",
     "extensions.splash",

@@ -284,10 +284,6 @@ class TrainConfig:
     """Norm above which gradients are scaled down. 0: never."""
     grad_clip_norm_type: Annotated[float, AtLeast(1, special=0)] = 2.0
     """p of the p-norm over all gradients that is reported and clipped by. 0: the largest absolute value."""
-    ema_decay: Annotated[float, AtLeast(0, below=1), Resume.STATE] = 0.0
-    """Keep a moving average of the weights, ema = ema_decay x ema + (1 - ema_decay) x weight after every update, from
-    the initial weights on. It is saved with the optimizer state and sharded like it; --use_ema of generate and convert
-    takes it in place of the weights. 0: none."""
     z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Factor of the squared logarithm of the softmax's denominator, which is added to the training loss of every token
     and keeps logits from drifting (Chowdhery et al. 2022: 1e-4). Validation and test losses do not have it. 0: none."""
@@ -599,6 +595,11 @@ class TrainConfig:
 
     def update_rules(self) -> Mapping[str, Callable[..., Any]]:
         """Return the update rules of optimizers that optim/rules.py does not have: name -> rule of the arguments."""
+        return {}
+
+    def followers(self) -> Mapping[str, Callable[[Any, Any], Any]]:
+        """Return what is kept with the optimizer state of each trained weight: name -> function that gives the new
+        value of the old one and of the updated weight, of which the first value is a copy."""
         return {}
 
     @property

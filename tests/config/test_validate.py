@@ -138,10 +138,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     (RAMPED | {"rampup_batch_size": "16,4,9"}, ["starts with 16", "global_batch_size=16"]),
     (RAMPED | {"rampup_batch_size": "6,2,9"}, ["starts with 6", "multiple of 4", "use 4 or 8"]),
     (RAMPED | {"rampup_batch_size": "4,8,9"}, ["grows by 8", "16 - 4", "use 4 or 12"]),
-    (
-        {"precision": "manual", "master_weights": False, "ema_decay": 0.9},
-        ["--ema_decay=0.9", "stochastic_rounding=True"],
-    ),
     ({"precision": "mixed_bf16", "mixed_precision": False}, ["--precision", "mixed_precision=False"]),
     ({"precision": "fp32", "mixed_precision": True}, ["--precision=fp32", "--mixed_precision=False"]),
     ({"engine": "xla", "device": "cuda"}, ["--device=cuda", "--engine=torch", "PJRT_DEVICE"]),
