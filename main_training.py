@@ -39,6 +39,7 @@ NAMES = (
     "extensions.mup",
     "extensions.lora",
     "extensions.moving_average",
+    "extensions.batch_rampup",
     "extensions.optimizers",
     "extensions.schedules",
     "extensions.splash",

@@ -82,22 +82,6 @@ def parse_stages(text: str) -> list[LengthStage]:
     return stages
 
 
-class BatchRamp(NamedTuple):
-    """How the global batch grows to global_batch_size."""
-
-    start: int  # sequences of the first global batch
-    increment: int
-    sequences: int  # of the run, over which the increments are spread evenly
-
-
-def parse_rampup(text: str) -> BatchRamp | None:
-    """Return the ramp of a text such as "16,16,1000"; None for a blank text."""
-    numbers = [int(item) for item in comma_separated(text)]
-    if numbers and (len(numbers) != 3 or min(numbers) < 1):
-        raise ValueError(f"expected three whole numbers from 1, got {text}")
-    return BatchRamp(*numbers) if numbers else None
-
-
 def parse_ranges(text: str) -> list[range]:
     """Return the ranges of a text such as "0-9,20-29", ends included, which are ascending and do not overlap."""
     ends = [tuple(map(int, item.split("-"))) for item in comma_separated(text)]

@@ -8,7 +8,7 @@ Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,12 +29,11 @@ from pretraining.config.declaration import (
 )
 from pretraining.config.devices import DeviceKind, kind_of
 from pretraining.config.division import Division
-from pretraining.config.errors import UserError
+from pretraining.config.errors import Problem, UserError
 from pretraining.config.grammar import (
     RECOMPUTABLE,
     parse_modules,
     parse_name,
-    parse_rampup,
     parse_ranges,
     parse_selective,
     parse_split,
@@ -58,7 +57,6 @@ MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-sepa
 ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
 NAME = Grammar(parse_name, "a name without a slash; --log_dir may be any folder")
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
-RAMPUP = Grammar(parse_rampup, "start,increment,samples: three whole numbers from 1, such as 16,16,100000")
 RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
 SPLIT = Grammar(parse_split, "up to three numbers, for train, valid and test, such as 949,50,1")
 STAGES = Grammar(parse_stages, "LENGTH:STEP, comma-separated with ascending steps, such as 1024:2000,2048:4000")
@@ -323,10 +321,6 @@ class TrainConfig:
     micro-batches. None: batch_size x ranks x gradient_accumulation_steps."""
     gradient_accumulation_steps: Annotated[int | None, AtLeast(1, below=2**20)] = None
     """Micro-batches per optimizer step. None: derived from global_batch_size, or 1."""
-    rampup_batch_size: Annotated[str, RAMPUP, Needs("global_batch_size")] = ""
-    """Megatron's start,increment,samples: the global batch has `start` sequences at first and grows by `increment` up
-    to global_batch_size, evenly over the first `samples` sequences of the run. Every size is a multiple of batch_size x
-    ranks. Learning rate and intervals still follow the step. Empty: all global batches have one size."""
     seq_length: Annotated[int, AtLeast(1, below=2**28, special=0), COMMON] = 0
     """Length of a sequence in tokens. 0: the longest of the model, at most 4096."""
     seq_length_stages: Annotated[str, STAGES, Resume.NOTE] = ""
@@ -532,7 +526,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one global batch, with rampup_batch_size of the largest.
+        """Tokens of one global batch, of the largest where they grow.
 
         global_batch_size must be known, as it is once an engine is open.
         """
@@ -631,6 +625,25 @@ class TrainConfig:
         if self.precision == "fp8":
             raise UserError("--precision=fp8: needs pretraining/extensions/fp8, which is not there; use mixed_bf16")
         return lambda model: None
+
+    # Batches that an extension changes in the course of a run: it overrides these methods.
+
+    def rows_at(self, largest: int, sequence: int) -> tuple[int, int | None]:
+        """Return the sequences of a global batch that begins at `sequence`, and the sequence from which on there are
+        more, up to `largest`; None: always as many."""
+        return largest, None
+
+    def batch_problems(self, largest: int, factor: int) -> Iterable[Problem]:
+        """Return why global batches cannot grow to `largest` in multiples of `factor`, a valid global batch.
+
+        factor: the sequences of one micro-batch of every data-parallel rank, times the pipeline's stages.
+        """
+        return ()
+
+    @property
+    def batch_changes(self) -> str:
+        """How the batches change, as the end of a sentence about the largest; empty if they do not."""
+        return ""
 
     # Layers that an extension divides over devices: it overrides these methods, and calls super()'s.
 

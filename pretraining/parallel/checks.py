@@ -15,7 +15,6 @@ from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
 from pretraining.config.variants import model_shape
-from pretraining.parallel.mesh import rampup_problems
 
 
 def check_engine_support(config: TrainConfig) -> Iterator[Problem]:
@@ -81,7 +80,7 @@ def check_batch(config: TrainConfig) -> Iterator[Problem]:
         remedy = f"is not a multiple of {product}; use {multiples_around(total, factor)}, or another batch_size"
         yield problem(config, "global_batch_size", remedy)
     else:
-        yield from rampup_problems(config, total, config.batch_size)
+        yield from config.batch_problems(total, config.batch_size)
 
 
 def check_recomputed_blocks(config: TrainConfig) -> Iterator[Problem]:

@@ -36,7 +36,6 @@ CUSTOM: dict[str, Any] = {
 }
 
 
-RAMPED: dict[str, Any] = {"global_batch_size": 16, "batch_size": 4}
 STAGES: dict[str, Any] = {"pipeline_parallel_size": 4, "gradient_accumulation_steps": 8, "num_layers": 8}
 
 
@@ -133,11 +132,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         ["rows of 6 tokens", "a multiple of 4"],
     ),
     (STAGES | {"seq_length_stages": "64:9", "seq_length": 256}, ["seq_length_stages", "--pipeline_parallel_size=1"]),
-    ({"rampup_batch_size": "2,2,100"}, ["--rampup_batch_size=2,2,100", "needs --global_batch_size"]),
-    (RAMPED | {"rampup_batch_size": "4,4"}, ["--rampup_batch_size=4,4", "start,increment,samples", "16,16,100000"]),
-    (RAMPED | {"rampup_batch_size": "16,4,9"}, ["starts with 16", "global_batch_size=16"]),
-    (RAMPED | {"rampup_batch_size": "6,2,9"}, ["starts with 6", "multiple of 4", "use 4 or 8"]),
-    (RAMPED | {"rampup_batch_size": "4,8,9"}, ["grows by 8", "16 - 4", "use 4 or 12"]),
     ({"precision": "mixed_bf16", "mixed_precision": False}, ["--precision", "mixed_precision=False"]),
     ({"precision": "fp32", "mixed_precision": True}, ["--precision=fp32", "--mixed_precision=False"]),
     ({"engine": "xla", "device": "cuda"}, ["--device=cuda", "--engine=torch", "PJRT_DEVICE"]),

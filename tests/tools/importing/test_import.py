@@ -678,12 +678,6 @@ def test_a_launcher_s_file_is_read_raw_and_composed(is_composed: bool, tmp_path:
     assert set(status) == {key for key, _ in leaves(node)} | {key for key, _ in leaves(outside)}
 
 
-def test_nemo_s_growing_global_batch_is_this_recipe_s(tmp_path: Path) -> None:
-    node = merged(tree("nemo"), {"model": {"rampup_batch_size": [16, 8, 1000]}})
-    assert config(node, tmp_path).rampup_batch_size == "16,8,1000"
-    assert "grows by 5" in refusal(merged(node, {"model": {"rampup_batch_size": [16, 5, 1000]}}), tmp_path)
-
-
 # Keys of NeMo 1.21 to 2.0's megatron_gpt_config.yaml and of its launcher's training files that 1.14 does not have.
 NEWER = {
     "trainer.max_time": "05:23:30:00",
