@@ -40,6 +40,7 @@ NAMES = (
     "extensions.lora",
     "extensions.moving_average",
     "extensions.batch_rampup",
+    "extensions.length_stages",
     "extensions.optimizers",
     "extensions.schedules",
     "extensions.splash",

@@ -12,7 +12,7 @@ from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
-from pretraining.config.grammar import parse_ranges, parse_stages
+from pretraining.config.grammar import parse_ranges
 from pretraining.config.training import TrainConfig
 
 RowsAt = Callable[[int], tuple[int, int | None]]  # of the first sequence of a global batch: see TrainConfig.rows_at
@@ -64,18 +64,6 @@ def global_batches(config: TrainConfig) -> GlobalBatches:
 def tokens_of_run(config: TrainConfig) -> int:
     """Return the tokens of all num_steps global batches; global_batch_size must be known."""
     return global_batches(config).trained(config.num_steps) * config.seq_length
-
-
-def row_length(config: TrainConfig, step: int) -> int:
-    """Return the tokens of a training row in `step`, counted from 1."""
-    stages = parse_stages(config.seq_length_stages)
-    return next((stage.length for stage in stages if step <= stage.last), config.seq_length)
-
-
-def describe_stages(config: TrainConfig) -> str:
-    """Return which rows are shorter, as the end of a sentence about sequences; nothing if none are."""
-    stages = parse_stages(config.seq_length_stages)
-    return "".join(f"; rows of {stage.length} tokens up to step {stage.last:,}" for stage in stages)
 
 
 def _sizes(rows_at: RowsAt, skipped: Sequence[range], consumed: int) -> Iterator[EqualBatches]:

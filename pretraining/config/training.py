@@ -37,7 +37,6 @@ from pretraining.config.grammar import (
     parse_ranges,
     parse_selective,
     parse_split,
-    parse_stages,
     parse_steps,
     parse_weights,
 )
@@ -59,7 +58,6 @@ NAME = Grammar(parse_name, "a name without a slash; --log_dir may be any folder"
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
 RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
 SPLIT = Grammar(parse_split, "up to three numbers, for train, valid and test, such as 949,50,1")
-STAGES = Grammar(parse_stages, "LENGTH:STEP, comma-separated with ascending steps, such as 1024:2000,2048:4000")
 STEPS = Grammar(parse_steps, "step numbers from 0, comma-separated, such as 0,100,1000")
 TOKENS = Grammar(parse_steps, "token ids, comma-separated, such as 0,1")
 
@@ -323,11 +321,6 @@ class TrainConfig:
     """Micro-batches per optimizer step. None: derived from global_batch_size, or 1."""
     seq_length: Annotated[int, AtLeast(1, below=2**28, special=0), COMMON] = 0
     """Length of a sequence in tokens. 0: the longest of the model, at most 4096."""
-    seq_length_stages: Annotated[str, STAGES, Resume.NOTE] = ""
-    """Train on shorter rows first, LENGTH:STEP and comma-separated: 1024:2000,2048:4000 has rows of 1024 tokens up to
-    step 2000, of 2048 up to step 4000, and of seq_length from there on. A sequence of seq_length tokens is cut into as
-    many rows, which do not see each other: data, tokens per step and memory stay as they are. Every length divides
-    seq_length, and is compiled for once. Validation has seq_length. Empty: seq_length from the first step on."""
     num_steps: Annotated[int, AtLeast(1), COMMON] = 1_000_000
     """Optimizer steps of the whole run; the learning rate schedule spans them."""
     max_run_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
@@ -639,6 +632,15 @@ class TrainConfig:
         factor: the sequences of one micro-batch of every data-parallel rank, times the pipeline's stages.
         """
         return ()
+
+    def row_length(self, step: int) -> int:
+        """Return the tokens of the rows that the sequences of `step` are cut into, counted from 1."""
+        return self.seq_length
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Every length of rows; each is a program of its own."""
+        return [self.seq_length]
 
     @property
     def batch_changes(self) -> str:

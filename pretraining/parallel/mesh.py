@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pretraining.config.errors import ConfigError, Problem
-from pretraining.config.grammar import parse_stages
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, multiples_around
 from pretraining.config.variants import ModelShape
@@ -88,9 +87,8 @@ def token_order(length: int, ranks: int) -> np.ndarray:
 
 def uneven_rows(config: TrainConfig) -> list[int]:
     """Return the lengths of rows that have no two equal chunks for each context rank."""
-    ranks, lengths = config.context_parallel_size, [config.seq_length]
-    lengths += [stage.length for stage in parse_stages(config.seq_length_stages)]
-    return [length for length in lengths if ranks > 1 and length % (2 * ranks)]
+    ranks = config.context_parallel_size
+    return [length for length in config.row_lengths if ranks > 1 and length % (2 * ranks)]
 
 
 def _used_axes(config: TrainConfig) -> list[str]:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from pretraining.config.batches import row_length
 from pretraining.config.variants import model_shape
 from pretraining.data import Batch
 from pretraining.monitor.flops import Meter, flops_per_token
@@ -72,7 +71,7 @@ class Reports:
         run, config, engine, step_time = self._run, self._run.config, self._run.engine, self.watch.lap(step)
         before = self.watch.step
         tokens = (run.tokens_seen(step) - run.tokens_seen(before)) / (step - before)  # per step, in the mean
-        length = row_length(config, step)
+        length = config.row_length(step)
         spike = is_spike(figures["loss"], self._losses)
         self._losses.append(figures["loss"])
         return {
@@ -108,7 +107,7 @@ class Reports:
 
 def begins_rows(run: TrainingRun, step: int) -> bool:
     """Return whether `step` is the first of this process with rows of its length, which is a program of its own."""
-    return step == run.start_step + 1 or row_length(run.config, step) != row_length(run.config, step - 1)
+    return step == run.start_step + 1 or run.config.row_length(step) != run.config.row_length(step - 1)
 
 
 def data_hash(batch: Batch, engine: Engine) -> str:

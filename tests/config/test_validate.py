@@ -125,13 +125,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         {"global_batch_size": 6, "gradient_accumulation_steps": 4},
         ["--global_batch_size=6", "batch_size=2 x gradient_accumulation_steps=4 = 8", "use 8"],
     ),
-    ({"seq_length_stages": "64:9,128"}, ["--seq_length_stages=64:9,128", "LENGTH:STEP", "such as 1024:2000"]),
-    ({"seq_length_stages": "100:9", "seq_length": 256}, ["rows of 100 tokens", "divide seq_length=256"]),
-    (
-        {"seq_length_stages": "6:9", "seq_length": 24, "tensor_parallel_size": 4, "sequence_parallel": True},
-        ["rows of 6 tokens", "a multiple of 4"],
-    ),
-    (STAGES | {"seq_length_stages": "64:9", "seq_length": 256}, ["seq_length_stages", "--pipeline_parallel_size=1"]),
     ({"precision": "mixed_bf16", "mixed_precision": False}, ["--precision", "mixed_precision=False"]),
     ({"precision": "fp32", "mixed_precision": True}, ["--precision=fp32", "--mixed_precision=False"]),
     ({"engine": "xla", "device": "cuda"}, ["--device=cuda", "--engine=torch", "PJRT_DEVICE"]),
