@@ -34,6 +34,7 @@ NAMES = (
     "extensions.pipeline",
     "extensions.object_storage",
     "extensions.local_tier",
+    "extensions.save_schedule",
     "extensions.huggingface",
     "extensions.tokenizers",
     "extensions.mup",

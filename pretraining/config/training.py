@@ -444,14 +444,9 @@ class TrainConfig:
     checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE, COMMON] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
     10000, or 0 with use_dummy_dataset."""
-    checkpoint_scale: Annotated[Literal["linear", "log"], Resume.FREE] = "linear"
-    """"linear": every checkpoint_interval steps. "log": at step 1 and at every power of checkpoint_interval, which is
-    then at least 2."""
     checkpoint_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
     """Seconds between checkpoints, besides those of checkpoint_interval: the first step that ends later than this after
     the last save is saved too. 0: never by the clock."""
-    extra_checkpoint_steps: Annotated[str, STEPS, Resume.FREE] = ""
-    """Further steps that are saved, comma-separated; 0 is the state before the first step."""
     keep_last_n_checkpoints: Annotated[int, AtLeast(0), Resume.FREE] = 0
     """Committed checkpoints to keep; older ones are removed after a save. 0: all."""
     resume: Annotated[Literal["auto", "must", "never"], Resume.FREE] = "auto"
@@ -533,6 +528,10 @@ class TrainConfig:
     def reports_at(self, step: int) -> bool:
         """Return whether the run reports after the update `step`."""
         return step in (1, self.num_steps) or step % self.report_interval == 0
+
+    def saves_at(self, step: int) -> bool:
+        """Return whether a run that saves does so after the update `step`, to ckpt_save_path."""
+        return step == self.num_steps or (step > 0 and step % self.checkpoint_interval == 0)
 
     @property
     def run_folder(self) -> Path:

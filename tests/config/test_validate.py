@@ -138,10 +138,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         {"use_dummy_dataset": False, "data_path": "x", "val_interval": 9, "val_steps": 1},
         ["--val_interval=9", "--split"],
     ),
-    ({"checkpoint_scale": "log", "checkpoint_interval": 1}, ["--checkpoint_interval=1", "checkpoint_scale=log"]),
     ({"checkpoint_seconds": 60}, ["--checkpoint_seconds=60", "checkpoint_interval=0"]),
-    ({"extra_checkpoint_steps": "1,2"}, ["--extra_checkpoint_steps=1,2", "checkpoint_interval=0"]),
-    ({"extra_checkpoint_steps": "1,x"}, ["--extra_checkpoint_steps=1,x", "0,100,1000"]),
     ({"selective_checkpointing": "0"}, ["--selective_checkpointing=0", "every k-th block", "1/3"]),
     (
         {"fsdp_activation_checkpointing": True, "selective_checkpointing": "33"},

@@ -500,11 +500,11 @@ def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) ->
     path = tmp_path / "run.toml"
     path.write_text(
         'model_variant = "tiny"\nuse_dummy_dataset = true\nseq_length = 64\ncheckpoint_interval = 9\n'
-        "learning_rate = 1e-3\nextra_checkpoint_steps = [1, 2]\n"
+        "learning_rate = 1e-3\nstrip_tokens = [1, 2]\n"
     )
     result = from_flags({"config_file": str(path), "learning_rate": "2e-3"})
     assert (result.model_variant, result.use_dummy_dataset, result.learning_rate) == ("tiny", True, 2e-3)
-    assert result.extra_checkpoint_steps == "1,2"
+    assert result.strip_tokens == "1,2"
     path.write_text("learning_rat = 1.0\n")
     with pytest.raises(ConfigError, match=r"--learning_rat=1.0 .*did you mean --learning_rate"):
         from_flags({"config_file": str(path)})
