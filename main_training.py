@@ -48,6 +48,7 @@ NAMES = (
     "extensions.fp8",
     "extensions.fp16",
     "extensions.skip_step",
+    "extensions.report_figures",
     "extensions.profiler",
     "extensions.questions",
     "extensions.preemption",

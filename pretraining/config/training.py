@@ -492,11 +492,6 @@ class TrainConfig:
     step are always reported."""
     log_grad_norm: Annotated[bool, Resume.FREE] = True
     """Report the norm of the gradients before clipping. It costs nothing, because clipping needs it."""
-    log_param_norm: Annotated[bool, Resume.FREE] = False
-    """Report param_norm too: the L2 norm of all parameters, each counted once however it is sharded or shared."""
-    log_step_timing: bool = False
-    """Report where the time between two reports went, in seconds: data_wait_seconds (always reported), train_seconds,
-    validation_seconds and checkpoint_seconds."""
     step_timeout: Annotated[int, AtLeast(0, below=10**9)] = 0
     """Seconds after which a process whose step has not ended prints the stacks of its threads, to show where it hangs,
     and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, which compiles, has ten

@@ -143,8 +143,6 @@ def _prepare_first_step(run: TrainingRun) -> int:
     """
     run.account.begin("compile")
     run.interrupt.is_compiling = True
-    if run.config.log_param_norm:
-        run.engine.parameter_norm(run.model)
     for watcher in run.watchers:
         if number := run.interrupt.agreed_now():
             return number
