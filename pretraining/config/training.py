@@ -8,7 +8,7 @@ Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,16 +29,14 @@ from pretraining.config.declaration import (
 )
 from pretraining.config.devices import DeviceKind, kind_of
 from pretraining.config.division import Division
-from pretraining.config.errors import UserError
+from pretraining.config.errors import Problem, UserError
 from pretraining.config.grammar import (
     RECOMPUTABLE,
     parse_modules,
     parse_name,
-    parse_rampup,
     parse_ranges,
     parse_selective,
     parse_split,
-    parse_stages,
     parse_steps,
     parse_weights,
 )
@@ -58,10 +56,8 @@ MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-sepa
 ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
 NAME = Grammar(parse_name, "a name without a slash; --log_dir may be any folder")
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
-RAMPUP = Grammar(parse_rampup, "start,increment,samples: three whole numbers from 1, such as 16,16,100000")
 RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
 SPLIT = Grammar(parse_split, "up to three numbers, for train, valid and test, such as 949,50,1")
-STAGES = Grammar(parse_stages, "LENGTH:STEP, comma-separated with ascending steps, such as 1024:2000,2048:4000")
 STEPS = Grammar(parse_steps, "step numbers from 0, comma-separated, such as 0,100,1000")
 TOKENS = Grammar(parse_steps, "token ids, comma-separated, such as 0,1")
 
@@ -289,10 +285,6 @@ class TrainConfig:
     max_norm."""
     grad_clip_norm_type: Annotated[float, AtLeast(1, special=0)] = 2.0
     """p of the p-norm over all gradients that is reported and clipped by. 0: the largest absolute value."""
-    ema_decay: Annotated[float, AtLeast(0, below=1), Resume.STATE] = 0.0
-    """Keep a moving average of the weights, ema = ema_decay x ema + (1 - ema_decay) x weight after every update, from
-    the initial weights on. It is saved with the optimizer state and sharded like it; --use_ema of generate and convert
-    takes it in place of the weights. 0: none."""
     z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Factor of the squared logarithm of the softmax's denominator, which is added to the training loss of every token
     and keeps logits from drifting (Chowdhery et al. 2022: 1e-4). Validation and test losses do not have it. 0: none."""
@@ -335,18 +327,9 @@ class TrainConfig:
     micro-batches. None: batch_size x ranks x gradient_accumulation_steps. Elsewhere: train_batch_size."""
     gradient_accumulation_steps: Annotated[int | None, AtLeast(1, below=2**20)] = None
     """Micro-batches per optimizer step. None: derived from global_batch_size, or 1."""
-    rampup_batch_size: Annotated[str, RAMPUP, Needs("global_batch_size")] = ""
-    """Megatron's start,increment,samples: the global batch has `start` sequences at first and grows by `increment` up
-    to global_batch_size, evenly over the first `samples` sequences of the run. Every size is a multiple of batch_size x
-    ranks. Learning rate and intervals still follow the step. Empty: all global batches have one size."""
     seq_length: Annotated[int, AtLeast(1, below=2**28, special=0), COMMON] = 0
     """Length of a sequence in tokens. 0: the longest of the model, at most 4096. Elsewhere: seq_len, max_length,
     max_seq_length."""
-    seq_length_stages: Annotated[str, STAGES, Resume.NOTE] = ""
-    """Train on shorter rows first, LENGTH:STEP and comma-separated: 1024:2000,2048:4000 has rows of 1024 tokens up to
-    step 2000, of 2048 up to step 4000, and of seq_length from there on. A sequence of seq_length tokens is cut into as
-    many rows, which do not see each other: data, tokens per step and memory stay as they are. Every length divides
-    seq_length, and is compiled for once. Validation has seq_length. Empty: seq_length from the first step on."""
     num_steps: Annotated[int, AtLeast(1), COMMON] = 1_000_000
     """Optimizer steps of the whole run; the learning rate schedule spans them. Elsewhere: max_steps, train_iters,
     steps."""
@@ -475,14 +458,9 @@ class TrainConfig:
     checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE, COMMON] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
     10000, or 0 with use_dummy_dataset. Elsewhere: save_steps, save_interval."""
-    checkpoint_scale: Annotated[Literal["linear", "log"], Resume.FREE] = "linear"
-    """"linear": every checkpoint_interval steps. "log": at step 1 and at every power of checkpoint_interval, which is
-    then at least 2."""
     checkpoint_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
     """Seconds between checkpoints, besides those of checkpoint_interval: the first step that ends later than this after
     the last save is saved too. 0: never by the clock."""
-    extra_checkpoint_steps: Annotated[str, STEPS, Resume.FREE] = ""
-    """Further steps that are saved, comma-separated; 0 is the state before the first step."""
     keep_last_n_checkpoints: Annotated[int, AtLeast(0), Resume.FREE] = 0
     """Committed checkpoints to keep; older ones are removed after a save. 0: all. Elsewhere: save_total_limit,
     save_top_k, keep_latest_k."""
@@ -530,11 +508,6 @@ class TrainConfig:
     always reported. Elsewhere: logging_steps, log_interval, log_freq, log_every_n_steps."""
     log_grad_norm: Annotated[bool, Resume.FREE] = True
     """Report the norm of the gradients before clipping. It costs nothing, because clipping needs it."""
-    log_param_norm: Annotated[bool, Resume.FREE] = False
-    """Report param_norm too: the L2 norm of all parameters, each counted once however it is sharded or shared."""
-    log_step_timing: bool = False
-    """Report where the time between two reports went, in seconds: data_wait_seconds (always reported), train_seconds,
-    validation_seconds and checkpoint_seconds."""
     step_timeout: Annotated[int, AtLeast(0, below=10**9)] = 0
     """Seconds after which a process whose step has not ended prints the stacks of its threads, to show where it hangs,
     and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, which compiles, has ten
@@ -552,7 +525,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one global batch, with rampup_batch_size of the largest.
+        """Tokens of one global batch, of the largest where they grow.
 
         global_batch_size must be known, as it is once an engine is open.
         """
@@ -566,6 +539,10 @@ class TrainConfig:
     def reports_at(self, step: int) -> bool:
         """Return whether the run reports after the update `step`."""
         return step in (1, self.num_steps) or step % self.report_interval == 0
+
+    def saves_at(self, step: int) -> bool:
+        """Return whether a run that saves does so after the update `step`, to ckpt_save_path."""
+        return step == self.num_steps or (step > 0 and step % self.checkpoint_interval == 0)
 
     @property
     def run_folder(self) -> Path:
@@ -617,6 +594,11 @@ class TrainConfig:
         """Return the update rules of optimizers that optim/rules.py does not have: name -> rule of the arguments."""
         return {}
 
+    def followers(self) -> Mapping[str, Callable[[Any, Any], Any]]:
+        """Return what is kept with the optimizer state of each trained weight: name -> function that gives the new
+        value of the old one and of the updated weight, of which the first value is a copy."""
+        return {}
+
     @property
     def hyperparameters(self) -> Hyperparameters:
         """The defaults of the optimizer with everything that is given laid over them."""
@@ -646,6 +628,34 @@ class TrainConfig:
         if self.precision == "fp8":
             raise UserError("--precision=fp8: needs pretraining/extensions/fp8, which is not there; use mixed_bf16")
         return lambda model: None
+
+    # Batches that an extension changes in the course of a run: it overrides these methods.
+
+    def rows_at(self, largest: int, sequence: int) -> tuple[int, int | None]:
+        """Return the sequences of a global batch that begins at `sequence`, and the sequence from which on there are
+        more, up to `largest`; None: always as many."""
+        return largest, None
+
+    def batch_problems(self, largest: int, factor: int) -> Iterable[Problem]:
+        """Return why global batches cannot grow to `largest` in multiples of `factor`, a valid global batch.
+
+        factor: the sequences of one micro-batch of every data-parallel rank, times the pipeline's stages.
+        """
+        return ()
+
+    def row_length(self, step: int) -> int:
+        """Return the tokens of the rows that the sequences of `step` are cut into, counted from 1."""
+        return self.seq_length
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Every length of rows; each is a program of its own."""
+        return [self.seq_length]
+
+    @property
+    def batch_changes(self) -> str:
+        """How the batches change, as the end of a sentence about the largest; empty if they do not."""
+        return ""
 
     # Layers that an extension divides over devices: it overrides these methods, and calls super()'s.
 

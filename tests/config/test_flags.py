@@ -362,13 +362,13 @@ def test_a_dictionary_of_flags_is_checked_like_a_command_line() -> None:
 
 
 def test_an_edited_default_of_another_type_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    edited: dict[str, Any] = {"learning_rate": "1e-4", "num_steps": 10.0, "log_param_norm": "yes", "seed": None}
+    edited: dict[str, Any] = {"learning_rate": "1e-4", "num_steps": 10.0, "log_grad_norm": "yes", "seed": None}
     found = problems(CONFIGURATION(**edited, use_dummy_dataset=True), CHECKS)
     assert [problem.subject for problem in found] == [
         "--learning_rate=1e-4",
         "--num_steps=10.0",
         "--seed=None",
-        "--log_param_norm=yes",
+        "--log_grad_norm=yes",
     ]
     assert found[0].remedy == "expected a number or none, not the str '1e-4'"
 
