@@ -88,7 +88,6 @@ def train(
     with starting():
         from pretraining.checkpoint.checkpoints import Checkpoints
         from pretraining.models.init import build_model
-        from pretraining.optim.optimizer import build_optimizer
         from pretraining.parallel.select import open_engine
         from pretraining.run.loop import train_steps
         from pretraining.run.training_run import TrainingRun
@@ -102,20 +101,18 @@ def train(
         start.print_run(config, engine, streams, extensions)
 
         # Model and optimizer: placed by the sharding table
-        model = engine.place((build or build_model)(config))
-        optimizer = build_optimizer(config, model.named_parameters())
-        engine.prepare(optimizer)
-        start.print_placement(config, engine, model, optimizer)
+        trainee = engine.place((build or build_model)(config))
+        start.print_placement(config, engine, trainee)
 
         # Checkpoint: the same command continues from the newest one, with the data that follow it and its metrics
         checkpoints = Checkpoints(config, config.run_folder)
         with account.spending("restore"):
-            resumed = checkpoints.restore(engine, model, optimizer)
+            resumed = checkpoints.restore(trainee)
         streams["train"] = start.stream_after(resumed, checkpoint, config, engine, streams["train"], data)
         metrics = start.open_run_folder(config, resumed, account) if engine.process_index == 0 else None
 
     # Loop: steps, reports, validations, saves
-    run = TrainingRun(config, engine, model, optimizer, streams, checkpoints, metrics, resumed, account)
+    run = TrainingRun(config, engine, trainee, streams, checkpoints, metrics, resumed, account)
     code = train_steps(run, extensions)
     return TrainingResult(config, code, read_metrics(config.run_folder / FILE_NAME) if metrics else [])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +20,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.optim.optimizer import Optimizer, ParameterState
 from pretraining.optim.precision import precision_of, round_stochastically
 from pretraining.optim.rules import Moments, MomentSpec
-from pretraining.parallel.engine import LOSS_SCALE, RECENT_FIGURES
-from pretraining.parallel.mesh import Mesh
+from pretraining.parallel.engine import LOSS_SCALE, RECENT_FIGURES, Engine, Trainee
 from pretraining.parallel.sharding import Spec
 
 COUNTERS = ("updates", "refused", "first_refused")  # see engine.StepResult
@@ -59,15 +58,20 @@ class TensorSharding(NamedTuple):
 ShardingTable = dict[str, dict[str, TensorSharding]]  # "parameters" and "moments": by the parameter's name
 
 
-def write_sharding(path: str, mesh: Mesh, tables: Iterable[ShardingTable]) -> None:
-    """Write the file that dump_sharding names. tables: of the stages that have different parameters."""
-    report: dict[str, dict[str, object]] = {"mesh": mesh._asdict(), "parameters": {}, "moments": {}}
+def write_sharding(engine: Engine, trainee: Trainee) -> None:
+    """Write the file that dump_sharding names, in process 0. Collective."""
+    if not engine.config.dump_sharding:
+        return
+    tables, path = trainee.sharding(), Path(engine.config.dump_sharding)
+    if engine.process_index:
+        return
+    report: dict[str, dict[str, object]] = {"mesh": engine.mesh._asdict(), "parameters": {}, "moments": {}}
     for table in tables:
         for kind, tensors in table.items():
             for name, tensor in tensors.items():
                 report[kind][name] = {**tensor._asdict(), "dtype": str(tensor.dtype).removeprefix("torch.")}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(report, indent=1) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 class OptimizerStep(ABC):

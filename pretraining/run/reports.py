@@ -80,7 +80,7 @@ class Reports:
             "loss": figures["loss"],
             "loss_spike": spike,
             **({"grad_norm": figures["grad_norm"]} if config.log_grad_norm else {}),
-            **({"param_norm": engine.parameter_norm(run.model)} if config.log_param_norm else {}),
+            **({"param_norm": run.trainee.parameter_norm()} if config.log_param_norm else {}),
             **{name: figures[name] for name in ("loss_scale", "outliers") if name in figures},
             "learning_rate": rate,
             "tokens_seen": run.tokens_seen(step),

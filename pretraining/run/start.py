@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.files import writing_to
@@ -31,13 +30,13 @@ from pretraining.monitor.facts import data_lines, describe, placed_line
 from pretraining.monitor.memory import check_memory
 from pretraining.monitor.metrics import FILE_NAME as METRICS_FILE
 from pretraining.monitor.metrics import Metrics, missing_history, open_metrics, read_metrics, refuse_unusable
-from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import describe_dtypes
 from pretraining.optim.schedule import learning_rate, milestone_steps
-from pretraining.parallel.engine import Engine
+from pretraining.parallel.engine import Engine, Trainee
 from pretraining.parallel.layout import state_bytes, unsharded_state_bytes
 from pretraining.parallel.mesh import notes
 from pretraining.parallel.recompute import model_mask
+from pretraining.parallel.step import write_sharding
 from pretraining.storage import is_remote
 
 CONFIG_FILE = "config.json"
@@ -222,11 +221,12 @@ def print_run(
         print(describe_run(config, engine, extensions), data_lines(streams["train"].facts()), sep="\n", flush=True)
 
 
-def print_placement(config: TrainConfig, engine: Engine, model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Print the bytes that the engine measured on one device, and their share of one copy, in process 0."""
-    measured = engine.bytes_per_device(model, optimizer)
+def print_placement(config: TrainConfig, engine: Engine, trainee: Trainee) -> None:
+    """Print the bytes that were measured on one device, and their share of one copy, in process 0."""
+    measured = trainee.bytes_per_device()
     if engine.process_index == 0:
         print(placed_line(measured, unsharded_state_bytes(config)), flush=True)
+    write_sharding(engine, trainee)
 
 
 def open_run_folder(config: TrainConfig, resumed: Facts | None, account: Account) -> Metrics:

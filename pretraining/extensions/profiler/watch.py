@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pretraining.config.extension import Watcher
 from pretraining.extensions.profiler.settings import ProfilerConfig
 from pretraining.parallel.accelerator import dump_memory, record_memory
@@ -18,18 +20,19 @@ class Profiler(Watcher):
         writes = not (config.profiler_rank0_only and run.engine.process_index)
         self._traces = writes and run.start_step < self._first
         self._folder = config.run_folder / "profile"
+        self._stop: Callable[[], None] = lambda: None  # the trace that has begun
 
     def before_step(self, step: int) -> None:
         """Begin the trace."""
         if self._traces and step == self._first:
-            self._run.engine.start_trace(str(self._folder))
+            self._stop = self._run.engine.start_trace(str(self._folder))
             if self._config.memory_profiling:
                 record_memory()
 
     def after_step(self, step: int) -> None:
         """End the trace."""
         if self._traces and step == self._last:
-            self._run.engine.stop_trace()
+            self._stop()
             if self._config.memory_profiling:
                 dump_memory(self._folder / f"memory_{self._run.engine.process_index}.pickle")
             self._run.print(f"trace written to {self._folder}")

@@ -65,18 +65,21 @@ class LogicalTensor(Tensor):
 class LocalShards:
     """This process's shards of a model's parameters, and of tensors that are sharded like them."""
 
-    def __init__(self, model: Llama, layout: TorchLayout, device_mesh: DeviceMesh | None, process_index: int) -> None:
-        """`model` is not sharded yet."""
+    def __init__(
+        self,
+        model: Llama,
+        shapes: dict[str, torch.Size],
+        layout: TorchLayout,
+        device_mesh: DeviceMesh | None,
+        process_index: int,
+    ) -> None:
+        """`model` has been sharded; `shapes` are those of all parameters before."""
+        self.weights: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.shapes, self._vocabulary = shapes, model.shape.vocab_size
         self.layout, self._device_mesh = layout, device_mesh
         self.mesh = mesh = layout.grid
         data_rank, tensor_rank = divmod(process_index, mesh.tensor)
         self._tensor, self._shard = (tensor_rank, mesh.tensor), (data_rank % mesh.shard, mesh.shard)
-        self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
-        self._vocabulary = model.shape.vocab_size
-
-    def bind(self, model: Llama) -> None:
-        """Take the parameters of `model`, which has been sharded."""
-        self.weights: dict[str, nn.Parameter] = dict(model.named_parameters())
 
     def local(self, name: str) -> Tensor:
         """Return this process's shard of a parameter."""

@@ -50,8 +50,13 @@ PARTIAL_ON_TOKENS = ("*.input_layernorm.*", "*.post_attention_layernorm.*", "*.o
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-def shard_over_tensor_ranks(model: Llama, ranks: DeviceMesh, layout: TorchLayout, sequence_parallel: bool) -> None:
-    """Narrow every sharded parameter of `model`, on the meta device, to one rank's shard, and add the collectives."""
+def shard_over_tensor_ranks(
+    model: Llama, ranks: DeviceMesh, layout: TorchLayout, sequence_parallel: bool
+) -> VocabularyParallelLoss:
+    """Narrow every sharded parameter of `model`, on the meta device, to one rank's shard, and add the collectives.
+
+    Returns how the loss is computed from a rank's columns of the logits.
+    """
     for name, weight in list(model.named_parameters()):
         if (dim := layout.tensor_dimension(name)) is not None:
             module, _, short = name.rpartition(".")
@@ -73,6 +78,9 @@ def shard_over_tensor_ranks(model: Llama, ranks: DeviceMesh, layout: TorchLayout
             projection.forward = partial(_some_heads, projection, *heads)  # type: ignore[method-assign]
     embedding = model.model.embed_tokens
     embedding.forward = partial(_vocabulary_parallel_lookup, embedding, ranks)  # type: ignore[method-assign]
+    # The input of every rank's rows of the head, whose partial gradients are all-reduced
+    model.model.norm.register_forward_hook(lambda _, __, x: copy_to_tensor(x, group))
+    return VocabularyParallelLoss(ranks)
 
 
 def heads_of_rank(kv_heads: int, ranks: DeviceMesh) -> list[int]:
@@ -174,10 +182,6 @@ class VocabularyParallelLoss:
         sums = torch.stack(((logits - largest[..., None]).exp().sum(-1), label_logit))
         total, label_logit = _all_reduce(sums, self.group)
         return largest + total.log(), label_logit
-
-    def copy_input(self, x: Tensor) -> Tensor:
-        """Return `x` as the input of every rank's rows of the head, whose partial gradients are all-reduced."""
-        return copy_to_tensor(x, self.group)
 
 
 # ---- Collectives that autograd differentiates, named as in Megatron-LM
