@@ -16,7 +16,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.data.checks import INPUTS
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
-from pretraining.parallel.rendezvous import compare, report
 from pretraining.run import configure as configuring
 from pretraining.run.environment import check_environment, starting
 from pretraining.run.result import TrainingResult
@@ -31,6 +30,7 @@ NAMES = (
     "tools.importing",
     "tools.prepare",
     "tools.plan",
+    "extensions.rendezvous",
     "extensions.pipeline",
     "extensions.object_storage",
     "extensions.local_tier",
@@ -44,6 +44,7 @@ NAMES = (
     "extensions.fp8",
     "extensions.fp16",
     "extensions.skip_step",
+    "extensions.sharding_report",
     "extensions.profiler",
     "extensions.questions",
     "extensions.preemption",
@@ -53,7 +54,7 @@ NAMES = (
 )
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths
-CHECKS = configuring.checks_of(EXTENSIONS)
+CHECKS, REPORT = configuring.checks_of(EXTENSIONS), configuring.report_of(EXTENSIONS)
 CONFIGURATION: Any = configuration_of(EXTENSIONS)  # TrainConfig with the settings of the extensions
 configure: Callable[..., Any] = partial(configuring.configure, extensions=EXTENSIONS)
 
@@ -83,7 +84,7 @@ def train(
         from pretraining.run import start  # imports torch, which takes 3 s
 
         checkpoint, fingerprints = start.check_inputs(config, data, extensions)
-    compare(config, fingerprints)
+    configuring.compare_processes(config, fingerprints, extensions)
 
     with starting():
         from pretraining.checkpoint.checkpoints import Checkpoints
@@ -123,4 +124,4 @@ def main(**flags: str) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(lambda: run_main(main, checks=CHECKS, configuration=CONFIGURATION, report=report))
+    exit_with(lambda: run_main(main, checks=CHECKS, configuration=CONFIGURATION, report=REPORT))
