@@ -16,9 +16,9 @@ from main_training import CONFIGURATION
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.fp8.linear import CAPABILITY
 from pretraining.extensions.profiler.watch import Profiler
 from pretraining.models.init import build_model
-from pretraining.parallel import accelerator
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.toy import TOY
 
@@ -84,7 +84,7 @@ def test_fp16_losses_are_within_two_percent_of_fp32(documents: bool) -> None:
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < accelerator.FLOAT8_CAPABILITY,
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY,
     reason="needs a GPU that multiplies float8 matrices",
 )
 @pytest.mark.parametrize("compiled", [False, True])
