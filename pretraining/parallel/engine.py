@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pretraining.config.training import TrainConfig
-from pretraining.parallel.layout import Layout, TorchLayout
+from pretraining.parallel.layout import Layout
 from pretraining.parallel.mesh import Mesh
 
 Batch = dict[str, np.ndarray]
@@ -116,9 +116,6 @@ class Trainee(Protocol):
     def bytes_per_device(self) -> dict[str, int]:
         """Return the bytes of "parameters" and of "moments" (all optimizer state) on one device."""
 
-    def sharding(self) -> list[Any]:
-        """Return the step.ShardingTable of every stage that has other parameters. Collective, if there are several."""
-
 
 class Engine(Protocol):
     """Opens the mesh, and places a model on it.
@@ -144,7 +141,7 @@ class Engine(Protocol):
     linked: str  # which devices have fast links between all of them; a group of hsdp is as large
 
     @property
-    def layout(self) -> Layout | TorchLayout:
+    def layout(self) -> Layout:
         """How parameters, gradients and optimizer state are sharded over the mesh."""
 
     def place(self, model: Any) -> Trainee:

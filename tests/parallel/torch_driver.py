@@ -25,7 +25,6 @@ from pretraining.data import open_stream
 from pretraining.models.init import build_model
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.select import engine_class
-from pretraining.parallel.step import write_sharding
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.resuming import poisoned, restore, resume_run, save_run
 from tests.parallel.toy import HALFWAY, TOY
@@ -56,11 +55,15 @@ def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) ->
     """Train the toy with these fields. `programs` returns how many have been compiled; it is called after each step."""
     halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
+    dump = fields.pop("dump_sharding", None)  # file for the report on sharding
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     config = CONFIGURATION(**{**TOY, "device": "cpu", **fields})
     engine = engine_with_shared_groups(config)
     trainee = engine.place(build_model(config))
-    write_sharding(engine, trainee)
+    if dump:
+        from pretraining.extensions.sharding_report.report import write_sharding
+
+        write_sharding(engine, trainee, dump)
     stream = open_stream(config, engine.data_rank, engine.data_size)
     losses, norms, refused, scales, compiled = [], [], [], [], []
     for step in range(config.num_steps):

@@ -17,7 +17,6 @@ from pretraining.extensions.pipeline.torch_schedule import Piece, Pipeline, keep
 from pretraining.models.llama import Llama
 from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Batch
-from pretraining.parallel.step import ShardingTable
 from pretraining.parallel.torch.engine import TorchEngine, TorchTrainee, trained_tokens
 from pretraining.parallel.torch.step import TorchStep
 
@@ -77,13 +76,6 @@ class PipelinedTorchTrainee(TorchTrainee):
         """See TorchTrainee."""
         engine = self.engine
         return PipelinedStep(self.config, optimizer, engine.home, self.shards, engine.tensor_ranks, tied=engine.tied)
-
-    def sharding(self) -> list[ShardingTable]:
-        """See engine.Trainee."""
-        own = super().sharding()
-        tables = own * self.engine.process_count
-        dist.all_gather_object(tables, own[0])
-        return tables
 
     def accumulate(self, batch: Batch) -> None:
         """See TorchTrainee. All micro-batches pass through the stages; the last stage counts loss and tokens."""

@@ -35,7 +35,9 @@ class PipelinedXlaTrainee(XlaTrainee):
 
     def open_blocks(self) -> PipelinedBlocks:
         """See XlaTrainee."""
-        return PipelinedBlocks(self.config, self.scanned_blocks(StagedBlocks))
+        engine = self.engine
+        blocks = StagedBlocks(self.config, self.model, engine.xla_mesh, engine.layout, engine.kernel)
+        return PipelinedBlocks(self.config, blocks)
 
     def head_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """See XlaTrainee."""

@@ -39,7 +39,7 @@ from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_shards
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes, raise_process_error, read_processes
-from pretraining.parallel.step import DeviceScalars, ShardingTable
+from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.torch import flat as torch_flat
 from pretraining.parallel.torch import tensor as torch_tensor
 from pretraining.parallel.torch.blocks import TorchBlocks
@@ -192,6 +192,7 @@ class TorchTrainee:
         grid = engine.device_mesh[TorchEngine.axes] if engine.device_mesh else None
         self.shards = LocalShards(model, shapes, engine.layout, grid, engine.process_index)
         self._fill(values)
+        values.clear()  # before there are moments
         self.step = self.open_step(build_optimizer(self.config, model.named_parameters()))
 
     def divide(self) -> dict[nn.Module, Iterable[nn.Module]]:
@@ -246,10 +247,6 @@ class TorchTrainee:
     def open_step(self, optimizer: Optimizer) -> TorchStep:
         """Return the optimizer step on this process's shards."""
         return TorchStep(self.config, optimizer, self.engine.home, self.shards, self.engine.tensor_ranks)
-
-    def sharding(self) -> list[ShardingTable]:
-        """See engine.Trainee."""
-        return [self.step.sharding()]
 
     # ---- Running
 

@@ -25,13 +25,12 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from pretraining.models.dropout import DropoutNoise
 from pretraining.models.linear import Linear
 from pretraining.models.llama import Llama
 from pretraining.models.ops import PLAIN_LOSS, LossOptions, linear, loss_and_gradient
-from pretraining.parallel.layout import KEYS_AND_VALUES, TorchLayout, shard_dimension
+from pretraining.parallel.layout import KEYS_AND_VALUES, TorchLayout
 
 COLUMN_PARALLEL_INPUTS, ROW_PARALLEL = ("self_attn", "mlp"), ("self_attn.o_proj", "mlp.down_proj")
 KEY_VALUE_PROJECTIONS = ("self_attn.k_proj", "self_attn.v_proj")
@@ -92,28 +91,6 @@ def heads_of_rank(kv_heads: int, ranks: DeviceMesh) -> list[int]:
     repeats = ranks.size() // math.gcd(kv_heads, ranks.size())
     count = kv_heads * repeats // ranks.size()
     return [copy // repeats for copy in range(ranks.get_local_rank() * count, (ranks.get_local_rank() + 1) * count)]
-
-
-def local_slice(
-    full: Tensor, dim: int | None, name: str, shape: torch.Size, tensor: tuple[int, int], shard: tuple[int, int]
-) -> Tensor:
-    """Return the slice, of this shape, of the unsharded `full` that a process holds.
-
-    dim: which tensor ranks split. `tensor` and `shard` are the process's (rank, number of ranks) on those axes.
-    """
-    tensor_slice = full if dim is None else full.chunk(tensor[1], dim)[tensor[0]]
-    along = shard_dimension(name) if tensor[1] > 1 else 0
-    extent = -(-tensor_slice.shape[along] // shard[1])  # of all shards but the last, as torch.chunk cuts
-    start = min(shard[0] * extent, tensor_slice.shape[along])
-    return tensor_slice.narrow(along, start, shape[along])
-
-
-def placements(name: str, dim: int | None) -> tuple[Placement, Placement, Placement]:
-    """Placements of a parameter on the mesh replica x tensor x shard: FSDP shards a tensor rank's shard.
-
-    dim: which tensor ranks split.
-    """
-    return Replicate(), Replicate() if dim is None else Shard(dim), Shard(shard_dimension(name))
 
 
 def all_reduce_partial_gradients(

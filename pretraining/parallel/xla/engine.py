@@ -7,7 +7,6 @@ saving and loading wait for the device.
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,17 +27,17 @@ from pretraining.models.llama import BatchInputs, Llama, RunBlocks, loss_options
 from pretraining.models.ops import IGNORED, Kernel, next_token_loss
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.optim.precision import precision_of
+from pretraining.parallel.accelerator import HOST, peak_bytes
 from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
-from pretraining.parallel.layout import STACK, layout_of
-from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh, token_order
-from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
+from pretraining.parallel.layout import STACK, xla_layout
+from pretraining.parallel.mesh import resolve_batch, resolve_mesh, token_order
 from pretraining.parallel.sharding import LOGITS, NORM_ACTIVATIONS, REPLICAS, TOKENS
-from pretraining.parallel.step import DeviceScalars, ShardingTable
+from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.xla import has_own_flags
-from pretraining.parallel.xla.blocks import Scanned, ScannedBlocks, grouped, narrowed, place_activations, stack_layers
+from pretraining.parallel.xla.blocks import ScannedBlocks, grouped, narrowed, place_activations, stack_layers
 from pretraining.parallel.xla.graph import GraphCache, wait_for_all
 from pretraining.parallel.xla.grouped import multiply
-from pretraining.parallel.xla.state import LogicalTensor, Region, XlaShards, tensor_from_shards
+from pretraining.parallel.xla.state import Region, XlaLogicalTensor, XlaShards, tensor_from_shards
 from pretraining.parallel.xla.step import XlaStep, device_bytes, layer_name
 
 # LLVM's level of optimization: the quickstart's first loss takes 40 CPU seconds, at XLA's default 105; steps are alike.
@@ -72,7 +71,7 @@ class XlaEngine:
         devices = xr.global_runtime_device_count()
         linked, self.linked = _linked_devices()
         self.mesh = resolve_mesh(config, devices, linked)
-        self.layout = layout_of(config, self.mesh)
+        self.layout = xla_layout(config, self.mesh)
         # A kernel is told the positions of its queries; the chunked form takes rows in their order.
         self.has_chunks = self.attention_choice.kernel is not None and self.mesh.context > 1
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
@@ -82,6 +81,8 @@ class XlaEngine:
         self.host_devices = self.local_devices if self.device_name == "CPU" else 0
         self.host_processes = 1
         self.xla_mesh = xs.Mesh(np.arange(devices), tuple(self.mesh), self.mesh._fields)
+        open_kernel = self.attention_choice.kernel
+        self.kernel: Kernel = open_kernel(self.mesh, self.xla_mesh) if open_kernel else "chunked"
         self.precision = precision_of(config)
         rows = config.batch_size * self.mesh.data_ranks * self.micro_batches_per_graph
         self.rows = rows // self.data_size  # of one graph, in this process
@@ -115,9 +116,7 @@ class XlaEngine:
 
     def memory_bytes(self) -> int | None:
         """Return the process's peak on a CPU host; under SPMD torch-xla does not report that of devices."""
-        if xr.device_type() == "CPU":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return None
+        return peak_bytes(HOST) if xr.device_type() == "CPU" else None
 
     def start_trace(self, folder: str) -> Callable[[], None]:
         """See engine.Engine."""
@@ -158,6 +157,7 @@ class XlaTrainee:
                     xs.mark_sharding(placed, engine.xla_mesh, engine.layout.stacked(name, engine.layout.parameter))
                 setattr(module, short, nn.Parameter(placed, requires_grad=meta.requires_grad))
         self.sync(wait=True)
+        values.clear()  # before there are moments
         self.run_blocks: RunBlocks = self.open_blocks()
         place_activations(model, NORM_ACTIVATIONS, engine.xla_mesh, engine.layout)
         # State created during the first step would compile a second graph
@@ -193,28 +193,8 @@ class XlaTrainee:
 
     def open_blocks(self) -> RunBlocks:
         """Return what runs the stacked blocks of the model."""
-        return self.scanned_blocks(ScannedBlocks)
-
-    def scanned_blocks(self, kind: type[Scanned]) -> Scanned:
-        """Return the scan over the blocks of the model, or over those of the longest piece of it."""
-        groups = scan_plan(block_mask(self.config, self.config.division.longest), self.config.checkpoint_num_layers)
-        engine, block, shape = self.engine, self.model.model.layers, self.model.shape
-        modules = recomputed_modules(self.config, block)
-        open_kernel = engine.attention_choice.kernel
-        kernel: Kernel = open_kernel(engine.mesh, engine.xla_mesh) if open_kernel else "chunked"
-        return kind(
-            block,
-            groups,
-            modules,
-            engine.xla_mesh,
-            engine.layout,
-            shape.num_kv_heads,
-            kv_repeats(self.config, shape),
-            kernel,
-            saves_attention=self.config.save_attention,
-            compute=engine.precision.compute,
-            reduction=engine.precision.gradient_reduction,
-        )
+        engine = self.engine
+        return ScannedBlocks(self.config, self.model, engine.xla_mesh, engine.layout, engine.kernel)
 
     # ---- Running
 
@@ -331,24 +311,24 @@ class XlaTrainee:
     def state(self) -> TrainingState:
         """See engine.Trainee."""
         self.sync(wait=True)
-        logical: dict[str, LogicalTensor] = {}
+        logical: dict[str, XlaLogicalTensor] = {}
         for prefix, name, tensor in self.step.tensors(self.model):
             logical |= self._logical(name, tensor, prefix)
-        logical |= {name: LogicalTensor(XlaShards(tensor)) for name, tensor in self.step.small_tensors().items()}
+        logical |= {name: XlaLogicalTensor(XlaShards(tensor)) for name, tensor in self.step.small_tensors().items()}
         return TrainingState(logical, partial(self._put_back, logical, self._commits))
 
-    def _logical(self, name: str, tensor: Tensor, prefix: str) -> dict[str, LogicalTensor]:
+    def _logical(self, name: str, tensor: Tensor, prefix: str) -> dict[str, XlaLogicalTensor]:
         """`tensor`, a value or moment of the parameter `name`, layer by layer and without padding."""
         shards = XlaShards(tensor.detach())
         if name.startswith(STACK):
             layers = enumerate(self.config.division.stack())
-            return {prefix + layer_name(name, n): LogicalTensor(shards, i) for i, n in layers if n is not None}
+            return {prefix + layer_name(name, n): XlaLogicalTensor(shards, i) for i, n in layers if n is not None}
         used = self.model.shape.vocab_size
         padded = name.split(".")[-2] in VOCABULARIES and len(tensor) > used
-        return {prefix + name: LogicalTensor(shards, rows=used if padded else None)}
+        return {prefix + name: XlaLogicalTensor(shards, rows=used if padded else None)}
 
     @torch.no_grad()
-    def _put_back(self, logical: dict[str, LogicalTensor], commits: int, restart_optimizer: bool) -> None:
+    def _put_back(self, logical: dict[str, XlaLogicalTensor], commits: int, restart_optimizer: bool) -> None:
         """Write the host copies that a load has filled to the devices; see engine.TrainingState."""
         assert commits == self._commits, "another state was committed since: its layers would be overwritten"
         self._commits += 1
@@ -360,10 +340,6 @@ class XlaTrainee:
     def bytes_per_device(self) -> dict[str, int]:
         """See engine.Trainee: measured on the live shards, not computed from the table."""
         return self.step.bytes_per_device(self.model, device_bytes)
-
-    def sharding(self) -> list[ShardingTable]:
-        """See engine.Trainee."""
-        return [self.step.sharding()]
 
 
 def _choose_for_cpu(config: TrainConfig) -> list[str]:

@@ -27,8 +27,8 @@ from main_training import CONFIGURATION
 from pretraining.data import open_stream
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
-from pretraining.parallel.layout import state_bytes
 from pretraining.parallel.select import engine_class
+from pretraining.parallel.state_bytes import state_bytes
 from pretraining.tools.plan.traffic import ring
 from tests.parallel.toy import TOY
 
