@@ -67,7 +67,6 @@ class XlaEngine:
         self.device = torch_xla.device()
         self.device_name = _device_name()
         self.process_index, self.process_count = xr.process_index(), xr.process_count()
-        self.local_devices = xr.addressable_runtime_device_count()
         devices = xr.global_runtime_device_count()
         linked, self.linked = _linked_devices()
         self.mesh = resolve_mesh(config, devices, linked)
@@ -78,7 +77,7 @@ class XlaEngine:
         # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
         self.data_size = min(self.process_count, config.division.stages * self.mesh.data_ranks)
         self.data_rank = self.process_index * self.data_size // self.process_count
-        self.host_devices = self.local_devices if self.device_name == "CPU" else 0
+        self.host_devices = xr.addressable_runtime_device_count() if self.device_name == "CPU" else 0
         self.host_processes = 1
         self.xla_mesh = xs.Mesh(np.arange(devices), tuple(self.mesh), self.mesh._fields)
         open_kernel = self.attention_choice.kernel
