@@ -16,7 +16,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.data.checks import INPUTS
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
-from pretraining.parallel.rendezvous import compare, report
 from pretraining.run import configure as configuring
 from pretraining.run.environment import check_environment, starting
 from pretraining.run.result import TrainingResult
@@ -31,6 +30,7 @@ NAMES = (
     "tools.importing",
     "tools.prepare",
     "tools.plan",
+    "extensions.rendezvous",
     "extensions.pipeline",
     "extensions.object_storage",
     "extensions.local_tier",
@@ -49,6 +49,7 @@ NAMES = (
     "extensions.fp16",
     "extensions.skip_step",
     "extensions.report_figures",
+    "extensions.sharding_report",
     "extensions.profiler",
     "extensions.questions",
     "extensions.preemption",
@@ -58,7 +59,7 @@ NAMES = (
 )
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths
-CHECKS = configuring.checks_of(EXTENSIONS)
+CHECKS, REPORT = configuring.checks_of(EXTENSIONS), configuring.report_of(EXTENSIONS)
 CONFIGURATION: Any = configuration_of(EXTENSIONS)  # TrainConfig with the settings of the extensions
 configure: Callable[..., Any] = partial(configuring.configure, extensions=EXTENSIONS)
 
@@ -88,12 +89,11 @@ def train(
         from pretraining.run import start  # imports torch, which takes 3 s
 
         checkpoint, fingerprints = start.check_inputs(config, data, extensions)
-    compare(config, fingerprints)
+    configuring.compare_processes(config, fingerprints, extensions)
 
     with starting():
         from pretraining.checkpoint.checkpoints import Checkpoints
         from pretraining.models.init import build_model
-        from pretraining.optim.optimizer import build_optimizer
         from pretraining.parallel.select import open_engine
         from pretraining.run.loop import train_steps
         from pretraining.run.training_run import TrainingRun
@@ -107,20 +107,18 @@ def train(
         start.print_run(config, engine, streams, extensions)
 
         # Model and optimizer: placed by the sharding table
-        model = engine.place((build or build_model)(config))
-        optimizer = build_optimizer(config, model.named_parameters())
-        engine.prepare(optimizer)
-        start.print_placement(config, engine, model, optimizer)
+        trainee = engine.place((build or build_model)(config))
+        start.print_placement(config, engine, trainee)
 
         # Checkpoint: the same command continues from the newest one, with the data that follow it and its metrics
         checkpoints = Checkpoints(config, config.run_folder)
         with account.spending("restore"):
-            resumed = checkpoints.restore(engine, model, optimizer)
+            resumed = checkpoints.restore(trainee)
         streams["train"] = start.stream_after(resumed, checkpoint, config, engine, streams["train"], data)
         metrics = start.open_run_folder(config, resumed, account) if engine.process_index == 0 else None
 
     # Loop: steps, reports, validations, saves
-    run = TrainingRun(config, engine, model, optimizer, streams, checkpoints, metrics, resumed, account)
+    run = TrainingRun(config, engine, trainee, streams, checkpoints, metrics, resumed, account)
     code = train_steps(run, extensions)
     return TrainingResult(config, code, read_metrics(config.run_folder / FILE_NAME) if metrics else [])
 
@@ -131,4 +129,4 @@ def main(**flags: str) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(lambda: run_main(main, checks=CHECKS, configuration=CONFIGURATION, report=report))
+    exit_with(lambda: run_main(main, checks=CHECKS, configuration=CONFIGURATION, report=REPORT))

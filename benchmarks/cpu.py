@@ -22,7 +22,6 @@ import torch
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.models.ops import next_token_loss
-from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.engine import Engine
 
 ROUND = 3  # consecutive steps of one contender
@@ -47,13 +46,11 @@ def batch_of(config: TrainConfig) -> dict[str, np.ndarray]:
 
 def engine_step(engine: Engine, config: TrainConfig) -> Step:
     """Return a function that runs one training step of an engine."""
-    model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters())
-    engine.prepare(optimizer)
+    trainee = engine.place(build_model(config))
     batch = batch_of(config)
 
     def step() -> None:
-        engine.train_step(model, optimizer, batch, 1e-3).read()
+        trainee.train_step(batch, 1e-3).read()
 
     return step
 

@@ -38,7 +38,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.init import build_model
 from pretraining.monitor.flops import Meter, flops_per_token
-from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel import accelerator
 from pretraining.parallel.torch.engine import TorchEngine
 
@@ -69,14 +68,12 @@ def tokens_of(config: TrainConfig) -> np.ndarray:
 def engine_step(config: TrainConfig) -> Step:
     """Return a training step of the torch engine."""
     engine = TorchEngine(config)
-    model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters())
-    engine.prepare(optimizer)
+    trainee = engine.place(build_model(config))
     rows = tokens_of(config)
     batch = {"tokens": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}
 
     def step() -> None:
-        engine.train_step(model, optimizer, batch, 3e-4).read()
+        trainee.train_step(batch, 3e-4).read()
 
     return step
 

@@ -133,16 +133,16 @@ def main(folder: Path) -> None:
     import torch
 
     from pretraining.data import open_stream
+    from pretraining.models.init import build_model
     from pretraining.parallel.torch import engine as torch_engine
-    from tests.parallel.resuming import prepare_run
 
     torch_engine.initial_weight = lambda *_: torch.zeros(1).expand(_[3])  # type: ignore
     engine = torch_engine.TorchEngine(CONFIG)
-    model, optimizer = prepare_run(engine, CONFIG)
+    trainee = engine.place(build_model(CONFIG))
     stream = open_stream(CONFIG, engine.data_rank, engine.data_size)
     for step in range(3):  # the first compiles and makes the optimizer's state
         Program.runs.clear()
-        engine.train_step(model, optimizer, stream.batch(step), 1e-3).read()
+        trainee.train_step(stream.batch(step), 1e-3).read()
     (folder / "runs.json").write_text(json.dumps({"runs": Program.runs, "state": Buffer.live}))
     sys.stdout.flush()
     os._exit(0)  # as tests/parallel/torchtpu/driver.py

@@ -19,13 +19,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "pretraining"
 ANY = "every room"
 DEVICE_TYPES = {"cpu", "cuda", "tpu", "neuron", "mps", "xpu"}
-# Besides the table: the choices of --device, the engines' limits, words of reported names, JAX's platforms.
+# Besides the table: the choices of --device, the engines' limits, words of reported names, JAX's platforms, and what
+# torch has for CUDA alone.
 NAMES_DEVICES = (
     "config.training",
     "config.support",
     "config.devices",
     "tools.plan.compiler",
     "extensions.splash.lowering",
+    "extensions.fp8.linear",
+    "extensions.profiler.watch",
 )
 
 

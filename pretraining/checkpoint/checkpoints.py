@@ -24,8 +24,7 @@ from pretraining.checkpoint.restoring import Restoring, base_digest, check_polic
 from pretraining.checkpoint.store import HostBuffer, LogicalTensors, PendingSave, is_weight
 from pretraining.config.training import TrainConfig
 from pretraining.host_memory import available_memory
-from pretraining.optim.optimizer import Optimizer
-from pretraining.parallel.engine import Engine
+from pretraining.parallel.engine import Trainee
 from pretraining.storage import FolderLock, Location, store_of
 
 DTYPES_ON_DISK = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -70,7 +69,7 @@ class Checkpoints:
 
     # ---- Continuing
 
-    def restore(self, engine: Engine, model: torch.nn.Module, optimizer: Optimizer) -> Facts | None:
+    def restore(self, trainee: Trainee) -> Facts | None:
         """Load the run's newest checkpoint, or the weights to start from; return the facts to continue with.
 
         Those of ckpt_load_path are at step 0 without data state. None if there is nothing to load.
@@ -86,7 +85,7 @@ class Checkpoints:
         if load_path != config.ckpt_load_path:
             self._peers.say(f"--ckpt_load_path={config.ckpt_load_path} is this run's own folder and has no checkpoint")
             config = replace(config, ckpt_load_path=load_path)
-        restoring = Restoring(config, self._peers, engine.state(model, optimizer))
+        restoring = Restoring(config, self._peers, trainee.state())
         facts = self._continue(restoring, found.committed, local) if found.committed else restoring.start()
         if self._config.checkpoint_interval:
             self._base = self._peers.lead(partial(base_digest, config))

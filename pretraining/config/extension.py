@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from inspect import get_annotations
 from typing import Any, NamedTuple
 
-from pretraining.config.errors import Problem
+from pretraining.config.errors import Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 
@@ -76,6 +76,11 @@ class Extension:
     """pretraining.storage.Format of other programs' checkpoints that a run can start from."""
     inputs: Callable[[Any], None] | None = None
     """Check what is read or written besides the data and checkpoints, before a device is opened. Raises UserError."""
+    agree: Callable[[Any, Mapping[str, str]], None] | None = None
+    """Compare the configuration, and fingerprints of the data by name, with those of the run's other processes, before
+    a device is opened. Raises UserError."""
+    report: Callable[[UserError], None] | None = None
+    """Print the mistake that ends this process, in place of config.flags.print_mistake."""
     watch: Callable[[Any], Watcher | None] | None = None
     """Return the Watcher of a TrainingRun, or None if the configuration asks for none. All processes have the same
     ones, because they wait for each other before a watcher prepares."""

@@ -198,9 +198,6 @@ class TrainConfig:
     """Copies of each key/value head in use if tensor ranks do not divide them. 0: as few as possible,
     tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 with too few heads: every tensor rank computes all
     key/value heads. The xla engine stores the weights of a head once, the torch engine in every tensor rank."""
-    dump_sharding: Annotated[str, PER_HOST] = ""
-    """File that is written before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype
-    and the mesh axes that shard each dimension. Empty: none."""
     low_cpu_fsdp: Annotated[bool, Resume.FREE] = False
     """True: build the model on the meta device and create each shard in place, so that host memory grows by one
     parameter at a time. False: build the whole model in host memory first. The initial weights are the same."""

@@ -1,4 +1,4 @@
-"""The torch engine's devices, by name: one table of what differs between them. The only module that names a device.
+"""The torch engine's devices, by name: one table of what differs between them. The core names devices here alone.
 
 The table has what torch.accelerator cannot answer. A new kind of device is a row, and a choice of --device.
 """
@@ -12,7 +12,6 @@ import re
 import resource
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -80,8 +79,6 @@ ACCELERATORS = {
     "neuron": Accelerator("NeuronCore", "neuron", {"backend": "neuron", "dynamic": False}, package="torch_neuronx"),
 }
 HOST = torch.device("cpu")
-FLOAT8_CAPABILITY = (8, 9)  # CUDA's compute capability of the first GPUs that multiply float8 matrices (L40, H100)
-MEMORY_EVENTS = 100_000  # kept allocations and frees: some steps of a small model, about 100 MB of file
 
 
 def find_devices() -> tuple[str, int]:
@@ -155,14 +152,6 @@ def set_matmul_precision(device: torch.device, compute: torch.dtype) -> None:
         torch.set_float32_matmul_precision("highest" if is_fp32 else ACCELERATORS[device.type].mixed_matmul_precision)
 
 
-def require_float8(device: torch.device) -> None:
-    """Raise UserError if `device`, a GPU or the CPU, cannot multiply float8 matrices."""
-    if device != HOST and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
-        needed = ".".join(map(str, FLOAT8_CAPABILITY))
-        remedy = f"needs a GPU of compute capability {needed}, such as L40 or H100, and this is {device_name(device)}"
-        raise UserError(f"--precision=fp8 {remedy}; use mixed_bf16")
-
-
 def device_name(device: torch.device) -> str:
     """Return the name as in config/devices.py: "NVIDIA H200", "TPU v5e", "CPU"."""
     if device == HOST:
@@ -182,15 +171,3 @@ def synchronize(device: torch.device) -> None:
     """Wait until `device` has finished its queued work."""
     if device != HOST:
         torch.accelerator.synchronize()
-
-
-def record_memory() -> None:
-    """Start recording every allocation on the GPU with its stack trace."""
-    torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-
-
-def dump_memory(path: Path) -> None:
-    """Write the recorded allocations for pytorch.org/memory_viz, and stop recording."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(path))
-    torch.cuda.memory._record_memory_history(enabled=None)

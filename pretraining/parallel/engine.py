@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pretraining.config.training import TrainConfig
-from pretraining.parallel.layout import Layout, TorchLayout
+from pretraining.parallel.layout import Layout
 from pretraining.parallel.mesh import Mesh
 
 Batch = dict[str, np.ndarray]
@@ -96,8 +96,29 @@ class TrainingState(Mapping[str, Any]):
         self._tensors = {}
 
 
+class Trainee(Protocol):
+    """A model on the mesh with its optimizer: runs steps, reads and writes the logical state."""
+
+    model: Any  # whose parameters are sharded
+
+    def train_step(self, batch: Batch, learning_rate: float) -> StepResult:
+        """Run one optimizer step on this process's rows of the global batch, accumulated over micro-batches."""
+
+    def evaluate(self, batch: Batch) -> StepResult:
+        """Compute the loss on this process's rows of a global batch without changing any state."""
+
+    def parameter_norm(self) -> float:
+        """Return the L2 norm of the unsharded parameters. Waits for the device."""
+
+    def state(self) -> TrainingState:
+        """Return a handle on the live state, for one save or for one load. A commit makes older handles invalid."""
+
+    def bytes_per_device(self) -> dict[str, int]:
+        """Return the bytes of "parameters" and of "moments" (all optimizer state) on one device."""
+
+
 class Engine(Protocol):
-    """Opens the mesh, places a model, feeds it, runs optimizer steps, reads and writes the logical state.
+    """Opens the mesh, and places a model on it.
 
     A process feeds rows [data_rank x rows / data_size, ...) of every global batch. Where process_count is above 1,
     torch.distributed's default group is initialised, so collectives of objects and barriers work.
@@ -120,29 +141,11 @@ class Engine(Protocol):
     linked: str  # which devices have fast links between all of them; a group of hsdp is as large
 
     @property
-    def layout(self) -> Layout | TorchLayout:
+    def layout(self) -> Layout:
         """How parameters, gradients and optimizer state are sharded over the mesh."""
 
-    def place(self, model: Any) -> Any:
-        """Shard every parameter of `model` over the mesh as the sharding table says, and return the model."""
-
-    def prepare(self, optimizer: Any) -> None:
-        """Create the optimizer state, sharded as the layout says, before the first step."""
-
-    def train_step(self, model: Any, optimizer: Any, batch: Batch, learning_rate: float) -> StepResult:
-        """Run one optimizer step on this process's rows of the global batch, accumulated over micro-batches."""
-
-    def evaluate(self, model: Any, batch: Batch) -> StepResult:
-        """Compute the loss on this process's rows of a global batch without changing any state."""
-
-    def parameter_norm(self, model: Any) -> float:
-        """Return the L2 norm of the unsharded parameters. Waits for the device."""
-
-    def state(self, model: Any, optimizer: Any) -> TrainingState:
-        """Return a handle on the live state, for one save or for one load. A commit makes older handles invalid."""
-
-    def bytes_per_device(self, model: Any, optimizer: Any) -> dict[str, int]:
-        """Return the bytes of "parameters" and of "moments" (all optimizer state) on one device."""
+    def place(self, model: Any) -> Trainee:
+        """Shard every parameter of `model` and its optimizer's state over the mesh, as the layout says."""
 
     def compilations(self) -> int:
         """Return the number of graphs compiled so far; constant after the first step."""
@@ -150,11 +153,8 @@ class Engine(Protocol):
     def memory_bytes(self) -> int | None:
         """Return the peak bytes in use on this process's busiest device; None where the device does not report it."""
 
-    def start_trace(self, folder: str) -> None:
-        """Start a profile of this process's devices, written for TensorBoard under `folder`."""
-
-    def stop_trace(self) -> None:
-        """Stop the profile and write it."""
+    def start_trace(self, folder: str) -> Callable[[], None]:
+        """Start a profile of this process's devices; return what stops it and writes it for TensorBoard to `folder`."""
 
     def close(self) -> None:
         """Leave the process group, if this engine joined one."""

@@ -1,24 +1,15 @@
-"""How one run shards its parameters, gradients and optimizer state, and the bytes that a device therefore holds.
-
-Each engine owns one layout. The facts printed at the start, the memory check and the plan read it, so they agree.
-Touches no device.
-"""
+"""How one run shards its parameters, gradients and optimizer state: a layout for each engine. Touches no device."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pretraining.config.errors import Problem
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import multiples_around
 from pretraining.config.variants import model_shape
-from pretraining.models.init import on_meta
-from pretraining.optim.optimizer import build_optimizer, moment_shape
-from pretraining.optim.precision import precision_of
 from pretraining.parallel.mesh import Mesh, kv_repeats, uneven_rows
 from pretraining.parallel.sharding import (
     KEYS,
@@ -32,9 +23,7 @@ from pretraining.parallel.sharding import (
     axes_of,
     on_mesh,
     replicated_along_shard,
-    shards_along,
     spec_of,
-    without_single,
 )
 
 KEYS_AND_VALUES = "*.[kv]_proj.*"
@@ -58,17 +47,39 @@ STRATEGIES = {
 }
 
 
-class Layout(NamedTuple):
-    """The XLA engine's layout: the sharding table on its mesh, as the strategy asks. Names as in `spec_of`."""
+class Layout(Protocol):
+    """How an engine shards parameters, gradients and optimizer state. Names as in `spec_of`."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether one parameter stands for those of all blocks, so that all devices run the same program."""
+
+    def parameter(self, name: str) -> Spec:
+        """Return the sharding of a parameter."""
+
+    def gradient(self, name: str) -> Spec:
+        """Return the sharding of its gradient between micro-batches."""
+
+    def moment(self, name: str) -> Spec:
+        """Return the sharding of its optimizer state."""
+
+
+class XlaLayout(NamedTuple):
+    """The XLA engine's layout: the sharding table on its mesh, as the strategy asks. See Layout."""
 
     mesh: Mesh
     split: Split
     repeated_heads: bool  # key/value heads that tensor ranks do not divide
     whole_heads: bool  # of which every tensor rank computes all
     sequence_parallel: bool
+    is_stacked: bool = True
 
     def parameter(self, name: str) -> Spec:
-        """Return the sharding of a parameter."""
+        """See Layout."""
         return self._spec(name, self.split.parameters)
 
     def gathered(self, name: str) -> Spec:
@@ -76,11 +87,11 @@ class Layout(NamedTuple):
         return self._spec(name, split=False)
 
     def gradient(self, name: str) -> Spec:
-        """Return the sharding of its gradient between micro-batches."""
+        """See Layout."""
         return self._spec(name, self.split.gradients)
 
     def moment(self, name: str) -> Spec:
-        """Return the sharding of its optimizer state."""
+        """See Layout."""
         return self._spec(name, self.split.moments)
 
     def stacked(self, name: str, spec_of: Callable[[str], Spec]) -> Spec:
@@ -117,12 +128,12 @@ class Layout(NamedTuple):
         return on_mesh(spec if split else replicated_along_shard(spec), self.mesh._asdict())
 
 
-def layout_of(config: TrainConfig, mesh: Mesh) -> Layout:
+def xla_layout(config: TrainConfig, mesh: Mesh) -> XlaLayout:
     """Return the XLA engine's layout of `config` on `mesh`."""
     shape = model_shape(config)
     repeated = shape.num_kv_heads % mesh.tensor != 0
     whole = shape.num_kv_heads * kv_repeats(config, shape) % mesh.tensor != 0
-    return Layout(mesh, STRATEGIES[config.sharding_strategy], repeated, whole, config.sequence_parallel)
+    return XlaLayout(mesh, STRATEGIES[config.sharding_strategy], repeated, whole, config.sequence_parallel)
 
 
 class TorchLayout(NamedTuple):
@@ -134,6 +145,7 @@ class TorchLayout(NamedTuple):
     mesh: Mesh
     strategy: str
     repeated_heads: bool = False  # key/value heads that tensor ranks do not divide: every rank has all their weights
+    is_stacked: bool = False
 
     @property
     def grid(self) -> Mesh:
@@ -154,7 +166,7 @@ class TorchLayout(NamedTuple):
         return self.strategy == "zero1"
 
     def parameter(self, name: str) -> Spec:
-        """Return the sharding of a parameter."""
+        """See Layout."""
         along, rank = (shard_dimension(name), self.tensor_dimension(name)) if self.mesh.tensor > 1 else (0, None)
         shards = () if self.strategy == "ddp" else SHARD
         split = [(rank, "tensor"), *((along, axis) for axis in shards)]  # FSDP shards what a tensor rank has
@@ -162,12 +174,12 @@ class TorchLayout(NamedTuple):
         return on_mesh(tuple(axes), self.mesh._asdict())
 
     def gradient(self, name: str) -> Spec:
-        """Return the sharding of its gradient between micro-batches."""
+        """See Layout."""
         spec = self.parameter(name)
         return replicated_along_shard(spec) if self.gathers_once else spec
 
     def moment(self, name: str) -> Spec:
-        """Return the sharding of its optimizer state."""
+        """See Layout."""
         return self.parameter(name)
 
     def tensor_dimension(self, name: str) -> int | None:
@@ -197,76 +209,3 @@ def uneven_shards(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
 def shard_dimension(name: str) -> int:
     """Return the dimension that FSDP shards where there are tensor ranks: the one the table shards alone, or 0."""
     return next((i for i, axis in enumerate(spec_of(name)) if axis == SHARD), 0)
-
-
-# ---- Bytes
-
-
-class StateTensor(NamedTuple):
-    """The tensors of one name in all blocks: parameters, rounded copies of them, gradients or one optimizer moment."""
-
-    kind: str  # "parameters", "copies", "gradients" or "moments"
-    name: str  # of the parameter, with * for the number of the block
-    shape: tuple[int, ...]
-    tensors: int  # blocks of a stage that have one, or 1
-    spec: Spec
-    width: int  # bytes per value
-
-    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of a device's shard; uneven shards are as large as the largest of them."""
-        axes = mesh._asdict()
-        return tuple(-(-extent // shards_along(axis, axes)) for extent, axis in zip(self.shape, self.spec, strict=True))
-
-
-def state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterator[list[StateTensor]]:
-    """Yield, stage by stage, the tensors of a device that live from step to step.
-
-    Gradients live from micro-batch to micro-batch. The stages of the XLA engine are alike, and are one here.
-    """
-    everything = list(_state_tensors(config, layout))
-    for layers, outer in config.division.shares(layout.mesh.stage, is_stacked=isinstance(layout, Layout)):
-        is_held = [outer is None or one.name.rpartition(".")[0] in outer for one in everything]
-        counts = [
-            layers if ".layers." in one.name else int(held) for one, held in zip(everything, is_held, strict=True)
-        ]
-        yield [tensor._replace(tensors=count) for tensor, count in zip(everything, counts, strict=True) if count]
-
-
-def _state_tensors(config: TrainConfig, layout: Layout | TorchLayout) -> Iterator[StateTensor]:
-    """Yield the tensors of a model of one block."""
-    precision = precision_of(config)
-    model = on_meta(replace(config, num_layers=1))  # blocks are alike: 80 of them take a second to build
-
-    def tensor(kind: str, name: str, shape: Iterable[int], spec: Spec, width: int) -> StateTensor:
-        return StateTensor(kind, name.replace(".layers.0.", ".layers.*."), tuple(shape), 1, spec, width)
-
-    for name, weight in model.named_parameters():
-        yield tensor("parameters", name, weight.shape, layout.parameter(name), precision.parameters.itemsize)
-    for parameter in build_optimizer(config, model.named_parameters()).parameters:
-        name, shape = parameter.name, parameter.weight.shape
-        if precision.keeps_rounded_copy:
-            yield tensor("copies", name, shape, layout.parameter(name), precision.parameters.itemsize)
-        yield tensor("gradients", name, shape, layout.gradient(name), precision.gradients.itemsize)
-        for moment in parameter.moment_specs().values():
-            reduced = moment_shape(shape, moment)
-            spec = without_single(layout.moment(name), reduced)
-            yield tensor("moments", name, reduced, spec, precision.optimizer_state.itemsize)
-
-
-def state_bytes(config: TrainConfig, layout: Layout | TorchLayout) -> dict[str, int]:
-    """Return the bytes of "parameters" (copies included), "gradients" and "moments" on one device, of the stage with
-    most of them."""
-
-    def of_stage(tensors: list[StateTensor]) -> dict[str, int]:
-        sums: dict[str, int] = {"parameters": 0, "gradients": 0, "moments": 0}
-        for tensor in tensors:
-            kind = "parameters" if tensor.kind == "copies" else tensor.kind
-            sums[kind] += tensor.tensors * math.prod(tensor.local_shape(layout.mesh)) * tensor.width
-        return sums
-
-    return max(map(of_stage, state_tensors(config, layout)), key=lambda sums: sum(sums.values()))
-
-
-def unsharded_state_bytes(config: TrainConfig) -> dict[str, int]:
-    """Return the bytes of one unsharded copy of "parameters", "gradients" and "moments"."""
-    return state_bytes(config, TorchLayout(Mesh(), config.sharding_strategy))

@@ -26,7 +26,9 @@ def open_engine(config: TrainConfig) -> Engine:
     name, reason = choose_engine(config)
     if problems := list(unsupported(config, name, accelerator.device_type(config.device) if name == "torch" else None)):
         raise ConfigError(problems)
-    engine = _open(config, name)
+    if name == "xla":
+        refuse_variables()
+    engine: Engine = engine_class(config, name)(config)
     if engine.process_index == 0:
         print(f"engine: {name} on {engine.device_name} ({reason})", *engine.remarks, sep="\n  ", flush=True)
     return engine
@@ -86,10 +88,3 @@ def engine_class(config: TrainConfig, name: str) -> Any:
     from pretraining.parallel.torch.engine import TorchEngine
 
     return TorchEngine
-
-
-def _open(config: TrainConfig, name: str) -> Engine:
-    if name == "xla":
-        refuse_variables()
-    engine: Engine = engine_class(config, name)(config)
-    return engine

@@ -7,10 +7,8 @@ the host.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,8 +19,6 @@ from pretraining.optim.optimizer import Optimizer, ParameterState
 from pretraining.optim.precision import precision_of, round_stochastically
 from pretraining.optim.rules import Moments, MomentSpec
 from pretraining.parallel.engine import LOSS_SCALE, RECENT_FIGURES
-from pretraining.parallel.mesh import Mesh
-from pretraining.parallel.sharding import Spec
 
 COUNTERS = ("updates", "refused", "first_refused")  # see engine.StepResult
 
@@ -45,29 +41,6 @@ class Gradients(NamedTuple):
     divisor: Tensor | None
     loss: Tensor  # mean over the trained tokens of the global batch
     norm: Tensor  # of the gradients of that mean
-
-
-class TensorSharding(NamedTuple):
-    """How one parameter or moment is sharded."""
-
-    shape: tuple[int, ...]  # of the unsharded tensor
-    dtype: torch.dtype
-    axes: Spec  # of the mesh, which shard each dimension
-    bytes_per_device: int
-
-
-ShardingTable = dict[str, dict[str, TensorSharding]]  # "parameters" and "moments": by the parameter's name
-
-
-def write_sharding(path: str, mesh: Mesh, tables: Iterable[ShardingTable]) -> None:
-    """Write the file that dump_sharding names. tables: of the stages that have different parameters."""
-    report: dict[str, dict[str, object]] = {"mesh": mesh._asdict(), "parameters": {}, "moments": {}}
-    for table in tables:
-        for kind, tensors in table.items():
-            for name, tensor in tensors.items():
-                report[kind][name] = {**tensor._asdict(), "dtype": str(tensor.dtype).removeprefix("torch.")}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(report, indent=1) + "\n")
 
 
 class OptimizerStep(ABC):
@@ -106,10 +79,6 @@ class OptimizerStep(ABC):
     @abstractmethod
     def place(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> None:
         """Shard `tensor`, which has been written, as the layout shards the parameter or its moments."""
-
-    @abstractmethod
-    def sharding_of(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> TensorSharding:
-        """Describe `tensor`, the parameter or one of its moments."""
 
     def compute_update(
         self, parameter: ParameterState, gradient: Tensor, step: Tensor, rate: Tensor
@@ -218,15 +187,6 @@ class OptimizerStep(ABC):
         for prefix, _, tensor in self.tensors(model):
             sums["moments" if prefix else "parameters"] += device_bytes(tensor)
         return sums
-
-    def sharding(self) -> ShardingTable:
-        """Describe every trained parameter and its first moment; all moments of a parameter are sharded alike."""
-        table: ShardingTable = {"parameters": {}, "moments": {}}
-        for parameter in self.optimizer.parameters:
-            table["parameters"][parameter.name] = self.sharding_of(parameter, parameter.weight, is_moment=False)
-            for moment in list(parameter.moments.values())[:1]:
-                table["moments"][parameter.name] = self.sharding_of(parameter, moment, is_moment=True)
-        return table
 
     def _initial_moment(self, parameter: ParameterState, shape: torch.Size, spec: MomentSpec) -> Tensor:
         dtype = self.precision.optimizer_state

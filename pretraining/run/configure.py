@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from pretraining.checkpoint.checks import CHECKS as CHECKPOINT
+from pretraining.config.errors import UserError
 from pretraining.config.extension import Extension, FileFlags, configuration_of
-from pretraining.config.flags import config_from_flags, first_rank, is_script_setting
+from pretraining.config.flags import config_from_flags, first_rank, is_script_setting, print_mistake
 from pretraining.config.grammar import without_credentials
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
@@ -49,6 +50,18 @@ def configure(
 def checks_of(extensions: Sequence[Extension]) -> tuple[Check, ...]:
     """Return the rules across settings of every room and extension."""
     return (*CHECKS, *(check for extension in extensions for check in extension.checks))
+
+
+def report_of(extensions: Sequence[Extension]) -> Callable[[UserError], None]:
+    """Return what prints the mistake that ends a process."""
+    return next((extension.report for extension in extensions if extension.report), print_mistake)
+
+
+def compare_processes(config: TrainConfig, fingerprints: Mapping[str, str], extensions: Sequence[Extension]) -> None:
+    """Raise UserError if the processes of the run differ, where an extension finds that out."""
+    for extension in extensions:
+        if extension.agree:
+            extension.agree(config, fingerprints)
 
 
 def do_instead(config: TrainConfig, extensions: Sequence[Extension]) -> int | None:

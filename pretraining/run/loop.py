@@ -26,7 +26,7 @@ from pretraining.data import cut_rows
 from pretraining.data.prefetch import Prefetcher
 from pretraining.monitor.account import account_line, totals
 from pretraining.optim.schedule import learning_rate
-from pretraining.parallel.engine import LostPeerError, StepResult, raise_lost_peer_error
+from pretraining.parallel.engine import Batch, LostPeerError, StepResult, raise_lost_peer_error
 from pretraining.run.interrupt import NoRendezvousError
 from pretraining.run.reports import Reports, begins_rows
 from pretraining.run.training_run import TrainingRun
@@ -91,10 +91,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
         with run.account.spending("data_wait"):
             batch = cut_rows(batches.batch(step - run.start_step - 1), config.row_length(step))
         rate = learning_rate(config, step - 1)
-        if is_first:
-            result = _first_step(run, step, run.model, run.optimizer, batch, rate)
-        else:
-            result = run.engine.train_step(run.model, run.optimizer, batch, rate)
+        result = _first_step(run, step, batch, rate) if is_first else run.trainee.train_step(batch, rate)
         run.account.begin("train")
         interrupt.is_compiling = False
         agreed = interrupt.agreed()
@@ -162,13 +159,13 @@ def _left_before(run: TrainingRun, compiles: bool) -> int:
     return number
 
 
-def _first_step(run: TrainingRun, step: int, *arguments: Any) -> StepResult:
+def _first_step(run: TrainingRun, step: int, batch: Batch, rate: float) -> StepResult:
     """Run a step that may be traced and compiled, with a sign of life while that lasts."""
     began, length = time.perf_counter(), run.config.row_length(step)
     name = "first step" + (f" with rows of {length} tokens" if len(run.config.row_lengths) > 1 else "")
     layers = counted(model_shape(run.config).num_layers, "layer")
     with run.heartbeat(f"{run.first} the {name}, {layers}"):
-        result = run.engine.train_step(*arguments)
+        result = run.trainee.train_step(batch, rate)
         result.read()
     # What torch and its compilers have made by now stays: 300,000 to 500,000 objects, which a full collection looks
     # at for 0.1 to 0.2 s, while every other thread waits.
@@ -214,7 +211,7 @@ def _save(run: TrainingRun, step: int, asked: bool = False) -> float:
     began = time.perf_counter()
     if run.config.checkpoint_interval:
         with run.account.spending("save"), run.heartbeat("saving"):
-            run.checkpoints.save(step, run.engine.state(run.model, run.optimizer), run.facts(step), asked=asked)
+            run.checkpoints.save(step, run.trainee.state(), run.facts(step), asked=asked)
     return time.perf_counter() - began
 
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from pretraining.checkpoint.files import writing_to
@@ -31,13 +30,12 @@ from pretraining.monitor.facts import data_lines, describe, placed_line
 from pretraining.monitor.memory import check_memory
 from pretraining.monitor.metrics import FILE_NAME as METRICS_FILE
 from pretraining.monitor.metrics import Metrics, missing_history, open_metrics, read_metrics, refuse_unusable
-from pretraining.optim.optimizer import Optimizer
 from pretraining.optim.precision import describe_dtypes
 from pretraining.optim.schedule import learning_rate, milestone_steps
-from pretraining.parallel.engine import Engine
-from pretraining.parallel.layout import state_bytes, unsharded_state_bytes
+from pretraining.parallel.engine import Engine, Trainee
 from pretraining.parallel.mesh import notes
 from pretraining.parallel.recompute import model_mask
+from pretraining.parallel.state_bytes import state_bytes, unsharded_state_bytes
 from pretraining.storage import is_remote
 
 CONFIG_FILE = "config.json"
@@ -74,22 +72,23 @@ def check_inputs(
 def check_outputs(config: TrainConfig, settings: Sequence[str] = OUTPUT_FOLDERS) -> None:
     """Raise UserError that names a folder or file which this process cannot write. settings: that name folders."""
     files, folders = [config.run_folder / name for name in (METRICS_FILE, CONFIG_FILE)], {"log_dir": config.run_folder}
-    if config.dump_sharding:
-        files.append(Path(config.dump_sharding))
-        folders["dump_sharding"] = files[-1].parent
     for name in settings:
         is_used = config.checkpoint_interval or name != "ckpt_save_path"  # which a run may only read
         if is_used and (folder := getattr(config, name)) and not is_remote(folder):
             folders[name] = Path(folder)
     for name, folder in folders.items():
-        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-        subject = f"--{name}={getattr(config, name) or folder}"
-        if not there.is_dir():
-            raise UserError(f"{subject}: {there} is not a folder; give another one")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise UserError(f"{subject}: {there} cannot be written; change its permissions, or give another folder")
+        check_folder(f"--{name}={getattr(config, name) or folder}", folder)
     for file in files:
         refuse_unusable(file)
+
+
+def check_folder(subject: str, folder: Path) -> None:
+    """Raise UserError if this process cannot write to `folder`, or cannot create it."""
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise UserError(f"{subject}: {there} is not a folder; give another one")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{subject}: {there} cannot be written; change its permissions, or give another folder")
 
 
 def parameter_shapes(config: TrainConfig) -> dict[str, tuple[int, ...]]:
@@ -222,9 +221,9 @@ def print_run(
         print(describe_run(config, engine, extensions), data_lines(streams["train"].facts()), sep="\n", flush=True)
 
 
-def print_placement(config: TrainConfig, engine: Engine, model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Print the bytes that the engine measured on one device, and their share of one copy, in process 0."""
-    measured = engine.bytes_per_device(model, optimizer)
+def print_placement(config: TrainConfig, engine: Engine, trainee: Trainee) -> None:
+    """Print the bytes that were measured on one device, and their share of one copy, in process 0."""
+    measured = trainee.bytes_per_device()
     if engine.process_index == 0:
         print(placed_line(measured, unsharded_state_bytes(config)), flush=True)
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.extension import Watcher
@@ -17,8 +15,7 @@ from pretraining.data import Stream
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import heartbeat
-from pretraining.optim.optimizer import Optimizer
-from pretraining.parallel.engine import Engine
+from pretraining.parallel.engine import Engine, Trainee
 from pretraining.run.interrupt import Clock, Interrupt, clock_of
 from pretraining.run.supervision import Progress, Watchdog
 
@@ -29,8 +26,7 @@ class TrainingRun:
 
     config: TrainConfig
     engine: Engine
-    model: torch.nn.Module
-    optimizer: Optimizer
+    trainee: Trainee  # the model and its optimizer
     streams: dict[str, Stream]  # "train", and where they are configured "valid" and "test"
     checkpoints: Checkpoints
     metrics: Metrics | None  # None except in process 0

@@ -26,7 +26,7 @@ class Validation(Watcher):
         run = self._run
         for part in (part for part in run.streams if part != "train"):
             with run.heartbeat(f"{run.first} the first batch of {part} data"):
-                run.engine.evaluate(run.model, run.streams[part].batch(0)).read()
+                run.trainee.evaluate(run.streams[part].batch(0)).read()
 
     def before_step(self, step: int) -> None:
         """Validate before the first step of all, if that is asked for."""
@@ -70,7 +70,7 @@ class Validation(Watcher):
         for number, sequences in enumerate(groups):
             run.watchdog.expect(first=not number)
             batch = stream.batch_of(sequences)
-            figures = run.engine.evaluate(run.model, batch).read()
+            figures = run.trainee.evaluate(batch).read()
             if figures["tokens"]:
                 loss, tokens = loss + figures["loss"] * figures["tokens"], tokens + figures["tokens"]
             counts.append(stream.text_bytes(batch))

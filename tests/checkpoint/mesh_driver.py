@@ -30,7 +30,6 @@ from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import load, read_tensors
 from pretraining.extensions.lora.adapter import CONFIG, MODEL, PREFIX, adapter_config
 from pretraining.models.init import build_model
-from pretraining.optim.optimizer import Optimizer, build_optimizer
 from pretraining.parallel.select import engine_class
 from tests.checkpoint.saving import save
 
@@ -51,7 +50,7 @@ TRAINED = ("fsdp", "context") if DEVICES > 1 else ("ddp",)
 LORA_MESHES = ("ddp", "fsdp")
 LORA = {"lora_rank": 2, "lora_target_modules": "q_proj,down_proj"}
 ROWS, LENGTH, VOCABULARY = 8, 16, 50  # 50 rows and a width of 20 over 8 devices: uneven splits
-Run = tuple[Any, Any, Optimizer, Any]
+Run = tuple[Any, Any, Any]  # engine, trainee, configuration
 
 
 def open_mesh(name: str, **more: Any) -> Run:
@@ -72,23 +71,20 @@ def open_mesh(name: str, **more: Any) -> Run:
         **fields,
     )
     engine = engine_class(config, "xla")(config)
-    model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters())
-    engine.prepare(optimizer)
-    return engine, model, optimizer, config
+    return engine, engine.place(build_model(config)), config
 
 
 def train(run: Run, step: int) -> float:
     """One update on the global batch of `step`; the loss."""
-    engine, model, optimizer, _ = run
+    _, trainee, _ = run
     rows = np.random.default_rng(step).integers(0, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
-    return engine.train_step(model, optimizer, {"tokens": rows[:, :-1], "labels": rows[:, 1:]}, 1e-3).read()["loss"]
+    return trainee.train_step({"tokens": rows[:, :-1], "labels": rows[:, 1:]}, 1e-3).read()["loss"]
 
 
 def fill(run: Run, seed: int, folder: Path) -> None:
     """Fill the run's state with random values."""
-    engine, model, optimizer, _ = run
-    state, generator = engine.state(model, optimizer), torch.Generator().manual_seed(seed)
+    _, trainee, _ = run
+    state, generator = trainee.state(), torch.Generator().manual_seed(seed)
     values = {name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
     values = {name: value.abs() if "exp_avg_sq" in name else value for name, value in values.items()}
     values["optimizer.step"] = torch.tensor(2.0)
@@ -98,14 +94,14 @@ def fill(run: Run, seed: int, folder: Path) -> None:
 
 def save_run(run: Run, folder: Path) -> Path:
     """Save the run's state as it is."""
-    engine, model, optimizer, config = run
-    return save(folder, engine.state(model, optimizer), Facts(2, 0, {}, asdict(config), "xla", engine.mesh._asdict()))
+    engine, trainee, config = run
+    return save(folder, trainee.state(), Facts(2, 0, {}, asdict(config), "xla", engine.mesh._asdict()))
 
 
 def load_run(run: Run, path: Path, scratch: Path, trains: bool) -> dict[str, Any]:
     """Load a state, save it again, compare the two, and train on if `trains`."""
-    engine, model, optimizer, _ = run
-    state = engine.state(model, optimizer)
+    _, trainee, _ = run
+    state = trainee.state()
     load(open_checkpoint(path), state)
     state.commit()
     saved, loaded = read_tensors(path), read_tensors(save_run(run, scratch))
@@ -119,22 +115,22 @@ def load_run(run: Run, path: Path, scratch: Path, trains: bool) -> dict[str, Any
 def load_adapter(name: str, folder: Path) -> list[str]:
     """Start a run from a random adapter; the names of its tensors that are not the adapter's."""
     run = open_mesh(name, **LORA, lora_load_path=str(folder), log_dir=str(folder / "run"), checkpoint_interval=0)
-    engine, model, optimizer, config = run
-    shapes = {key: tensor.shape for key, tensor in engine.state(model, optimizer).items() if ".lora_" in key}
+    _, trainee, config = run
+    shapes = {key: tensor.shape for key, tensor in trainee.state().items() if ".lora_" in key}
     adapter = {key: torch.randn(shape) for key, shape in shapes.items() if not key.startswith("optimizer.")}
     assert len(adapter) == 12  # two matrices for each of two projections in three layers
     folder.mkdir()
     save_file({PREFIX + key: tensor for key, tensor in adapter.items()}, folder / MODEL)
     (folder / CONFIG).write_text(json.dumps(adapter_config(config)))
-    Checkpoints(config, folder / "run").restore(engine, model, optimizer)
+    Checkpoints(config, folder / "run").restore(trainee)
     loaded = read_tensors(save_run(run, folder / "saved"))
     return [key for key, tensor in adapter.items() if not torch.equal(tensor, loaded[key])]
 
 
 def refuses_outdated_state(run: Run, path: Path) -> bool:
     """Whether a state that was taken before another one was committed can no longer be committed."""
-    engine, model, optimizer, _ = run
-    states = [engine.state(model, optimizer) for _ in range(2)]
+    _, trainee, _ = run
+    states = [trainee.state() for _ in range(2)]
     for state in states:
         load(open_checkpoint(path), state)
     states[1].commit()

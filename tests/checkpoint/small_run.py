@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
 from pretraining.models.ops import next_token_loss
 from pretraining.parallel.engine import TrainingState
-from pretraining.parallel.mesh import Mesh
 
 DIMENSIONS = {
     "model_variant": "custom",
@@ -36,13 +35,15 @@ def small_config(folder: Path, **fields: Any) -> TrainConfig:
     return CONFIGURATION(**{**DIMENSIONS, "num_steps": 8, "checkpoint_interval": 2, "log_dir": str(folder), **fields})
 
 
-class PlainEngine:
-    """The part of engine.Engine that checkpoints see, for a model that every process holds whole."""
+class PlainTrainee(NamedTuple):
+    """The part of engine.Trainee that checkpoints see, for a model that every process holds whole."""
 
-    name, mesh = "plain", Mesh()
+    model: nn.Module
+    optimizer: torch.optim.AdamW
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-        """See engine.Engine."""
+    def state(self) -> TrainingState:
+        """See engine.Trainee."""
+        model, optimizer = self
         state: dict[str, Any] = {name: weight.detach() for name, weight in model.named_parameters()}
         trained = [
             (name, optimizer.state[weight]) for name, weight in model.named_parameters() if weight in optimizer.state
@@ -53,7 +54,7 @@ class PlainEngine:
         return TrainingState(state, lambda restart: None)  # a load writes into the live tensors
 
 
-def open_run(config: TrainConfig) -> tuple[nn.Module, torch.optim.AdamW]:
+def open_run(config: TrainConfig) -> PlainTrainee:
     """A model and an optimizer whose state exists and has one step count for all."""
     model = build_model(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=False)
@@ -64,7 +65,7 @@ def open_run(config: TrainConfig) -> tuple[nn.Module, torch.optim.AdamW]:
             "exp_avg": torch.zeros_like(weight),
             "exp_avg_sq": torch.zeros_like(weight),
         }
-    return model, optimizer
+    return PlainTrainee(model, optimizer)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.AdamW, config: TrainConfig, step: int) -> float:
@@ -92,16 +93,15 @@ def facts_of(config: TrainConfig, step: int) -> Facts:
 
 def train(config: TrainConfig, report: Callable[[int, float], None]) -> int:
     """Train to config.num_steps, continuing if there is something to continue; the first step that was done."""
-    model, optimizer = open_run(config)
-    engine = PlainEngine()
+    trainee = open_run(config)
     checkpoints = Checkpoints(config, Path(config.log_dir))
-    facts = checkpoints.restore(engine, model, optimizer)  # type: ignore[arg-type]
+    facts = checkpoints.restore(trainee)  # type: ignore[arg-type]
     start = facts.step if facts else 0
     if checkpoints.due(0) and start == 0:
-        checkpoints.save(0, engine.state(model, optimizer), facts_of(config, 0))
+        checkpoints.save(0, trainee.state(), facts_of(config, 0))
     for step in range(start + 1, config.num_steps + 1):
-        report(step, train_step(model, optimizer, config, step))
+        report(step, train_step(*trainee, config, step))
         if checkpoints.due(step):
-            checkpoints.save(step, engine.state(model, optimizer), facts_of(config, step))
+            checkpoints.save(step, trainee.state(), facts_of(config, step))
     checkpoints.close()
     return start + 1

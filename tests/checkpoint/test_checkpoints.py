@@ -28,7 +28,7 @@ from pretraining.run.start import parameter_shapes
 from pretraining.storage import FolderLock
 from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.generate import base_weights
-from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config, train, train_step
+from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config, train, train_step
 
 
 def run(folder: Path, **fields: Any) -> list[float]:
@@ -88,8 +88,8 @@ def test_training_in_the_background_of_a_save_does_not_change_what_is_saved(tmp_
     config = small_config(tmp_path, async_checkpointing=True)
     model, optimizer = open_run(config)
     checkpoints = Checkpoints(config, tmp_path)
-    before = {name: tensor.clone() for name, tensor in PlainEngine().state(model, optimizer).items()}
-    checkpoints.save(2, PlainEngine().state(model, optimizer), facts_of(config, 2))
+    before = {name: tensor.clone() for name, tensor in PlainTrainee(model, optimizer).state().items()}
+    checkpoints.save(2, PlainTrainee(model, optimizer).state(), facts_of(config, 2))
     train_step(model, optimizer, config, 3)
     checkpoints.close()
     saved = read_tensors(tmp_path / "checkpoints" / "step_2")
@@ -129,9 +129,9 @@ def test_a_damaged_checkpoint_does_not_count_when_old_ones_are_removed(tmp_path:
     config = small_config(tmp_path, num_steps=4, checkpoint_interval=1, keep_last_n_checkpoints=1)
     model, optimizer = open_run(config)
     checkpoints = Checkpoints(config, tmp_path)
-    assert checkpoints.restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+    assert checkpoints.restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
     assert train_step(model, optimizer, config, 3) == whole[2]
-    checkpoints.save(3, PlainEngine().state(model, optimizer), facts_of(config, 3))
+    checkpoints.save(3, PlainTrainee(model, optimizer).state(), facts_of(config, 3))
     checkpoints.close()
     assert steps(tmp_path) == [3]  # and not the damaged 4
     assert run(tmp_path, num_steps=4) == whole[3:]
@@ -190,18 +190,18 @@ def test_another_run_s_checkpoint_gives_weights_and_moments_at_step_0(tmp_path: 
     for path in (tmp_path / "a", tmp_path / "a" / "checkpoints", tmp_path / "a" / "checkpoints" / "step_4"):
         config = small_config(tmp_path / "b", ckpt_load_path=str(path), learning_rate=1e-5)
         model, optimizer = open_run(config)
-        facts = Checkpoints(config, tmp_path / "b").restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+        facts = Checkpoints(config, tmp_path / "b").restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
         assert facts and (facts.step, facts.tokens_seen, facts.data) == (0, 0, None)
         saved = read_tensors(tmp_path / "a" / "checkpoints" / "step_4")
-        assert all(torch.equal(tensor, saved[name]) for name, tensor in PlainEngine().state(model, optimizer).items())
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in PlainTrainee(model, optimizer).state().items())
 
 
 def test_load_weights_only_leaves_the_optimizer_fresh(tmp_path: Path) -> None:
     run(tmp_path / "a", num_steps=4)
     config = small_config(tmp_path / "b", ckpt_load_path=str(tmp_path / "a"), load_weights_only=True)
     model, optimizer = open_run(config)
-    Checkpoints(config, tmp_path / "b").restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
-    state, saved = PlainEngine().state(model, optimizer), read_tensors(tmp_path / "a" / "checkpoints" / "step_4")
+    Checkpoints(config, tmp_path / "b").restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
+    state, saved = PlainTrainee(model, optimizer).state(), read_tensors(tmp_path / "a" / "checkpoints" / "step_4")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in state.items() if is_weight(name))
     assert not any(tensor.any() for name, tensor in state.items() if not is_weight(name))
 
@@ -263,9 +263,9 @@ def test_strict_load_names_what_differs_and_can_be_told_to_let_it_be(
     model, optimizer = open_run(config)
     model.add_module("value_head", torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"only in the model: value_head\.bias, value_head\.weight"):
-        Checkpoints(config, tmp_path / "b").restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+        Checkpoints(config, tmp_path / "b").restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
     config = replace(config, strict_load=False)
-    Checkpoints(config, tmp_path / "b").restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+    Checkpoints(config, tmp_path / "b").restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
     assert "not loaded, only in the model: value_head.bias" in capsys.readouterr().out
 
 

@@ -21,7 +21,7 @@ from pretraining.run.start import parameter_shapes
 from pretraining.storage import MARKER
 from pretraining.tools.convert.convert import to_huggingface
 from tests.checkpoint.saving import save
-from tests.checkpoint.small_run import DIMENSIONS, PlainEngine, facts_of, open_run, small_config
+from tests.checkpoint.small_run import DIMENSIONS, facts_of, open_run, small_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FOLDERS = 400
@@ -57,7 +57,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Sound folders with one file of weights (False) and with several and an index (True)."""
     root = tmp_path_factory.mktemp("exported")
     config = small_config(root / "run", **SMALL)
-    checkpoint = open_checkpoint(save(root / "run", PlainEngine().state(*open_run(config)), facts_of(config, 2)))
+    checkpoint = open_checkpoint(save(root / "run", open_run(config).state(), facts_of(config, 2)))
     sizes = {False: 1 << 30, True: 1000}
     return {
         several: to_huggingface(checkpoint, root / str(several), shard_size=size) for several, size in sizes.items()
@@ -148,7 +148,7 @@ def test_a_malformed_folder_is_one_error_before_the_model_is_placed(
             assert str(error)
             counts["refused"] += 1
             return
-        Checkpoints(config, run_folder).restore(PlainEngine(), *open_run(config))  # type: ignore[arg-type]
+        Checkpoints(config, run_folder).restore(open_run(config))  # type: ignore[arg-type]
         counts["loaded"] += 1
 
     try_folder()
@@ -187,7 +187,7 @@ def forged(draw: st.DrawFn, sound: Path, target: Path) -> Path:
 def test_a_forged_checkpoint_is_one_error(tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.mktemp("forged")
     config = small_config(root / "run", **SMALL)
-    sound = save(root / "run" / "checkpoints", PlainEngine().state(*open_run(config)), facts_of(config, 2))
+    sound = save(root / "run" / "checkpoints", open_run(config).state(), facts_of(config, 2))
     target, counts = root / "other" / "checkpoints" / "step_2", {"refused": 0, "loaded": 0}
     shapes = parameter_shapes(config)
 
@@ -198,7 +198,7 @@ def test_a_forged_checkpoint_is_one_error(tmp_path_factory: pytest.TempPathFacto
         run = replace(config, log_dir=str(root / "other"), checkpoint_interval=0)
         try:
             check_starting_point(run, root / "other", shapes)
-            Checkpoints(run, root / "other").restore(PlainEngine(), *open_run(run))  # type: ignore[arg-type]
+            Checkpoints(run, root / "other").restore(open_run(run))  # type: ignore[arg-type]
             counts["loaded"] += 1
         except UserError as error:
             assert str(error)
@@ -211,7 +211,7 @@ def test_a_forged_checkpoint_is_one_error(tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "weights.bin"])
 def test_a_manifest_names_files_of_its_folder(name: str, tmp_path: Path) -> None:
     config = small_config(tmp_path, **SMALL)
-    path = save(tmp_path, PlainEngine().state(*open_run(config)), facts_of(config, 2))
+    path = save(tmp_path, open_run(config).state(), facts_of(config, 2))
     checkpoint = open_checkpoint(path)
     text = (path / MANIFEST).read_text().replace("weights-00000.safetensors", name)
     for file in (MANIFEST, FACTS, MARKER):

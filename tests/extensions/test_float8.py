@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from main_training import configure
 from pretraining.config.errors import ConfigError, UserError
+from pretraining.extensions.fp8 import linear
 from pretraining.extensions.fp8.linear import E4M3, E5M2, Float8, float8_linear, quantize
-from pretraining.parallel import accelerator
 from tests.parallel.launch import ALONE, run_on_torch
 
 Fields = dict[str, Any]
@@ -153,9 +153,9 @@ def test_what_fp8_cannot_multiply_is_refused_with_the_sizes_that_it_can(fields: 
 
 
 def test_a_gpu_without_float8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "device_name", lambda _: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(linear, "device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(UserError, match=r"--precision=fp8 needs .* 8.9.* this is NVIDIA A100.*; use mixed_bf16"):
-        accelerator.require_float8(torch.device("cuda", 0))
+        linear.require_float8(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    accelerator.require_float8(torch.device("cuda", 0))
+    linear.require_float8(torch.device("cuda", 0))

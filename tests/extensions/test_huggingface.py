@@ -31,7 +31,7 @@ from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.importing.huggingface import model_flags
 from tests.checkpoint.saving import save
-from tests.checkpoint.small_run import PlainEngine, facts_of, open_run, small_config
+from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
 from tests.end_to_end.small import ROOT
 
@@ -57,7 +57,7 @@ def saved(folder: Path, **fields: Any) -> Path:
     """A checkpoint of an untrained model, its weights large enough that attention looks somewhere."""
     config = small_config(folder, init_std=0.5, **fields)
     model, optimizer = open_run(config)
-    return save(folder, PlainEngine().state(model, optimizer), facts_of(config, 2))
+    return save(folder, PlainTrainee(model, optimizer).state(), facts_of(config, 2))
 
 
 def logits(config: TrainConfig, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_a_transformers_model_trains_here_and_starts_as_the_same_function(
     config = small_config(tmp_path / "run", **fields)
     model, optimizer = open_run(config)
     checkpoints = Checkpoints(config, tmp_path / "run")
-    facts = checkpoints.restore(PlainEngine(), model, optimizer)  # type: ignore[arg-type]
+    facts = checkpoints.restore(PlainTrainee(model, optimizer))  # type: ignore[arg-type]
     assert facts and facts.step == 0
     tokens = torch.randint(0, 64, (2, 48))
     with torch.no_grad():

@@ -79,15 +79,13 @@ def outputs(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
 def changes(config: TrainConfig) -> dict[str, float]:
     """The standard deviation, by module, of what training changes in a coordinate of its output."""
     engine = TorchEngine(config)
-    model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters())
-    engine.prepare(optimizer)
+    trainee = engine.place(build_model(config))
     batch = open_stream(engine.config).batch(0)
     tokens = torch.from_numpy(batch["tokens"])
-    before = outputs(model, tokens)
+    before = outputs(trainee.model, tokens)
     for _ in range(STEPS):
-        engine.train_step(model, optimizer, batch, config.learning_rate or 0.0).read()
-    return {path: (after - before[path]).std().item() for path, after in outputs(model, tokens).items()}
+        trainee.train_step(batch, config.learning_rate or 0.0).read()
+    return {path: (after - before[path]).std().item() for path, after in outputs(trainee.model, tokens).items()}
 
 
 def slopes(widths: Sequence[int] = WIDTHS, **fields: Any) -> dict[str, float]:

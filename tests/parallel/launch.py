@@ -22,6 +22,7 @@ CHEAP_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emit
 
 
 # jax is of requirements/tpu-aot.txt
+HAS_SHARDING_REPORT = find_spec("pretraining.extensions.sharding_report") is not None
 HAS_SPLASH = all(map(find_spec, ("jax", "pretraining.extensions.splash")))
 
 

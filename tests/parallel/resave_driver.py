@@ -29,8 +29,8 @@ def resave(source: Path, target: Path, fields: dict[str, object]) -> None:
     config = CONFIGURATION(**{**TOY, **fields})
     engine = open_engine(config)
     checkpoint = open_checkpoint(source)
-    live = resume_run(engine, config, checkpoint.facts.step, source.parent)
-    save(target, engine.state(*live), checkpoint.facts)
+    trainee = resume_run(engine, config, checkpoint.facts.step, source.parent)
+    save(target, trainee.state(), checkpoint.facts)
     engine.close()
 
 

@@ -13,18 +13,8 @@ from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import load
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
-from pretraining.optim.optimizer import Optimizer, build_optimizer
+from pretraining.parallel.engine import Trainee
 from tests.checkpoint.saving import save
-
-Live = tuple[Any, Optimizer]  # model and optimizer
-
-
-def prepare_run(engine: Any, config: TrainConfig) -> Live:
-    """Return a placed model and its prepared optimizer."""
-    model = engine.place(build_model(config))
-    optimizer = build_optimizer(config, model.named_parameters())
-    engine.prepare(optimizer)
-    return model, optimizer
 
 
 @torch.no_grad()
@@ -42,15 +32,15 @@ def restore(model: Any, kept: Tensor) -> None:
     model.model.norm.weight.copy_(kept)
 
 
-def save_run(engine: Any, config: TrainConfig, live: Live, step: int, folder: Path) -> None:
+def save_run(engine: Any, config: TrainConfig, trainee: Trainee, step: int, folder: Path) -> None:
     """Save the run after `step` updates."""
-    save(folder, engine.state(*live), Facts(step, 0, {}, asdict(config), engine.name, engine.mesh._asdict()))
+    save(folder, trainee.state(), Facts(step, 0, {}, asdict(config), engine.name, engine.mesh._asdict()))
 
 
-def resume_run(engine: Any, config: TrainConfig, step: int, folder: Path) -> Live:
+def resume_run(engine: Any, config: TrainConfig, step: int, folder: Path) -> Trainee:
     """Return the run that `save_run` saved, on this engine."""
-    live = prepare_run(engine, config)
-    state = engine.state(*live)
+    trainee: Trainee = engine.place(build_model(config))
+    state = trainee.state()
     load(open_checkpoint(folder / f"step_{step}"), state)
     state.commit()
-    return live
+    return trainee

@@ -16,12 +16,10 @@ from main_training import CONFIGURATION
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.fp8.linear import CAPABILITY
 from pretraining.extensions.profiler.watch import Profiler
 from pretraining.models.init import build_model
-from pretraining.optim.optimizer import build_optimizer
-from pretraining.parallel import accelerator
 from pretraining.parallel.torch.engine import TorchEngine
-from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
 
 pytestmark = [
@@ -49,14 +47,12 @@ def trained(documents: bool = False, **fields: Any) -> dict[str, Any]:
     config = CONFIGURATION(**{**TOY, **SIZES, "sharding_strategy": "fsdp", **fields})
     engine = TorchEngine(config)
     try:
-        model = engine.place(build_model(config))
-        optimizer = build_optimizer(config, model.named_parameters())
-        engine.prepare(optimizer)
+        trainee = engine.place(build_model(config))
         batch, read, graphs = batch_of(config, documents), [], []
         for _ in range(8):
-            read.append(engine.train_step(model, optimizer, batch, 3e-3).read())
+            read.append(trainee.train_step(batch, 3e-3).read())
             graphs.append(engine.compilations())
-        evaluation = engine.evaluate(model, batch).read()["loss"]
+        evaluation = trainee.evaluate(batch).read()["loss"]
         return {name: [step[name] for step in read] for name in ("loss", "grad_norm")} | {
             "graphs": graphs, "evaluation": evaluation, "memory": engine.memory_bytes()
         }  # fmt: skip
@@ -69,13 +65,11 @@ def test_memory_of_traced_steps_is_written(tmp_path: Path) -> None:
     config = CONFIGURATION(**{**TOY, **SIZES, **settings, "log_dir": str(tmp_path)})
     engine = TorchEngine(config)
     try:
-        model = engine.place(build_model(config))
-        optimizer = build_optimizer(config, model.named_parameters())
-        engine.prepare(optimizer)
+        trainee = engine.place(build_model(config))
         run: Any = SimpleNamespace(config=config, engine=engine, start_step=0, print=print)
         profiler = Profiler(run, config)
         profiler.before_step(1)
-        engine.train_step(model, optimizer, batch_of(config, documents=False), 3e-3).read()
+        trainee.train_step(batch_of(config, documents=False), 3e-3).read()
         profiler.after_step(1)
     finally:
         engine.close()
@@ -90,7 +84,7 @@ def test_fp16_losses_are_within_two_percent_of_fp32(documents: bool) -> None:
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < accelerator.FLOAT8_CAPABILITY,
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY,
     reason="needs a GPU that multiplies float8 matrices",
 )
 @pytest.mark.parametrize("compiled", [False, True])
@@ -156,18 +150,18 @@ def test_a_saved_run_continues_with_the_losses_of_the_uninterrupted_one(tmp_path
     batch, losses = batch_of(config, documents=False), []
     engine = TorchEngine(config)
     try:
-        model, optimizer = prepare_run(engine, config)
+        trainee = engine.place(build_model(config))
         checkpoints = Checkpoints(config, tmp_path)
         for step in range(1, 9):
-            losses.append(engine.train_step(model, optimizer, batch, 3e-3).read()["loss"])
+            losses.append(trainee.train_step(batch, 3e-3).read()["loss"])
             if step == 4:  # the steps after it run while an asynchronous save is written
                 facts = Facts(step, 0, None, asdict(config), engine.name, engine.mesh._asdict())
-                checkpoints.save(step, engine.state(model, optimizer), facts)
+                checkpoints.save(step, trainee.state(), facts)
         checkpoints.close()
-        again = prepare_run(engine, config)
-        facts_again = Checkpoints(config, tmp_path).restore(engine, *again)
+        again = engine.place(build_model(config))
+        facts_again = Checkpoints(config, tmp_path).restore(again)
         assert facts_again is not None and facts_again.step == 4
-        continued = [engine.train_step(*again, batch, 3e-3).read()["loss"] for _ in range(4)]
+        continued = [again.train_step(batch, 3e-3).read()["loss"] for _ in range(4)]
         assert continued == pytest.approx(losses[4:], rel=1e-5)
     finally:
         engine.close()

@@ -18,11 +18,12 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape, padded_vocabulary
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import linked_processes
-from pretraining.parallel.layout import STRATEGIES, Layout, TorchLayout, layout_of, state_bytes, unsharded_state_bytes
+from pretraining.parallel.layout import STRATEGIES, TorchLayout, XlaLayout, xla_layout
 from pretraining.parallel.mesh import Mesh, kv_repeats, notes, resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.parallel.sharding import LLAMA_SHARDING, axes_of, spec_of
+from pretraining.parallel.state_bytes import state_bytes, unsharded_state_bytes
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_every_matrix_is_sharded() -> None:
 WIDE: dict[str, Any] = {"model_variant": "llama3_8b", "num_layers": 3}  # norms are 0.01 % of its parameters
 
 
-def shares(layout: Layout | TorchLayout, strategy: Any) -> tuple[int, ...]:
+def shares(layout: XlaLayout | TorchLayout, strategy: Any) -> tuple[int, ...]:
     """How many times smaller a device's parameters, gradients and moments are than one copy."""
     config = TrainConfig(**WIDE, sharding_strategy=strategy)
     whole = unsharded_state_bytes(config).values()
@@ -68,7 +69,7 @@ def shares(layout: Layout | TorchLayout, strategy: Any) -> tuple[int, ...]:
 def test_the_xla_engine_shards_what_the_strategy_s_name_says() -> None:
     mesh = Mesh(shard=4, context=2, tensor=2)
     names: Iterable[Any] = STRATEGIES
-    layouts = {name: layout_of(TrainConfig(**WIDE, sharding_strategy=name), mesh) for name in names}
+    layouts = {name: xla_layout(TrainConfig(**WIDE, sharding_strategy=name), mesh) for name in names}
     assert {name: shares(layout, name) for name, layout in layouts.items()} == {
         "ddp": (2, 2, 2),
         "zero1": (2, 2, 16),

@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
+from pretraining.models.init import build_model
 from pretraining.parallel import accelerator
 from pretraining.parallel.torch.engine import TorchEngine
-from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
 
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -24,11 +24,11 @@ def train(fields: dict[str, Any]) -> tuple[list[float], Counter[str]]:
     """Train two steps of one micro-batch and two blocks; return their losses, and the operations of the second."""
     config = TrainConfig(**{**TOY, "device": "cpu", "batch_size": 16, "num_layers": 2, **fields})
     engine = TorchEngine(config)
-    model, optimizer = prepare_run(engine, config)
+    trainee = engine.place(build_model(config))
     batch = open_stream(config).batch(0)
-    first = engine.train_step(model, optimizer, batch, 1e-2).read()["loss"]
+    first = trainee.train_step(batch, 1e-2).read()["loss"]
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        second = engine.train_step(model, optimizer, batch, 1e-2).read()["loss"]
+        second = trainee.train_step(batch, 1e-2).read()["loss"]
     return [first, second], Counter(event.name for event in recorded.events())
 
 

@@ -37,7 +37,8 @@ def second_of_two_gpus() -> Iterator[DeviceMesh]:
 
 def test_an_offloaded_shard_is_loaded_where_it_is(second_of_two_gpus: DeviceMesh, tmp_path: Path) -> None:
     model = on_meta(CONFIG)
-    shards = LocalShards(model, TorchLayout(Mesh(replica=1, shard=2), "fsdp"), None, process_index=1)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    shards = LocalShards(model, shapes, TorchLayout(Mesh(replica=1, shard=2), "fsdp"), None, process_index=1)
     full = {name: torch.randn(weight.shape) for name, weight in model.named_parameters()}
     shards.weights = {
         name: DTensor.from_local(tensor.chunk(2)[1].to("meta"), second_of_two_gpus, [Shard(0)])  # type: ignore[misc]

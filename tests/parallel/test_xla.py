@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.launch import ALONE, HAS_SPLASH, dump_of, run, run_on_torch, run_on_xla
+from tests.parallel.launch import ALONE, HAS_SHARDING_REPORT, HAS_SPLASH, dump_of, run, run_on_torch, run_on_xla
 from tests.parallel.toy import RAMP, instruction_cases
 from tests.selection import Outcomes, chosen, runs_all
 
@@ -224,7 +224,7 @@ def outcome(devices: int) -> tuple[dict[str, Any], str]:
     if devices not in CASES:
         return Outcomes(), ""
     cases = {**CASES[devices], **chosen({**instructions(devices), **ramps(devices)}, ())}
-    if devices == 8:
+    if devices == 8 and HAS_SHARDING_REPORT:
         cases[DUMPED] = {**cases[DUMPED], "dump_sharding": dump_of(DUMPED)}
     outcomes, errors = run_on_xla(devices, cases, TF_CPP_MIN_LOG_LEVEL="0")
     return Outcomes(outcomes), errors
@@ -289,6 +289,7 @@ def test_the_compiler_reports_no_involuntary_rematerialization(devices: int) -> 
     assert "nvoluntary full rematerialization" not in outcome(devices)[1]
 
 
+@pytest.mark.skipif(not HAS_SHARDING_REPORT, reason="needs the extension sharding_report")
 def test_dump_sharding_names_the_axes_and_bytes_of_every_parameter() -> None:
     held = outcome(8)[0][DUMPED]["bytes"]
     written = json.loads(Path(dump_of(DUMPED)).read_text())

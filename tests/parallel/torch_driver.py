@@ -22,10 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
+from pretraining.models.init import build_model
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.select import engine_class
 from pretraining.parallel.torch.engine import TorchEngine
-from tests.parallel.resuming import poisoned, prepare_run, restore, resume_run, save_run
+from tests.parallel.resuming import poisoned, restore, resume_run, save_run
 from tests.parallel.toy import HALFWAY, TOY
 
 
@@ -54,32 +55,37 @@ def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) ->
     """Train the toy with these fields. `programs` returns how many have been compiled; it is called after each step."""
     halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
+    dump = fields.pop("dump_sharding", None)  # file for the report on sharding
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     config = CONFIGURATION(**{**TOY, "device": "cpu", **fields})
     engine = engine_with_shared_groups(config)
-    model, optimizer = prepare_run(engine, config)
+    trainee = engine.place(build_model(config))
+    if dump:
+        from pretraining.extensions.sharding_report.report import write_sharding
+
+        write_sharding(engine, trainee, dump)
     stream = open_stream(config, engine.data_rank, engine.data_size)
     losses, norms, refused, scales, compiled = [], [], [], [], []
     for step in range(config.num_steps):
         if halfway and step == HALFWAY:
             if not Path(halfway).exists():
-                save_run(engine, config, (model, optimizer), step, Path(halfway))
-            model, optimizer = resume_run(engine, config, step, Path(halfway))
+                save_run(engine, config, trainee, step, Path(halfway))
+            trainee = resume_run(engine, config, step, Path(halfway))
         batch = stream.batch(step)
         if alike:
             batch = {name: array[:1].repeat(len(array), axis=0) for name, array in batch.items()}
-        kept = poisoned(model) if step == poison else None
-        read = engine.train_step(model, optimizer, batch, learning_rate(config, step)).read()
+        kept = poisoned(trainee.model) if step == poison else None
+        read = trainee.train_step(batch, learning_rate(config, step)).read()
         if kept is not None:
-            restore(model, kept)
+            restore(trainee.model, kept)
         losses.append(read["loss"])
         norms.append(read["grad_norm"])
         refused.append([read["refused"], read["first_refused"]])
         scales.append(read.get("loss_scale"))
         compiled.append(programs())
-    evaluation = engine.evaluate(model, stream.batch(0)).read()["loss"]
-    counted = float(engine.state(model, optimizer)["optimizer.step"])
-    held = engine.bytes_per_device(model, optimizer)
+    evaluation = trainee.evaluate(stream.batch(0)).read()["loss"]
+    counted = float(trainee.state()["optimizer.step"])
+    held = trainee.bytes_per_device()
     return {
         "loss": losses, "grad_norm": norms, "refused": refused, "evaluation": evaluation, "bytes": held,
         "updates": counted, "loss_scale": scales, "compiled": compiled,

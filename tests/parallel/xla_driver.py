@@ -22,9 +22,10 @@ import torch_xla.debug.metrics as met
 
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
+from pretraining.models.init import build_model
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.select import engine_class
-from tests.parallel.resuming import poisoned, prepare_run, restore, resume_run, save_run
+from tests.parallel.resuming import poisoned, restore, resume_run, save_run
 from tests.parallel.toy import HALFWAY, TOY
 
 
@@ -32,52 +33,57 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
     """Train the toy with these fields."""
     halfway = fields.pop("halfway", None)  # folder to save the run to after HALFWAY steps, and to take it up from
     poison = fields.pop("poison_step", None)  # a step whose gradient is made not finite
+    dump = fields.pop("dump_sharding", None)  # file for the report on sharding
     alike = fields.pop("rows_alike", False)  # whether all rows of a batch are its first
     evaluates = fields.pop("evaluates", True)
     config = CONFIGURATION(**{**TOY, **fields})
     engine = engine_class(config, "xla")(config)
-    model, optimizer = prepare_run(engine, config)
+    trainee = engine.place(build_model(config))
+    if dump:
+        from pretraining.extensions.sharding_report.report import write_sharding
+
+        write_sharding(engine, trainee, dump)
     stream = open_stream(config)
     losses, norms, compiled, refused, before = [], [], [], [], 0
     for step in range(config.num_steps):
         if halfway and step == HALFWAY:
-            save_run(engine, config, (model, optimizer), step, Path(halfway))
-            model, optimizer = resume_run(engine, config, step, Path(halfway))
+            save_run(engine, config, trainee, step, Path(halfway))
+            trainee = resume_run(engine, config, step, Path(halfway))
         rate = learning_rate(config, step)
         batch = stream.batch(step)
         if alike:
             batch = {name: array[:1].repeat(len(array), axis=0) for name, array in batch.items()}
-        kept = poisoned(model) if step == poison else None
+        kept = poisoned(trainee.model) if step == poison else None
         if kept is not None:
-            engine.sync(wait=True)
+            trainee.sync(wait=True)
             before = engine.compilations()  # what poisoning compiled is none of the step's
-        read = engine.train_step(model, optimizer, batch, rate).read()
+        read = trainee.train_step(batch, rate).read()
         losses.append(read["loss"])
         norms.append(read["grad_norm"])
         refused.append([read["refused"], read["first_refused"]])
         compiled.append(engine.compilations() - before)
         if kept is not None:
-            restore(model, kept)
-            engine.sync(wait=True)
+            restore(trainee.model, kept)
+            trainee.sync(wait=True)
         before = engine.compilations()
     outcome = {
         "loss": losses,
         "grad_norm": norms,
         "refused": refused,
         "compilations": list(accumulate(compiled[1:], initial=0)),
-        "bytes": engine.bytes_per_device(model, optimizer),
+        "bytes": trainee.bytes_per_device(),
     }
     if not evaluates:
         return outcome
-    evaluation = engine.evaluate(model, stream.batch(0)).read()["loss"]
+    evaluation = trainee.evaluate(stream.batch(0)).read()["loss"]
     warmed = engine.compilations()
-    engine.evaluate(model, stream.batch(1)).read()
-    state = engine.state(model, optimizer)
+    trainee.evaluate(stream.batch(1)).read()
+    state = trainee.state()
     for tensor in state.values():
         tensor.shards.host(next(iter(tensor.shards.regions)))
     before, traced_before = fetched(), traced()
     for _ in range(2):
-        result = engine.train_step(model, optimizer, stream.batch(0), learning_rate(config, 0))
+        result = trainee.train_step(stream.batch(0), learning_rate(config, 0))
     unread, again = fetched() - before, traced() - traced_before
     result.read()
     late = engine.compilations() - warmed

@@ -73,7 +73,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_a_device_is_opene
         preflight.check_inputs(config)
 
 
-@pytest.mark.parametrize("name", ["log_dir", "tensorboard_dir", "ckpt_save_path", "dump_sharding"])
+@pytest.mark.parametrize("name", ["log_dir", "tensorboard_dir", "ckpt_save_path"])
 def test_a_folder_that_cannot_be_written_is_refused_before_a_device_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pretraining.config.errors import UserError
 from pretraining.config.variants import PROJECTIONS
 from pretraining.models.linear import Linear
+from pretraining.parallel.accelerator import HOST, device_name
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+CAPABILITY = (8, 9)  # CUDA's compute capability of the first GPUs that multiply float8 matrices (L40, H100)
 SMALLEST = 2.0**-100  # of a largest element, so that neither the factor nor its inverse leaves the range of fp32
 
 
@@ -81,3 +84,11 @@ def use_float8(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, Linear) and path.endswith(PROJECTIONS):
             module.multiply = float8_linear
+
+
+def require_float8(device: torch.device) -> None:
+    """Raise UserError if `device`, a GPU or the CPU, cannot multiply float8 matrices."""
+    if device != HOST and torch.cuda.get_device_capability(device) < CAPABILITY:
+        needed = ".".join(map(str, CAPABILITY))
+        remedy = f"needs a GPU of compute capability {needed}, such as L40 or H100, and this is {device_name(device)}"
+        raise UserError(f"--precision=fp8 {remedy}; use mixed_bf16")

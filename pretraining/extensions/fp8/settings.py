@@ -20,8 +20,7 @@ class Float8Config(TrainConfig):
         """See TrainConfig."""
         if self.precision != "fp8":
             return super().transformation_on(device)
-        from pretraining.extensions.fp8.linear import use_float8
-        from pretraining.parallel.accelerator import require_float8
+        from pretraining.extensions.fp8.linear import require_float8, use_float8
 
         require_float8(device)
         return use_float8

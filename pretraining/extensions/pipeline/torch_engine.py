@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.extensions.pipeline.settings import PipelineConfig
-from pretraining.extensions.pipeline.torch_schedule import Pipeline, keep_stage
+from pretraining.extensions.pipeline.stages import pieces_of
+from pretraining.extensions.pipeline.torch_schedule import Piece, Pipeline, keep_stage
 from pretraining.models.llama import Llama
 from pretraining.optim.optimizer import Optimizer
 from pretraining.parallel.engine import Batch
-from pretraining.parallel.step import ShardingTable
-from pretraining.parallel.torch.engine import TorchEngine, trained_tokens
+from pretraining.parallel.torch.engine import TorchEngine, TorchTrainee, trained_tokens
 from pretraining.parallel.torch.step import TorchStep
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -41,48 +41,62 @@ class PipelinedTorchEngine(TorchEngine):
         super().__init__(config)
         self.tied = tied_embedding(self.config, self.device_mesh)
 
-    def divide(self, model: Llama) -> dict[nn.Module, Iterable[nn.Module]]:
-        """See TorchEngine. Leaves this stage's part of `model`, and returns its pieces."""
-        ranks = self.device_mesh["stage"]
-        keep_stage(self.config, model, ranks.get_local_rank())
-        self.pipeline = Pipeline(self.config, model, ranks, self.blocks, self.read_inputs)
-        return {piece: piece.layers for piece in self.pipeline.pieces.values()}
-
-    def prepare(self, optimizer: Optimizer) -> None:
+    def place(self, model: Llama) -> PipelinedTorchTrainee:
         """See engine.Engine."""
-        super().prepare(optimizer)
-        self.pipeline.open(self.device, self.choose_collectives, self.step.add_gradients)
+        return PipelinedTorchTrainee(self, model)
+
+
+class PipelinedTorchTrainee(TorchTrainee):
+    """See engine.Trainee."""
+
+    engine: PipelinedTorchEngine
+    config: PipelineConfig
+    roots: dict[Piece, Iterable[nn.Module]]  # type: ignore[assignment]
+
+    def __init__(self, engine: PipelinedTorchEngine, model: Llama) -> None:
+        super().__init__(engine, model)
+        self.pipeline = Pipeline(
+            self.config,
+            engine.device_mesh["stage"],
+            {piece.number: piece for piece in self.roots},
+            engine.device,
+            self.choose_collectives,
+            self.step.add_gradients,
+        )
+
+    def divide(self) -> dict[nn.Module, Iterable[nn.Module]]:
+        """See TorchTrainee. Leaves this stage's part of the model, and returns its pieces."""
+        stage = self.engine.device_mesh["stage"].get_local_rank()
+        keep_stage(self.config, self.model, stage)
+        numbers = pieces_of(self.config, stage)
+        divided = [Piece(self.config, self.model, number, self.blocks, self.read_inputs) for number in numbers]
+        return {piece: piece.layers for piece in divided}
 
     def open_step(self, optimizer: Optimizer) -> TorchStep:
-        """See TorchEngine."""
-        step = PipelinedStep(self.config, optimizer, self.home, self.shards, self.tensor_ranks)
-        step.tied = self.tied
-        return step
+        """See TorchTrainee."""
+        engine = self.engine
+        return PipelinedStep(self.config, optimizer, engine.home, self.shards, engine.tensor_ranks, tied=engine.tied)
 
-    def sharding_tables(self) -> list[ShardingTable]:
-        """See TorchEngine."""
-        own = super().sharding_tables()
-        tables = own * self.process_count
-        dist.all_gather_object(tables, own[0])
-        return tables
-
-    def accumulate(self, model: Llama, batch: Batch) -> None:
-        """See TorchEngine. All micro-batches pass through the stages; the last stage counts loss and tokens."""
+    def accumulate(self, batch: Batch) -> None:
+        """See TorchTrainee. All micro-batches pass through the stages; the last stage counts loss and tokens."""
         on_device = self.to_device(batch)
         loss = self.pipeline.run(on_device)
         if self.pipeline.has_last:
             self.step.add_loss(loss, trained_tokens(on_device))
 
-    def evaluated(self, model: Llama, batch: dict[str, Tensor]) -> Tensor:
-        """See TorchEngine."""
+    def evaluated(self, batch: dict[str, Tensor]) -> Tensor:
+        """See TorchTrainee."""
         loss = self.pipeline.forward(batch)
-        return torch.zeros(2, device=self.device) if loss is None else torch.stack((loss, trained_tokens(batch)))
+        return torch.zeros(2, device=self.engine.device) if loss is None else torch.stack((loss, trained_tokens(batch)))
 
 
 class PipelinedStep(TorchStep):
     """See TorchStep."""
 
-    tied: TiedEmbedding | None = None  # the embedding, where another stage has a copy of it
+    def __init__(self, *arguments: Any, tied: TiedEmbedding | None) -> None:
+        """tied: the embedding, where another stage has a copy of it."""
+        self.tied = tied
+        super().__init__(*arguments)
 
     def complete(self, gradients: dict[str, Tensor]) -> None:
         """See TorchStep."""

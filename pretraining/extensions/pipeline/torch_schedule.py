@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from pretraining.config.variants import model_shape
 from pretraining.extensions.pipeline.settings import PipelineConfig
 from pretraining.extensions.pipeline.stages import (
     layers_of_stage,
@@ -45,6 +46,7 @@ class Piece(nn.Module):
     ) -> None:
         super().__init__()
         divided = pieces(config)
+        self.number = number
         self.is_first, self.is_last, self.first_layer = number == 0, number == len(divided) - 1, divided[number][0]
         self.layers = nn.ModuleList(model.model.layers.get_submodule(str(layer)) for layer in divided[number])
         self.ends = nn.ModuleList(model.get_submodule(path) for path in outer_modules(config, [number]))
@@ -139,30 +141,30 @@ class Pipeline:
     """The pieces of this process's stage, and the schedule that runs them."""
 
     def __init__(
-        self, config: PipelineConfig, model: Llama, ranks: DeviceMesh, blocks: TorchBlocks, read: ReadInputs
+        self,
+        config: PipelineConfig,
+        ranks: DeviceMesh,
+        own: dict[int, Piece],
+        device: torch.device,
+        before_backward: BeforeBackward,
+        after_backward: Callable[[], None],
     ) -> None:
-        """Divide `model`, on the meta device, of which `keep_stage` has left this stage. ranks: one of each stage."""
+        """ranks: one of each stage. own: the pieces of this stage, by number, placed. The functions are Stage's."""
         self.config, self.group, self.stage = config, ranks.get_group(), ranks.get_local_rank()
-        self.count = len(pieces(config))
-        numbers = pieces_of(config, self.stage)
-        self.pieces = {number: Piece(config, model, number, blocks, read) for number in numbers}
-        self.has_first, self.has_last = 0 in numbers, self.count - 1 in numbers
+        self.pieces, self.count = own, len(pieces(config))
+        self.has_first, self.has_last = 0 in own, self.count - 1 in own
         self._tokens = config.seq_length // config.context_parallel_size
         streamed = self._tokens // (config.tensor_parallel_size if config.sequence_parallel else 1)
-        self._stream_shape = (config.batch_size, streamed, model.shape.hidden_size)
+        self._stream_shape = (config.batch_size, streamed, model_shape(config).hidden_size)
         self._stream_dtype = precision_of(config).activations
-
-    def open(self, device: torch.device, before_backward: BeforeBackward, after_backward: Callable[[], None]) -> None:
-        """Create the stages; the pieces have been placed. The functions are those of Stage."""
-        stages: dict[int, Stage] = {}
+        self._stages, self._schedules = dict[int, Stage](), dict[int, Any]()
         for number, piece in self.pieces.items():
             incoming, outgoing = self._examples(piece)
             module, group = EngineSynced(piece), self.group
             stage = Stage(module, number, self.count, device, input_args=incoming, output_args=outgoing, group=group)
             stage.before_backward, stage.after_backward = before_backward, after_backward
-            stage.local = stages
-            stages[number] = stage
-        self._stages, self._schedules = stages, dict[int, Any]()
+            stage.local = self._stages
+            self._stages[number] = stage
 
     def _schedule(self, micro_batches: int) -> Any:
         """Return torch's schedule of a step with so many micro-batches, of which growing global batches have more."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pretraining.config.training import TrainConfig
 from pretraining.models.dropout import DropoutNoise
 from pretraining.models.linear import Linear
-from pretraining.models.llama import LayerNorm, RMSNorm
+from pretraining.models.llama import LayerNorm, Llama, RMSNorm
 from pretraining.parallel.xla.blocks import ScannedBlocks
 
 
@@ -46,12 +47,12 @@ class StagedBlocks(ScannedBlocks):
 
     leading = ("stage",)
 
-    def __init__(self, block: nn.Module, *arguments: Any, **options: Any) -> None:
-        for module in block.modules():
+    def __init__(self, config: TrainConfig, model: Llama, *arguments: Any) -> None:
+        for module in model.model.layers.modules():
             for kind, forward in FORWARDS.items():
                 if isinstance(module, kind):
                     module.forward = MethodType(forward, module)
-        super().__init__(block, *arguments, **options)
+        super().__init__(config, model, *arguments)
 
     def grouped(self, weight: Tensor) -> Tensor:
         """See ScannedBlocks. There is a matrix for each stage."""

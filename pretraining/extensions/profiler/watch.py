@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
 from pretraining.config.extension import Watcher
 from pretraining.extensions.profiler.settings import ProfilerConfig
-from pretraining.parallel.accelerator import dump_memory, record_memory
 from pretraining.run.training_run import TrainingRun
+
+MEMORY_EVENTS = 100_000  # kept allocations and frees: some steps of a small model, about 100 MB of file
 
 
 class Profiler(Watcher):
@@ -18,18 +23,22 @@ class Profiler(Watcher):
         writes = not (config.profiler_rank0_only and run.engine.process_index)
         self._traces = writes and run.start_step < self._first
         self._folder = config.run_folder / "profile"
+        self._stop: Callable[[], None] = lambda: None  # the trace that has begun
 
     def before_step(self, step: int) -> None:
         """Begin the trace."""
         if self._traces and step == self._first:
-            self._run.engine.start_trace(str(self._folder))
+            self._stop = self._run.engine.start_trace(str(self._folder))
             if self._config.memory_profiling:
-                record_memory()
+                torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 
     def after_step(self, step: int) -> None:
         """End the trace."""
         if self._traces and step == self._last:
-            self._run.engine.stop_trace()
+            self._stop()
             if self._config.memory_profiling:
-                dump_memory(self._folder / f"memory_{self._run.engine.process_index}.pickle")
+                self._folder.mkdir(parents=True, exist_ok=True)
+                path = self._folder / f"memory_{self._run.engine.process_index}.pickle"
+                torch.cuda.memory._dump_snapshot(str(path))  # for pytorch.org/memory_viz
+                torch.cuda.memory._record_memory_history(enabled=None)
             self._run.print(f"trace written to {self._folder}")

@@ -51,5 +51,5 @@ class Questions(Watcher):
         run = self._run
         run.watchdog.expect(first=False)
         batch = request_batch(self._config, request if run.engine.data_rank == 0 else None, run.engine.rows)
-        figures = run.engine.evaluate(run.model, batch).read()
+        figures = run.trainee.evaluate(batch).read()
         return -figures["loss"] * figures["tokens"]

@@ -46,7 +46,7 @@ class ReportFigures(Watcher):
     def _norm(self) -> dict[str, float]:
         if not self._config.log_param_norm:
             return {}
-        return {"param_norm": self._run.engine.parameter_norm(self._run.model)}
+        return {"param_norm": self._run.trainee.parameter_norm()}
 
     def _times(self) -> dict[str, float]:
         if not self._config.log_step_timing:

@@ -32,11 +32,6 @@ class ContextRanks:
         self.chunks, self.own = 2 * size, gathered[2 * rank : 2 * rank + 2]
         self._order = [gathered.index(chunk) for chunk in range(2 * size)]  # as they are in the row
 
-    def local(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens of x [B, T]: [B, T / ranks]."""
-        chunks = x.chunk(self.chunks, 1)
-        return torch.cat([chunks[i] for i in self.own], 1)
-
     def ends(self, length: int) -> list[int]:
         """Return where this rank's chunks of a row of so many tokens end."""
         return [(chunk + 1) * length // self.chunks for chunk in self.own]
@@ -48,8 +43,9 @@ class ContextRanks:
         """
         rows, length = batch["tokens"].shape
         positions = torch.arange(length, device=batch["tokens"].device).expand(rows, length)
-        batch = {"positions": positions, **batch}
-        return {name: x if name == "segments" else self.local(x) for name, x in batch.items()}
+        chunks = {name: x.chunk(self.chunks, 1) for name, x in {"positions": positions, **batch}.items()}
+        own = {name: torch.cat([chunks[name][i] for i in self.own], 1) for name in chunks if name != "segments"}
+        return {**own, "segments": batch["segments"]} if "segments" in batch else own
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | tuple[BlockMask, ...]) -> Tensor:
         """q [B, H, T / ranks, E], k and v [B, K, T / ranks, E] -> [B, H, T / ranks, E]; `mask` as BatchInputs has it.

@@ -31,15 +31,15 @@ from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import initial_weight
 from pretraining.models.llama import BatchInputs, Head, Llama, loss_options
 from pretraining.models.ops import IGNORED, Kernel, LossAndGradient, document_mask, loss_and_gradient
-from pretraining.optim.optimizer import Optimizer
+from pretraining.optim.optimizer import Optimizer, build_optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator
-from pretraining.parallel.accelerator import ACCELERATORS, HOST
+from pretraining.parallel.accelerator import ACCELERATORS, HOST, Accelerator
 from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
 from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_shards
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes, raise_process_error, read_processes
-from pretraining.parallel.step import DeviceScalars, ShardingTable, write_sharding
+from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.torch import flat as torch_flat
 from pretraining.parallel.torch import tensor as torch_tensor
 from pretraining.parallel.torch.blocks import TorchBlocks
@@ -75,7 +75,7 @@ class TorchEngine:
         self.data_rank = self.process_index // (self.mesh.context * self.mesh.tensor) % self.data_size
         self.precision = precision_of(config)
         self.compiles = config.use_torch_compile and self.accelerator.compile is not None
-        self._transform = config.transformation_on(self.device)
+        self.transform = config.transformation_on(self.device)
         accelerator.set_matmul_precision(self.device, self.precision.compute)
         kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)
         self.kernel: Kernel = kernel if config.attention_impl == "auto" else "chunked"
@@ -119,73 +119,105 @@ class TorchEngine:
         dist.init_process_group(accelerator.backend_of(self.device), timeout=timeout, **options)
         self._joined = True
 
-    # ---- Placing
+    def place(self, model: Llama) -> TorchTrainee:
+        """See engine.Engine."""
+        return TorchTrainee(self, model)
 
-    def place(self, model: Llama) -> Llama:
-        """See engine.Engine. Initialises parameters on the meta device shard by shard.
+    # ---- Figures
+
+    def compilations(self) -> int:
+        """Return the number of graphs that torch.compile made; 0 where it is not used."""
+        if not self.compiles:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return counters["stats"]["unique_graphs"]
+
+    def memory_bytes(self) -> int | None:
+        """See engine.Engine."""
+        return accelerator.peak_bytes(self.device)
+
+    def start_trace(self, folder: str) -> Callable[[], None]:
+        """See engine.Engine."""
+        handler = tensorboard_trace_handler(folder, worker_name=f"process_{self.process_index}")
+        trace = profile(activities=supported_activities(), on_trace_ready=handler)
+        trace.start()
+
+        def stop() -> None:
+            accelerator.synchronize(self.device)
+            trace.stop()
+
+        return stop
+
+    def close(self) -> None:
+        """See engine.Engine."""
+        if self._joined:
+            dist.destroy_process_group()
+
+
+class TorchTrainee:
+    """See engine.Trainee."""
+
+    def __init__(self, engine: TorchEngine, model: Llama) -> None:
+        """Place `model`. Parameters on the meta device are initialised shard by shard.
 
         FSDP2 gathers a block's parameters before it runs, so any dimension may be sharded: the first one, which needs
         no copy besides the collective, or with tensor ranks the table's.
         """
+        self.engine, self.config, self.model = engine, engine.config, model
         values = {name: weight.detach() for name, weight in model.named_parameters() if not weight.is_meta}
-        layers, grid = model.shape.num_layers, self.device_mesh
-        self.blocks = TorchBlocks(self.config, self.tensor_ranks)
-        self._transform(model)
+        self.blocks = TorchBlocks(self.config, engine.tensor_ranks)
+        engine.transform(model)
         self.blocks.recompute_modules(model)
-        model.to("meta").to(self.precision.parameters)
-        shard_grid = grid[TorchEngine.axes] if grid else None
-        shards = self.shards = LocalShards(model, self.layout, shard_grid, self.process_index)
+        model.to("meta").to(engine.precision.parameters)
+        shapes = {name: weight.shape for name, weight in model.named_parameters()}
         self._loss_and_gradient: Callable[..., tuple[Tensor, Tensor]] = loss_and_gradient
-        if self.compiles:
-            self._compile(model)
-        if self.tensor_ranks:
-            torch_tensor.shard_over_tensor_ranks(model, self.tensor_ranks, self.layout, self.config.sequence_parallel)
-            head = torch_tensor.VocabularyParallelLoss(self.tensor_ranks)
-            model.model.norm.register_forward_hook(lambda _, __, x: head.copy_input(x))
-            self._loss_and_gradient = head
-        self.roots = self.divide(model)
-        for root, blocks in self.roots.items() if grid else ():
-            self._shard(model, root, blocks)
-        model.to_empty(device=self.home)
+        # Eagerly, all [T, T] pairs of a row exist at once: 1 GiB and several times that in between at 32768 tokens.
+        self._document_mask = document_mask
+        if engine.compiles:
+            compiled = compile_alike(model, engine.accelerator)
+            self._loss_and_gradient, self._document_mask = compiled(loss_and_gradient), compiled(document_mask)
+        if engine.tensor_ranks:
+            self._loss_and_gradient = torch_tensor.shard_over_tensor_ranks(
+                model, engine.tensor_ranks, engine.layout, self.config.sequence_parallel
+            )
+        self.roots = self.divide()
+        for root, blocks in self.roots.items():
+            if engine.device_mesh:
+                self._shard(engine.device_mesh, root, blocks)
+        model.to_empty(device=engine.home)
         for root in (root for root in self.roots if isinstance(root, FSDPModule)):
             # torch 2.9 replaces uneven shards here, which would otherwise happen after the optimizer has taken them.
             root._get_fsdp_state()._lazy_init()
-        shards.bind(model)
+        grid = engine.device_mesh[TorchEngine.axes] if engine.device_mesh else None
+        self.shards = LocalShards(model, shapes, engine.layout, grid, engine.process_index)
+        self._fill(values)
+        values.clear()  # before there are moments
+        self.step = self.open_step(build_optimizer(self.config, model.named_parameters()))
 
-        def fill(name: str) -> None:
-            value = values[name] if values else initial_weight(self.config, layers, name, shards.shapes[name])
-            shards.local(name).copy_(shards.slice_of(name, value))
-
-        # torch's generator releases the interpreter lock
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.host_processes)) as pool:
-            list(pool.map(fill, shards.weights))
-        return model
-
-    def divide(self, model: Llama) -> dict[nn.Module, Iterable[nn.Module]]:
+    def divide(self) -> dict[nn.Module, Iterable[nn.Module]]:
         """Return the modules that this process runs whole, each with its blocks: the model."""
-        return {model: model.model.layers}
+        return {self.model: self.model.model.layers}
 
-    def _shard(self, model: Llama, root: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    def _shard(self, grid: DeviceMesh, root: nn.Module, blocks: Iterable[nn.Module]) -> None:
         """Apply FSDP2 to each block of `root`, one of the modules that run whole, and to the embedding and the head.
 
         The head is gathered from its forward to its backward pass, the rest, a tied embedding included, while `root`
         runs. The backward pass of an embedding needs no weight.
         """
-        assert self.device_mesh is not None
-        grid = self.device_mesh
-        activations = self.precision.activations
+        layout, precision = self.engine.layout, self.engine.precision
         policy = fsdp.MixedPrecisionPolicy(
-            param_dtype=None if activations == torch.float32 else activations,
-            reduce_dtype=self.precision.gradient_reduction,
+            param_dtype=None if precision.activations == torch.float32 else precision.activations,
+            reduce_dtype=precision.gradient_reduction,
             cast_forward_inputs=False,  # the rotary table stays fp32
         )
         offload = fsdp.CPUOffloadPolicy() if self.config.cpu_offload else fsdp.OffloadPolicy()
         options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
-        options["mesh"] = grid["shard"] if self.layout.grid.replica == 1 else grid["replica", "shard"]
-        if self.mesh.tensor > 1:
-            dims = {weight: shard_dimension(name) for name, weight in model.named_parameters()}
+        options["mesh"] = grid["shard"] if layout.grid.replica == 1 else grid["replica", "shard"]
+        if layout.mesh.tensor > 1:
+            dims = {weight: shard_dimension(name) for name, weight in self.model.named_parameters()}
             options["shard_placement_fn"] = lambda weight: Shard(dims[weight])
-        freed = self.layout.reshards_after_forward
+        freed = layout.reshards_after_forward
         for block in blocks:
             fsdp.fully_shard(block, reshard_after_forward=freed, **options)
         for module in () if self.config.tie_word_embeddings else list(root.modules()):
@@ -195,63 +227,51 @@ class TorchEngine:
                 fsdp.fully_shard(module, reshard_after_forward=False, **options)
                 fsdp.register_fsdp_forward_method(module, "loss")
         fsdp.fully_shard(root, reshard_after_forward=False, **options)
-        if root is model:
+        if root is self.model:
             fsdp.register_fsdp_forward_method(root, "loss")
-        if self.accelerator.is_tiled:
+        if self.engine.accelerator.is_tiled:
             torch_flat.use_rows(root)
 
-    def _compile(self, model: Llama) -> None:
-        """Compile one function for all blocks that run alike, so that compile time does not grow with depth.
+    def _fill(self, values: dict[str, Tensor]) -> None:
+        """Write this process's shards of `values`, or where there are none, of the initial weights."""
+        layers, shards = self.model.shape.num_layers, self.shards
 
-        Only `forward` is compiled: FSDP's hooks stay outside, and parameters keep their names.
-        """
-        compiled = cache(partial(torch.compile, **(self.accelerator.compile or {})))
-        for module in (*model.model.layers, model.model.norm):
-            module.forward = types.MethodType(compiled(module.forward.__func__), module)
-        self._loss_and_gradient = compiled(loss_and_gradient)
-        # Eagerly, all [T, T] pairs of a row exist at once: 1 GiB and several times that in between at 32768 tokens.
-        self._document_mask = compiled(document_mask)
+        def fill(name: str) -> None:
+            value = values[name] if values else initial_weight(self.config, layers, name, shards.shapes[name])
+            shards.local(name).copy_(shards.slice_of(name, value))
 
-    def prepare(self, optimizer: Optimizer) -> None:
-        """See engine.Engine."""
-        self.step = self.open_step(optimizer)
-        if self.config.dump_sharding:
-            tables = self.sharding_tables()
-            if self.process_index == 0:
-                write_sharding(self.config.dump_sharding, self.mesh, tables)
+        # torch's generator releases the interpreter lock
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // self.engine.host_processes)) as pool:
+            list(pool.map(fill, shards.weights))
 
     def open_step(self, optimizer: Optimizer) -> TorchStep:
         """Return the optimizer step on this process's shards."""
-        return TorchStep(self.config, optimizer, self.home, self.shards, self.tensor_ranks)
-
-    def sharding_tables(self) -> list[ShardingTable]:
-        """Return how all parameters and moments are sharded. Collective where processes have different parameters."""
-        return [self.step.sharding()]
+        return TorchStep(self.config, optimizer, self.engine.home, self.shards, self.engine.tensor_ranks)
 
     # ---- Running
 
-    def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> DeviceScalars:
-        """See engine.Engine.
+    def train_step(self, batch: Batch, learning_rate: float) -> DeviceScalars:
+        """See engine.Trainee.
 
         Gradients are reduce-scattered in a shard group after every micro-batch and all-reduced over its replicas
         (across hosts) after the last. With zero1 they are reduced after the last only, and parameters are gathered
         once per step.
         """
-        self.accumulate(model, with_token_ids(self.config, batch, self.data_rank))
+        self.accumulate(with_token_ids(self.config, batch, self.engine.data_rank))
         return DeviceScalars(self.step.figures, self.step.apply(learning_rate))
 
-    def accumulate(self, model: Llama, batch: Batch) -> None:
+    def accumulate(self, batch: Batch) -> None:
         """Add up the loss and the gradients of all micro-batches of a step."""
         for micro_batch, is_last in self._micro_batches(batch):
-            self.choose_collectives(model, is_last)
-            loss, count = self._loss(model, micro_batch)
+            self.choose_collectives(self.model, is_last)
+            loss, count = self._loss(micro_batch)
             loss.backward()
             self.step.add_loss(loss, count)
             self.step.add_gradients()
 
     def choose_collectives(self, module: nn.Module, is_last: bool) -> None:
         """Let FSDP communicate in a backward pass of `module`, its last of the step or not, as the strategy asks."""
-        if isinstance(module, FSDPModule) and self.layout.gathers_once:
+        if isinstance(module, FSDPModule) and self.engine.layout.gathers_once:
             module.set_requires_gradient_sync(is_last)
             module.set_reshard_after_backward(is_last)
         elif isinstance(module, FSDPModule):
@@ -266,15 +286,15 @@ class TorchEngine:
 
     def to_device(self, batch: Batch) -> dict[str, Tensor]:
         host = {name: torch.from_numpy(array) for name, array in batch.items()}
-        if self.accelerator.pins_memory:
+        if self.engine.accelerator.pins_memory:
             host = {name: tensor.pin_memory() for name, tensor in host.items()}
-        on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in host.items()}
-        return self.context.split(on_device) if self.context else on_device
+        on_device = {name: tensor.to(self.engine.device, non_blocking=True) for name, tensor in host.items()}
+        return self.engine.context.split(on_device) if self.engine.context else on_device
 
-    def _loss(self, model: Llama, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the summed loss and the number of trained tokens of one micro-batch."""
         inputs, chunk_loss = self.read_inputs(batch)
-        loss = model.loss(batch["tokens"], batch["labels"].long(), inputs, self.blocks, chunk_loss)
+        loss = self.model.loss(batch["tokens"], batch["labels"].long(), inputs, self.blocks, chunk_loss)
         return loss, trained_tokens(batch)
 
     def read_inputs(self, batch: dict[str, Tensor]) -> tuple[BatchInputs, LossAndGradient]:
@@ -282,94 +302,76 @@ class TorchEngine:
         noise = None
         chunk_loss = partial(self._loss_and_gradient, options=loss_options(self.config))
         if self.step.loss_scale:
-            chunk_loss = partial(chunk_loss, factor=self.step.loss_factor().to(self.device))
+            chunk_loss = partial(chunk_loss, factor=self.step.loss_factor().to(self.engine.device))
         if "global_token_index" in batch:
-            updates = self.step.optimizer.updates.to(self.device)
+            updates = self.step.optimizer.updates.to(self.engine.device)
             noise = dropout_noise(self.config.seed, updates, batch["global_token_index"])
-            noise = noise._replace(tensor_rank=self.process_index % self.mesh.tensor)
-        mask = self._mask(batch)
-        inputs = BatchInputs(batch.get("positions"), mask, noise, self.precision.activations, kernel=self.kernel)
-        return inputs, chunk_loss
+            noise = noise._replace(tensor_rank=self.engine.process_index % self.engine.mesh.tensor)
+        dtype, kernel = self.engine.precision.activations, self.engine.kernel
+        return BatchInputs(batch.get("positions"), self._mask(batch), noise, dtype, kernel=kernel), chunk_loss
 
     def _mask(self, batch: dict[str, Tensor]) -> Any:
         """Return the segments of a micro-batch; where a compiled kernel skips empty blocks of a mask, those blocks."""
-        segments, window = batch.get("segments"), self.config.sliding_window
-        is_skipping = self.compiles and self.accelerator.skips_masked_blocks and self.config.attention_impl == "auto"
-        if not is_skipping or self.config.attention_dropout or (segments is None and not window):
+        engine, segments, window = self.engine, batch.get("segments"), self.config.sliding_window
+        is_skipping = engine.compiles and engine.accelerator.skips_masked_blocks and not self.config.attention_dropout
+        if not is_skipping or self.config.attention_impl != "auto" or (segments is None and not window):
             return segments
         if segments is None:
-            segments = torch.zeros_like(batch["labels"]).repeat(1, self.mesh.context)
-        if self.context is None:
+            segments = torch.zeros_like(batch["labels"]).repeat(1, engine.mesh.context)
+        if engine.context is None:
             return self._document_mask(segments, window)
-        ends, length = self.context.ends(segments.shape[1]), segments.shape[1] // self.context.chunks
+        ends, length = engine.context.ends(segments.shape[1]), segments.shape[1] // engine.context.chunks
         return tuple(self._document_mask(segments[:, :end], window, length) for end in ends)
 
     @torch.no_grad()
-    def evaluate(self, model: Llama, batch: Batch) -> DeviceScalars:
-        """See engine.Engine."""
-        totals = torch.zeros(2, device=self.device)
+    def evaluate(self, batch: Batch) -> DeviceScalars:
+        """See engine.Trainee."""
+        totals = torch.zeros(2, device=self.engine.device)
         for micro_batch, _ in self._micro_batches(batch):
-            totals += self.evaluated(model, micro_batch)
+            totals += self.evaluated(micro_batch)
         sum_over_processes(totals)
         for module in (module for root in self.roots for module in root.modules()):
             if isinstance(module, FSDPModule):  # without a backward pass, what was gathered for the step stays gathered
                 module.reshard()
-        return DeviceScalars(("loss", "tokens"), torch.stack((totals[0] / totals[1], totals[1] / self.mesh.tensor)))
+        mean, tokens = totals[0] / totals[1], totals[1] / self.engine.mesh.tensor
+        return DeviceScalars(("loss", "tokens"), torch.stack((mean, tokens)))
 
-    def evaluated(self, model: Llama, batch: dict[str, Tensor]) -> Tensor:
+    def evaluated(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of one micro-batch and its trained tokens, [2], as this process counts them."""
-        return torch.stack(self._loss(model, batch))
+        return torch.stack(self._loss(batch))
 
     @torch.no_grad()
-    def parameter_norm(self, model: Llama) -> float:
-        """See engine.Engine."""
+    def parameter_norm(self) -> float:
+        """See engine.Trainee."""
         square = self.step.power_sum({name: self.shards.local(name) for name in self.shards.weights})
         sum_over_processes(square)
         return square.sqrt().item()
 
     # ---- Logical state
 
-    def state(self, model: Llama, optimizer: Optimizer) -> TrainingState:
-        """See engine.Engine: the live tensors."""
+    def state(self) -> TrainingState:
+        """See engine.Trainee: the live tensors."""
         tensors = {
             prefix + name: self.shards.checkpoint_tensor(name, to_local(tensor))
-            for prefix, name, tensor in self.step.tensors(model)
+            for prefix, name, tensor in self.step.tensors(self.model)
         }
         return TrainingState({**tensors, **self.step.small_tensors()}, self.step.finish_loading)
 
-    # ---- Figures
+    def bytes_per_device(self) -> dict[str, int]:
+        """See engine.Trainee: measured on this process's shards."""
+        return self.step.bytes_per_device(self.model, lambda tensor: to_local(tensor).nbytes)
 
-    def bytes_per_device(self, model: Llama, optimizer: Optimizer) -> dict[str, int]:
-        """See engine.Engine: measured on this process's shards."""
-        return self.step.bytes_per_device(model, lambda tensor: to_local(tensor).nbytes)
 
-    def compilations(self) -> int:
-        """Return the number of graphs that torch.compile made; 0 where it is not used."""
-        if not self.compiles:
-            return 0
-        from torch._dynamo.utils import counters
+def compile_alike(model: Llama, device: Accelerator) -> Callable[[Any], Any]:
+    """Compile one function for all blocks that run alike, so that compile time does not grow with depth.
 
-        return counters["stats"]["unique_graphs"]
-
-    def memory_bytes(self) -> int | None:
-        """See engine.Engine."""
-        return accelerator.peak_bytes(self.device)
-
-    def start_trace(self, folder: str) -> None:
-        """See engine.Engine."""
-        handler = tensorboard_trace_handler(folder, worker_name=f"process_{self.process_index}")
-        self._trace = profile(activities=supported_activities(), on_trace_ready=handler)
-        self._trace.start()
-
-    def stop_trace(self) -> None:
-        """See engine.Engine."""
-        accelerator.synchronize(self.device)
-        self._trace.stop()
-
-    def close(self) -> None:
-        """See engine.Engine."""
-        if self._joined:
-            dist.destroy_process_group()
+    Only `forward` is compiled: FSDP's hooks stay outside, and parameters keep their names. Returns what compiles other
+    functions in the same way.
+    """
+    compiled: Callable[[Any], Any] = cache(partial(torch.compile, **(device.compile or {})))
+    for module in (*model.model.layers, model.model.norm):
+        module.forward = types.MethodType(compiled(module.forward.__func__), module)
+    return compiled
 
 
 def trained_tokens(batch: dict[str, Tensor]) -> Tensor:

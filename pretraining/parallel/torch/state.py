@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pretraining.models.init import VOCABULARIES
 from pretraining.models.llama import Llama
-from pretraining.parallel.layout import TorchLayout
-from pretraining.parallel.torch.tensor import local_slice, placements
+from pretraining.parallel.layout import TorchLayout, shard_dimension
+from pretraining.parallel.logical import LogicalTensor
 
 
-class LogicalTensor(Tensor):
-    """One tensor of the logical state, as torch.distributed.checkpoint's planners take it.
+class TorchLogicalTensor(LogicalTensor):
+    """A tensor of the unsharded shape without padding, whose bytes here are those of `shard`.
 
-    Only its description, the unsharded shape without padding, is a tensor; the bytes are those of `shard`. A DTensor
-    does not serve: DTensor.from_local copies an offloaded shard to the mesh's device, so that a load would fill the
-    copy, and it assumes that the vocabulary was split without its rows of padding.
+    A DTensor does not serve: DTensor.from_local copies an offloaded shard to the mesh's device, so that a load would
+    fill the copy, and it assumes that the vocabulary was split without its rows of padding.
     """
 
     shard: Tensor
     offsets: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls: type[LogicalTensor], shard: Tensor, offsets: tuple[int, ...], shape: torch.Size) -> LogicalTensor:
+    def __new__(
+        cls: type[TorchLogicalTensor], shard: Tensor, offsets: tuple[int, ...], shape: torch.Size
+    ) -> TorchLogicalTensor:
         """`shard` begins at `offsets` of a tensor of this shape, and may reach beyond its rows."""
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
         made.shard, made.offsets = shard, offsets
         return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func}: a logical tensor is only a description")
 
     def _rows(self) -> int:
         """Rows of the shard that are no padding; 0 where it holds nothing else."""
@@ -47,17 +41,6 @@ class LogicalTensor(Tensor):
         sizes = torch.Size((self._rows(), *self.shard.shape[1:]))
         return [ChunkStorageMetadata(torch.Size(self.offsets), sizes)] if sizes.numel() else []
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self.shard[: self._rows()]
 
@@ -65,18 +48,21 @@ class LogicalTensor(Tensor):
 class LocalShards:
     """This process's shards of a model's parameters, and of tensors that are sharded like them."""
 
-    def __init__(self, model: Llama, layout: TorchLayout, device_mesh: DeviceMesh | None, process_index: int) -> None:
-        """`model` is not sharded yet."""
+    def __init__(
+        self,
+        model: Llama,
+        shapes: dict[str, torch.Size],
+        layout: TorchLayout,
+        device_mesh: DeviceMesh | None,
+        process_index: int,
+    ) -> None:
+        """`model` has been sharded; `shapes` are those of all parameters before."""
+        self.weights: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.shapes, self._vocabulary = shapes, model.shape.vocab_size
         self.layout, self._device_mesh = layout, device_mesh
         self.mesh = mesh = layout.grid
-        data_rank, tensor_rank = divmod(process_index, mesh.tensor)
-        self._tensor, self._shard = (tensor_rank, mesh.tensor), (data_rank % mesh.shard, mesh.shard)
-        self.shapes = {name: weight.shape for name, weight in model.named_parameters()}
-        self._vocabulary = model.shape.vocab_size
-
-    def bind(self, model: Llama) -> None:
-        """Take the parameters of `model`, which has been sharded."""
-        self.weights: dict[str, nn.Parameter] = dict(model.named_parameters())
+        data_rank, self._tensor_rank = divmod(process_index, mesh.tensor)
+        self._shard_rank = data_rank % mesh.shard
 
     def local(self, name: str) -> Tensor:
         """Return this process's shard of a parameter."""
@@ -84,8 +70,11 @@ class LocalShards:
 
     def slice_of(self, name: str, full: Tensor) -> Tensor:
         """Return the slice of an unsharded parameter that this process holds."""
-        dim = self.layout.tensor_dimension(name)
-        return local_slice(full, dim, name, self.local(name).shape, self._tensor, self._shard)
+        dim, rank, along = self.layout.tensor_dimension(name), self._tensor_rank, 0
+        if self.mesh.tensor > 1:
+            full, along = full if dim is None else full.chunk(self.mesh.tensor, dim)[rank], shard_dimension(name)
+        extent = -(-full.shape[along] // self.mesh.shard)  # of all shards but the last, as torch.chunk cuts
+        return full.narrow(along, min(self._shard_rank * extent, full.shape[along]), self.local(name).shape[along])
 
     def offsets(self, name: str, shard: Tensor) -> tuple[int, ...]:
         """Return where `shard`, sharded like the parameter `name`, begins in the unsharded tensor."""
@@ -103,7 +92,7 @@ class LocalShards:
             shape = torch.Size((min(shape[0], self._vocabulary), *shape[1:]))
         if not isinstance(self.weights[name], DTensor) and shard.shape == shape:
             return shard
-        return LogicalTensor(shard, self.offsets(name, shard), shape)
+        return TorchLogicalTensor(shard, self.offsets(name, shard), shape)
 
     def unsharded_shape(self, name: str, shard: Tensor) -> torch.Size:
         """Return the shape of the tensor of which `shard`, sharded like the parameter `name`, is a part.
@@ -124,7 +113,9 @@ class LocalShards:
         mesh, placed = weight.device_mesh, weight.placements
         if self.mesh.tensor > 1:
             assert self._device_mesh is not None
-            mesh, placed = self._device_mesh, placements(name, self.layout.tensor_dimension(name))
+            dim = self.layout.tensor_dimension(name)
+            mesh = self._device_mesh
+            placed = (Replicate(), Replicate() if dim is None else Shard(dim), Shard(shard_dimension(name)))
         shape = self.unsharded_shape(name, shard)
         is_like = [not isinstance(p, Shard) or local.shape[p.dim] == shard.shape[p.dim] for p in placed]
         placed = tuple(p if like else Replicate() for p, like in zip(placed, is_like, strict=True))

@@ -22,8 +22,7 @@ from pretraining.noise import name_hashes, random_bits
 from pretraining.optim.optimizer import Optimizer, ParameterState
 from pretraining.optim.rules import Adam, Moments
 from pretraining.parallel.accelerator import ACCELERATORS
-from pretraining.parallel.sharding import without_single
-from pretraining.parallel.step import Gradients, OptimizerStep, TensorSharding
+from pretraining.parallel.step import Gradients, OptimizerStep
 from pretraining.parallel.torch.state import LocalShards, to_local
 from pretraining.parallel.torch.tensor import all_reduce_partial_gradients
 
@@ -195,13 +194,6 @@ class TorchStep(OptimizerStep):
 
     def place(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> None:
         """See OptimizerStep. A local shard stays where it is."""
-
-    def sharding_of(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> TensorSharding:
-        """See OptimizerStep. A block's parameters have its number in their names."""
-        name, layout = parameter.name, self.shards.layout
-        shape = self.shards.unsharded_shape(name, tensor)
-        spec = layout.moment(name) if is_moment else layout.parameter(name)
-        return TensorSharding(tuple(shape), tensor.dtype, without_single(spec, shape), tensor.nbytes)
 
     def random_bits(self, parameter: ParameterState, prefix: str, tensor: Tensor, update: Tensor) -> Tensor:
         """See OptimizerStep."""

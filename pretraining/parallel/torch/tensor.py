@@ -25,13 +25,12 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from pretraining.models.dropout import DropoutNoise
 from pretraining.models.linear import Linear
 from pretraining.models.llama import Llama
 from pretraining.models.ops import PLAIN_LOSS, LossOptions, linear, loss_and_gradient
-from pretraining.parallel.layout import KEYS_AND_VALUES, TorchLayout, shard_dimension
+from pretraining.parallel.layout import KEYS_AND_VALUES, TorchLayout
 
 COLUMN_PARALLEL_INPUTS, ROW_PARALLEL = ("self_attn", "mlp"), ("self_attn.o_proj", "mlp.down_proj")
 KEY_VALUE_PROJECTIONS = ("self_attn.k_proj", "self_attn.v_proj")
@@ -50,8 +49,13 @@ PARTIAL_ON_TOKENS = ("*.input_layernorm.*", "*.post_attention_layernorm.*", "*.o
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-def shard_over_tensor_ranks(model: Llama, ranks: DeviceMesh, layout: TorchLayout, sequence_parallel: bool) -> None:
-    """Narrow every sharded parameter of `model`, on the meta device, to one rank's shard, and add the collectives."""
+def shard_over_tensor_ranks(
+    model: Llama, ranks: DeviceMesh, layout: TorchLayout, sequence_parallel: bool
+) -> VocabularyParallelLoss:
+    """Narrow every sharded parameter of `model`, on the meta device, to one rank's shard, and add the collectives.
+
+    Returns how the loss is computed from a rank's columns of the logits.
+    """
     for name, weight in list(model.named_parameters()):
         if (dim := layout.tensor_dimension(name)) is not None:
             module, _, short = name.rpartition(".")
@@ -73,6 +77,9 @@ def shard_over_tensor_ranks(model: Llama, ranks: DeviceMesh, layout: TorchLayout
             projection.forward = partial(_some_heads, projection, *heads)  # type: ignore[method-assign]
     embedding = model.model.embed_tokens
     embedding.forward = partial(_vocabulary_parallel_lookup, embedding, ranks)  # type: ignore[method-assign]
+    # The input of every rank's rows of the head, whose partial gradients are all-reduced
+    model.model.norm.register_forward_hook(lambda _, __, x: copy_to_tensor(x, group))
+    return VocabularyParallelLoss(ranks)
 
 
 def heads_of_rank(kv_heads: int, ranks: DeviceMesh) -> list[int]:
@@ -84,28 +91,6 @@ def heads_of_rank(kv_heads: int, ranks: DeviceMesh) -> list[int]:
     repeats = ranks.size() // math.gcd(kv_heads, ranks.size())
     count = kv_heads * repeats // ranks.size()
     return [copy // repeats for copy in range(ranks.get_local_rank() * count, (ranks.get_local_rank() + 1) * count)]
-
-
-def local_slice(
-    full: Tensor, dim: int | None, name: str, shape: torch.Size, tensor: tuple[int, int], shard: tuple[int, int]
-) -> Tensor:
-    """Return the slice, of this shape, of the unsharded `full` that a process holds.
-
-    dim: which tensor ranks split. `tensor` and `shard` are the process's (rank, number of ranks) on those axes.
-    """
-    tensor_slice = full if dim is None else full.chunk(tensor[1], dim)[tensor[0]]
-    along = shard_dimension(name) if tensor[1] > 1 else 0
-    extent = -(-tensor_slice.shape[along] // shard[1])  # of all shards but the last, as torch.chunk cuts
-    start = min(shard[0] * extent, tensor_slice.shape[along])
-    return tensor_slice.narrow(along, start, shape[along])
-
-
-def placements(name: str, dim: int | None) -> tuple[Placement, Placement, Placement]:
-    """Placements of a parameter on the mesh replica x tensor x shard: FSDP shards a tensor rank's shard.
-
-    dim: which tensor ranks split.
-    """
-    return Replicate(), Replicate() if dim is None else Shard(dim), Shard(shard_dimension(name))
 
 
 def all_reduce_partial_gradients(
@@ -174,10 +159,6 @@ class VocabularyParallelLoss:
         sums = torch.stack(((logits - largest[..., None]).exp().sum(-1), label_logit))
         total, label_logit = _all_reduce(sums, self.group)
         return largest + total.log(), label_logit
-
-    def copy_input(self, x: Tensor) -> Tensor:
-        """Return `x` as the input of every rank's rows of the head, whose partial gradients are all-reduced."""
-        return copy_to_tensor(x, self.group)
 
 
 # ---- Collectives that autograd differentiates, named as in Megatron-LM

@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch_xla
@@ -26,14 +26,17 @@ from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy
 from torch_xla.distributed.spmd import xla_sharding
 
+from pretraining.config.training import TrainConfig
 from pretraining.models.chunked import PRODUCTS
 from pretraining.models.dropout import DropoutNoise
 from pretraining.models.linear import Linear
 from pretraining.models.llama import BatchInputs, Llama, Rope
 from pretraining.models.ops import Kernel
 from pretraining.noise import upper_bits
-from pretraining.parallel.layout import STACK, Layout
-from pretraining.parallel.recompute import ScanGroup
+from pretraining.optim.precision import precision_of
+from pretraining.parallel.layout import STACK, XlaLayout
+from pretraining.parallel.mesh import kv_repeats
+from pretraining.parallel.recompute import ScanGroup, block_mask, recomputed_modules, scan_plan
 from pretraining.parallel.sharding import ACTIVATIONS, KERNEL_ACTIVATIONS, REPLICAS, Activations, Spec, on_mesh
 from pretraining.parallel.xla.grouped import multiply
 
@@ -50,7 +53,6 @@ xla_sharding.maybe_get_torchax = xla_sharding.maybe_get_jax = xla_profiler.maybe
 Carry = tuple[Tensor, ...]
 Body = Callable[[Carry, dict[str, Tensor]], tuple[Carry, None]]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-Scanned = TypeVar("Scanned", bound="ScannedBlocks")
 
 
 def stack_layers(model: Llama, layers: int) -> Llama:
@@ -68,26 +70,14 @@ class ScannedBlocks:
 
     leading: Spec = ()  # sharding of the dimensions of a layer's weight before those that the sharding table has
 
-    def __init__(
-        self,
-        block: nn.Module,
-        groups: list[ScanGroup],
-        modules: list[str],
-        mesh: xs.Mesh,
-        layout: Layout,
-        kv_heads: int,
-        repeats: int,
-        kernel: Kernel = "chunked",
-        *,
-        saves_attention: bool = False,
-        compute: torch.dtype = torch.float32,
-        reduction: torch.dtype = torch.float32,
-    ) -> None:
-        """Dtypes: of matrix products, and of gradients of matrices while they are summed over devices."""
-        self.groups, self.kernel = groups, kernel
-        self.mesh, self.layout = mesh, layout
-        self.kv_heads, self.repeats, self.reduction = kv_heads, repeats, reduction
-        self.compute = compute
+    def __init__(self, config: TrainConfig, model: Llama, mesh: xs.Mesh, layout: XlaLayout, kernel: Kernel) -> None:
+        """`model` has been stacked; of a model in pieces, the scan is over the longest piece."""
+        block, precision = model.model.layers, precision_of(config)
+        self.groups = scan_plan(block_mask(config, config.division.longest), config.checkpoint_num_layers)
+        self.mesh, self.layout, self.kernel = mesh, layout, kernel
+        self.kv_heads, self.repeats = model.shape.num_kv_heads, kv_repeats(config, model.shape)
+        # Of matrix products, and of gradients of matrices while they are summed over devices
+        self.compute, self.reduction = precision.compute, precision.gradient_reduction
         self.gathers = layout.split.parameters and layout.mesh.shard * layout.mesh.context > 1
         for module in block.modules():
             if isinstance(module, Linear):
@@ -103,15 +93,11 @@ class ScannedBlocks:
         markers = 1 + place_activations(block, table, mesh, layout)
         markers += 2 * sum(self._is_repeated(name) for name in self.names)
         markers += 2 * sum(self._is_gathered(name) for name in self.names)
+        modules = recomputed_modules(config, block)
         for path in modules:
             mark_boundaries(block.get_submodule(path))
         self.partitions = [
-            _partition(
-                group.mask,
-                markers,
-                is_selective=bool(modules),
-                saves_attention=saves_attention,
-            )
+            _partition(group.mask, markers, is_selective=bool(modules), saves_attention=config.save_attention)
             for group in self.groups
         ]
 
@@ -185,7 +171,7 @@ class ScannedBlocks:
         return xs.mark_sharding_with_gradients(heads, self.mesh, spec)
 
 
-def grouped(weight: Tensor, layout: Layout) -> Tensor:
+def grouped(weight: Tensor, layout: XlaLayout) -> Tensor:
     """Return a matrix [O, I] as a group of one, [1, O, I], where context ranks share out the tokens of a row.
 
     `multiply` then sums over rows and tokens apart. Merged into one dimension, no rank has a contiguous range of them,
@@ -220,7 +206,7 @@ def _from_floats(carry: Sequence[Tensor], has_dropout: bool, kernel: Kernel) -> 
     return BatchInputs(segments=rest[0] if rest else None, noise=noise, rope=Rope(cos, sin), kernel=kernel)
 
 
-def place_activations(root: nn.Module, table: Activations, mesh: xs.Mesh, layout: Layout) -> int:
+def place_activations(root: nn.Module, table: Activations, mesh: xs.Mesh, layout: XlaLayout) -> int:
     """Shard the inputs and outputs of the modules as `table` says; return the number of markers."""
     modules = dict(root.named_modules())
     rows = [row for row in layout.activations(table) if row[0] in modules]  # not every feed-forward has a gate
@@ -322,6 +308,10 @@ def layers_of(stack: Tensor, group: ScanGroup) -> Tensor:
     return layers.view(group.repeats, size, *stack.shape[1:])
 
 
+# Operations that are recomputed in every block
+MADE_AGAIN = ("mark_sharding", "boundary", "opaque")
+
+
 def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, saves_attention: bool) -> Partition:
     """Return a partitioner that recomputes the blocks where `mask` is True.
 
@@ -349,7 +339,7 @@ def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, save
             policy = None
             if saves_attention and _is_fused_attention(node):
                 policy = CheckpointPolicy.MUST_SAVE
-            elif is_recomputed or is_score or is_free or _is_marker(node) or _is_boundary(node) or _is_opaque(node):
+            elif is_recomputed or is_score or is_free or any(word in str(node.target) for word in MADE_AGAIN):
                 policy = CheckpointPolicy.MUST_RECOMPUTE
             if policy:
                 node.meta["recompute"] = policy
@@ -362,14 +352,6 @@ def _partition(mask: tuple[bool, ...], markers: int, *, is_selective: bool, save
 
 def _is_marker(node: fx.Node) -> bool:
     return "mark_sharding" in str(node.target)
-
-
-def _is_boundary(node: fx.Node) -> bool:
-    return "boundary" in str(node.target)
-
-
-def _is_opaque(node: fx.Node) -> bool:
-    return "opaque" in str(node.target)
 
 
 def _is_fused_attention(node: fx.Node) -> bool:
@@ -395,7 +377,7 @@ def _forward_nodes(joint: fx.GraphModule, blocks: int, markers: int) -> Iterator
     is_score = False
     for node in calls:
         marker += _is_marker(node)
-        boundaries += _is_boundary(node)
+        boundaries += "boundary" in str(node.target)
         if "contract" in str(node.target):
             is_score = node.args[0] == PRODUCTS
         block = (marker - 1) // markers

@@ -7,7 +7,6 @@ saving and loading wait for the device.
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,19 +25,19 @@ from pretraining.models.dropout import dropout_noise
 from pretraining.models.init import VOCABULARIES, initial_weight
 from pretraining.models.llama import BatchInputs, Llama, RunBlocks, loss_options
 from pretraining.models.ops import IGNORED, Kernel, next_token_loss
-from pretraining.optim.optimizer import Optimizer
+from pretraining.optim.optimizer import build_optimizer
 from pretraining.optim.precision import precision_of
+from pretraining.parallel.accelerator import HOST, peak_bytes
 from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
-from pretraining.parallel.layout import STACK, layout_of
-from pretraining.parallel.mesh import kv_repeats, resolve_batch, resolve_mesh, token_order
-from pretraining.parallel.recompute import block_mask, recomputed_modules, scan_plan
+from pretraining.parallel.layout import STACK, xla_layout
+from pretraining.parallel.mesh import resolve_batch, resolve_mesh, token_order
 from pretraining.parallel.sharding import LOGITS, NORM_ACTIVATIONS, REPLICAS, TOKENS
-from pretraining.parallel.step import DeviceScalars, write_sharding
+from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.xla import has_own_flags
-from pretraining.parallel.xla.blocks import Scanned, ScannedBlocks, grouped, narrowed, place_activations, stack_layers
+from pretraining.parallel.xla.blocks import ScannedBlocks, grouped, narrowed, place_activations, stack_layers
 from pretraining.parallel.xla.graph import GraphCache, wait_for_all
 from pretraining.parallel.xla.grouped import multiply
-from pretraining.parallel.xla.state import LogicalTensor, Region, XlaShards, tensor_from_shards
+from pretraining.parallel.xla.state import Region, XlaLogicalTensor, XlaShards, tensor_from_shards
 from pretraining.parallel.xla.step import XlaStep, device_bytes, layer_name
 
 # LLVM's level of optimization: the quickstart's first loss takes 40 CPU seconds, at XLA's default 105; steps are alike.
@@ -68,23 +67,22 @@ class XlaEngine:
         self.device = torch_xla.device()
         self.device_name = _device_name()
         self.process_index, self.process_count = xr.process_index(), xr.process_count()
-        self.local_devices = xr.addressable_runtime_device_count()
         devices = xr.global_runtime_device_count()
         linked, self.linked = _linked_devices()
         self.mesh = resolve_mesh(config, devices, linked)
-        self.layout = layout_of(config, self.mesh)
+        self.layout = xla_layout(config, self.mesh)
         # A kernel is told the positions of its queries; the chunked form takes rows in their order.
         self.has_chunks = self.attention_choice.kernel is not None and self.mesh.context > 1
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
         # A process feeds the rows of its own devices; where one rank spans several processes, they feed the same rows.
         self.data_size = min(self.process_count, config.division.stages * self.mesh.data_ranks)
         self.data_rank = self.process_index * self.data_size // self.process_count
-        self.host_devices = self.local_devices if self.device_name == "CPU" else 0
+        self.host_devices = xr.addressable_runtime_device_count() if self.device_name == "CPU" else 0
         self.host_processes = 1
         self.xla_mesh = xs.Mesh(np.arange(devices), tuple(self.mesh), self.mesh._fields)
-        self._commits = 0
+        open_kernel = self.attention_choice.kernel
+        self.kernel: Kernel = open_kernel(self.mesh, self.xla_mesh) if open_kernel else "chunked"
         self.precision = precision_of(config)
-        self.reduction = self.precision.gradient_reduction
         rows = config.batch_size * self.mesh.data_ranks * self.micro_batches_per_graph
         self.rows = rows // self.data_size  # of one graph, in this process
         if self.process_count > 1:
@@ -99,12 +97,51 @@ class XlaEngine:
         """Return PJRT's name of the type of device that kernels are made for. Opens no device."""
         return xr.device_type() or "unknown"
 
-    # ---- Placing
+    def place(self, model: Llama) -> XlaTrainee:
+        """See engine.Engine."""
+        return self.trainee_class(self, model)
 
-    def place(self, model: Llama) -> Llama:
-        """See engine.Engine. Stacks the layers; a parameter on the meta device is initialised shard by shard."""
+    @property
+    def trainee_class(self) -> type[XlaTrainee]:
+        """What `place` returns."""
+        return XlaTrainee
+
+    # ---- Figures
+
+    def compilations(self) -> int:
+        """See engine.Engine."""
+        data = xla_metrics.metric_data("CompileTime")
+        return data[0] if data else 0
+
+    def memory_bytes(self) -> int | None:
+        """Return the process's peak on a CPU host; under SPMD torch-xla does not report that of devices."""
+        return peak_bytes(HOST) if xr.device_type() == "CPU" else None
+
+    def start_trace(self, folder: str) -> Callable[[], None]:
+        """See engine.Engine."""
+        xp.start_trace(folder)
+
+        def stop() -> None:
+            wait_for_all()
+            xp.stop_trace()
+
+        return stop
+
+    def close(self) -> None:
+        """See engine.Engine."""
+        if self.process_count > 1:
+            torch.distributed.destroy_process_group()
+
+
+class XlaTrainee:
+    """See engine.Trainee."""
+
+    def __init__(self, engine: XlaEngine, model: Llama) -> None:
+        """Stack the layers of `model`, and place it. A parameter on the meta device is initialised shard by shard."""
+        self.engine, self.config, self.model = engine, engine.config, model
+        self._commits = 0
         values = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
-        layers = model.shape.num_layers
+        layers, parameters = model.shape.num_layers, engine.precision.parameters
 
         def value(name: str, shape: torch.Size) -> Tensor:
             return values[name].detach() if values else initial_weight(self.config, layers, name, shape)
@@ -114,14 +151,20 @@ class XlaEngine:
             for short, meta in list(module.named_parameters(recurse=False)):
                 name = f"{prefix}.{short}"
                 placed = self.place_parameter(name, meta.shape, value)
-                if self.precision.parameters != placed.dtype:
-                    placed = placed.to(self.precision.parameters)
-                    xs.mark_sharding(placed, self.xla_mesh, self.layout.stacked(name, self.layout.parameter))
+                if parameters != placed.dtype:
+                    placed = placed.to(parameters)
+                    xs.mark_sharding(placed, engine.xla_mesh, engine.layout.stacked(name, engine.layout.parameter))
                 setattr(module, short, nn.Parameter(placed, requires_grad=meta.requires_grad))
         self.sync(wait=True)
-        self.run_blocks: RunBlocks = self.open_blocks(model)
-        place_activations(model, NORM_ACTIVATIONS, self.xla_mesh, self.layout)
-        return model
+        values.clear()  # before there are moments
+        self.run_blocks: RunBlocks = self.open_blocks()
+        place_activations(model, NORM_ACTIVATIONS, engine.xla_mesh, engine.layout)
+        # State created during the first step would compile a second graph
+        optimizer, mesh, layout = build_optimizer(self.config, model.named_parameters()), engine.xla_mesh, engine.layout
+        accumulates = (self.config.gradient_accumulation_steps or 1) > engine.micro_batches_per_graph
+        self.step = XlaStep(self.config, optimizer, engine.device, mesh, layout, accumulates)
+        self.graphs = GraphCache()
+        self.sync(wait=True)
 
     def place_parameter(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
         """Return the parameter `name` on the mesh, fp32; `value` returns its content, of a stack layer by layer."""
@@ -144,50 +187,21 @@ class XlaEngine:
                 list(pool.map(fill, (position for position in local if layers[position] is not None)))
             return buffers
 
-        spec = self.layout.stacked(name, self.layout.parameter)
-        return tensor_from_shards(shape, self.xla_mesh, spec, make, self.device)
+        spec = self.engine.layout.stacked(name, self.engine.layout.parameter)
+        return tensor_from_shards(shape, self.engine.xla_mesh, spec, make, self.engine.device)
 
-    def open_blocks(self, model: Llama) -> RunBlocks:
-        """Return what runs the stacked blocks of `model`."""
-        return self.scanned_blocks(model, ScannedBlocks)
-
-    def scanned_blocks(self, model: Llama, kind: type[Scanned]) -> Scanned:
-        """Return the scan over the blocks of `model`, or over those of the longest piece of it."""
-        groups = scan_plan(block_mask(self.config, self.config.division.longest), self.config.checkpoint_num_layers)
-        modules = recomputed_modules(self.config, model.model.layers)
-        heads, repeats = model.shape.num_kv_heads, kv_repeats(self.config, model.shape)
-        mesh, open_kernel = self.xla_mesh, self.attention_choice.kernel
-        kernel: Kernel = open_kernel(self.mesh, mesh) if open_kernel else "chunked"
-        return kind(
-            model.model.layers,
-            groups,
-            modules,
-            mesh,
-            self.layout,
-            heads,
-            repeats,
-            kernel,
-            saves_attention=self.config.save_attention,
-            compute=self.precision.compute,
-            reduction=self.reduction,
-        )
-
-    def prepare(self, optimizer: Optimizer) -> None:
-        """See engine.Engine. State created during the first step would compile a second graph."""
-        accumulates = (self.config.gradient_accumulation_steps or 1) > self.micro_batches_per_graph
-        self.step = XlaStep(self.config, optimizer, self.device, self.xla_mesh, self.layout, accumulates)
-        self.graphs = GraphCache()
-        self.sync(wait=True)
-        if self.config.dump_sharding and self.process_index == 0:
-            write_sharding(self.config.dump_sharding, self.mesh, [self.step.sharding()])
+    def open_blocks(self) -> RunBlocks:
+        """Return what runs the stacked blocks of the model."""
+        engine = self.engine
+        return ScannedBlocks(self.config, self.model, engine.xla_mesh, engine.layout, engine.kernel)
 
     # ---- Running
 
-    def train_step(self, model: Llama, optimizer: Optimizer, batch: Batch, learning_rate: float) -> DeviceScalars:
-        """See engine.Engine. One graph; with accumulation, one per micro-batch (the same each time) and one more."""
+    def train_step(self, batch: Batch, learning_rate: float) -> DeviceScalars:
+        """See engine.Trainee. One graph; with accumulation, one per micro-batch (the same each time) and one more."""
 
         def accumulate(**inputs: Tensor) -> list[Tensor]:
-            loss, count = self._loss(model, inputs)
+            loss, count = self._loss(inputs)
             loss.backward()
             self.step.accumulate(loss, count)
             return []
@@ -198,20 +212,18 @@ class XlaEngine:
             return [self.step.apply(rate[0])]
 
         # Sent as [1], because torch-xla merges a scalar with an equal constant of the graph (1e-5: norm_eps).
-        last = {"rate": torch.tensor([learning_rate]).to(self.device)}
-        for inputs in self._micro_batches(with_token_ids(self.config, batch, self.data_rank)):
+        last = {"rate": torch.tensor([learning_rate]).to(self.engine.device)}
+        for inputs in self._micro_batches(with_token_ids(self.config, batch, self.engine.data_rank)):
             if self.step.accumulates:
-                self.run_graph("micro-batch", accumulate, inputs, model)
+                self.run_graph("micro-batch", accumulate, inputs)
             else:
                 last |= inputs
         name = "update" if self.step.accumulates else "step"
-        return DeviceScalars(self.step.figures, *self.run_graph(name, update, last, model))
+        return DeviceScalars(self.step.figures, *self.run_graph(name, update, last))
 
-    def run_graph(
-        self, name: str, function: Callable[..., list[Tensor]], arguments: dict[str, Tensor], model: Llama
-    ) -> list[Tensor]:
+    def run_graph(self, name: str, function: Callable[..., list[Tensor]], arguments: dict[str, Tensor]) -> list[Tensor]:
         """Return the results of a part of a training step, which is traced once for each shape of its arguments."""
-        frozen = (weight for weight in model.parameters() if not weight.requires_grad)
+        frozen = (weight for weight in self.model.parameters() if not weight.requires_grad)
         state = (tensor for tensor, _ in self.step.persistent_tensors())
         return self.graphs.run(name, function, arguments, (*state, *frozen))
 
@@ -225,9 +237,9 @@ class XlaEngine:
     def _micro_batches(self, batch: Batch) -> Iterator[dict[str, Tensor]]:
         """Yield this process's rows on the devices, those of one graph at a time, sharded as TOKENS says."""
         count, length = batch["tokens"].shape
-        rows_of_graph = self.rows * self.config.seq_length // length
-        if self.has_chunks:
-            order = token_order(length, self.mesh.context)
+        rows_of_graph = self.engine.rows * self.config.seq_length // length
+        if self.engine.has_chunks:
+            order = token_order(length, self.engine.mesh.context)
             batch = {name: array[:, order] for name, array in batch.items()}
         for start in range(0, count, rows_of_graph):
             rows = {name: torch.from_numpy(array[start : start + rows_of_graph]) for name, array in batch.items()}
@@ -235,32 +247,34 @@ class XlaEngine:
 
     def send(self, rows: Tensor) -> Tensor:
         """Return the [rows, tokens] array of the whole mesh; `rows` is the part that this process's devices need."""
-        first = self.data_rank * len(rows)
-        shape = torch.Size((len(rows) * self.data_size, rows.shape[1]))
+        engine = self.engine
+        first = engine.data_rank * len(rows)
+        shape = torch.Size((len(rows) * engine.data_size, rows.shape[1]))
 
         def make(regions: list[Region]) -> list[Tensor]:
             return [rows[row.start - first : row.stop - first, tokens].contiguous() for row, tokens in regions]
 
-        return tensor_from_shards(shape, self.xla_mesh, self.layout.activation(TOKENS), make, self.device)
+        return tensor_from_shards(shape, engine.xla_mesh, engine.layout.activation(TOKENS), make, engine.device)
 
-    def _loss(self, model: Llama, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the summed loss and the number of trained tokens of the rows of one graph."""
-        noise = None
+        noise, engine = None, self.engine
         if "global_token_index" in batch:
             noise = dropout_noise(self.config.seed, self.step.optimizer.updates, batch["global_token_index"])
         positions = batch.get("positions")
-        if self.has_chunks and positions is None:
-            positions = torch.tensor(token_order(batch["tokens"].shape[1], self.mesh.context), device=self.device)
-        inputs = BatchInputs(positions, batch.get("segments"), noise, self.precision.activations)
-        hidden = model.hidden(self._for_lookup(batch["tokens"]), inputs, self.run_blocks)
-        loss = self.head_loss(model, hidden, batch["labels"])
+        if engine.has_chunks and positions is None:
+            positions = torch.tensor(token_order(batch["tokens"].shape[1], engine.mesh.context), device=engine.device)
+        inputs = BatchInputs(positions, batch.get("segments"), noise, engine.precision.activations)
+        hidden = self.model.hidden(self._for_lookup(batch["tokens"]), inputs, self.run_blocks)
+        loss = self.head_loss(hidden, batch["labels"])
         return loss, (batch["labels"] != IGNORED).sum().float()
 
-    def head_loss(self, model: Llama, hidden: Tensor, labels: Tensor) -> Tensor:
+    def head_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the summed loss, given the input of the output head."""
-        weight = grouped(narrowed(model.lm_head.weight, self.reduction), self.layout)
+        engine, model = self.engine, self.model
+        weight = grouped(narrowed(model.lm_head.weight, engine.precision.gradient_reduction), engine.layout)
         logits = multiply(hidden, weight)  # [B, T, V], with columns of padding
-        logits = xs.mark_sharding_with_gradients(logits, self.xla_mesh, self.layout.activation(LOGITS))
+        logits = xs.mark_sharding_with_gradients(logits, engine.xla_mesh, engine.layout.activation(LOGITS))
         return next_token_loss(logits, labels, model.shape.vocab_size, loss_options(self.config))
 
     def _for_lookup(self, tokens: Tensor) -> Tensor:
@@ -269,50 +283,51 @@ class XlaEngine:
         With tokens sharded along `context` the compiler would shard the result by rows, and replicate the whole
         activation to move from columns to rows ("involuntary full rematerialization").
         """
-        if self.mesh.context == 1:
+        if self.engine.mesh.context == 1:
             return tokens
         gathered = tokens + 0
-        xs.mark_sharding(gathered, self.xla_mesh, self.layout.activation((REPLICAS, None)))
+        xs.mark_sharding(gathered, self.engine.xla_mesh, self.engine.layout.activation((REPLICAS, None)))
         return gathered
 
     @torch.no_grad()
-    def evaluate(self, model: Llama, batch: Batch) -> DeviceScalars:
-        """See engine.Engine."""
-        total = torch.zeros(2).to(self.device)
+    def evaluate(self, batch: Batch) -> DeviceScalars:
+        """See engine.Trainee."""
+        total = torch.zeros(2).to(self.engine.device)
         for inputs in self._micro_batches(batch):
-            total = total + torch.stack(self._loss(model, inputs))
+            total = total + torch.stack(self._loss(inputs))
             torch_xla.sync()
         return EvaluationSums(("loss", "tokens"), total)
 
     @torch.no_grad()
-    def parameter_norm(self, model: Llama) -> float:
-        """See engine.Engine. A separate graph, compiled at the first call."""
-        norm = nn.utils.get_total_norm(list(model.parameters()), foreach=False)
+    def parameter_norm(self) -> float:
+        """See engine.Trainee. A separate graph, compiled at the first call."""
+        norm = nn.utils.get_total_norm(list(self.model.parameters()), foreach=False)
         torch_xla.sync()
         return norm.item()
 
     # ---- Logical state
 
-    def state(self, model: Llama, optimizer: Optimizer) -> TrainingState:
-        """See engine.Engine."""
+    def state(self) -> TrainingState:
+        """See engine.Trainee."""
         self.sync(wait=True)
-        logical: dict[str, LogicalTensor] = {}
-        for prefix, name, tensor in self.step.tensors(model):
-            logical |= self._logical(model, name, tensor, prefix)
-        logical |= {name: LogicalTensor(XlaShards(tensor)) for name, tensor in self.step.small_tensors().items()}
+        logical: dict[str, XlaLogicalTensor] = {}
+        for prefix, name, tensor in self.step.tensors(self.model):
+            logical |= self._logical(name, tensor, prefix)
+        logical |= {name: XlaLogicalTensor(XlaShards(tensor)) for name, tensor in self.step.small_tensors().items()}
         return TrainingState(logical, partial(self._put_back, logical, self._commits))
 
-    def _logical(self, model: Llama, name: str, tensor: Tensor, prefix: str) -> dict[str, LogicalTensor]:
+    def _logical(self, name: str, tensor: Tensor, prefix: str) -> dict[str, XlaLogicalTensor]:
         """`tensor`, a value or moment of the parameter `name`, layer by layer and without padding."""
         shards = XlaShards(tensor.detach())
         if name.startswith(STACK):
             layers = enumerate(self.config.division.stack())
-            return {prefix + layer_name(name, n): LogicalTensor(shards, i) for i, n in layers if n is not None}
-        padded = name.split(".")[-2] in VOCABULARIES and len(tensor) > model.shape.vocab_size
-        return {prefix + name: LogicalTensor(shards, rows=model.shape.vocab_size if padded else None)}
+            return {prefix + layer_name(name, n): XlaLogicalTensor(shards, i) for i, n in layers if n is not None}
+        used = self.model.shape.vocab_size
+        padded = name.split(".")[-2] in VOCABULARIES and len(tensor) > used
+        return {prefix + name: XlaLogicalTensor(shards, rows=used if padded else None)}
 
     @torch.no_grad()
-    def _put_back(self, logical: dict[str, LogicalTensor], commits: int, restart_optimizer: bool) -> None:
+    def _put_back(self, logical: dict[str, XlaLogicalTensor], commits: int, restart_optimizer: bool) -> None:
         """Write the host copies that a load has filled to the devices; see engine.TrainingState."""
         assert commits == self._commits, "another state was committed since: its layers would be overwritten"
         self._commits += 1
@@ -321,36 +336,9 @@ class XlaEngine:
         self.step.finish_loading(restart_optimizer)
         self.sync(wait=True)
 
-    # ---- Figures
-
-    def bytes_per_device(self, model: Llama, optimizer: Optimizer) -> dict[str, int]:
-        """See engine.Engine: measured on the live shards, not computed from the table."""
-        return self.step.bytes_per_device(model, device_bytes)
-
-    def compilations(self) -> int:
-        """See engine.Engine."""
-        data = xla_metrics.metric_data("CompileTime")
-        return data[0] if data else 0
-
-    def memory_bytes(self) -> int | None:
-        """Return the process's peak on a CPU host; under SPMD torch-xla does not report that of devices."""
-        if xr.device_type() == "CPU":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return None
-
-    def start_trace(self, folder: str) -> None:
-        """See engine.Engine."""
-        xp.start_trace(folder)
-
-    def stop_trace(self) -> None:
-        """See engine.Engine."""
-        self.sync(wait=True)
-        xp.stop_trace()
-
-    def close(self) -> None:
-        """See engine.Engine."""
-        if self.process_count > 1:
-            torch.distributed.destroy_process_group()
+    def bytes_per_device(self) -> dict[str, int]:
+        """See engine.Trainee: measured on the live shards, not computed from the table."""
+        return self.step.bytes_per_device(self.model, device_bytes)
 
 
 def _choose_for_cpu(config: TrainConfig) -> list[str]:

@@ -7,18 +7,17 @@ parameters [layers, ...] appear as one logical tensor per layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from pretraining.parallel.accelerator import HOST
+from pretraining.parallel.logical import LogicalTensor
 from pretraining.parallel.sharding import Axis, Spec, axes_of
 
 _C = torch_xla._XLAC
@@ -27,24 +26,16 @@ Region = tuple[slice, ...]
 
 def local_regions(shape: torch.Size, mesh: xs.Mesh, spec: Spec) -> list[Region]:
     """Return each local device's region of a tensor of this shape, in device order."""
-    sizes = dict(zip(_axes(mesh), mesh.mesh_shape, strict=True))
-    return [
-        tuple(_shard_slice(extent, axis, sizes, position) for extent, axis in zip(shape, spec, strict=True))
-        for position in _local_positions(mesh)
-    ]
-
-
-def _local_positions(mesh: xs.Mesh) -> list[dict[str, int]]:
-    grid = mesh.get_logical_mesh()
-    count = xr.addressable_runtime_device_count()
-    first = xr.process_index() * count
-    coordinates = [[int(where[0]) for where in (grid == device).nonzero()] for device in range(first, first + count)]
-    return [dict(zip(_axes(mesh), position, strict=True)) for position in coordinates]
-
-
-def _axes(mesh: xs.Mesh) -> tuple[str, ...]:
     assert mesh.axis_names is not None
-    return tuple(mesh.axis_names)
+    sizes, grid = dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True)), mesh.get_logical_mesh()
+    count, regions = xr.addressable_runtime_device_count(), []
+    first = xr.process_index() * count
+    for device in range(first, first + count):
+        coordinates = (int(where[0]) for where in (grid == device).nonzero())
+        position = dict(zip(sizes, coordinates, strict=True))
+        cuts = (_shard_slice(extent, axis, sizes, position) for extent, axis in zip(shape, spec, strict=True))
+        regions.append(tuple(cuts))
+    return regions
 
 
 def _shard_slice(extent: int, axis: Axis, sizes: dict[str, int], position: dict[str, int]) -> slice:
@@ -129,11 +120,10 @@ class XlaShards:
         self.release()
 
 
-class LogicalTensor(Tensor):
-    """One tensor of the logical state, as torch.distributed.checkpoint's planners take it.
+class XlaLogicalTensor(LogicalTensor):
+    """A full XLA tensor, or its first `rows`, or one layer of a stacked one.
 
-    Either a full XLA tensor, or its first `rows`, or one layer of a stacked one. Only its description is a tensor; the
-    bytes stay with `shards` until a planner asks for them.
+    The bytes stay with `shards` until a planner asks for them.
     """
 
     shards: XlaShards
@@ -142,8 +132,8 @@ class LogicalTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[LogicalTensor], shards: XlaShards, layer: int | None = None, rows: int | None = None
-    ) -> LogicalTensor:
+        cls: type[XlaLogicalTensor], shards: XlaShards, layer: int | None = None, rows: int | None = None
+    ) -> XlaLogicalTensor:
         shape = shards.shape if layer is None else shards.shape[1:]
         shape = shape if rows is None else torch.Size((rows, *shape[1:]))
         description = Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device=HOST)
@@ -151,18 +141,14 @@ class LogicalTensor(Tensor):
         shards.users += any(map(description._is_in, shards.regions))
         return description
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func}: a logical tensor is only a description")
-
     def _is_in(self, start: tuple[int, ...]) -> bool:
         """Whether the shard at these offsets has the layer; stacks are sharded along their layers by stage."""
         extent = self.shards.regions[start][1][0] if self.shards.shape else slice(0)
         return self.layer is None or extent.start <= self.layer < extent.stop
 
-    def _chunks(self, offsets: Iterable[tuple[int, ...]]) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         chunks = []
-        for start in filter(self._is_in, offsets):
+        for start in filter(self._is_in, sorted(self.shards.regions)):
             region = self.shards.regions[start][1]
             if self.layer is not None:
                 region = region[1:]
@@ -173,20 +159,6 @@ class LogicalTensor(Tensor):
             sizes = torch.Size(cut.stop - cut.start for cut in region)
             chunks.append(ChunkStorageMetadata(torch.Size(cut.start for cut in region), sizes))
         return chunks
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets, i),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for i, chunk in enumerate(self._chunks(sorted(self.shards.regions)))
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._chunks(self.shards.regions)
 
     def release(self) -> None:
         """Free the host copy once no layer that shares it needs it."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from pretraining.config.training import TrainConfig
 from pretraining.noise import name_hashes, random_bits
 from pretraining.optim.optimizer import Optimizer, ParameterState
-from pretraining.parallel.layout import STACK, Layout
+from pretraining.parallel.layout import STACK, XlaLayout
 from pretraining.parallel.sharding import Spec, without_single
-from pretraining.parallel.step import Gradients, OptimizerStep, TensorSharding
+from pretraining.parallel.step import Gradients, OptimizerStep
 
 
 class XlaStep(OptimizerStep):
@@ -30,7 +30,7 @@ class XlaStep(OptimizerStep):
         optimizer: Optimizer,
         device: torch.device,
         mesh: xs.Mesh,
-        layout: Layout,
+        layout: XlaLayout,
         accumulates: bool,
     ) -> None:
         """accumulates: whether a step runs several graphs, whose gradients are summed."""
@@ -91,12 +91,6 @@ class XlaStep(OptimizerStep):
             xs.mark_sharding(tensor, self.mesh, self.moment_spec(parameter, tensor))
         else:
             self._mark(tensor, parameter, self.layout.parameter)
-
-    def sharding_of(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> TensorSharding:
-        """See OptimizerStep. Blocks are stacked: their first dimension is the layer."""
-        spec = self.layout.stacked(parameter.name, self.layout.parameter)
-        axes = self.moment_spec(parameter, tensor) if is_moment else spec
-        return TensorSharding(tuple(tensor.shape), tensor.dtype, axes, device_bytes(tensor))
 
     def moment_spec(self, parameter: ParameterState, moment: Tensor) -> Spec:
         """Return the layout's spec, with dimensions of extent 1 replicated."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pretraining.parallel.layout import Layout, TorchLayout, layout_of, torch_layout
+from pretraining.parallel.layout import TorchLayout, XlaLayout, torch_layout, xla_layout
 from pretraining.parallel.mesh import Mesh
 from pretraining.tools.plan.devices import PLAN_KINDS
 from pretraining.tools.plan.settings import PlanConfig
@@ -13,8 +13,8 @@ def engine_of(config: PlanConfig) -> str:
     return PLAN_KINDS[config.plan_device_kind].engine if config.engine == "auto" else config.engine
 
 
-def layout_in(config: PlanConfig, mesh: Mesh) -> Layout | TorchLayout:
+def layout_in(config: PlanConfig, mesh: Mesh) -> XlaLayout | TorchLayout:
     """Return the layout of `config` in its engine."""
     if engine_of(config) == "xla":
-        return layout_of(config, mesh)
+        return xla_layout(config, mesh)
     return torch_layout(config, mesh)

@@ -25,11 +25,10 @@ from torch import Tensor
 from main_training import CONFIGURATION
 from pretraining.models.init import on_meta
 from pretraining.models.llama import Llama
-from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.engine import Batch
 from pretraining.parallel.select import engine_class
 from pretraining.parallel.sharding import TOKENS, Spec
-from pretraining.parallel.xla.engine import XlaEngine
+from pretraining.parallel.xla.engine import XlaEngine, XlaTrainee
 from pretraining.tools.plan.settings import PlanConfig
 
 _C = torch_xla._XLAC
@@ -43,33 +42,36 @@ class Program(NamedTuple):
     aliases: list[tuple[int, int]]  # argument, and the result that may reuse its memory
 
 
-class Exporter(XlaEngine):
-    """The engine, which writes its graphs to files and does not run them."""
+class TpuEngine(XlaEngine):
+    """The engine, for TPUs, whatever this process traces on."""
 
-    def __init__(self, config: PlanConfig, folder: Path) -> None:
-        super().__init__(replace(config, dump_sharding="", compile_cache_dir=""))
+    def kernel_platform(self) -> str:
+        """See XlaEngine."""
+        return "TPU"
+
+
+class Exporter(XlaTrainee):
+    """The model, whose graphs are written to files and do not run."""
+
+    def __init__(self, engine: XlaEngine, model: Llama, folder: Path) -> None:
+        super().__init__(engine, model)
         self.folder = folder
         self.programs: list[Program] = []
 
-    def kernel_platform(self) -> str:
-        """See XlaEngine. The programs are compiled for TPUs, whatever this process traces on."""
-        return "TPU"
-
     def place_parameter(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
-        """See XlaEngine. Does not call `value`."""
-        return self._placeholder(shape, torch.float32, self.layout.stacked(name, self.layout.parameter))[1]
+        """See XlaTrainee. Does not call `value`."""
+        layout = self.engine.layout
+        return self._placeholder(shape, torch.float32, layout.stacked(name, layout.parameter))[1]
 
     def send(self, rows: Tensor) -> Tensor:
-        """See XlaEngine."""
-        shape = (self.rows * self.data_size, rows.shape[1])
-        return self._placeholder(shape, rows.dtype, self.layout.activation(TOKENS))[1]
+        """See XlaTrainee."""
+        shape = (self.engine.rows * self.engine.data_size, rows.shape[1])
+        return self._placeholder(shape, rows.dtype, self.engine.layout.activation(TOKENS))[1]
 
     def sync(self, wait: bool = False) -> None:
-        """See XlaEngine. Runs nothing."""
+        """See XlaTrainee. Runs nothing."""
 
-    def run_graph(
-        self, name: str, function: Callable[..., list[Tensor]], arguments: dict[str, Tensor], model: Llama
-    ) -> list[Tensor]:
+    def run_graph(self, name: str, function: Callable[..., list[Tensor]], arguments: dict[str, Tensor]) -> list[Tensor]:
         """Write the graph; the tensors that outlive a step are its arguments and its results."""
         placed = [self._as_argument(tensor, spec) for tensor, spec in self.step.persistent_tensors()]
         results = function(**arguments)
@@ -87,7 +89,7 @@ class Exporter(XlaEngine):
         """Return an argument, and the same with its sharding: marking the argument itself crashes the process."""
         argument = xb.create_placeholder_tensor(shape, dtype)
         marked = argument + 0
-        xs.mark_sharding(marked, self.xla_mesh, spec)
+        xs.mark_sharding(marked, self.engine.xla_mesh, spec)
         return argument, marked
 
     def _as_argument(self, tensor: Tensor, spec: Spec) -> Tensor:
@@ -105,14 +107,13 @@ def zero_batch(config: PlanConfig, rows: int) -> Batch:
 
 def export(config: PlanConfig, folder: Path) -> list[Program]:
     """Write the programs of a step of `config` for all devices of this process."""
-    exporter: Any = type("Exporter", (Exporter, engine_class(config, "xla")), {})  # of stages, if there are any
-    engine: Exporter = exporter(config, folder)
-    model = engine.place(on_meta(config))
-    optimizer = build_optimizer(config, model.named_parameters())
-    engine.prepare(optimizer)
-    engine.train_step(model, optimizer, zero_batch(config, engine.rows), 1e-3)
-    (folder / "programs.json").write_text(json.dumps([program._asdict() for program in engine.programs]) + "\n")
-    return engine.programs
+    of_config: Any = type("Engine", (TpuEngine, engine_class(config, "xla")), {})  # of stages, if there are any
+    engine: XlaEngine = of_config(replace(config, compile_cache_dir=""))
+    of_engine: Any = type("Exporting", (Exporter, engine.trainee_class), {})
+    exporter: Exporter = of_engine(engine, on_meta(config), folder)
+    exporter.train_step(zero_batch(config, engine.rows), 1e-3)
+    (folder / "programs.json").write_text(json.dumps([program._asdict() for program in exporter.programs]) + "\n")
+    return exporter.programs
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from pretraining.config.variants import model_shape
 from pretraining.optim.precision import precision_of
-from pretraining.parallel.layout import KEYS_AND_VALUES, Layout, StateTensor, TorchLayout
+from pretraining.parallel.layout import KEYS_AND_VALUES, TorchLayout, XlaLayout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.recompute import block_mask
+from pretraining.parallel.state_bytes import StateTensor
 from pretraining.tools.plan.engines import engine_of, layout_in
 from pretraining.tools.plan.memory import stream_bytes
 from pretraining.tools.plan.settings import PlanConfig
@@ -74,7 +75,7 @@ def _divided(weights: list[StateTensor]) -> tuple[list[StateTensor], list[StateT
     return blocks, [weight for weight in weights if weight not in blocks]
 
 
-def _of_table(config: PlanConfig, layout: Layout, weights: list[StateTensor]) -> list[Collective]:
+def _of_table(config: PlanConfig, layout: XlaLayout, weights: list[StateTensor]) -> list[Collective]:
     """Return the XLA engine's collectives of parameters and gradients."""
     mesh, split, precision = layout.mesh, layout.split, precision_of(config)
     ranks = mesh.shard * mesh.context

@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
+from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
-from pretraining.parallel.layout import state_bytes
 from pretraining.parallel.select import engine_class
+from pretraining.parallel.state_bytes import state_bytes
 from pretraining.tools.plan.traffic import ring
-from tests.parallel.resuming import prepare_run
 from tests.parallel.toy import TOY
 
 SMALL = 4096  # bytes: norms of all blocks and three numbers a row are no more in this model
@@ -93,15 +93,15 @@ def run_case(fields: dict[str, Any], sent: Counter[str]) -> dict[str, Any]:
     """One step of the toy with these fields."""
     config = CONFIGURATION(**{**TOY, "device": "cpu", **fields})
     engine = engine_class(config, "torch")(config)
-    model, optimizer = prepare_run(engine, config)
+    trainee = engine.place(build_model(config))
     batch = open_stream(config, engine.data_rank, engine.data_size).batch(0)
     sent.clear()
     gathered: dict[str, int] = {}
-    stop = gathered_before_backward(model, gathered)
-    engine.train_step(model, optimizer, batch, 1e-3).read()
+    stop = gathered_before_backward(trainee.model, gathered)
+    trainee.train_step(batch, 1e-3).read()
     stop()
     return {
-        "measured": engine.bytes_per_device(model, optimizer),
+        "measured": trainee.bytes_per_device(),
         "counted": state_bytes(config, engine.layout),
         "sent": dict(sent),
         "gathered": gathered if engine.mesh.stage == 1 else {},

@@ -16,9 +16,9 @@ from typing import Any
 
 from main_training import CONFIGURATION
 from pretraining.data import open_stream
-from pretraining.parallel.layout import state_bytes
+from pretraining.models.init import build_model
 from pretraining.parallel.select import engine_class
-from tests.parallel.resuming import prepare_run
+from pretraining.parallel.state_bytes import state_bytes
 from tests.parallel.toy import TOY
 
 
@@ -31,12 +31,12 @@ def run_case(folder: Path, fields: dict[str, Any], steps: bool) -> dict[str, Any
     """Place the toy with these fields, and run a step if `steps`."""
     config = CONFIGURATION(**{**TOY, **fields})
     engine = engine_class(config, "xla")(config)
-    model, optimizer = prepare_run(engine, config)
-    result: dict[str, Any] = {"measured": engine.bytes_per_device(model, optimizer)}
+    trainee = engine.place(build_model(config))
+    result: dict[str, Any] = {"measured": trainee.bytes_per_device()}
     result["counted"] = state_bytes(config, engine.layout)
     if steps:
         before = dumped(folder)
-        engine.train_step(model, optimizer, open_stream(config).batch(0), 1e-3).read()
+        trainee.train_step(open_stream(config).batch(0), 1e-3).read()
         result["program"] = str(max(dumped(folder) - before, key=lambda path: path.stat().st_size))
     return result
 

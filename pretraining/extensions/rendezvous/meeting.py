@@ -107,7 +107,7 @@ def find_processes(is_xla: bool) -> Processes:
     processes = read_processes()
     if processes.is_launched or not is_xla:
         return processes
-    from pretraining.parallel.xla.hosts import read_hosts
+    from pretraining.extensions.rendezvous.hosts import read_hosts
 
     rank, addresses = read_hosts()
     return Processes(rank, len(addresses), is_launched=True, address=addresses[0], port=XLA_PORT)
@@ -121,7 +121,7 @@ def compared_settings(config: TrainConfig) -> dict[str, str]:
 
 def code_facts() -> dict[str, str]:
     """Return a digest of the source, and the versions of the packages that compute."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     paths = [*root.glob("main_training.py"), *root.glob("pretraining/**/*.py")]
     files = sorted((path.relative_to(root).as_posix(), path) for path in paths)
     digest = sha256(b"".join(f"{name}\n".encode() + path.read_bytes() for name, path in files)).hexdigest()

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import pytest
 
 from pretraining.config.training import TrainConfig
-from pretraining.parallel.rendezvous import Member, Verdict, compared_settings, judge
+from pretraining.extensions.rendezvous.meeting import Member, Verdict, compared_settings, judge
 from tests.data.corpora import write_flat
 from tests.object_storage import free_port
 from tests.parallel.launch import ROOT, environment
 
-DRIVER = str(Path(__file__).with_name("meeting_driver.py"))
+DRIVER = str(Path(__file__).with_name("rendezvous_driver.py"))
 TIMEOUT = 20  # s, collective_timeout
 COMMON = ["--use_dummy_dataset", "--model_variant=tiny", "--seq_length=64"]
 ENGINES = {"torch": ["--engine=torch", "--device=cpu", f"--collective_timeout={TIMEOUT}"], "xla": ["--engine=xla"]}
