@@ -1,0 +1,132 @@
+"""The parts of a run for a loop of one's own: see docs/library.md.
+
+`Training` opens what main_training.py opens, in the same order: a model with its optimizer, placed on the mesh, and its
+data. Its checkpoints are those of every run, so other meshes, engines and tools read them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, NamedTuple, Self
+
+from main_training import EXTENSIONS, configure
+from pretraining.checkpoint.folder import find_checkpoints, keep_newest
+from pretraining.checkpoint.manifest import Facts, open_checkpoint
+from pretraining.checkpoint.peers import Peers
+from pretraining.checkpoint.store import HostBuffer, PendingSave, load
+from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
+from pretraining.data.checks import INPUTS
+from pretraining.data.stream import Rows
+from pretraining.models.init import build_model
+from pretraining.models.llama import Llama
+from pretraining.optim.schedule import learning_rate
+from pretraining.parallel.engine import Batch, StepResult
+from pretraining.parallel.select import open_engine
+from pretraining.run.configure import compare_processes
+from pretraining.run.environment import check_environment
+from pretraining.run.start import open_streams
+from pretraining.storage import location
+
+
+class Loaded(NamedTuple):
+    """What a checkpoint holds besides its tensors."""
+
+    step: int  # updates done
+    user_content: Any  # what `save` was given
+
+
+class Training:
+    """A model with its optimizer and data. Every method is collective over the processes; a context manager."""
+
+    def __init__(
+        self,
+        settings: TrainConfig | Mapping[str, object],
+        *,
+        data: Mapping[str, Rows] | None = None,
+        build: Callable[[TrainConfig], Llama] | None = None,
+    ) -> None:
+        """Open everything, as `pretraining.train` does with the same arguments.
+
+        Raises UserError with every mistake, before a device is opened.
+        """
+        check_environment()
+        config = configure(settings, report=False, without=INPUTS if data else ())
+        compare_processes(config, {}, EXTENSIONS)
+        self.engine = open_engine(config)
+        self.config, self.streams = open_streams(self.engine, None, data or {})
+        self.trainee = self.engine.place((build or build_model)(self.config))
+        self._peers, self._buffer = Peers(timeout=self.config.collective_timeout), HostBuffer()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for the last save; close the data and the engine."""
+        self._writer.shutdown()
+        for stream in self.streams.values():
+            stream.close()
+        self.engine.close()
+
+    def batch(self, step: int, split: str = "train") -> Batch:
+        """Return this process's rows of the global batch of a step, counted from 1: int32 [rows, seq_length] each."""
+        return self.streams[split].batch(step - 1)
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate that the configured schedule has for a step, counted from 1."""
+        return learning_rate(self.config, step - 1)
+
+    def train_step(self, step: int, batch: Batch | None = None, rate: float | None = None) -> StepResult:
+        """Update the model; batch and rate are the configured ones of the step unless they are given."""
+        batch = self.batch(step) if batch is None else batch
+        return self.trainee.train_step(batch, self.learning_rate(step) if rate is None else rate)
+
+    def evaluate(self, batch: Batch) -> StepResult:
+        """Return "loss" and "tokens" of a batch, without a change of any state."""
+        return self.trainee.evaluate(batch)
+
+    def save(
+        self, folder: str, step: int, *, user_content: Any = None, keep: int = 0, in_background: bool = False
+    ) -> Future[None]:
+        """Save model, optimizer and `user_content` to `folder`/step_N; the result is done when it is committed.
+
+        user_content: a JSON value. keep: remove all but so many checkpoints, 0: none. in_background: training
+        may go on, while a thread writes a copy in the host's memory. Raises OSError where it cannot be written, and
+        UserError where user_content is no JSON value.
+        """
+        try:
+            json.dumps(user_content, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"user_content of step {step} is no JSON value: {error}") from error
+        mesh, tokens = self.engine.mesh._asdict(), step * self.config.tokens_per_step
+        facts = Facts(step, tokens, {"user_content": user_content}, asdict(self.config), self.engine.name, mesh)
+        pending = PendingSave(location(folder), self.trainee.state(), facts, self._peers)
+        if in_background:
+            pending.stage(self._buffer)
+        saving = self._writer.submit(self._write, pending, folder, keep)
+        if not in_background:
+            saving.result()
+        return saving
+
+    def _write(self, pending: PendingSave, folder: str, keep: int) -> None:
+        pending.write()
+        if keep:
+            self._peers.lead(lambda: keep_newest(location(folder), keep))
+
+    def load(self, folder: str, step: int | None = None) -> Loaded | None:
+        """Load model and optimizer from a step of `folder`, None: the newest. Returns None if there is no checkpoint.
+
+        The checkpoint may be of another mesh, engine or run. Raises UserError if it does not fit or is damaged.
+        """
+        found = self._peers.lead(lambda: find_checkpoints(location(folder)).committed)
+        paths = [path for path in found if step is None or path.name == f"step_{step}"]
+        if not paths:
+            return None
+        checkpoint, state = open_checkpoint(paths[0]), self.trainee.state()
+        load(checkpoint, state, self._peers)
+        state.commit()
+        return Loaded(checkpoint.facts.step, (checkpoint.facts.data or {}).get("user_content"))
