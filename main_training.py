@@ -32,6 +32,7 @@ NAMES = (
     "tools.prepare",
     "tools.plan",
     "extensions.pipeline",
+    "extensions.kv_replication",
     "extensions.object_storage",
     "extensions.local_tier",
     "extensions.save_schedule",

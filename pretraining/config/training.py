@@ -190,10 +190,6 @@ class TrainConfig:
     context_parallel_size: Annotated[int, AtLeast(1)] = 1
     """Devices that share the tokens of a row, for sequences whose activations are too large for one device; keys and
     values are all-gathered for attention. Parameters are sharded over them as over data-parallel ranks. 1: none."""
-    kv_replication: Annotated[int, AtLeast(0)] = 0
-    """Copies of each key/value head in use if tensor ranks do not divide them. 0: as few as possible,
-    tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 with too few heads: every tensor rank computes all
-    key/value heads. The xla engine stores the weights of a head once, the torch engine in every tensor rank."""
     dump_sharding: Annotated[str, PER_HOST] = ""
     """File that is written before the first step, as JSON: the mesh and, of every parameter and moment, shape, dtype
     and the mesh axes that shard each dimension. Empty: none."""
@@ -647,6 +643,11 @@ class TrainConfig:
     def division(self) -> Division:
         """Which layers a device has."""
         return Division(self)
+
+    @property
+    def kv_copies(self) -> int:
+        """Copies of each key/value head in use if tensor ranks do not divide them; 0: as few as possible."""
+        return 0
 
     def engine_class(self, name: str) -> Any:
         """Return the class of the engine "xla" or "torch" that runs this configuration; None: the core's."""

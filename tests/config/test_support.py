@@ -25,12 +25,12 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("reduce_dtype", {"reduce_dtype": "bf16", "mixed_precision": False}),
     ("collective_timeout", {"collective_timeout": 5}),
     ("cpu_offload", {"cpu_offload": True}),
-    ("kv_replication", {"kv_replication": 2}),
     ("attention_impl", {"attention_impl": "splash"}),
     ("save_attention", {"save_attention": True, "checkpoint_num_layers": 2}),
     ("compile_cache_dir", {"compile_cache_dir": "there"}),
     ("pipeline_balance", {"pipeline_parallel_size": 2, "pipeline_balance": True}),
     ("pipeline_schedule", {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"}),
+    ("kv_replication", {"kv_replication": 2}),
     ("memory_profiling", {"memory_profiling": True}),
 ]
 EXAMPLES = [(setting, fields) for setting, fields in EXAMPLES if setting in SETTINGS]  # of extensions that are there
