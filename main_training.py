@@ -48,6 +48,7 @@ NAMES = (
     "extensions.splash",
     "extensions.fp8",
     "extensions.fp16",
+    "extensions.manual_precision",
     "extensions.skip_step",
     "extensions.report_figures",
     "extensions.profiler",

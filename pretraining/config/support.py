@@ -42,7 +42,7 @@ class Limit(NamedTuple):
 
 def _reduces_in_another_dtype(config: TrainConfig) -> bool:
     """Return whether gradients are products in another dtype on the xla engine, which sums these over devices."""
-    if config.precision_mode == "bf16_sr" or config.master_weights is False:
+    if config.has_bf16_weights:
         return config.reduce_dtype == "fp32"
     has_bf16_products = config.precision_mode != "fp32" and config.division.stages == 1
     return config.reduce_dtype == "bf16" and not has_bf16_products
