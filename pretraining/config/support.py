@@ -5,7 +5,6 @@ A value of a setting that has no row works on both engines.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from pretraining.config.declaration import settings_of
 from pretraining.config.errors import Problem, UnknownValueError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
-from pretraining.config.variants import model_shape
 
 Places = tuple[str, ...]
 XLA: Places = ("xla",)
@@ -44,15 +42,10 @@ class Limit(NamedTuple):
 
 def _reduces_in_another_dtype(config: TrainConfig) -> bool:
     """Return whether gradients are products in another dtype on the xla engine, which sums these over devices."""
-    if config.precision_mode == "bf16_sr" or config.master_weights is False:
+    if config.has_bf16_weights:
         return config.reduce_dtype == "fp32"
     has_bf16_products = config.precision_mode != "fp32" and config.division.stages == 1
     return config.reduce_dtype == "bf16" and not has_bf16_products
-
-
-def _repeats_kv_heads_more(config: TrainConfig) -> bool:
-    ranks = config.tensor_parallel_size
-    return config.kv_replication not in (0, ranks // math.gcd(model_shape(config).num_kv_heads, ranks))
 
 
 LIMITS = (
@@ -66,8 +59,6 @@ LIMITS = (
           is_set=_reduces_in_another_dtype),
     Limit("collective_timeout", XLA, "collectives of XLA have no timeout"),
     Limit("cpu_offload", NO_CUDA, "only the torch engine on CUDA offloads"),
-    Limit("kv_replication", TORCH, "its tensor ranks have the key/value heads of their queries, each of them once",
-          values="more or fewer copies than there must be", is_set=_repeats_kv_heads_more),
     Limit("attention_impl", TORCH, "splash is a program of XLA; with auto, scaled_dot_product_attention runs",
           values="splash", is_set=lambda config: config.attention_impl == "splash"),
     Limit("save_attention", TORCH, "blocks that are recomputed together keep only the input of the first",

@@ -194,10 +194,6 @@ class TrainConfig:
     """Devices that share the tokens of a row, for sequences whose activations are too large for one device; keys and
     values are all-gathered for attention. Parameters are sharded over them as over data-parallel ranks. 1: none.
     Elsewhere: context_parallel_degree."""
-    kv_replication: Annotated[int, AtLeast(0)] = 0
-    """Copies of each key/value head in use if tensor ranks do not divide them. 0: as few as possible,
-    tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 with too few heads: every tensor rank computes all
-    key/value heads. The xla engine stores the weights of a head once, the torch engine in every tensor rank."""
     low_cpu_fsdp: Annotated[bool, Resume.FREE] = False
     """True: build the model on the meta device and create each shard in place, so that host memory grows by one
     parameter at a time. False: build the whole model in host memory first. The initial weights are the same."""
@@ -220,14 +216,7 @@ class TrainConfig:
     of bf16, and a loss scale. "fp8": mixed_bf16, and the linear layers of the blocks multiply float8 matrices (inputs
     and weights e4m3, gradients e5m2), each scaled by its largest element; FSDP gathers weights in bf16. GPUs of compute
     capability 8.9 or newer, or the CPU; not run on a GPU yet. MFU remains a share of the bf16 peak. "manual":
-    mixed_bf16 with the three settings below."""
-    master_weights: Annotated[bool | None, Needs("precision", "manual")] = None
-    """True: parameters and optimizer state in fp32. False: in bf16. None: True."""
-    fp32_grad_acc: Annotated[bool | None, Needs("precision", "manual")] = None
-    """True: sum the gradients of micro-batches in fp32. False: in bf16. None: True."""
-    stochastic_rounding: Annotated[bool | None, Needs("precision", "manual")] = None
-    """True: round to bf16 stochastically, which is exact on average; deterministic, and the same on every mesh. False:
-    round to nearest. None: False."""
+    mixed_bf16 with master_weights, fp32_grad_acc and stochastic_rounding."""
     attention_impl: Literal["auto", "splash", "chunked"] = "auto"
     """How attention is computed: "chunked" (plain operations on chunks of the queries), "splash" (by the xla engine
     with JAX's fused kernel for TPUs, which needs the packages of requirements/tpu-aot.txt), or "auto": with the
@@ -661,9 +650,24 @@ class TrainConfig:
         """Which layers a device has."""
         return Division(self)
 
+    @property
+    def kv_copies(self) -> int:
+        """Copies of each key/value head in use if tensor ranks do not divide them; 0: as few as possible."""
+        return 0
+
     def engine_class(self, name: str) -> Any:
         """Return the class of the engine "xla" or "torch" that runs this configuration; None: the core's."""
         return None
+
+    def manual_precision(self) -> Any:
+        """Return the dtypes of precision=manual, an optim.precision.Precision. Raises UserError."""
+        remedy = "needs pretraining/extensions/manual_precision, which is not there; use mixed_bf16"
+        raise UserError(f"--precision=manual: {remedy}")
+
+    @property
+    def has_bf16_weights(self) -> bool:
+        """Whether the parameters are in bf16, without an fp32 copy."""
+        return self.precision_mode == "bf16_sr"
 
     def loss_scale_on(self, device: Any) -> Any:
         """Return the loss scale of precision=fp16, which extensions/fp16 describes; None: there is none.

@@ -51,18 +51,12 @@ MODES = {
 
 
 def precision_of(config: TrainConfig) -> Precision:
-    """Dtypes that `precision`, `mixed_precision` and the settings of precision=manual ask for."""
+    """Dtypes that `precision`, `mixed_precision` and `reduce_dtype` ask for."""
     mode = config.precision_mode
-    chosen = _manual(config) if mode == "manual" else MODES[mode]
+    chosen = config.manual_precision() if mode == "manual" else MODES[mode]
     state = FP32 if config.hyperparameters.has_fp32_state else chosen.optimizer_state
     reduction = BF16 if config.reduce_dtype == "bf16" else FP32
     return chosen._replace(optimizer_state=state, gradient_reduction=reduction)
-
-
-def _manual(config: TrainConfig) -> Precision:
-    master = FP32 if config.master_weights is not False else BF16
-    gradients = FP32 if config.fp32_grad_acc is not False else BF16
-    return Precision(BF16, BF16, master, gradients, master, stochastic_rounding=bool(config.stochastic_rounding))
 
 
 def describe_dtypes(config: TrainConfig) -> str:

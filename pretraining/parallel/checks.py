@@ -35,17 +35,6 @@ def check_tensor_parallel(config: TrainConfig) -> Iterator[Problem]:
             yield problem(config, "tensor_parallel_size", remedy)
 
 
-def check_kv_replication(config: TrainConfig) -> Iterator[Problem]:
-    """Every tensor rank computes the same number of copies of key/value heads."""
-    repeats, ranks = config.kv_replication, config.tensor_parallel_size
-    if repeats > 1:
-        heads = model_shape(config).num_kv_heads
-        valid = [r for r in divisors(ranks) if heads * r % ranks == 0]
-        if repeats not in valid:
-            remedy = f"x num_kv_heads={heads} is not a multiple of tensor_parallel_size={ranks}"
-            yield problem(config, "kv_replication", f"{remedy}; use {either(valid)}, or 0 for the smallest")
-
-
 def check_sequence_split(config: TrainConfig) -> Iterator[Problem]:
     """Context and tensor ranks take the same number of tokens."""
     tensor = config.tensor_parallel_size if config.sequence_parallel else 1
@@ -97,7 +86,6 @@ def check_recomputed_modules(config: TrainConfig) -> Iterator[Problem]:
 CHECKS = (
     check_engine_support,
     check_tensor_parallel,
-    check_kv_replication,
     check_sequence_split,
     check_batch,
     check_recomputed_blocks,

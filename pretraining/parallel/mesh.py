@@ -108,9 +108,9 @@ def _model_axes_problem(config: TrainConfig, devices: int) -> Problem:
 
 
 def kv_repeats(config: TrainConfig, shape: ModelShape) -> int:
-    """Return the copies of each KV head along `tensor`: kv_replication, or the least number that divides."""
+    """Return the copies of each KV head along `tensor`: kv_copies, or the least number that divides."""
     automatic = config.tensor_parallel_size // math.gcd(shape.num_kv_heads, config.tensor_parallel_size)
-    return config.kv_replication or automatic
+    return config.kv_copies or automatic
 
 
 def resolve_batch(config: Configuration, ranks: int) -> Configuration:

@@ -25,12 +25,12 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("reduce_dtype", {"reduce_dtype": "bf16", "mixed_precision": False}),
     ("collective_timeout", {"collective_timeout": 5}),
     ("cpu_offload", {"cpu_offload": True}),
-    ("kv_replication", {"kv_replication": 2}),
     ("attention_impl", {"attention_impl": "splash"}),
     ("save_attention", {"save_attention": True, "checkpoint_num_layers": 2}),
     ("compile_cache_dir", {"compile_cache_dir": "there"}),
     ("pipeline_balance", {"pipeline_parallel_size": 2, "pipeline_balance": True}),
     ("pipeline_schedule", {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"}),
+    ("kv_replication", {"kv_replication": 2}),
     ("memory_profiling", {"memory_profiling": True}),
 ]
 EXAMPLES = [(setting, fields) for setting, fields in EXAMPLES if setting in SETTINGS]  # of extensions that are there
@@ -55,6 +55,8 @@ def test_a_precision_whose_extension_is_not_there_is_refused() -> None:
         TrainConfig(precision="fp8").transformation_on("cpu")
     with pytest.raises(UserError, match=r"--precision=fp16: needs pretraining/extensions/fp16, .*use mixed_bf16"):
         TrainConfig(precision="fp16").loss_scale_on("cpu")
+    with pytest.raises(UserError, match=r"--precision=manual: needs pretraining/extensions/manual_precision, "):
+        TrainConfig(precision="manual").manual_precision()
 
 
 @pytest.mark.parametrize(("limit", "fields"), [(limit, row[1]) for limit, row in zip(LIMITS, EXAMPLES, strict=True)])
@@ -75,10 +77,6 @@ def test_a_value_is_refused_where_its_row_says_and_nowhere_else(limit: Any, fiel
         ("bf16", {"pipeline_parallel_size": 2}, True),
         ("fp32", {"precision": "bf16_sr"}, True),
         ("bf16", {"precision": "bf16_sr"}, False),
-        ("bf16", {"precision": "manual", "master_weights": False}, False),
-        ("fp32", {"precision": "manual", "master_weights": False}, True),
-        ("fp32", {"precision": "manual"}, False),
-        ("bf16", {"precision": "manual"}, False),
     ],
 )
 def test_the_xla_engine_reduces_in_bf16_what_it_multiplies_in_bf16(dtype: Any, fields: Any, refused: bool) -> None:

@@ -192,7 +192,6 @@ def test_the_batch_sizes_a_message_offers_are_valid(batch: int, total: int, pass
         ({"engine": "tpu"}, {"cpu_offload": True}),
         ({"lora_rank": -1}, {"lora_alpha": 3.0}),
         ({"model_variant": "lama"}, {"num_kv_heads": 5, "tensor_parallel_size": 3}),
-        ({"num_kv_heads": 0}, {"kv_replication": 3, "tensor_parallel_size": 2}),
     ],
 )
 def test_what_follows_from_a_mistake_is_not_a_second_problem(mistake: dict[str, Any], consequence: Any) -> None:
@@ -204,10 +203,10 @@ def test_what_follows_from_a_mistake_is_not_a_second_problem(mistake: dict[str, 
 
 
 def test_a_mistake_hides_no_problem_that_does_not_depend_on_it() -> None:
-    given = {"use_dummy_dataset": True, "adam_beta1": 2, "min_lr": 1, "kv_replication": -1, "engine": "xla"}
+    given = {"use_dummy_dataset": True, "adam_beta1": 2, "min_lr": 1, "sharding_group_size": -1, "engine": "xla"}
     found = read_values({**given, "cpu_offload": True, "num_kv_heads": 5}, CHECKS, CONFIGURATION).problems
     names = [problem.subject.partition("=")[0] for problem in found]
-    assert {"--adam_beta1", "--cpu_offload", "--kv_replication", "--min_lr", "--num_kv_heads"} == set(names)
+    assert {"--adam_beta1", "--cpu_offload", "--min_lr", "--num_kv_heads", "--sharding_group_size"} == set(names)
 
 
 def test_a_configuration_does_not_change() -> None:
@@ -276,7 +275,6 @@ def test_every_fraction_up_to_one_is_its_own_value(numerator: int, denominator: 
     [
         ({"tensor_parallel_size": 4, "num_attention_heads": 6}, r"--tensor_parallel_size=4 .*num_attention_heads=6"),
         ({"tensor_parallel_size": 8, "intermediate_size": 100}, r"--tensor_parallel_size=8 .*intermediate_size=100"),
-        ({"tensor_parallel_size": 8, "kv_replication": 3, "num_kv_heads": 2}, r"num_kv_heads=2 .*size=8; use 4 or 8"),
         ({"context_parallel_size": 4, "seq_length": 62}, r"--seq_length=62 .*context_parallel_size=4; use 60 or 64"),
         (
             {"sequence_parallel": True, "tensor_parallel_size": 2, "seq_length": 63},

@@ -47,6 +47,7 @@ def test_the_moving_average_follows_every_update_and_is_exported(
 
 
 def test_an_average_that_would_not_move_in_bf16_is_refused() -> None:
+    pytest.importorskip("pretraining.extensions.manual_precision")
     fields = {"use_dummy_dataset": True, "precision": "manual", "master_weights": False, "ema_decay": 0.9}
     with pytest.raises(ConfigError, match=r"--ema_decay=0.9 .*stochastic_rounding=True"):
         configure(fields)

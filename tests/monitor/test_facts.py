@@ -52,9 +52,8 @@ def test_memory_is_that_of_one_device() -> None:
 def test_every_dtype_of_the_precision_is_said() -> None:
     mixed = "mixed_bf16: activations bf16, products bf16, parameters fp32, gradients fp32, optimizer state fp32"
     assert facts()["precision"] == mixed
-    by_hand = facts(precision="manual", master_weights=False, stochastic_rounding=True)["precision"]
-    kept = "parameters bf16, gradients fp32, optimizer state bf16; rounded stochastically"
-    assert by_hand == f"manual: activations bf16, products bf16, {kept}"
+    rounded = "bf16_sr: activations bf16, products bf16, parameters bf16, gradients bf16, optimizer state bf16; rounded"
+    assert facts(precision="bf16_sr")["precision"].startswith(rounded)
     assert "linear layers of the blocks fp8 (e4m3, gradients e5m2)" in facts(precision="fp8")["precision"]
     assert facts(precision="fp16")["precision"].startswith("fp16: activations fp16, products fp16, parameters fp32")
 

@@ -388,7 +388,7 @@ def test_a_cpu_without_virtual_devices_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("xla", "fields"),
     [
-        (False, {"kv_replication": 2, "attention_impl": "splash"}),
+        (False, {"compile_cache_dir": "x", "attention_impl": "splash"}),
         (False, {"cpu_offload": True, "compile_cache_dir": "x"}),
         (True, {"precision": "fp16", "cpu_offload": True, "collective_timeout": 5}),
     ],

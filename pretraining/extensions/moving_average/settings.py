@@ -40,9 +40,9 @@ class MovingAverageConfig(TrainConfig):
 
 def check_moving_average(config: MovingAverageConfig) -> Iterator[Problem]:
     """A moving average changes by less than half the spacing of bf16 numbers, so it is kept in fp32 or rounded so."""
-    is_bf16 = config.precision_mode == "manual" and config.master_weights is False
-    has_bf16_average = is_bf16 and not config.optimizers()[config.optimizer].has_fp32_state
-    if config.ema_decay and has_bf16_average and not config.stochastic_rounding:
+    has_bf16_average = config.has_bf16_weights and not config.optimizers()[config.optimizer].has_fp32_state
+    is_rounded = config.precision_mode == "bf16_sr" or getattr(config, "stochastic_rounding", False)  # of an extension
+    if config.ema_decay and has_bf16_average and not is_rounded:
         yield problem(config, "ema_decay", "needs master_weights=True or stochastic_rounding=True")
 
 

@@ -63,7 +63,7 @@ def obstacles(config: TrainConfig) -> Iterator[str]:
         chunks = 2 * config.context_parallel_size
         yield f"splash attention needs {chunks} equal chunks of a row for context ranks, and one has {length} tokens"
     if shape.num_kv_heads * kv_repeats(config, shape) % config.tensor_parallel_size:
-        yield f"splash attention needs a shard of the key/value heads, and kv_replication is {config.kv_replication}"
+        yield f"splash attention needs a shard of the key/value heads, and kv_replication is {config.kv_copies}"
 
 
 def check_attention(config: SplashConfig) -> Iterator[Problem]:

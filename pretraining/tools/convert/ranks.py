@@ -201,7 +201,7 @@ def nxdt(config: TrainConfig) -> tuple[Row, ...]:
     With kv_replication the ranks hold several copies of the keys and values, and the query heads, in o_proj too, are in
     the order that puts each next to a copy of its own.
     """
-    shape, copies = model_shape(config), max(config.kv_replication, 1)
+    shape, copies = model_shape(config), max(config.kv_copies, 1)
 
     def fused(ranks: Ranks) -> Sequence[Tensor]:
         heads, groups = shape.num_attention_heads // len(ranks), shape.num_kv_heads * copies // len(ranks)
