@@ -19,9 +19,9 @@ from pretraining.config.declaration import Above, AtLeast, OneOf, Resume, Settin
 from pretraining.config.errors import ConfigError
 from pretraining.config.flags import read_values
 from pretraining.config.grammar import parse_selective
-from pretraining.config.huggingface import DIMENSIONS, ModelDescription
 from pretraining.config.validate import problems
 from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.extensions.huggingface.description import DIMENSIONS, ModelDescription
 
 SETTINGS = settings_of(CONFIGURATION)
 

@@ -20,9 +20,9 @@ from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.huggingface import FAMILIES, ModelDescription
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.extensions.huggingface.description import FAMILIES, ModelDescription
 from pretraining.extensions.huggingface.folder import is_huggingface
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.extensions.tokenizers.tokenizer import train as train_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import UserError, extra_packages
-from pretraining.config.huggingface import describes_model
+from pretraining.extensions.huggingface.description import describes_model
 from pretraining.tools.importing import nemo, neox, nxdt
 from pretraining.tools.importing.foreign import ForeignConfig
 from pretraining.tools.importing.mappings import Format

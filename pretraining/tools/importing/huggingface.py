@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem
-from pretraining.config.huggingface import (
+from pretraining.config.variants import VARIANTS
+from pretraining.extensions.huggingface.description import (
     ACTIVATIONS,
     CONFIG,
     FAMILIES,
@@ -20,7 +21,6 @@ from pretraining.config.huggingface import (
     ModelDescription,
     describes_model,
 )
-from pretraining.config.variants import VARIANTS
 from pretraining.tools.importing.conversions import mapped, unchanged
 from pretraining.tools.importing.mappings import Format, KeyMapping, choice, ignore, only, to
 from pretraining.tools.importing.reading import read_file
