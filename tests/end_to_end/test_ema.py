@@ -13,9 +13,9 @@ from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import build_model
-from pretraining.tools.convert.convert import main
 from tests.end_to_end.small import FLAGS, finish
 
+main = pytest.importorskip("pretraining.tools.convert.convert").main
 pytestmark = pytest.mark.slow
 DECAY, STEPS = 0.75, 4
 

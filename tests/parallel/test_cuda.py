@@ -16,7 +16,6 @@ from main_training import CONFIGURATION
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
-from pretraining.extensions.profiler.watch import Profiler
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel import accelerator
@@ -65,6 +64,7 @@ def trained(documents: bool = False, **fields: Any) -> dict[str, Any]:
 
 
 def test_memory_of_traced_steps_is_written(tmp_path: Path) -> None:
+    watch = pytest.importorskip("pretraining.extensions.profiler.watch")
     settings = {"use_profiler": True, "memory_profiling": True, "profile_start_step": 1, "profile_num_steps": 1}
     config = CONFIGURATION(**{**TOY, **SIZES, **settings, "log_dir": str(tmp_path)})
     engine = TorchEngine(config)
@@ -73,7 +73,7 @@ def test_memory_of_traced_steps_is_written(tmp_path: Path) -> None:
         optimizer = build_optimizer(config, model.named_parameters())
         engine.prepare(optimizer)
         run: Any = SimpleNamespace(config=config, engine=engine, start_step=0, print=print)
-        profiler = Profiler(run, config)
+        profiler = watch.Profiler(run, config)
         profiler.before_step(1)
         engine.train_step(model, optimizer, batch_of(config, documents=False), 3e-3).read()
         profiler.after_step(1)
