@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import pytest
+
+from main_training import EXTENSIONS, NAMES
 
 T = TypeVar("T")
 ALL = "TEST_ALL"  # the variable that --all sets
@@ -21,6 +24,15 @@ def chosen(cases: dict[str, T], names: Collection[str]) -> dict[str, T]:
     """Return the cases: those of these names, or with --all every one."""
     assert cases.keys() >= set(names), f"no such cases: {set(names) - cases.keys()}"
     return {name: case for name, case in cases.items() if runs_all() or name in names}
+
+
+def needs(*extensions: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that needs extensions: without the folder of one, it is skipped."""
+    absent = [name for name in extensions if not find_spec(f"pretraining.extensions.{name}")]
+    return pytest.mark.skipif(bool(absent), reason=f"needs pretraining/extensions/{' and '.join(absent)}")
+
+
+complete = pytest.mark.skipif(len(EXTENSIONS) < len(NAMES), reason="the folder of an extension is not there")
 
 
 class Outcomes(dict[str, Any]):

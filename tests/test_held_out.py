@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+pytest.importorskip("pretraining.extensions.questions")
+pytest.importorskip("pretraining.extensions.tokenizers")
+
 from pretraining import TrainConfig, train
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import open_checkpoint

@@ -95,8 +95,10 @@ def lost_peer(error: BaseException) -> str | None:
 
 
 def refusal(error: BaseException) -> str | None:
-    """Return what the system has refused to the program, in words; None if the error is not about that."""
+    """Return what the system has refused to the program, or which folder it lacks, in words; None: neither."""
     text = next(iter(str(error).splitlines()), "")
+    if isinstance(error, ModuleNotFoundError) and str(error.name).startswith(f"{__name__.partition('.')[0]}."):
+        return f"this needs the folder {str(error.name).replace('.', '/')}, which is not there"
     if isinstance(error, OSError):
         try:
             Path.cwd()

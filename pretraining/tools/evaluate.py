@@ -3,7 +3,7 @@
     python -m pretraining.tools.evaluate RUN_DIR --tasks=hellaswag,own.jsonl [--num_fewshot=N] [--limit=N]
         [--output=FILE] [--include_path=FOLDER] [--batch_size=N] [--device=cuda] [--tokenizer_path=FILE] [--use_ema]
 
-A task that ends with .jsonl is a file of multiple-choice questions (data/choices.py). Any other is a task of
+A task that ends with .jsonl is a file of multiple-choice questions (extensions/questions). Any other is a task of
 EleutherAI's lm-evaluation-harness, which `pip install lm_eval==0.4.13` installs; its numbers are those that the harness
 computes for the model that pretraining.tools.convert exports.
 """
@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,14 @@ from pretraining.config.errors import UserError, counted
 from pretraining.config.grammar import comma_separated
 from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import SETTINGS
-from pretraining.extensions.questions.choices import Request, accuracies, open_tasks
-from pretraining.extensions.tokenizers.tokenizer import Tokenizer
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import open_device
 from pretraining.storage import location
 from pretraining.tools.generate import open_model, positive, sample
+
+if TYPE_CHECKING:
+    from pretraining.extensions.questions.choices import Request
+    from pretraining.extensions.tokenizers.tokenizer import Tokenizer
 
 HARNESS = "lm_eval==0.4.13"
 OWN = ".jsonl"
@@ -77,6 +79,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def evaluate(flags: argparse.Namespace) -> Results:
     """Return the metrics of every task. Raises UserError."""
+    from pretraining.extensions.questions.choices import accuracies, open_tasks
+
     names = comma_separated(flags.tasks)
     files = [name for name in names if name.endswith(OWN)]
     others = [name for name in names if not name.endswith(OWN)]
@@ -188,6 +192,8 @@ def harness_model(scorer: Scorer) -> Any:
     """Return the model as the harness calls it."""
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
+
+    from pretraining.extensions.questions.choices import Request
 
     class CheckpointModel(TemplateLM):  # type: ignore[misc]
         """Follows the harness's own class for exported models, HFLM."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, takewhile
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,10 +32,12 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data.origin import check_origin
 from pretraining.data.state import TOKENIZER
-from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.storage import location
+
+if TYPE_CHECKING:
+    from pretraining.extensions.tokenizers.tokenizer import Tokenizer
 
 INCOMPLETE = "\ufffd"  # what tokenizers decode the first bytes of a character to
 
@@ -165,6 +168,8 @@ def load_tokenizer(path: str, checkpoint: Checkpoint) -> Tokenizer:
         raise UserError(
             "no tokenizer in the run's configuration: give --tokenizer_path=FILE, the tokenizer of its data"
         )
+    from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
+
     mixture = (checkpoint.facts.data or {}).get("mixture", {})
     check_origin(path, {f"dataset {name} of the run": entry.get(TOKENIZER, "") for name, entry in mixture.items()})
     return open_tokenizer(path)

@@ -7,7 +7,7 @@ reads every byte and compares checksums.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from pretraining.data.datasets import SPLITS, Dataset, open_datasets, verify_dat
 from pretraining.data.stores.labels import IGNORED
 from pretraining.data.stores.shard import chunks
 from pretraining.data.stream import open_stream
-from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 
 _AT_ONCE = 1 << 22  # lengths read together: 16 MB
 _BAR = 40  # characters of the longest bar
@@ -96,6 +95,15 @@ def verify(config: TrainConfig, split: str) -> list[str]:
     return lines
 
 
+def _decoder(tokenizer_path: str) -> Callable[[list[int]], str]:
+    """Return what makes text of ids; without a tokenizer, the ids."""
+    if not tokenizer_path:
+        return lambda ids: " ".join(map(str, ids))
+    from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
+
+    return open_tokenizer(tokenizer_path).decode
+
+
 def sample(config: TrainConfig, split: str, step: int, rows: int) -> list[str]:
     """Return the first rows of a step, as text where tokenizer_path is set, otherwise as ids.
 
@@ -107,7 +115,7 @@ def sample(config: TrainConfig, split: str, step: int, rows: int) -> list[str]:
         end = "" if stream.steps is None else f" to {stream.steps - 1}"
         raise UserError(f"--step={step}: the {split} data have steps from 0{end}")
     batch = stream.batch(step)
-    decode = open_tokenizer(path).decode if path else (lambda ids: " ".join(map(str, ids)))
+    decode = _decoder(path)
     lines = []
     for number, row in enumerate(batch["tokens"][:rows]):
         trained = np.append(False, batch["labels"][number, :-1] != IGNORED)

@@ -28,7 +28,6 @@ from pretraining.config.script import (
     ArgumentParser,
     exit_with,
 )
-from pretraining.extensions.history import FILE_NAME as STARTS
 from pretraining.monitor.account import ACTIVITIES, goodput, totals
 from pretraining.monitor.figures import amount, duration, percent
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
@@ -172,15 +171,18 @@ def read_run(folder: Path) -> Run:
         config = None
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a configuration; move it away to show the run without its settings")
-    starts = read_starts(folder / STARTS)
-    return Run(folder.resolve().name, records, starts, config, status_of(folder, records), _places(records))
+    return Run(
+        folder.resolve().name, records, read_starts(folder), config, status_of(folder, records), _places(records)
+    )
 
 
-def read_starts(path: Path) -> list[dict[str, Any]]:
+def read_starts(folder: Path) -> list[dict[str, Any]]:
     """Return the starts of a run, oldest first; none if they are not known."""
     try:
-        starts = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError, RecursionError):
+        from pretraining.extensions.history import FILE_NAME as STARTS
+
+        starts = [json.loads(line) for line in (folder / STARTS).read_text().splitlines()]
+    except (ModuleNotFoundError, OSError, ValueError, RecursionError):
         return []
     return [start for start in starts if isinstance(start, dict) and isinstance(start.get("step"), int)]
 

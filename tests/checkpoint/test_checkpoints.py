@@ -26,9 +26,9 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
 from pretraining.run.start import parameter_shapes
 from pretraining.storage import FolderLock
-from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.generate import base_weights
 from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config, train, train_step
+from tests.selection import needs
 
 
 def run(folder: Path, **fields: Any) -> list[float]:
@@ -419,10 +419,13 @@ def test_a_larger_num_steps_prints_the_rate_before_and_after_and_what_keeps_the_
         run(tmp_path, num_steps=12, **{**kept, "lr_decay_steps": 5})
 
 
+@needs("huggingface", "lora")
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_adapters_do_not_continue_on_other_weights_than_they_were_trained_on(tmp_path: Path, is_ours: bool) -> None:
     base, log_dir = tmp_path / "base", tmp_path / "lora"
     run(base, num_steps=2)
+    from pretraining.tools.convert.convert import to_huggingface
+
     exported = to_huggingface(open_checkpoint(newest_checkpoint(base)), tmp_path / "hf")
     config = small_config(log_dir, num_steps=2, lora_rank=2, ckpt_load_path=str(base if is_ours else exported))
     train(config, lambda step, loss: None)

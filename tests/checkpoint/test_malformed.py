@@ -19,7 +19,6 @@ from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
 from pretraining.run.start import parameter_shapes
 from pretraining.storage import MARKER
-from pretraining.tools.convert.convert import to_huggingface
 from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import DIMENSIONS, facts_of, open_run, small_config
 
@@ -55,6 +54,7 @@ deep = st.sampled_from(["[" * 100_000, '{"a":' * 100_000, "", "null", "[]", "{",
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Sound folders with one file of weights (False) and with several and an index (True)."""
+    to_huggingface = pytest.importorskip("pretraining.tools.convert.convert").to_huggingface
     root = tmp_path_factory.mktemp("exported")
     config = small_config(root / "run", **SMALL)
     checkpoint = open_checkpoint(save(root / "run", open_run(config).state(), facts_of(config, 2)))

@@ -24,6 +24,7 @@ from pretraining.config.script import exit_with, refusal
 from pretraining.config.validate import problems
 from pretraining.config.variants import VARIANTS
 from pretraining.storage import StorageError
+from tests.selection import needs
 
 SETTINGS = settings_of(CONFIGURATION)
 
@@ -96,6 +97,7 @@ def test_text_is_taken_as_it_stands(text: str) -> None:
     assert parse(DUMMY, f"--run_name={text}").run_name == text
 
 
+@needs("trackers")
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0")))
 def test_any_text_reaches_the_field_unchanged(text: str) -> None:
     assert parse(DUMMY, f"--tracker_project_name={text}", "--tracker=wandb").tracker_project_name == text
@@ -410,6 +412,9 @@ def test_an_error_of_the_system_is_named_by_its_file_and_the_program_s_own_by_it
     assert refusal(FileNotFoundError(2, "No such file or directory", "a/b")) == "a/b: No such file or directory"
     assert refusal(OSError(28, "No space left on device")) == "a file or the output: No space left on device"
     assert refusal(StorageError("s3://b/c: cannot be reached")) == "s3://b/c: cannot be reached"
+    assert refusal(ModuleNotFoundError("", name="jax")) is None
+    deleted = refusal(ModuleNotFoundError("", name="pretraining.extensions.lora"))
+    assert deleted == "this needs the folder pretraining/extensions/lora, which is not there"
 
 
 def test_every_script_that_prints_ends_in_the_shared_way() -> None:

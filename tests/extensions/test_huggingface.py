@@ -20,20 +20,19 @@ from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.huggingface import FAMILIES, ModelDescription
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.extensions.huggingface.description import DIMENSIONS, FAMILIES, ModelDescription
 from pretraining.extensions.huggingface.folder import is_huggingface
-from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
-from pretraining.extensions.tokenizers.tokenizer import train as train_tokenizer
 from pretraining.tools.convert.convert import main, to_checkpoint, to_huggingface
 from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
-from pretraining.tools.importing.huggingface import model_flags
+from pretraining.tools.importing.model_file import model_flags
 from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
 from tests.end_to_end.small import ROOT
+from tests.selection import needs
 
 LLAMA3 = {
     "rope_theta": 5e5,
@@ -51,6 +50,11 @@ GPT_NEOX = {
     **{"norm_type": "layernorm", "norm_bias": True, "mlp_bias": True, "attn_bias": True, "activation": "gelu"},
     **{"parallel_residual": True, "rotary_percentage": 0.5, "num_kv_heads": 4},
 }
+
+
+def own_tokenizers() -> Any:
+    """The module of our tokenizers."""
+    return pytest.importorskip("pretraining.extensions.tokenizers.tokenizer")
 
 
 def saved(folder: Path, **fields: Any) -> Path:
@@ -237,12 +241,13 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     transformers = pytest.importorskip("transformers")
     source = (ROOT / "tests" / "checkpoint" / "test_checkpoints.py").read_text()
     if file == "tokenizer.model":
-        train_tokenizer([source], 400, tmp_path / file, threads=1)
+        own_tokenizers().train([source], 400, tmp_path / file, threads=1)
     else:
         tokenizer_json(tmp_path / file, [source])
     path = saved(tmp_path / "run", tokenizer_path=str(tmp_path / file))
     exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
-    ours, theirs = open_tokenizer(str(tmp_path / file)), transformers.AutoTokenizer.from_pretrained(exported)
+    ours = own_tokenizers().open_tokenizer(str(tmp_path / file))
+    theirs = transformers.AutoTokenizer.from_pretrained(exported)
     assert (exported / "tokenizer.json").is_file()
     texts = random_texts(source.split())
     ids = ours.encode(texts)
@@ -261,7 +266,7 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
 def test_transformers_reads_an_exported_tokenizer_without_sentencepiece_and_protobuf(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     source = Path(__file__).read_text()
-    train_tokenizer([source], 400, tmp_path / "sp.model", threads=1)
+    own_tokenizers().train([source], 400, tmp_path / "sp.model", threads=1)
     (tmp_path / "hf").mkdir()
     for name, content in export_tokenizer(str(tmp_path / "sp.model"))[1].items():
         (tmp_path / "hf" / name).write_bytes(content)
@@ -273,7 +278,8 @@ print(AutoTokenizer.from_pretrained({str(tmp_path / "hf")!r}).encode("def main",
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == open_tokenizer(str(tmp_path / "sp.model")).encode(["def main"])[0]
+    tokenizer = own_tokenizers().open_tokenizer(str(tmp_path / "sp.model"))
+    assert json.loads(done.stdout) == tokenizer.encode(["def main"])[0]
 
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
@@ -305,7 +311,7 @@ def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepie
     for name, content in export_tokenizer(str(tmp_path / "sp.model"))[1].items():
         (tmp_path / "hf" / name).write_bytes(content)
     ours, theirs = (
-        open_tokenizer(str(tmp_path / "sp.model")),
+        own_tokenizers().open_tokenizer(str(tmp_path / "sp.model")),
         transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
     )
     texts = random_texts([*source.split(), *settings.get("user_defined_symbols", [])])
@@ -332,6 +338,22 @@ def test_a_sentencepiece_model_that_transformers_cannot_follow_is_refused(tmp_pa
     )
     with pytest.raises(UserError, match="only BPE and unigram models"):
         export_tokenizer(f"{prefix}.model")
+
+
+@needs("mup")
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, {"qk_norm": True}, GPT_NEOX])
+def test_an_export_has_the_factors_of_mup_in_its_weights(tmp_path: Path, fields: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    mup = {"mup_base_width": 6, "mup_base_head_dim": 2, **fields}
+    path = saved(tmp_path / "run", **mup)
+    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
+    ours = logits(small_config(tmp_path, **mup), read_tensors(path, is_weight), tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-4)
+    plain = logits(small_config(tmp_path, **fields), read_tensors(path, is_weight), tokens)
+    assert (plain - ours).abs().max() > 0.01
 
 
 # ---- config.json
@@ -503,3 +525,9 @@ def test_convert_refuses_tensors_that_are_not_the_model_s(
         return
     assert code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("key", DIMENSIONS)
+@pytest.mark.parametrize("value", [10**9, 2**63, 10**30, -(10**30)])
+def test_a_dimension_far_above_any_model_is_a_problem(key: str, value: int) -> None:
+    assert ModelDescription({"model_type": "llama", key: value}).problems

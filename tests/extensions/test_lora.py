@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+pytest.importorskip("pretraining.extensions.huggingface")
+
 from main_training import CONFIGURATION, configure, train
 from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point

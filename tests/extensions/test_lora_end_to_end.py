@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("pretraining.extensions.huggingface")
+
 from main_training import CONFIGURATION
 from main_training import train as run_training
 from pretraining.checkpoint.folder import open_any_checkpoint

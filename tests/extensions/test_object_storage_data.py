@@ -25,7 +25,6 @@ from pretraining.extensions.object_storage.ranges import RangeCache
 from pretraining.extensions.object_storage.store import OBJECTS
 from pretraining.monitor.progress import heartbeat
 from pretraining.storage import RETRIES, StorageError, location, stamp_of
-from pretraining.tools.prepare import prepare
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
 from tests.end_to_end.small import ROOT
 from tests.object_storage import KEYS, FaultProxy, GoogleStorage, upload
@@ -179,6 +178,9 @@ def test_indexing_reads_the_headers_of_large_batches_only(tmp_path: Path, proxy:
 def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags(
     tmp_path: Path, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("pretraining.extensions.tokenizers")
+    from pretraining.tools.prepare import prepare
+
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").mkdir()
     words = "which text is it that a tokenizer of so few ids can learn from and divide again"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("pretraining.extensions.tokenizers")
+
 from pretraining.extensions.questions.watch import questions_line
 
 

@@ -29,7 +29,7 @@ import psutil
 
 from main_training import CONFIGURATION
 from pretraining.config.declaration import settings_of
-from pretraining.config.huggingface import DIMENSIONS
+from pretraining.extensions.huggingface.description import DIMENSIONS
 from pretraining.monitor.account import account_line, totals
 from pretraining.monitor.metrics import read_metrics
 from tests.end_to_end.checkout import copy_checkout

@@ -19,7 +19,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import REQUIRED_OF_CUSTOM
 from pretraining.models.init import build_model
 from pretraining.storage import location
-from pretraining.tools.convert.description import config_json
 from tests.data import corpora
 from tests.end_to_end.small import figures
 from tests.faults.harness import Programs
@@ -145,6 +144,8 @@ def write_bins(folder: Path) -> list[str]:
     config = TrainConfig(**shape)
     weights = list(build_model(config).state_dict().items())
     (folder / "hf").mkdir(parents=True)
+    from pretraining.tools.convert.description import config_json
+
     (folder / "hf" / "config.json").write_text(json.dumps(config_json(config, "float32")))
     weight_map: dict[str, str] = {}
     for number, part in enumerate((weights[::2], weights[1::2])):

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("pretraining.extensions.huggingface")
+pytest.importorskip("pretraining.extensions.tokenizers")
+
 from tests.faults.attacks import Report
 from tests.faults.campaign import attack, continued_run, new_run, other_scripts
 from tests.faults.harness import REFUSED, Programs

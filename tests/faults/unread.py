@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.data.datasets import open_datasets, verify_dataset
-from pretraining.tools.prepare import prepare
 from tests.data import corpora
 
 OTHERS: dict[str, Callable[[Path, corpora.Documents], Path]] = {
@@ -36,6 +37,7 @@ class UnreadShard:
         self.kind, self.data, index = kind, folder / kind / "data", folder / kind / "index"
         self._saved = folder / f"{kind}.saved"
         if kind == "prepared":
+            prepare = pytest.importorskip("pretraining.tools.prepare.prepare")
             words = ["".join(chance.choices("abcdefghijklmnop", k=4)) for _ in range(50)]
             (folder / kind).mkdir(parents=True)
             for number in range(80):

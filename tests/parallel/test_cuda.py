@@ -16,8 +16,6 @@ from main_training import CONFIGURATION
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.training import TrainConfig
-from pretraining.extensions.fp8.linear import CAPABILITY
-from pretraining.extensions.profiler.watch import Profiler
 from pretraining.models.init import build_model
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.toy import TOY
@@ -61,13 +59,14 @@ def trained(documents: bool = False, **fields: Any) -> dict[str, Any]:
 
 
 def test_memory_of_traced_steps_is_written(tmp_path: Path) -> None:
+    watch = pytest.importorskip("pretraining.extensions.profiler.watch")
     settings = {"use_profiler": True, "memory_profiling": True, "profile_start_step": 1, "profile_num_steps": 1}
     config = CONFIGURATION(**{**TOY, **SIZES, **settings, "log_dir": str(tmp_path)})
     engine = TorchEngine(config)
     try:
         trainee = engine.place(build_model(config))
         run: Any = SimpleNamespace(config=config, engine=engine, start_step=0, print=print)
-        profiler = Profiler(run, config)
+        profiler = watch.Profiler(run, config)
         profiler.before_step(1)
         trainee.train_step(batch_of(config, documents=False), 3e-3).read()
         profiler.after_step(1)
@@ -83,12 +82,10 @@ def test_fp16_losses_are_within_two_percent_of_fp32(documents: bool) -> None:
     assert_same(fp16, trained(documents), 2e-2)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY,
-    reason="needs a GPU that multiplies float8 matrices",
-)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_fp8_losses_are_within_two_percent_of_fp32(compiled: bool) -> None:
+    if torch.cuda.get_device_capability() < pytest.importorskip("pretraining.extensions.fp8.linear").CAPABILITY:
+        pytest.skip("needs a GPU that multiplies float8 matrices")
     fp8 = trained(precision="fp8", mixed_precision=True, use_torch_compile=compiled)
     assert fp8["loss"] == pytest.approx(trained()["loss"], rel=2e-2)
     assert len(set(fp8["graphs"])) == 1

@@ -11,6 +11,7 @@ import pytest
 
 from main_training import CHECKS, CONFIGURATION, main
 from pretraining.config.flags import run
+from tests.selection import needs
 from tests.tools.importing.files import put, tree, write
 
 LLAMA: dict[str, Any] = {
@@ -46,6 +47,7 @@ def settings(printed: str) -> dict[str, str]:
     return dict(line.removeprefix("--").split("=", 1) for line in lines if line.startswith("--"))
 
 
+@needs("huggingface")
 @pytest.mark.parametrize("flag", ["ckpt_load_path", "model_config_path"])
 def test_a_hugging_face_folder_alone_gives_the_dimensions(
     flag: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -71,6 +73,7 @@ def test_a_hugging_face_folder_alone_gives_the_dimensions(
     assert settings(typed(capsys, "--model_variant=tiny", named)).items() >= expected.items()
 
 
+@needs("huggingface")
 def test_flags_win_over_a_hugging_face_folder_and_each_difference_is_printed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +90,7 @@ def test_flags_win_over_a_hugging_face_folder_and_each_difference_is_printed(
     assert "vocab_size=4096" not in printed
 
 
+@needs("huggingface")
 def test_a_folder_that_this_recipe_cannot_follow_is_refused_and_that_of_a_run_says_nothing_of_the_model(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

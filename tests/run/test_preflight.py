@@ -23,6 +23,7 @@ from pretraining.parallel.torch import engine as torch_engine
 from pretraining.parallel.torch.engine import TorchEngine
 from pretraining.run import start as preflight
 from tests.parallel.launch import ROOT, environment
+from tests.selection import needs
 
 GIB = 2**30
 
@@ -73,7 +74,9 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_a_device_is_opene
         preflight.check_inputs(config)
 
 
-@pytest.mark.parametrize("name", ["log_dir", "tensorboard_dir", "ckpt_save_path"])
+@pytest.mark.parametrize(
+    "name", ["log_dir", pytest.param("tensorboard_dir", marks=needs("trackers")), "ckpt_save_path"]
+)
 def test_a_folder_that_cannot_be_written_is_refused_before_a_device_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -128,6 +131,7 @@ from pathlib import Path
 import torch.distributed as dist
 from pretraining.run import start as preflight
 from pretraining.config.errors import UserError
+from tests.selection import needs
 
 preflight.VISIBLE_WITHIN = 0.5
 dist.init_process_group("gloo")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import complete
+
 ROOT = Path(__file__).parents[2]
 PROVIDERS = {"yaml": "PyYAML"}  # import name -> package, where they differ
 # Packages of tools and extensions -> a command that needs it, and what the message names.
@@ -56,6 +58,7 @@ def pins(name: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==([\w.+]+)", (ROOT / name).read_text(), re.MULTILINE))
 
 
+@complete
 def test_every_package_that_the_source_imports_is_pinned_or_named_when_it_is_missing() -> None:
     packages = set(imported_packages()) - set(sys.stdlib_module_names) - {"pretraining", "main_training"}
     always = {name.replace("-", "_") for name in pins("requirements.txt")}
@@ -65,6 +68,7 @@ def test_every_package_that_the_source_imports_is_pinned_or_named_when_it_is_mis
     assert named <= pins("requirements/all.txt").keys() | pins("requirements/tools.txt").keys()
 
 
+@complete
 @pytest.mark.parametrize("package", TOOLS)
 def test_a_missing_package_is_one_error_that_names_the_command_which_installs_it(package: str, tmp_path: Path) -> None:
     command, remedy = TOOLS[package]

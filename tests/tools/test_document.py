@@ -18,10 +18,12 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.tools.document import CONFIGS, MIGRATING, PAGES, ROOT, generate, main, tables_of
+from tests.selection import complete
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 
 
+@complete
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_are_what_the_generator_writes(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -57,6 +59,7 @@ def commands() -> list[list[str]]:
     return [line.split() for line in lines if line != "--help"]
 
 
+@complete
 @pytest.mark.parametrize("words", commands(), ids=lambda words: words[0])
 def test_every_command_of_the_pages_is_valid(words: list[str]) -> None:
     line = read(words, CONFIGURATION)

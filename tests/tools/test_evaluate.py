@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("pretraining.extensions.huggingface")
+pytest.importorskip("pretraining.extensions.mup")
+pytest.importorskip("pretraining.extensions.questions")
+pytest.importorskip("pretraining.extensions.tokenizers")
+
 from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import Facts, open_checkpoint

@@ -17,6 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("pretraining.extensions.huggingface")
+pytest.importorskip("pretraining.extensions.tokenizers")
+
 from main_training import CONFIGURATION
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.store import read_tensors

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import pytest
 
 from pretraining.tools.report import main
+from tests.selection import needs
 
 
 def run(folder: Path, steps: int, rate: float, **last: float) -> Path:
@@ -197,6 +198,7 @@ def test_a_run_has_a_status(ended: int | None, silent: float, last: Any, status:
     assert ("not finite" in page.texts["td"]) == (status == "diverged")
 
 
+@needs("history")
 def test_a_restart_is_a_mark_on_the_curve_and_an_outlier_does_not_flatten_it(tmp_path: Path) -> None:
     records = [{"step": step, "loss": 2 + 8 / step, "memory_bytes": 3 * 2**29} for step in range(1, 60)]
     records += [{"step": 60, "loss": 128_670.0, "loss_spike": True}, {"step": 61, "val_loss": 2.5}]

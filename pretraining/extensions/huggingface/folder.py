@@ -26,8 +26,8 @@ from pretraining.checkpoint.manifest import (
     ShardFile,
 )
 from pretraining.config.errors import UserError
-from pretraining.config.huggingface import CONFIG, DIMENSIONS, ModelDescription, describes_model
 from pretraining.config.variants import REQUIRED_OF_CUSTOM
+from pretraining.extensions.huggingface.description import CONFIG, DIMENSIONS, ModelDescription, describes_model
 from pretraining.extensions.huggingface.gpt_neox import our_entries
 from pretraining.storage import Location, size_of
 

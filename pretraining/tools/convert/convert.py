@@ -44,9 +44,9 @@ from pretraining.checkpoint.store import (
 )
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import comma_separated
-from pretraining.config.huggingface import CONFIG, GPT_NEOX
 from pretraining.config.script import ArgumentParser
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.huggingface.description import CONFIG, GPT_NEOX
 from pretraining.extensions.huggingface.folder import INDEX, SINGLE, is_huggingface
 from pretraining.extensions.huggingface.gpt_neox import fuse, their_names
 from pretraining.models.init import on_meta

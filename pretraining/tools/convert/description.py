@@ -1,4 +1,4 @@
-"""config.json of a model in Hugging Face's format: the inverse of config/huggingface.py."""
+"""config.json of a model in Hugging Face's format: the inverse of extensions/huggingface/description.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from dataclasses import asdict
 from typing import Any
 
 from pretraining.config.errors import UserError
-from pretraining.config.huggingface import DIMENSIONS, FAMILIES, FIELDS, GPT_NEOX, ROPE_FIELDS, ROPE_TYPES
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.extensions.huggingface.description import (
+    DIMENSIONS,
+    FAMILIES,
+    FIELDS,
+    GPT_NEOX,
+    ROPE_FIELDS,
+    ROPE_TYPES,
+)
 
 # Settings of Llama's that a family or an option may change.
 LLAMA = {

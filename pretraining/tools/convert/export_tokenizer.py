@@ -13,7 +13,6 @@ from typing import Any
 
 from pretraining.checkpoint.files import read_json
 from pretraining.config.errors import UserError
-from pretraining.extensions.tokenizers.tokenizer import END_OF_DOCUMENT
 from pretraining.storage import Location, location
 from pretraining.tools.convert.tokenizer_json import BPE, UNIGRAM, describe, tokenizer_json
 
@@ -65,6 +64,8 @@ def _sentencepiece(path: Location, files: dict[str, bytes]) -> tuple[dict[str, i
 
 def _tokenizer_json(path: Location) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the special ids and the tokenizer_config.json of a tokenizer.json."""
+    from pretraining.extensions.tokenizers.tokenizer import END_OF_DOCUMENT
+
     added = read_json(path).get("added_tokens") or []
     known = {token["content"]: token["id"] for token in added}
     end = next((token for token in END_OF_DOCUMENT if token in known), None)

@@ -29,9 +29,9 @@ from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import EMBEDDING, HEAD
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.huggingface import CONFIG
 from pretraining.config.training import SETTINGS, TrainConfig
 from pretraining.config.variants import CUSTOM, missing_dimensions, model_shape
+from pretraining.extensions.huggingface.description import CONFIG
 from pretraining.extensions.huggingface.folder import BUFFERS, files_of_index, model_fields
 from pretraining.extensions.huggingface.gpt_neox import our_name
 from pretraining.tools.convert import ranks

@@ -18,7 +18,7 @@ from pretraining.config.flags import first_rank, is_script_setting, read_values
 from pretraining.config.grammar import without_credentials
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
-from pretraining.tools.importing.huggingface import ModelFlags, find_config_json, model_flags
+from pretraining.tools.importing.model_file import ModelFlags, find_config_json, model_flags
 from pretraining.tools.importing.reading import read_file
 from pretraining.tools.importing.report import as_data, as_text, describe_differences, write_report
 from pretraining.tools.importing.resolve import import_foreign

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import UserError, extra_packages
-from pretraining.config.huggingface import describes_model
 from pretraining.tools.importing import nemo, neox, nxdt
 from pretraining.tools.importing.foreign import ForeignConfig
 from pretraining.tools.importing.mappings import Format
+from pretraining.tools.importing.model_file import is_description
 from pretraining.tools.importing.reading import leaves, read_file
 
 FORMATS: dict[str, Format] = {format.name: format for format in (nxdt.FORMAT, nemo.FORMAT, neox.FORMAT)}
@@ -89,7 +89,7 @@ def format_of(trees: Sequence[Mapping[str, Any]], paths: Sequence[str]) -> str:
             return "nemo"
         if "num_layers" in {str(key).replace("-", "_") for key in tree}:
             return "neox"
-        if describes_model(tree):
+        if is_description(tree):
             raise UserError(f"{','.join(paths)}: is Hugging Face's description of a model: use --model_config_path")
     keys = "distributed_strategy (nxdt), model.micro_batch_size (nemo) or a top-level num_layers (neox)"
     raise UserError(f"{','.join(paths)}: the format is unknown because there is no {keys}; set --import_format")

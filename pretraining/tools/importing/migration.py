@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from pretraining.tools.importing import huggingface
 from pretraining.tools.importing.formats import FORMATS
 from pretraining.tools.importing.mappings import Format, KeyMapping, ignore, must_be_off, same_names, to
 
@@ -62,6 +61,8 @@ NXD_CORE = {
 def migration_tables(cell: Callable[[str], str], settings: Collection[str]) -> str:
     """Return one Markdown table for each trainer; keys of one meaning share a row. cell: escapes text for a
     cell. settings: names of the fields that this recipe has."""
+    from pretraining.tools.importing import huggingface
+
     formats = [*FORMATS.values(), Format("", "fms-fsdp", FMS), Format("", "NxD Core", NXD_CORE), huggingface.FORMAT]
     return "\n\n".join([_table(format, cell, settings) for format in formats])
 

@@ -19,8 +19,8 @@ from pretraining.config.validate import Check
 from pretraining.tools.importing.conversions import Conversion, unsupported
 from pretraining.tools.importing.foreign import MISSING, ForeignConfig
 from pretraining.tools.importing.formats import open_foreign
-from pretraining.tools.importing.huggingface import model_flags
 from pretraining.tools.importing.mappings import Format, KeyMapping
+from pretraining.tools.importing.model_file import model_flags
 from pretraining.tools.importing.settings import FileConfig
 
 # How the configuration was made: no part of the configuration itself.
@@ -57,6 +57,8 @@ LEFT_OPEN = {"data_path", "datasets", "weights", "tokenizer_path"}
 # Fields that TrainConfig does not have -> the values that describe this recipe. Any other value is unsupported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "transformer_block_type": ("pre_ln",),
+    "pipeline_parallel_size": (1,),  # a field where its extension is installed, as the next
+    "virtual_pipeline_size": (1,),
 }
 
 

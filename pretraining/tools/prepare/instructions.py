@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.config.errors import UserError
 from pretraining.data.stores.labels import IGNORED
-from pretraining.extensions.tokenizers.tokenizer import Tokenizer
 from pretraining.tools.prepare.chat import ChatTemplate, RenderedChat, TemplateSource
+
+if TYPE_CHECKING:
+    from pretraining.extensions.tokenizers.tokenizer import Tokenizer
 
 # Rows that are filled at the same time. Of lengths drawn like those of chats, 64 leave 1 % of the tokens to padding.
 _WINDOW = 64

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pretraining.config.errors import UserError, counted
 from pretraining.data.hashing import short_hash
-from pretraining.extensions.tokenizers.tokenizer import Tokenizer
 from pretraining.tools.prepare.instructions import Example, Reader, check_record
 from pretraining.tools.prepare.text import (
     Document,
@@ -29,6 +29,9 @@ from pretraining.tools.prepare.text import (
     read_text,
 )
 from pretraining.tools.prepare.urls import is_url
+
+if TYPE_CHECKING:
+    from pretraining.extensions.tokenizers.tokenizer import Tokenizer
 
 _SHOWN, _ENCODED = 40, 100_000  # tokens and characters of a document
 _NAMED = 20  # mistakes or files in a message

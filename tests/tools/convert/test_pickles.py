@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("pretraining.extensions.huggingface")
+
 from main_training import CONFIGURATION
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import open_checkpoint

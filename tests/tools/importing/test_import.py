@@ -29,6 +29,7 @@ from pretraining.tools.importing.report import as_data, as_text
 from pretraining.tools.importing.resolve import FIXED, ORIGIN, ImportResult, import_foreign
 from pretraining.tools.importing.resolve import settings as settings_of
 from tests.parallel.launch import run_on_torch
+from tests.selection import complete, needs
 from tests.tools.importing.files import FILES, drop, put, tree, write
 
 KINDS = tuple(FILES)
@@ -344,6 +345,7 @@ def test_keys_that_contradict_are_named_both(tmp_path: Path) -> None:
     assert "model.encoder_seq_length=32  contradicts data.seq_length=64" in report
 
 
+@needs("lora")
 def test_a_fine_tuning_file_of_hugging_face_s_models_has_data_s_row_length(tmp_path: Path) -> None:
     node = merged(tree("nxdt"), {"data": {"seq_length": 16}, "model": {"fusions": {"ring_attention": True}}})
     node["model_alignment_strategy"] = {"sft": {"packing": True}, "peft": {"lora_rank": 4, "merge_sharded_lora": False}}
@@ -395,6 +397,7 @@ def test_the_schedule_of_nxdt_s_page_is_read_although_it_is_not_indented(tmp_pat
     assert from_flags({"import_config": text, **ENOUGH}) == config(node, tmp_path)
 
 
+@needs("trackers")
 def test_keys_of_the_file_are_overridden_as_in_hydra(tmp_path: Path) -> None:
     path = write(tmp_path, tree("nemo"))
     words = ["trainer.max_steps=20", "--model.optim.lr=1e-3", "++model.data.data_prefix=[.5,/c/a,.5,/c/b]"]
@@ -468,6 +471,7 @@ def test_the_resolved_configuration_reads_back_as_itself(kind: str, suffix: str,
     assert from_flags({"config_file": str(path)}) == before
 
 
+@needs("pipeline")
 def test_stages_and_their_cuts_are_kept_or_folded(tmp_path: Path) -> None:
     node = put(put(tree("nxdt"), "distributed_strategy.pipeline_model_parallel_size", 2), "data.micro_batch_size", 1)
     node = put(node, "model.pipeline_cuts", ["model.layers.0"])
@@ -613,6 +617,7 @@ def test_a_file_of_an_unknown_format_is_refused(tmp_path: Path) -> None:
         resolved({"lr": 1}, tmp_path)
 
 
+@needs("huggingface")
 def test_a_description_of_a_model_is_no_configuration_of_a_trainer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="use --model_config_path"):
         resolved({"model_type": "llama", "hidden_size": 8}, tmp_path)
@@ -846,6 +851,7 @@ def test_a_time_limit_is_days_hours_minutes_and_seconds(tmp_path: Path) -> None:
 # ---- tables
 
 
+@complete
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_target_is_a_field_or_known_to_be_missing(kind: str) -> None:
     known = {field.name for field in fields(CONFIGURATION)} | FIXED.keys()

@@ -23,6 +23,7 @@ from pretraining.tools.importing.megatron_optim import SCHEDULES
 from pretraining.tools.importing.neox import era_of
 from pretraining.tools.importing.neox_model import feed_forward
 from pretraining.tools.importing.resolve import ImportResult, import_foreign
+from tests.selection import complete, needs
 from tests.tools.importing.files import put, tree, write
 
 PARTS = ("train", "validation", "test")
@@ -43,6 +44,7 @@ def config(kind: str, folder: Path, changes: dict[str, Any], **flags: object) ->
     return imported.config
 
 
+@complete
 @pytest.mark.parametrize("case", BEHAVIOURS, ids=lambda case: f"{case['system']}-{case['item']}")
 def test_every_listed_behaviour_is_that_of_the_importer(case: dict[str, Any], tmp_path: Path) -> None:
     imported = imported_file(case["system"], tmp_path, case["file"], **case.get("flags", {}))
@@ -609,6 +611,7 @@ def test_a_value_that_no_number_equals_is_not_a_contradiction(tmp_path: Path) ->
 # ---- NxD Training
 
 
+@needs("lora")
 @pytest.mark.parametrize(
     ("words", "targets"),
     [

@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+pytest.importorskip("pretraining.extensions.tokenizers")
+
 from main_training import configure
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
