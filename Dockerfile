@@ -16,7 +16,8 @@ COPY scripts/setup.sh scripts/
 # train.sh installs nothing.
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN if [[ $DEVICE == cpu ]]; then export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu; fi \
-    && export PIP_NO_CACHE_DIR=1 && source scripts/setup.sh && set_up requirements.txt
+    && export PIP_NO_CACHE_DIR=1 && source scripts/setup.sh && set_up requirements.txt \
+    && { .venv/bin/python -m compileall -q .venv/lib || true; } # the user of the image may not write there
 
 FROM python:${PYTHON}-slim
 # g++: torch.compile and Triton compile with it

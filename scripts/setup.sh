@@ -56,8 +56,10 @@ install_requirements() {
         extra+=("torch-xla[tpu]==$(pinned_version torch-xla requirements.txt)" -r requirements/tpu-aot.txt)
     fi
     choose_torch_build "$1" || return
-    # Only errors of pip are shown: it warns of each index that lacks a package.
-    PIP_QUIET=2 with_progress "$python" -m pip install --disable-pip-version-check -r "$1" ${extra[@]+"${extra[@]}"}
+    # Only errors of pip are shown: it warns of each index that lacks a package. Python compiles the modules that it
+    # imports; those of all packages would take half a minute and 0.5 GB.
+    PIP_QUIET=2 with_progress "$python" -m pip install --disable-pip-version-check -r "$1" ${extra[@]+"${extra[@]}"} \
+        --no-compile
 }
 
 # Run a command, and print a line every five seconds: the size is that of downloads and of what is installed.
@@ -110,8 +112,12 @@ has_torch() {
 
 # Print the name of a file and of those that it includes, whose names are relative to its folder.
 requirement_files() {
+    local included
     echo "$1"
-    sed -n "s|^-r |$(dirname "$1")/|p" "$1"
+    # shellcheck disable=SC2013 # file names without spaces
+    for included in $(sed -n "s|^-r |$(dirname "$1")/|p" "$1"); do
+        requirement_files "$included"
+    done
 }
 
 # Print the version of a package in the first of the requirement files that pins it.

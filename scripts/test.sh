@@ -15,13 +15,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 unset PJRT_DEVICE CPU_NUM_DEVICES XLA_FLAGS RANK WORLD_SIZE
 
 main() {
-    local which=${1:-}
+    local which=${1:-} packages=requirements/dev.txt
     case $which in
         --quick) announce "a few seconds each" 3 && shift && set -- -m "not slow or quick" "$@" ;;
-        --all) announce "all, in three environments of 18 GB" 60 ;;
+        --all) announce "all, in three environments of 18 GB" 60 && packages=requirements/all.txt ;;
         *) announce "those that prove each promise" 10 ;;
     esac
-    set_up requirements/dev.txt
+    set_up "$packages"
     "$python" -m ruff check .
     "$python" -m ruff format --check .
     "$python" -m mypy

@@ -22,7 +22,6 @@ from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.restoring import Restoring, base_digest, check_policy, checkpoint_folder, starting_point
 from pretraining.checkpoint.store import HostBuffer, LogicalTensors, PendingSave, is_weight
-from pretraining.config.grammar import parse_steps
 from pretraining.config.training import TrainConfig
 from pretraining.host_memory import available_memory
 from pretraining.parallel.engine import Trainee
@@ -45,7 +44,6 @@ class Checkpoints:
         """
         self._config, self._peers = config, Peers(timeout=config.collective_timeout)
         self.folder = checkpoint_folder(config, log_dir)
-        self._extra = set(parse_steps(config.extra_checkpoint_steps))
         self._locks: list[FolderLock] = []
         self.newest: int | None = None  # newest step that is committed, or being written
         self._failures = 0  # saves in a row
@@ -109,20 +107,11 @@ class Checkpoints:
         """Return whether the state after `step` updates is to be saved and is not saved yet."""
         if not self._config.checkpoint_interval or step == self.newest:
             return False
-        return self._is_durable(step) or self._place(step) is not None
+        return self._config.saves_at(step) or self._place(step) is not None
 
     def _place(self, step: int) -> Place | None:
         """Return the other place to which a step is saved."""
         return next((place for place in self._places if place.due(step)), None)
-
-    def _is_durable(self, step: int) -> bool:
-        """Return whether a step is saved to `folder`, and not only to another place."""
-        interval = self._config.checkpoint_interval
-        if step == self._config.num_steps or step in self._extra:
-            return True
-        if self._config.checkpoint_scale == "log":
-            return is_power(step, interval)
-        return step > 0 and step % interval == 0
 
     def save(self, step: int, state: LogicalTensors, facts: Facts, *, asked: bool = False) -> None:
         """Save `state`, or start to: with async_checkpointing it may change as soon as this returns.
@@ -134,7 +123,7 @@ class Checkpoints:
         if not self._config.checkpoint_interval or step == self.newest:
             return
         kept = {name: value for name, value in state.items() if self._is_kept(name)}
-        began, place = time.perf_counter(), None if asked or self._is_durable(step) else self._place(step)
+        began, place = time.perf_counter(), None if asked or self._config.saves_at(step) else self._place(step)
         try:
             pending = self._planned(kept, replace(facts, step=step, base=self._base), place)
             if self._config.async_checkpointing and self._has_room(pending):
@@ -223,10 +212,3 @@ def shortage(asked: list[tuple[str, int, int]]) -> str:
         if size > free[host]:
             return f"{host} has {free[host] / 1e9:.1f} GB of memory available for copies of {size / 1e9:.1f} GB"
     return ""
-
-
-def is_power(step: int, base: int) -> bool:
-    """Return whether `step` is base**k for some k >= 0; base is at least 2."""
-    while step > 1 and step % base == 0:
-        step //= base
-    return step == 1

@@ -9,15 +9,9 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 
 
-def check_scale(config: TrainConfig) -> Iterator[Problem]:
-    """A logarithmic scale needs a base above 1."""
-    if config.checkpoint_scale == "log" and config.checkpoint_interval == 1:
-        yield problem(config, "checkpoint_interval", "has no powers for checkpoint_scale=log; use 2 or more")
-
-
 def check_interval(config: TrainConfig) -> Iterator[Problem]:
-    """A run that never saves does not save by the clock or at extra steps."""
-    yield from without_effect(config, "checkpoint_seconds", "extra_checkpoint_steps")
+    """A run that never saves does not save by the clock."""
+    yield from without_effect(config, "checkpoint_seconds")
 
 
 def without_effect(config: TrainConfig, *names: str) -> Iterator[Problem]:
@@ -28,4 +22,4 @@ def without_effect(config: TrainConfig, *names: str) -> Iterator[Problem]:
             yield problem(config, name, remedy)
 
 
-CHECKS = (check_scale, check_interval)
+CHECKS = (check_interval,)

@@ -42,7 +42,6 @@ from pretraining.checkpoint.manifest import (
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import plan_files, read_files, write_files
 from pretraining.config.errors import UserError
-from pretraining.optim.optimizer import EMA
 from pretraining.storage import Location, size_of, store_of
 
 LogicalTensors = Mapping[str, Any]  # logical name -> Tensor, DTensor or tensor with DCP's checkpointable protocol
@@ -311,18 +310,6 @@ def read_tensors(
     state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries if is_wanted(name)}
     load(checkpoint, state, Peers(together=False))
     return state
-
-
-def with_moving_averages(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` with the moving averages of ema_decay in place of the trained weights.
-
-    Raises UserError if it has none.
-    """
-    tensors = checkpoint.manifest.tensors
-    averages = {name: tensors[moment] for name in tensors if (moment := f"{OPTIMIZER}{EMA}.{name}") in tensors}
-    if not averages:
-        raise UserError(f"{checkpoint.path}: has no moving averages of weights; the run needs --ema_decay")
-    return replace(checkpoint, manifest=replace(checkpoint.manifest, tensors={**tensors, **averages}))
 
 
 def is_weight(name: str) -> bool:

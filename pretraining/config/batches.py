@@ -7,12 +7,15 @@ that number alone, and every rank, engine and report computes the same sizes.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
-from pretraining.config.grammar import BatchRamp, parse_rampup, parse_ranges, parse_stages
+from pretraining.config.grammar import parse_ranges
 from pretraining.config.training import TrainConfig
+
+RowsAt = Callable[[int], tuple[int, int | None]]  # of the first sequence of a global batch: see TrainConfig.rows_at
 
 
 class EqualBatches(NamedTuple):
@@ -27,13 +30,9 @@ class EqualBatches(NamedTuple):
 class GlobalBatches:
     """The global batches from a number of consumed sequences on; step 0 is the next one."""
 
-    def __init__(
-        self, rows: int, ramp: BatchRamp | None = None, skipped: Sequence[range] = (), consumed: int = 0
-    ) -> None:
-        """rows: sequences of a global batch, with a ramp of the last and largest one. skipped: sequences passed over,
-        in ascending order.
-        """
-        self.sizes = tuple(_sizes(rows, ramp, skipped, consumed))
+    def __init__(self, rows_at: RowsAt, skipped: Sequence[range] = (), consumed: int = 0) -> None:
+        """skipped: sequences passed over, in ascending order."""
+        self.sizes = tuple(_sizes(rows_at, skipped, consumed))
 
     def sequences(self, step: int) -> range:
         """Return the sequences of a step, counted from the beginning of the run."""
@@ -59,8 +58,7 @@ class GlobalBatches:
 def global_batches(config: TrainConfig) -> GlobalBatches:
     """Return the global batches of the whole run; global_batch_size must be known."""
     assert config.global_batch_size
-    ramp, skipped = parse_rampup(config.rampup_batch_size), parse_ranges(config.skip_samples)
-    return GlobalBatches(config.global_batch_size, ramp, skipped)
+    return GlobalBatches(partial(config.rows_at, config.global_batch_size), parse_ranges(config.skip_samples))
 
 
 def tokens_of_run(config: TrainConfig) -> int:
@@ -68,33 +66,11 @@ def tokens_of_run(config: TrainConfig) -> int:
     return global_batches(config).trained(config.num_steps) * config.seq_length
 
 
-def describe_growth(config: TrainConfig) -> str:
-    """Return how the global batches grow, as the end of a sentence about the last size; nothing if they do not."""
-    sizes = global_batches(config).sizes
-    first, last = sizes[0].rows, next(size for size in sizes if size.rows == config.global_batch_size)
-    if first == last.rows:
-        return ""
-    count = len({size.rows for size in sizes})
-    return f"; {first} sequences at first, these from step {last.step + 1:,} on ({count} sizes)"
-
-
-def row_length(config: TrainConfig, step: int) -> int:
-    """Return the tokens of a training row in `step`, counted from 1."""
-    stages = parse_stages(config.seq_length_stages)
-    return next((stage.length for stage in stages if step <= stage.last), config.seq_length)
-
-
-def describe_stages(config: TrainConfig) -> str:
-    """Return which rows are shorter, as the end of a sentence about sequences; nothing if none are."""
-    stages = parse_stages(config.seq_length_stages)
-    return "".join(f"; rows of {stage.length} tokens up to step {stage.last:,}" for stage in stages)
-
-
-def _sizes(rows: int, ramp: BatchRamp | None, skipped: Sequence[range], consumed: int) -> Iterator[EqualBatches]:
+def _sizes(rows_at: RowsAt, skipped: Sequence[range], consumed: int) -> Iterator[EqualBatches]:
     """Yield all global batches. One that would have a sequence to pass over begins behind it instead."""
     step, sequence, trained = 0, consumed, 0
     while True:
-        size, grows_at = _size_at(sequence, rows, ramp)
+        size, grows_at = rows_at(sequence)
         skip = next((some for some in skipped if some.stop > sequence), None)
         if skip and sequence + size > skip.start:
             sequence = skip.stop
@@ -105,16 +81,3 @@ def _sizes(rows: int, ramp: BatchRamp | None, skipped: Sequence[range], consumed
         if not ends:
             return
         step, sequence, trained = step + min(ends), sequence + min(ends) * size, trained + min(ends) * size
-
-
-def _size_at(sequence: int, rows: int, ramp: BatchRamp | None) -> tuple[int, int | None]:
-    """Return the size of a global batch that begins at `sequence`, and the sequence from which on they are larger.
-
-    Megatron-LM's `RampupBatchsizeNumMicroBatches`: increments are spread evenly over the ramp's sequences. In whole
-    numbers: Megatron divides floats, and where a size begins exactly at a step, rounding may delay it by one.
-    """
-    if not ramp or sequence >= ramp.sequences:
-        return rows, None
-    increments = (rows - ramp.start) // ramp.increment
-    done = sequence * increments // ramp.sequences
-    return ramp.start + done * ramp.increment, -(-(done + 1) * ramp.sequences // increments)

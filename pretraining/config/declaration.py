@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from enum import Enum
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -164,7 +165,8 @@ class Setting(NamedTuple):
         if self.kind is str and (fault := path_fault(value, self.may_be_object)):
             return fault
         if self.constraint and not self.constraint.accepts(value):
-            return f"must be {self.constraint.requirement}"
+            near = get_close_matches(value, self.constraint.choices, 1) if isinstance(self.constraint, OneOf) else []
+            return f"must be {self.constraint.requirement}{f'; did you mean {near[0]}?' if near else ''}"
         limit = LARGEST.get(self.kind)
         if limit and abs(value) >= limit and getattr(self.constraint, "below", math.inf) == math.inf:
             return f"must be below {limit:g}"

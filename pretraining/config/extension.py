@@ -38,6 +38,10 @@ class Watcher:
     def after_step(self, step: int) -> None:
         """Act after the update `step`, and its report if it has one. The step's time does not count this."""
 
+    def figures(self) -> dict[str, float]:
+        """Return what the report of a step has besides the loop's figures. Called in every process."""
+        return {}
+
     def record(self, record: Mapping[str, Any]) -> None:
         """Get a record that was written to metrics.jsonl. Called in process 0 alone."""
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from pretraining.config.declaration import Setting, settings_of
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.grammar import without_credentials
+from pretraining.config.help import named_elsewhere
 from pretraining.config.script import exit_code, write_exit_code
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check, problems
@@ -113,15 +114,16 @@ def read(words: Sequence[str], configuration: type[TrainConfig] = TrainConfig) -
     while rest:
         word = rest.popleft()
         if word.startswith("--") and word != "--":
-            _add(line, settings, *_flag(word, rest, settings))
+            _add(line, configuration, *_flag(word, rest, settings))
         else:
             line.problems.append(_stray(word, rest, settings))
     return line
 
 
-def _add(line: CommandLine, settings: Settings, word: str, name: str, value: str | None) -> None:
+def _add(line: CommandLine, configuration: type[TrainConfig], word: str, name: str, value: str | None) -> None:
+    settings = settings_of(configuration)
     if name not in settings:
-        line.problems.append(_unknown(name, word, settings))
+        line.problems.append(_unknown(name, word, configuration))
     elif value is None:
         line.problems.append(Problem(word, f"needs a value: {settings[name].expected}"))
     else:
@@ -161,8 +163,15 @@ def _stray(word: str, rest: deque[str], settings: Settings) -> Problem:
     return Problem(word, f"has a single dash; write --name=value{near}")
 
 
-def _unknown(name: str, subject: str, settings: Settings) -> Problem:
-    return Problem(subject, f"no such flag{_nearest(name, settings) or '; --help lists them all'}")
+def _unknown(name: str, subject: str, configuration: type[TrainConfig]) -> Problem:
+    near = _meant(named_elsewhere(name, configuration)) or _nearest(name, settings_of(configuration))
+    return Problem(subject, f"no such flag{near or '; --help lists them all'}")
+
+
+def _meant(near: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with these fields, or nothing."""
+    names = " or ".join(f"--{field}" for field in near)
+    return f"; did you mean {names}?" if names else ""
 
 
 def _nearest(word: str, settings: Settings) -> str:
@@ -175,7 +184,7 @@ def _nearest(word: str, settings: Settings) -> str:
     if not near or name in near:
         close = get_close_matches(name, settings, n=3, cutoff=0.75)
         near = [field for field in close if _likeness(name, field) > _likeness(name, close[0]) - 0.05]
-    return f"; did you mean {' or '.join(f'--{field}' for field in near)}?" if near else ""
+    return _meant(near)
 
 
 def _has_words(field: str, name: str) -> bool:
@@ -239,7 +248,7 @@ def read_values(
     wrong: dict[str, Problem] = {}
     for name, raw in flags.items():
         if name not in settings:
-            wrong[name] = _unknown(name, f"--{name}={raw}", settings)
+            wrong[name] = _unknown(name, f"--{name}={raw}", configuration)
             continue
         try:
             values[name] = settings[name].read(raw)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import NamedTuple
 
 OBJECT_STORAGE = ("s3://", "gs://")  # how the path of an object begins
 RECOMPUTABLE = ("core_attention", "attention", "mlp", "norm", "mlp_activation")
@@ -63,39 +62,6 @@ def parse_steps(text: str) -> list[int]:
     if any(step < 0 for step in steps):
         raise ValueError(f"expected whole numbers from 0, got {text}")
     return steps
-
-
-class LengthStage(NamedTuple):
-    """Consecutive steps whose rows are shorter than seq_length."""
-
-    length: int  # tokens of a row
-    last: int  # step, counted from 1
-
-
-def parse_stages(text: str) -> list[LengthStage]:
-    """Return the stages of a text such as "1024:2000,2048:4000": lengths, and the last step of each."""
-    pairs = [item.partition(":") for item in comma_separated(text)]
-    stages = [LengthStage(int(length), int(last)) for length, _, last in pairs]
-    lasts = [0, *(stage.last for stage in stages)]
-    if lasts != sorted(set(lasts)) or any(stage.length < 1 for stage in stages):
-        raise ValueError(f"expected lengths and ascending steps, got {text}")
-    return stages
-
-
-class BatchRamp(NamedTuple):
-    """How the global batch grows to global_batch_size."""
-
-    start: int  # sequences of the first global batch
-    increment: int
-    sequences: int  # of the run, over which the increments are spread evenly
-
-
-def parse_rampup(text: str) -> BatchRamp | None:
-    """Return the ramp of a text such as "16,16,1000"; None for a blank text."""
-    numbers = [int(item) for item in comma_separated(text)]
-    if numbers and (len(numbers) != 3 or min(numbers) < 1):
-        raise ValueError(f"expected three whole numbers from 1, got {text}")
-    return BatchRamp(*numbers) if numbers else None
 
 
 def parse_ranges(text: str) -> list[range]:

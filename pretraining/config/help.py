@@ -60,6 +60,12 @@ def fields_in(source: str, name: str = "TrainConfig") -> dict[str, list[Field]]:
     return groups
 
 
+def named_elsewhere(name: str, configuration: type) -> list[str]:
+    """Return the fields that other trainers call `name`: their documentation ends with "Elsewhere:" and such names."""
+    fields = [field for group in documented_fields(configuration).values() for field in group]
+    return [field.name for field in fields if name in re.findall(r"\w+", field.text.partition(" Elsewhere: ")[2])]
+
+
 HEADING = re.compile(r" +# ---- (.+)")
 
 

@@ -8,7 +8,7 @@ Names are fms-fsdp's where it has one, otherwise Hugging Face's or Megatron's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,16 +29,14 @@ from pretraining.config.declaration import (
 )
 from pretraining.config.devices import DeviceKind, kind_of
 from pretraining.config.division import Division
-from pretraining.config.errors import UserError
+from pretraining.config.errors import Problem, UserError
 from pretraining.config.grammar import (
     RECOMPUTABLE,
     parse_modules,
     parse_name,
-    parse_rampup,
     parse_ranges,
     parse_selective,
     parse_split,
-    parse_stages,
     parse_steps,
     parse_weights,
 )
@@ -58,10 +56,8 @@ MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-sepa
 ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
 NAME = Grammar(parse_name, "a name without a slash; --log_dir may be any folder")
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
-RAMPUP = Grammar(parse_rampup, "start,increment,samples: three whole numbers from 1, such as 16,16,100000")
 RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
 SPLIT = Grammar(parse_split, "up to three numbers, for train, valid and test, such as 949,50,1")
-STAGES = Grammar(parse_stages, "LENGTH:STEP, comma-separated with ascending steps, such as 1024:2000,2048:4000")
 STEPS = Grammar(parse_steps, "step numbers from 0, comma-separated, such as 0,100,1000")
 TOKENS = Grammar(parse_steps, "token ids, comma-separated, such as 0,1")
 
@@ -76,17 +72,18 @@ class TrainConfig:
     tiny and mini are for CPUs; "custom": every dimension is set by its own flag."""
     num_layers: Annotated[int | None, AtLeast(1, below=10_000), Resume.SHAPE] = None
     """Transformer blocks. None: the variant's. Upper bounds here and below are far above any model: they end what would
-    exhaust memory before it is reported."""
+    exhaust memory before it is reported. Elsewhere: num_hidden_layers, n_layers."""
     hidden_size: Annotated[int | None, AtLeast(1, below=2**20), Resume.SHAPE] = None
-    """Width of the residual stream, a multiple of num_attention_heads unless head_dim is set. None: the variant's."""
+    """Width of the residual stream, a multiple of num_attention_heads unless head_dim is set. None: the variant's.
+    Elsewhere: dim, d_model, n_embd."""
     intermediate_size: Annotated[int | None, AtLeast(1, below=2**22), Resume.SHAPE] = None
     """Width of the feed-forward layer; with a gated activation, gate and up projection each have this width. None: the
-    variant's."""
+    variant's. Elsewhere: ffn_hidden_size, hidden_dim."""
     num_attention_heads: Annotated[int | None, AtLeast(1, below=2**16), Resume.SHAPE] = None
-    """Query heads. None: the variant's."""
+    """Query heads. None: the variant's. Elsewhere: n_heads."""
     num_kv_heads: Annotated[int | None, AtLeast(1, below=2**16), Resume.SHAPE] = None
     """Key/value heads (grouped-query attention), a divisor of num_attention_heads. None: the variant's; for "custom",
-    num_attention_heads."""
+    num_attention_heads. Elsewhere: num_key_value_heads, num_query_groups, n_kv_heads."""
     head_dim: Annotated[int | None, AtLeast(2, below=2**16), Resume.SHAPE] = None
     """Width of one head, an even number. None: hidden_size / num_attention_heads."""
     vocab_size: Annotated[int | None, AtLeast(1, below=2**24), Resume.SHAPE] = None
@@ -96,7 +93,8 @@ class TrainConfig:
     """The embedding and the output head are padded to a multiple of this x tensor_parallel_size rows. Padding rows are
     zero, do not take part in the loss and are not saved in checkpoints."""
     max_position_embeddings: Annotated[int | None, AtLeast(1, below=2**28), Resume.FREE] = None
-    """Longest sequence of the model in tokens, at least seq_length. None: the variant's, or seq_length for "custom"."""
+    """Longest sequence of the model in tokens, at least seq_length. None: the variant's, or seq_length for "custom".
+    Elsewhere: max_seq_len."""
     norm_type: Annotated[Literal["rmsnorm", "layernorm"], Resume.FUNCTION] = "rmsnorm"
     """Normalization: "rmsnorm", or "layernorm" (subtracts the mean; with norm_bias, adds a bias)."""
     norm_eps: Annotated[float, Above(0), Resume.FUNCTION] = 1e-5
@@ -182,18 +180,20 @@ class TrainConfig:
     torch engine shards parameters with every strategy but ddp. Case is ignored."""
     sharding_group_size: Annotated[int, AtLeast(0), Needs("sharding_strategy", "hsdp")] = 0
     """Data-parallel ranks per sharding group of hsdp, a divisor of devices / (tensor_parallel_size x
-    context_parallel_size). 0: those of one host, or of one TPU slice, whose chips have fast links across its hosts."""
+    context_parallel_size). 0: those of one host, or of one TPU slice, whose chips have fast links across its hosts.
+    Elsewhere: data_parallel_shard_degree."""
     tensor_parallel_size: Annotated[int, AtLeast(1), COMMON] = 1
     """Devices that share every matrix product: heads, feed-forward channels and vocabulary are sharded over them, and
     activations are all-reduced twice per block. They are adjacent devices, best of one host. For models whose layers,
     or whose smallest batch, are too large for one device. A divisor of num_attention_heads and intermediate_size. 1:
-    none."""
+    none. Elsewhere: tensor_model_parallel_size, tensor_parallel_degree."""
     sequence_parallel: bool = False
     """With tensor_parallel_size above 1: between matrix products, the tokens of a row are sharded over the tensor ranks
     too, so that norms and residuals are neither stored nor computed more than once."""
     context_parallel_size: Annotated[int, AtLeast(1)] = 1
     """Devices that share the tokens of a row, for sequences whose activations are too large for one device; keys and
-    values are all-gathered for attention. Parameters are sharded over them as over data-parallel ranks. 1: none."""
+    values are all-gathered for attention. Parameters are sharded over them as over data-parallel ranks. 1: none.
+    Elsewhere: context_parallel_degree."""
     kv_replication: Annotated[int, AtLeast(0)] = 0
     """Copies of each key/value head in use if tensor ranks do not divide them. 0: as few as possible,
     tensor_parallel_size / gcd(num_kv_heads, tensor_parallel_size). 1 with too few heads: every tensor rank computes all
@@ -209,7 +209,7 @@ class TrainConfig:
     # ---- Precision
     mixed_precision: Annotated[bool, COMMON] = True
     """True: parameters and optimizer state in fp32, matrix products and activations in bf16, gradients reduced in fp32.
-    False: everything in fp32."""
+    False: everything in fp32. Elsewhere: bf16."""
     precision: Literal[
         "auto", "fp32", "mixed_bf16", "mixed_bf16_sr", "bf16_sr", "autocast", "fp16", "fp8", "manual"
     ] = "auto"
@@ -235,12 +235,12 @@ class TrainConfig:
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over devices: "fp32", "bf16" or "auto": fp32 on the torch engine, the dtype
     of the parameters on the xla engine. bf16 sends half the bytes, and the sums have a relative error of about 0.5 %
-    over 16 devices and 1 % over 64 (it grows with the square root)."""
+    over 16 devices and 1 % over 64 (it grows with the square root). Elsewhere: mixed_precision_reduce."""
 
     # ---- Activation checkpointing
     fsdp_activation_checkpointing: Annotated[bool, COMMON] = False
     """Recompute the activations of the blocks that selective_checkpointing chooses in the backward pass instead of
-    storing them."""
+    storing them. Elsewhere: gradient_checkpointing, activation_checkpoint, recompute_activations."""
     selective_checkpointing: Annotated[str, BLOCKS, COMMON] = "1"
     """Blocks that are recomputed: an integer k (every k-th block; 1 is all) or a fraction between 0 and 1, such as
     "1/3" or "0.5" (that fraction of the blocks, evenly spaced and centred)."""
@@ -260,12 +260,12 @@ class TrainConfig:
     # ---- Optimizer and schedule
     optimizer: Annotated[str, KeyOf("optimizers"), Resume.STATE, COMMON] = "adamw"
     """"adam" adds the decay to the gradient, "muon" updates the matrices of the blocks and leaves the others to AdamW.
-    The table of optimizers in docs/settings.md has the sources and defaults of all."""
+    The table of optimizers in docs/settings.md has the sources and defaults of all. Elsewhere: optim."""
     optimizer_args: Annotated[str, ARGUMENTS, Resume.STATE] = ""
     """Further settings of the optimizer, comma-separated: momentum=0.9,nesterov=True. Names and defaults are in the
     table of optimizers in docs/settings.md."""
     learning_rate: Annotated[float | None, Above(0), Resume.RATE, COMMON] = None
-    """Peak learning rate. None: the optimizer's default, 3e-4 for adamw."""
+    """Peak learning rate. None: the optimizer's default, 3e-4 for adamw. Elsewhere: lr, max_lr."""
     adam_beta1: Annotated[float | None, AtLeast(0, below=1)] = None
     """Decay of the first moment, of optimizers that have one. None: the optimizer's default, 0.9 for adamw."""
     adam_beta2: Annotated[float | None, AtLeast(0, below=1)] = None
@@ -278,13 +278,10 @@ class TrainConfig:
     norm_weight_decay: bool = False
     """Decay norm weights and biases too."""
     grad_clip_thresh: Annotated[float, AtLeast(0)] = 1.0
-    """Norm above which gradients are scaled down. 0: never."""
+    """Norm above which gradients are scaled down. 0: never. Elsewhere: max_grad_norm, gradient_clipping, clip_grad,
+    max_norm."""
     grad_clip_norm_type: Annotated[float, AtLeast(1, special=0)] = 2.0
     """p of the p-norm over all gradients that is reported and clipped by. 0: the largest absolute value."""
-    ema_decay: Annotated[float, AtLeast(0, below=1), Resume.STATE] = 0.0
-    """Keep a moving average of the weights, ema = ema_decay x ema + (1 - ema_decay) x weight after every update, from
-    the initial weights on. It is saved with the optimizer state and sharded like it; --use_ema of generate and convert
-    takes it in place of the weights. 0: none."""
     z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Factor of the squared logarithm of the softmax's denominator, which is added to the training loss of every token
     and keeps logits from drifting (Chowdhery et al. 2022: 1e-4). Validation and test losses do not have it. 0: none."""
@@ -293,14 +290,16 @@ class TrainConfig:
     lr_schedule: Annotated[str, KeyOf("schedules"), Resume.RATE, COMMON] = "fms_cosine"
     """Learning rate by step. fms-fsdp's: "fms_cosine" (quadratic warm-up over min(2000, num_steps // 20) steps, then a
     cosine to 10 % of the peak), "fms_annealing" (linear from the peak to 0). "wsd": warm-up, lr_hold_steps at the peak,
-    then linear to min_lr. NeMo's: those without a prefix. The table of schedules in docs/settings.md describes all."""
+    then linear to min_lr. NeMo's: those without a prefix. The table of schedules in docs/settings.md describes all.
+    Elsewhere: lr_scheduler_type, lr_decay_style."""
     lr_warmup_steps: Annotated[int | None, AtLeast(0), Resume.RATE, COMMON] = None
     """Optimizer steps of the warm-up, fewer than the schedule has. None: lr_warmup_ratio, or no warm-up. fms_cosine has
-    its own rule."""
+    its own rule. Elsewhere: warmup_steps, warmup_iters, lr_warmup_iters."""
     lr_warmup_ratio: Annotated[float | None, AtLeast(0, below=1), Resume.RATE] = None
-    """Warm-up as a fraction of the steps of the schedule; instead of lr_warmup_steps."""
+    """Warm-up as a fraction of the steps of the schedule; instead of lr_warmup_steps. Elsewhere: warmup_ratio,
+    lr_warmup_fraction."""
     lr_decay_steps: Annotated[int | None, AtLeast(1), Resume.RATE] = None
-    """Optimizer steps of the schedule; later steps keep its last rate. None: num_steps."""
+    """Optimizer steps of the schedule; later steps keep its last rate. None: num_steps. Elsewhere: lr_decay_iters."""
     lr_hold_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
     """Optimizer steps at the peak after the warm-up: wsd, and schedules whose names end in _hold."""
     lr_constant_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
@@ -318,25 +317,19 @@ class TrainConfig:
     # ---- Batch and length
     batch_size: Annotated[int, AtLeast(1, below=2**20), COMMON] = 2
     """Sequences per data-parallel rank in one forward and backward pass (the micro-batch). A rank is
-    tensor_parallel_size x context_parallel_size devices."""
+    tensor_parallel_size x context_parallel_size devices. Elsewhere: micro_batch_size, local_batch_size,
+    per_device_train_batch_size."""
     global_batch_size: Annotated[int | None, AtLeast(1, below=2**24), COMMON] = None
     """Sequences per optimizer step over all devices, a multiple of batch_size x ranks; the quotient is the number of
-    micro-batches. None: batch_size x ranks x gradient_accumulation_steps."""
+    micro-batches. None: batch_size x ranks x gradient_accumulation_steps. Elsewhere: train_batch_size."""
     gradient_accumulation_steps: Annotated[int | None, AtLeast(1, below=2**20)] = None
     """Micro-batches per optimizer step. None: derived from global_batch_size, or 1."""
-    rampup_batch_size: Annotated[str, RAMPUP, Needs("global_batch_size")] = ""
-    """Megatron's start,increment,samples: the global batch has `start` sequences at first and grows by `increment` up
-    to global_batch_size, evenly over the first `samples` sequences of the run. Every size is a multiple of batch_size x
-    ranks. Learning rate and intervals still follow the step. Empty: all global batches have one size."""
     seq_length: Annotated[int, AtLeast(1, below=2**28, special=0), COMMON] = 0
-    """Length of a sequence in tokens. 0: the longest of the model, at most 4096."""
-    seq_length_stages: Annotated[str, STAGES, Resume.NOTE] = ""
-    """Train on shorter rows first, LENGTH:STEP and comma-separated: 1024:2000,2048:4000 has rows of 1024 tokens up to
-    step 2000, of 2048 up to step 4000, and of seq_length from there on. A sequence of seq_length tokens is cut into as
-    many rows, which do not see each other: data, tokens per step and memory stay as they are. Every length divides
-    seq_length, and is compiled for once. Validation has seq_length. Empty: seq_length from the first step on."""
+    """Length of a sequence in tokens. 0: the longest of the model, at most 4096. Elsewhere: seq_len, max_length,
+    max_seq_length."""
     num_steps: Annotated[int, AtLeast(1), COMMON] = 1_000_000
-    """Optimizer steps of the whole run; the learning rate schedule spans them."""
+    """Optimizer steps of the whole run; the learning rate schedule spans them. Elsewhere: max_steps, train_iters,
+    steps."""
     max_run_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
     """Seconds after the start of scripts/train.sh, or of the program without it, in which the run saves and ends, with
     exit code 4; the same command continues it. Training stops early enough for two more steps and a save that lasts as
@@ -350,8 +343,9 @@ class TrainConfig:
     checkpoint_interval is given."""
     data_path: Annotated[str, Resume.FREE, COMMON, STORABLE, PER_HOST] = ""
     """Folder of token shards, local or s3://BUCKET/NAME or gs://BUCKET/NAME (credentials as the clouds' own tools find
-    them): one sub-folder per dataset, or the shards themselves. Of a folder that prepare.py wrote,
-    or a DatasetDict that Hugging Face's datasets saved, training, validation and test take their own splits."""
+    them): one sub-folder per dataset, or the shards themselves. Of a folder that prepare.py wrote, or a DatasetDict
+    that Hugging Face's datasets saved, training, validation and test take their own splits. Elsewhere: train_data_path,
+    dataset_path."""
     datasets: Annotated[str, COMMON] = ""
     """Sub-folders of data_path to mix. Empty: all of them, or data_path itself where it holds shards."""
     weights: Annotated[str, WEIGHTS, COMMON] = ""
@@ -416,7 +410,8 @@ class TrainConfig:
     metrics.jsonl counts them; they count there. A global batch that would have one of them begins after it. See
     "Loss spikes". Empty: none."""
     num_workers: Annotated[int, AtLeast(1, below=4096), Resume.FREE, PER_HOST] = 1
-    """Threads that read batches ahead. The order of the data does not depend on it."""
+    """Threads that read batches ahead. The order of the data does not depend on it. Elsewhere:
+    dataloader_num_workers."""
 
     # ---- Validation
     valid_data_path: Annotated[str, COMMON, STORABLE, PER_HOST] = ""
@@ -429,10 +424,11 @@ class TrainConfig:
     val_interval: Annotated[int, AtLeast(0), COMMON] = 0
     """Optimizer steps between validations; another one follows the final step. val_loss is the mean over all trained
     tokens. Of several datasets, each has its val_loss/NAME and its weight in the mean, val_tokens/NAME; with
-    tokenizer_path, there is val_bits_per_byte too. 0: none."""
+    tokenizer_path, there is val_bits_per_byte too. 0: none. Elsewhere: eval_steps, eval_interval,
+    val_check_interval."""
     val_steps: Annotated[int, AtLeast(0, special=-1), COMMON] = 0
     """Global batches per validation, required by val_interval; at most one pass over the validation data. -1: all of
-    them."""
+    them. Elsewhere: eval_iters, limit_val_batches."""
     val_sanity_steps: Annotated[int, AtLeast(0, special=-1), Needs("val_interval")] = 0
     """Global batches of a validation before the first step, reported as step 0. 0: none; -1: as many as val_steps."""
     drop_last_val: bool = True
@@ -449,25 +445,22 @@ class TrainConfig:
     """Start from this if ckpt_save_path has no checkpoint: a run folder, its checkpoints folder, one of its step_N
     folders, or a folder in Hugging Face's format (config.json and safetensors; weights only). Weights and optimizer
     state are loaded, and the step starts at 0 unless load_step is set. A path without such a checkpoint is an error,
-    except ckpt_save_path itself, from which a first start has nothing to load."""
+    except ckpt_save_path itself, from which a first start has nothing to load. Elsewhere: resume_from_checkpoint,
+    initial_load_path."""
     ckpt_save_path: Annotated[str, Resume.FREE, STORABLE] = ""
     """Folder of the checkpoints of this run, step_N each, local or s3://BUCKET/NAME or gs://BUCKET/NAME. Empty:
     <log_dir>/checkpoints. A checkpoint in it takes precedence over ckpt_load_path: the run continues. Object storage
     has no locks, so every run needs a name of its own there, and the bucket a rule that removes uploads that were never
-    completed."""
+    completed. Elsewhere: output_dir, dump_folder."""
     checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE, COMMON] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
-    10000, or 0 with use_dummy_dataset."""
-    checkpoint_scale: Annotated[Literal["linear", "log"], Resume.FREE] = "linear"
-    """"linear": every checkpoint_interval steps. "log": at step 1 and at every power of checkpoint_interval, which is
-    then at least 2."""
+    10000, or 0 with use_dummy_dataset. Elsewhere: save_steps, save_interval."""
     checkpoint_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
     """Seconds between checkpoints, besides those of checkpoint_interval: the first step that ends later than this after
     the last save is saved too. 0: never by the clock."""
-    extra_checkpoint_steps: Annotated[str, STEPS, Resume.FREE] = ""
-    """Further steps that are saved, comma-separated; 0 is the state before the first step."""
     keep_last_n_checkpoints: Annotated[int, AtLeast(0), Resume.FREE] = 0
-    """Committed checkpoints to keep; older ones are removed after a save. 0: all."""
+    """Committed checkpoints to keep; older ones are removed after a save. 0: all. Elsewhere: save_total_limit,
+    save_top_k, keep_latest_k."""
     resume: Annotated[Literal["auto", "must", "never"], Resume.FREE] = "auto"
     """"auto": continue from the newest checkpoint in ckpt_save_path if there is one, or from the previous one if the
     newest is corrupt; "must": it is an error if there is none or the newest is corrupt; "never": it is an error if
@@ -493,7 +486,7 @@ class TrainConfig:
     identical to the uninterrupted one."""
     async_checkpointing: Annotated[bool, Resume.FREE] = False
     """Training waits only until its state is copied to host memory; the next save and the end of the run wait for the
-    disk. Needs as much free host memory as this host's part of a checkpoint."""
+    disk. Needs as much free host memory as this host's part of a checkpoint. Elsewhere: async_save, async_mode."""
     ckpt_io_workers: Annotated[int, AtLeast(1, below=4096), Resume.FREE, PER_HOST] = 8
     """Threads per process that hash and write, or read and verify, a checkpoint. The files do not depend on it."""
     ckpt_max_failures: Annotated[int, AtLeast(1), Resume.FREE] = 3
@@ -503,26 +496,22 @@ class TrainConfig:
     # ---- Logging and profiling
     run_name: Annotated[str, NAME, Resume.FREE, COMMON] = ""
     """Name of the run, without a slash. Empty: model_variant, and a hash of the settings that a checkpoint must match
-    if any of them is not its default, so that another model or optimizer gets another folder."""
+    if any of them is not its default, so that another model or optimizer gets another folder. Elsewhere:
+    experiment_name, job_name."""
     log_dir: Annotated[str, Resume.FREE, COMMON, PER_HOST] = ""
     """Folder of config.json, metrics.jsonl, tensorboard/, profile/. Empty: runs/<run_name>."""
     report_interval: Annotated[int, AtLeast(1), Resume.FREE, COMMON] = 100
-    """Optimizer steps between reports (a progress line and a line of metrics.jsonl). The first and the last
-    step are always reported."""
+    """Optimizer steps between reports (a progress line and a line of metrics.jsonl). The first and the last step are
+    always reported. Elsewhere: logging_steps, log_interval, log_freq, log_every_n_steps."""
     log_grad_norm: Annotated[bool, Resume.FREE] = True
     """Report the norm of the gradients before clipping. It costs nothing, because clipping needs it."""
-    log_param_norm: Annotated[bool, Resume.FREE] = False
-    """Report param_norm too: the L2 norm of all parameters, each counted once however it is sharded or shared."""
-    log_step_timing: bool = False
-    """Report where the time between two reports went, in seconds: data_wait_seconds (always reported), train_seconds,
-    validation_seconds and checkpoint_seconds."""
     step_timeout: Annotated[int, AtLeast(0, below=10**9)] = 0
     """Seconds after which a process whose step has not ended prints the stacks of its threads, to show where it hangs,
     and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, which compiles, has ten
     times as long; saves do not count. 0: never."""
     use_torch_compile: bool = True
-    """Compile each block (torch engine on CUDA). The xla engine always compiles; the torch engine runs eagerly on
-    CPUs."""
+    """Compile each block (torch engine on CUDA). The xla engine always compiles; the torch engine runs eagerly on CPUs.
+    Elsewhere: torch_compile."""
     compile_cache_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the persistent compilation cache of XLA (on TPUs: the CPU backend cannot read it). Empty: off."""
 
@@ -533,7 +522,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one global batch, with rampup_batch_size of the largest.
+        """Tokens of one global batch, of the largest where they grow.
 
         global_batch_size must be known, as it is once an engine is open.
         """
@@ -547,6 +536,10 @@ class TrainConfig:
     def reports_at(self, step: int) -> bool:
         """Return whether the run reports after the update `step`."""
         return step in (1, self.num_steps) or step % self.report_interval == 0
+
+    def saves_at(self, step: int) -> bool:
+        """Return whether a run that saves does so after the update `step`, to ckpt_save_path."""
+        return step == self.num_steps or (step > 0 and step % self.checkpoint_interval == 0)
 
     @property
     def run_folder(self) -> Path:
@@ -598,6 +591,11 @@ class TrainConfig:
         """Return the update rules of optimizers that optim/rules.py does not have: name -> rule of the arguments."""
         return {}
 
+    def followers(self) -> Mapping[str, Callable[[Any, Any], Any]]:
+        """Return what is kept with the optimizer state of each trained weight: name -> function that gives the new
+        value of the old one and of the updated weight, of which the first value is a copy."""
+        return {}
+
     @property
     def hyperparameters(self) -> Hyperparameters:
         """The defaults of the optimizer with everything that is given laid over them."""
@@ -627,6 +625,34 @@ class TrainConfig:
         if self.precision == "fp8":
             raise UserError("--precision=fp8: needs pretraining/extensions/fp8, which is not there; use mixed_bf16")
         return lambda model: None
+
+    # Batches that an extension changes in the course of a run: it overrides these methods.
+
+    def rows_at(self, largest: int, sequence: int) -> tuple[int, int | None]:
+        """Return the sequences of a global batch that begins at `sequence`, and the sequence from which on there are
+        more, up to `largest`; None: always as many."""
+        return largest, None
+
+    def batch_problems(self, largest: int, factor: int) -> Iterable[Problem]:
+        """Return why global batches cannot grow to `largest` in multiples of `factor`, a valid global batch.
+
+        factor: the sequences of one micro-batch of every data-parallel rank, times the pipeline's stages.
+        """
+        return ()
+
+    def row_length(self, step: int) -> int:
+        """Return the tokens of the rows that the sequences of `step` are cut into, counted from 1."""
+        return self.seq_length
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Every length of rows; each is a program of its own."""
+        return [self.seq_length]
+
+    @property
+    def batch_changes(self) -> str:
+        """How the batches change, as the end of a sentence about the largest; empty if they do not."""
+        return ""
 
     # Layers that an extension divides over devices: it overrides these methods, and calls super()'s.
 

@@ -8,14 +8,15 @@ asked for; the state is the number of sequences consumed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from pretraining.config.batches import GlobalBatches, global_batches
-from pretraining.config.errors import UserError
-from pretraining.config.grammar import parse_rampup, parse_ranges
+from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.grammar import parse_ranges
 from pretraining.config.training import TrainConfig
 from pretraining.data.corpus import BlockCache, Corpus, DocumentOrder
 from pretraining.data.datasets import (
@@ -461,10 +462,8 @@ def _slice(config: TrainConfig, rank: int, world_size: int) -> RankSlice:
         raise UserError(f"rank {rank} of a world of {world_size}: give a rank from 0 to {world_size - 1}")
     if global_rows % world_size:
         raise UserError(f"--global_batch_size={global_rows} is not a multiple of the {world_size} ranks that read data")
-    ramp = parse_rampup(config.rampup_batch_size)
-    if ramp and (ramp.start % world_size or ramp.increment % world_size):
-        subject = f"--rampup_batch_size={config.rampup_batch_size}: a size"
-        raise UserError(f"{subject} is not a multiple of the {world_size} ranks that read data")
+    if problems := list(config.batch_problems(global_rows, world_size)):
+        raise ConfigError(problems)
     return RankSlice(rank, world_size, global_rows, config.seq_length)
 
 
@@ -472,8 +471,8 @@ def _batches(config: TrainConfig, split: str, rank_slice: RankSlice, state: dict
     """Return the global batches from a state on; those of validation and test neither grow nor pass anything over."""
     rows, consumed = rank_slice.global_rows, int(state["sequences"])
     if split != "train":
-        return GlobalBatches(rows, consumed=consumed)
-    return GlobalBatches(rows, parse_rampup(config.rampup_batch_size), parse_ranges(config.skip_samples), consumed)
+        return GlobalBatches(lambda sequence: (rows, None), consumed=consumed)
+    return GlobalBatches(partial(config.rows_at, rows), parse_ranges(config.skip_samples), consumed)
 
 
 def _open_endless(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pretraining.config.batches import describe_growth, describe_stages, tokens_of_run
+from pretraining.config.batches import tokens_of_run
 from pretraining.config.devices import DeviceKind
 from pretraining.config.errors import counted
 from pretraining.config.training import TrainConfig
@@ -73,7 +73,7 @@ def _batch(config: TrainConfig) -> str:
     rows = f"{counted(config.global_batch_size, 'sequence')} of {config.seq_length}"
     split = micro_batches(config.gradient_accumulation_steps, config.batch_size)
     total = f"{amount(tokens_of_run(config))} tokens in {counted(config.num_steps, 'step')}"
-    return f"{tokens:,} tokens/step = {rows} ({split}){describe_growth(config)}{describe_stages(config)}; {total}"
+    return f"{tokens:,} tokens/step = {rows} ({split}){config.batch_changes}; {total}"
 
 
 def _memory(per_device: Mapping[str, int]) -> str:

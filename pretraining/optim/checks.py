@@ -91,19 +91,10 @@ def check_precision(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "precision", remedy)
 
 
-def check_moving_average(config: TrainConfig) -> Iterator[Problem]:
-    """A moving average changes by less than half the spacing of bf16 numbers, so it is kept in fp32 or rounded so."""
-    is_bf16 = config.precision_mode == "manual" and config.master_weights is False
-    has_bf16_average = is_bf16 and not config.optimizers()[config.optimizer].has_fp32_state
-    if config.ema_decay and has_bf16_average and not config.stochastic_rounding:
-        yield problem(config, "ema_decay", "needs master_weights=True or stochastic_rounding=True")
-
-
 CHECKS = (
     check_schedule_settings,
     check_schedule_lengths,
     check_optimizer_settings,
     check_relative_step,
     check_precision,
-    check_moving_average,
 )

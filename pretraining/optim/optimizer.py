@@ -6,7 +6,7 @@ Does not depend on engines: an engine creates the moments where the parameters a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +17,6 @@ from pretraining.config.training import TrainConfig
 from pretraining.config.variants import is_hidden_matrix
 from pretraining.optim.precision import precision_of
 from pretraining.optim.rules import UPDATE_RULES, Adam, Moments, MomentSpec, Muon, UpdateContext, UpdateRule
-
-EMA = "ema"  # the moment that is the moving average of the weight, as ema_decay configures it
 
 
 @dataclass
@@ -31,13 +29,12 @@ class ParameterState:
     decay: float
     ndim: int  # dimensions of one tensor: one less than `weight` has where layers are stacked
     rate_scale: float = 1.0  # factor of the learning rate, which does not change the weight decay
-    ema_decay: float = 0.0  # of the moving average of the weight, which is one of its moments; 0: none
+    followers: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)  # see TrainConfig
     moments: Moments = field(default_factory=dict)
 
     def moment_specs(self) -> dict[str, MomentSpec]:
-        """Return the rule's moments and the moving average of the weight, by name."""
-        average = {EMA: MomentSpec(initial=None)} if self.ema_decay else {}
-        return {**self.rule.moment_specs(self.ndim), **average}
+        """Return the rule's moments and the followers of the weight, by name."""
+        return {**self.rule.moment_specs(self.ndim), **dict.fromkeys(self.followers, MomentSpec(initial=None))}
 
     def initialize_moments(self, make: Callable[[ParameterState, torch.Size, MomentSpec], Tensor]) -> None:
         """Create the moments; `make` gets the shape of each, with extent 1 along the dimensions that it reduces."""
@@ -47,13 +44,10 @@ class ParameterState:
     def compute_update(self, grad: Tensor, step: Tensor, rate: Tensor) -> tuple[Tensor, Moments]:
         """Return the new weight and moments in fp32, whatever their stored dtypes."""
         moments = {name: moment.float() for name, moment in self.moments.items()}
-        average = moments.pop(EMA, None)
         rate = rate if self.rate_scale == 1 else rate * self.rate_scale
         context = UpdateContext(step, rate, self.decay / self.rate_scale, self.ndim)
         weight, updated = self.rule.update(self.weight.float(), grad.float(), moments, context)
-        if average is not None:
-            updated = {**updated, EMA: average.lerp(weight, 1 - self.ema_decay)}
-        return weight, updated
+        return weight, updated | {name: follow(moments[name], weight) for name, follow in self.followers.items()}
 
 
 class Optimizer:
@@ -79,7 +73,7 @@ def build_optimizer(config: TrainConfig, named_parameters: Iterable[tuple[str, T
             ndim = weight.dim() - is_stacked(name)
             rule = _update_rule(config, chosen, name)
             scale = config.rate_scale(name)
-            parameters.append(ParameterState(name, weight, rule, decay, ndim, scale, config.ema_decay))
+            parameters.append(ParameterState(name, weight, rule, decay, ndim, scale, config.followers()))
     return Optimizer(parameters)
 
 

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from pretraining.config.errors import Problem
-from pretraining.config.grammar import RECOMPUTABLE, parse_modules, parse_selective, parse_stages
+from pretraining.config.grammar import RECOMPUTABLE, parse_modules, parse_selective
 from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
 from pretraining.config.variants import model_shape
-from pretraining.parallel.mesh import rampup_problems
 
 
 def check_engine_support(config: TrainConfig) -> Iterator[Problem]:
@@ -58,16 +57,6 @@ def check_sequence_split(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "seq_length", f"is not a multiple of {' x '.join(factors)}; use {valid}")
 
 
-def check_stages_of_length(config: TrainConfig) -> Iterator[Problem]:
-    """A row divides into the shorter rows of every stage, and context and tensor ranks share those out, too."""
-    parts = config.context_parallel_size * (config.tensor_parallel_size if config.sequence_parallel else 1)
-    for length, _ in parse_stages(config.seq_length_stages):
-        if config.seq_length % length or length % parts:
-            share = f" and be a multiple of {parts}, the ranks that share a row" if parts > 1 else ""
-            remedy = f"has rows of {length} tokens; every length must divide seq_length={config.seq_length}{share}"
-            yield problem(config, "seq_length_stages", remedy)
-
-
 def check_batch(config: TrainConfig) -> Iterator[Problem]:
     """The global batch is a multiple of what one device computes; the number of devices comes later."""
     if config.global_batch_size is None:
@@ -81,7 +70,7 @@ def check_batch(config: TrainConfig) -> Iterator[Problem]:
         remedy = f"is not a multiple of {product}; use {multiples_around(total, factor)}, or another batch_size"
         yield problem(config, "global_batch_size", remedy)
     else:
-        yield from rampup_problems(config, total, config.batch_size)
+        yield from config.batch_problems(total, config.batch_size)
 
 
 def check_recomputed_blocks(config: TrainConfig) -> Iterator[Problem]:
@@ -110,7 +99,6 @@ CHECKS = (
     check_tensor_parallel,
     check_kv_replication,
     check_sequence_split,
-    check_stages_of_length,
     check_batch,
     check_recomputed_blocks,
     check_recomputed_modules,

@@ -7,14 +7,12 @@ communicates most, and the stages of a pipeline, which communicate least, are fa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pretraining.config.errors import ConfigError, Problem
-from pretraining.config.grammar import parse_rampup, parse_stages
 from pretraining.config.training import TrainConfig
-from pretraining.config.validate import divisors, either, multiples_around, problem
+from pretraining.config.validate import divisors, multiples_around
 from pretraining.config.variants import ModelShape
 
 if TYPE_CHECKING:
@@ -89,9 +87,8 @@ def token_order(length: int, ranks: int) -> np.ndarray:
 
 def uneven_rows(config: TrainConfig) -> list[int]:
     """Return the lengths of rows that have no two equal chunks for each context rank."""
-    ranks, lengths = config.context_parallel_size, [config.seq_length]
-    lengths += [stage.length for stage in parse_stages(config.seq_length_stages)]
-    return [length for length in lengths if ranks > 1 and length % (2 * ranks)]
+    ranks = config.context_parallel_size
+    return [length for length in config.row_lengths if ranks > 1 and length % (2 * ranks)]
 
 
 def _used_axes(config: TrainConfig) -> list[str]:
@@ -129,31 +126,9 @@ def resolve_batch(config: Configuration, ranks: int) -> Configuration:
         raise ConfigError([Problem(f"--global_batch_size={total}", _batch_remedy(config, ranks, total, steps))])
     if total // micro_batch % config.division.stages:
         raise ConfigError([Problem(f"--global_batch_size={total}", _groups_remedy(config, micro_batch, total))])
-    if problems := list(rampup_problems(config, total, micro_batch * config.division.stages)):
+    if problems := list(config.batch_problems(total, micro_batch * config.division.stages)):
         raise ConfigError(problems)
     return replace(config, global_batch_size=total, gradient_accumulation_steps=total // micro_batch)
-
-
-def rampup_problems(config: TrainConfig, total: int, factor: int) -> Iterator[Problem]:
-    """Yield why a global batch cannot grow to `total` in sizes that are multiples of `factor`, a valid global batch.
-
-    factor: the sequences of one micro-batch of every data-parallel rank, times the pipeline's stages.
-    """
-    ramp = parse_rampup(config.rampup_batch_size)
-    if ramp is None:
-        return
-    multiple = f"a multiple of {factor} sequences (batch_size={config.batch_size} on every rank, stages included)"
-    growth = total - ramp.start
-    if growth <= 0:
-        remedy = f"starts with {ramp.start} sequences, which is not below global_batch_size={total}"
-    elif ramp.start % factor:
-        remedy = f"starts with {ramp.start}, which is not {multiple}; use {multiples_around(ramp.start, factor)}"
-    elif growth % ramp.increment or ramp.increment % factor:
-        valid = either(number * factor for number in divisors(growth // factor))
-        remedy = f"grows by {ramp.increment}, which must be {multiple} and divide {total} - {ramp.start}; use {valid}"
-    else:
-        return
-    yield problem(config, "rampup_batch_size", remedy)
 
 
 def _groups_remedy(config: TrainConfig, micro_batch: int, total: int) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 import torch.distributed as dist
 
 from pretraining.checkpoint.checkpoints import SaveFailedError
-from pretraining.config.batches import row_length
 from pretraining.config.errors import UserError, counted
 from pretraining.config.extension import Extension
 from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, TRY_AGAIN
@@ -90,7 +89,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
 
         # The step: every process trains on its rows of the global batch
         with run.account.spending("data_wait"):
-            batch = cut_rows(batches.batch(step - run.start_step - 1), row_length(config, step))
+            batch = cut_rows(batches.batch(step - run.start_step - 1), config.row_length(step))
         rate = learning_rate(config, step - 1)
         result = _first_step(run, step, batch, rate) if is_first else run.trainee.train_step(batch, rate)
         run.account.begin("train")
@@ -141,8 +140,6 @@ def _prepare_first_step(run: TrainingRun) -> int:
     """
     run.account.begin("compile")
     run.interrupt.is_compiling = True
-    if run.config.log_param_norm:
-        run.trainee.parameter_norm()
     for watcher in run.watchers:
         if number := run.interrupt.agreed_now():
             return number
@@ -164,8 +161,8 @@ def _left_before(run: TrainingRun, compiles: bool) -> int:
 
 def _first_step(run: TrainingRun, step: int, batch: Batch, rate: float) -> StepResult:
     """Run a step that may be traced and compiled, with a sign of life while that lasts."""
-    began, length = time.perf_counter(), row_length(run.config, step)
-    name = "first step" + (f" with rows of {length} tokens" if run.config.seq_length_stages else "")
+    began, length = time.perf_counter(), run.config.row_length(step)
+    name = "first step" + (f" with rows of {length} tokens" if len(run.config.row_lengths) > 1 else "")
     layers = counted(model_shape(run.config).num_layers, "layer")
     with run.heartbeat(f"{run.first} the {name}, {layers}"):
         result = run.trainee.train_step(batch, rate)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from pretraining.config.batches import row_length
 from pretraining.config.variants import model_shape
 from pretraining.data import Batch
 from pretraining.monitor.flops import Meter, flops_per_token
@@ -56,12 +55,13 @@ class Reports:
         flops = flops_per_token(model_shape(config), config.seq_length)
         self._meter = Meter(config.tokens_per_step, engine.mesh.size, flops, config.device_kind(engine.device_name))
         self._losses = deque(run.metrics.losses() if run.metrics else [], maxlen=WINDOW)
-        self._seconds: dict[str, float] = {}  # by activity, at the last report
+        self._waited = 0.0  # seconds for data up to the last report
 
     def write(self, step: int, figures: dict[str, float], rate: float, batch: Batch) -> None:
         """Report a step, and begin another lap."""
         run = self._run
-        record = self._record(step, figures, rate, batch) | self._timing()
+        more = {name: value for watcher in run.watchers for name, value in watcher.figures().items()}
+        record = self._record(step, figures, rate, batch) | more | self._timing()
         tokens_left = run.tokens_seen(run.config.num_steps) - record["tokens_seen"]
         tokens = record["tokens_per_second"] * record["step_time"]
         steps_left = math.inf if begins_rows(run, step) else tokens_left / tokens
@@ -72,7 +72,7 @@ class Reports:
         run, config, engine, step_time = self._run, self._run.config, self._run.engine, self.watch.lap(step)
         before = self.watch.step
         tokens = (run.tokens_seen(step) - run.tokens_seen(before)) / (step - before)  # per step, in the mean
-        length = row_length(config, step)
+        length = config.row_length(step)
         spike = is_spike(figures["loss"], self._losses)
         self._losses.append(figures["loss"])
         return {
@@ -80,7 +80,6 @@ class Reports:
             "loss": figures["loss"],
             "loss_spike": spike,
             **({"grad_norm": figures["grad_norm"]} if config.log_grad_norm else {}),
-            **({"param_norm": run.trainee.parameter_norm()} if config.log_param_norm else {}),
             **{name: figures[name] for name in ("loss_scale", "outliers") if name in figures},
             "learning_rate": rate,
             "tokens_seen": run.tokens_seen(step),
@@ -96,19 +95,15 @@ class Reports:
         }
 
     def _timing(self) -> dict[str, Any]:
-        """Return the account of the time since the last record, and the seconds since the last report by activity."""
-        seconds, before = self._run.account.seconds(), self._seconds
-        names = {"data_wait": "data_wait_seconds"}
-        if self._run.config.log_step_timing:
-            names |= {"train": "train_seconds", "validation": "validation_seconds", "save": "checkpoint_seconds"}
-        self._seconds = seconds
-        spent = {name: seconds[activity] - before.get(activity, 0.0) for activity, name in names.items()}
-        return {**spent, "account": self._run.account.take()}
+        """Return the account of the time since the last record, and the seconds for data since the last report."""
+        account, before = self._run.account, self._waited
+        self._waited = account.seconds()["data_wait"]
+        return {"data_wait_seconds": self._waited - before, "account": account.take()}
 
 
 def begins_rows(run: TrainingRun, step: int) -> bool:
     """Return whether `step` is the first of this process with rows of its length, which is a program of its own."""
-    return step == run.start_step + 1 or row_length(run.config, step) != row_length(run.config, step - 1)
+    return step == run.start_step + 1 or run.config.row_length(step) != run.config.row_length(step - 1)
 
 
 def data_hash(batch: Batch, engine: Engine) -> str:

@@ -24,7 +24,7 @@ from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.folder import ALLOW_REMOTE, newest_checkpoint, open_any_checkpoint, refuse_remote
 from pretraining.checkpoint.manifest import Checkpoint, open_checkpoint
 from pretraining.checkpoint.restoring import check_base
-from pretraining.checkpoint.store import is_weight, read_tensors, with_moving_averages
+from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import UserError
 from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import TrainConfig
@@ -121,6 +121,8 @@ def open_model(flags: argparse.Namespace) -> tuple[Llama, Tokenizer, TrainConfig
     """
     checkpoint = open_checkpoint(newest_checkpoint(flags.run_dir, flags.allow_remote))
     if flags.use_ema:
+        from pretraining.extensions.moving_average.checkpoint import with_moving_averages
+
         checkpoint = with_moving_averages(checkpoint)
     # No rows that only a mesh needs: checkpoints have none of them.
     saved = saved_config(checkpoint.facts.config, CONFIGURATION)

@@ -1,9 +1,10 @@
 """One HTML page with the curves of one or several runs, from their metrics.jsonl.
 
-    python -m pretraining.tools.report RUN_DIR [RUN_DIR ...] [--output=FILE]
+    python -m pretraining.tools.report RUN_DIR [RUN_DIR ...] [--output=FILE | --watch]
 
 A single file of about 5 MB with plotly.js in it: no server and no network is needed. Written to report.html in the
-first run's folder unless `--output` names a file.
+first run's folder unless `--output` names a file. With `--watch`, a server of this host alone makes it anew for a
+browser every 30 s.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,6 +48,7 @@ ENDINGS = {
     TIME_IS_UP: "its time was up, code 4",
     TRY_AGAIN: "lost a process, code 5",
 }
+REFRESH = 30  # s, after which a page of --watch is made anew
 SILENT = 300.0  # s without a sign of life, after which a run is not running any more: a save may take as long
 FEW_POINTS = 20  # of a curve that is drawn with markers: a line of one point would not be seen
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -91,7 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page of the runs that can be read, and return 0, or 2 if there is none."""
     parser = ArgumentParser(prog="python -m pretraining.tools.report", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a metrics.jsonl")
-    parser.add_argument("--output", type=Path, help="file to write (default: report.html in the first folder)")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--output", type=Path, help="file to write (default: report.html in the first folder)")
+    output.add_argument("--watch", action="store_true", help="serve the page on this host, and keep it up to date")
+    parser.add_argument("--port", type=int, default=8123, help="of --watch (default: 8123)")
     options = parser.parse_args(arguments)
     try:
         with extra_packages("the page of curves"):
@@ -99,22 +105,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    runs = read_runs(options.runs)
+    if not runs:
+        return 2
+    if options.watch:
+        return watch(list(runs), options.port)
+    path = options.output or next(iter(runs)) / "report.html"
+    try:
+        path.write_text(page(list(runs.values())), encoding="utf-8")
+    except OSError as error:
+        print(f"--output={path}: cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    print(f"written to {path}")
+    return 0
+
+
+def watch(folders: Sequence[Path], port: int) -> int:
+    """Serve the page of the runs on the loopback address until Ctrl-C, and return 0, or 2 if the port is not free."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_page = self.path == "/"
+            body = page(list(read_runs(folders).values()), REFRESH).encode() if is_page else b""
+            self.send_response(200 if is_page else 404)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Print no line for each request."""
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Page)
+    except (OSError, OverflowError) as error:
+        print(f"--port={port}: cannot be listened on ({error}); give another one", file=sys.stderr)
+        return 2
+    with server:
+        print(f"http://127.0.0.1:{server.server_port} shows the runs as they stand; Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def read_runs(folders: Sequence[Path]) -> dict[Path, Run]:
+    """Return the runs that can be read, and print why the others cannot."""
     runs: dict[Path, Run] = {}
-    for folder in options.runs:
+    for folder in folders:
         try:
             runs[folder] = read_run(folder)
         except UserError as error:
             print(f"left out: {error}", file=sys.stderr)
-    if not runs:
-        return 2
-    output = options.output or next(iter(runs)) / "report.html"
-    try:
-        output.write_text(page(list(runs.values())), encoding="utf-8")
-    except OSError as error:
-        print(f"--output={output}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
-    print(f"written to {output}")
-    return 0
+    return runs
 
 
 def read_run(folder: Path) -> Run:
@@ -165,8 +209,8 @@ def _places(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]
     return {"tokens": tokens, "hours": hours}
 
 
-def page(runs: Sequence[Run]) -> str:
-    """Return the HTML document."""
+def page(runs: Sequence[Run], refresh: int = 0) -> str:
+    """Return the HTML document. refresh: seconds after which it is loaded again; 0: never."""
     from plotly.offline import get_plotlyjs
 
     figures = [
@@ -180,6 +224,7 @@ def page(runs: Sequence[Run]) -> str:
         details=_starts(runs) + _account(runs) + _differences(runs),
         curves=curves.replace("<", r"\u003c"),  # a name may not end the element
         plotly=get_plotlyjs(),
+        refresh=refresh,
     )
 
 

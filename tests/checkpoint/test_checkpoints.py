@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from main_training import CHECKS
-from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, is_power, shortage
+from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, shortage
 from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
 from pretraining.checkpoint.manifest import Facts, open_checkpoint, write_commit
 from pretraining.checkpoint.restoring import check_starting_point
@@ -55,8 +55,6 @@ def flip(path: Path, at: int = -1) -> None:
     [
         ({"checkpoint_interval": 3}, [3, 6, 8]),
         ({"checkpoint_interval": 100}, [8]),
-        ({"checkpoint_interval": 2, "checkpoint_scale": "log"}, [1, 2, 4, 8]),
-        ({"checkpoint_interval": 100, "extra_checkpoint_steps": "0,1,5"}, [0, 1, 5, 8]),
         ({"checkpoint_interval": 3, "keep_last_n_checkpoints": 2}, [6, 8]),
         ({"checkpoint_interval": 1, "keep_last_n_checkpoints": 1}, [8]),
         ({"checkpoint_interval": 0}, []),
@@ -68,10 +66,6 @@ def test_a_run_leaves_the_checkpoints_that_were_asked_for(
 ) -> None:
     run(tmp_path, **fields)
     assert steps(tmp_path) == expected
-
-
-def test_powers_are_recognised() -> None:
-    assert [step for step in range(30) if is_power(step, 3)] == [1, 3, 9, 27]
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -15,10 +15,6 @@ from pretraining.config.validate import problems
 @pytest.mark.parametrize(
     ("given", "subject", "remedy"),
     [
-        ({"checkpoint_scale": "log", "checkpoint_interval": 1}, "--checkpoint_interval=1", "use 2 or more"),
-        ({"checkpoint_scale": "cubic"}, "--checkpoint_scale=cubic", "linear, log"),
-        ({"extra_checkpoint_steps": "1,two"}, "--extra_checkpoint_steps=1,two", "step numbers"),
-        ({"extra_checkpoint_steps": "-1"}, "--extra_checkpoint_steps=-1", "step numbers"),
         ({"load_weights_only": True}, "--load_weights_only=True", "needs --ckpt_load_path"),
         ({"checkpoint_dtype": "fp8"}, "--checkpoint_dtype=fp8", "auto, fp32, bf16"),
         ({"resume": "yes"}, "--resume=yes", "auto, must, never"),
@@ -37,9 +33,8 @@ def test_a_wrong_flag_is_one_problem_with_its_remedy(given: dict[str, Any], subj
 def test_flags_that_work_together_are_no_problem(tmp_path: Path) -> None:
     config = CONFIGURATION(
         use_dummy_dataset=True,
-        checkpoint_scale="log",
         checkpoint_interval=2,
-        extra_checkpoint_steps="0, 5,7",
+        checkpoint_seconds=60,
         ckpt_load_path=str(tmp_path),
         load_weights_only=True,
     )

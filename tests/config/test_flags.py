@@ -211,6 +211,8 @@ def test_the_name_of_a_run_is_one_folder(name: str) -> None:
         (["--Batch_Size=4"], "did you mean --batch_size"),
         (["--zzzz"], "--zzzz  no such flag; --help lists them all"),
         (["--lr=1"], "--lr=1  no such flag; did you mean --learning_rate?\n"),
+        (["--max-grad-norm", "1"], "--max-grad-norm=1  no such flag; did you mean --grad_clip_thresh?\n"),
+        (["--save_steps=9"], "no such flag; did you mean --checkpoint_interval?\n"),
         (["--gbs=1"], "did you mean --global_batch_size?\n"),
         (["--learningrate=1"], "did you mean --learning_rate?\n"),
         (["--tensor_parallel=1"], "did you mean --tensor_parallel_size?\n"),
@@ -249,6 +251,15 @@ def test_a_mistake_and_its_consequences_are_one_problem(capsys: pytest.CaptureFi
     assert complaints(capsys, "--data_pth=x").startswith("1 problem ")
     assert complaints(capsys, DUMMY, "--model_variant=tiny", "--seq_length=two").startswith("1 problem ")
     assert complaints(capsys, DUMMY, "--num_kv_heads=0").startswith("1 problem ")
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"), [("--model_variant=llama3-8b", "llama3_8b"), ("--optimizer=adam_w", "adamw")]
+)
+def test_a_choice_that_does_not_exist_is_answered_with_the_nearest_one(
+    flag: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"; did you mean {meant}?" in complaints(capsys, DUMMY, flag)
 
 
 @given(st.lists(st.sampled_from(["--batch_size", "--low_cpu_fsdp", "--nolow_cpu_fsdp", "--x", "--", "-b", "3", "a=b"])))
@@ -351,13 +362,13 @@ def test_a_dictionary_of_flags_is_checked_like_a_command_line() -> None:
 
 
 def test_an_edited_default_of_another_type_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    edited: dict[str, Any] = {"learning_rate": "1e-4", "num_steps": 10.0, "log_param_norm": "yes", "seed": None}
+    edited: dict[str, Any] = {"learning_rate": "1e-4", "num_steps": 10.0, "log_grad_norm": "yes", "seed": None}
     found = problems(CONFIGURATION(**edited, use_dummy_dataset=True), CHECKS)
     assert [problem.subject for problem in found] == [
         "--learning_rate=1e-4",
         "--num_steps=10.0",
         "--seed=None",
-        "--log_param_norm=yes",
+        "--log_grad_norm=yes",
     ]
     assert found[0].remedy == "expected a number or none, not the str '1e-4'"
 

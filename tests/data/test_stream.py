@@ -109,29 +109,6 @@ def test_a_stream_of_eight_ranks_goes_on_with_two_and_four_and_another_batch_siz
     assert np.array_equal(got, whole[: len(got)])
 
 
-def test_a_growing_global_batch_has_the_sequences_of_a_constant_one_on_any_number_of_ranks(tmp_path: Path) -> None:
-    corpus(tmp_path / "data", numbered([30] * 300))
-    usual = settings(tmp_path / "data", num_epochs=1)
-    whole = rows(open_stream(usual), epoch_tokens(open_stream(usual)) // 16)
-    config = replace(usual, global_batch_size=24, rampup_batch_size="8,8,64")
-    got: list[np.ndarray] = []
-    state, sizes = None, []
-    for world, steps in ((2, 3), (8, 3), (4, 2)):
-        streams = [Prefetcher(open_stream(config, rank, world, state=state), 1) for rank in range(world)]
-        batches = [[stream.batch(step)["tokens"] for stream in streams] for step in range(steps)]
-        got += [row for batch in batches for part in batch for row in part]
-        sizes += [sum(map(len, batch)) for batch in batches]
-        state = open_stream(config, state=state).state(steps)
-        for stream in streams:
-            stream.close()
-    assert sizes == [8, 8, 8, 8, 16, 16, 24, 24]
-    assert np.array_equal(got, whole[: len(got)])
-    assert open_stream(config).steps == 6 + (len(whole) - 64) // 24
-    assert open_stream(replace(config, split="1,1"), split="valid").batch(0)["tokens"].shape[0] == 24
-    with pytest.raises(UserError, match="rampup_batch_size=8,4,64: a size is not a multiple of the 8 ranks"):
-        open_stream(replace(config, rampup_batch_size="8,4,64"), 0, 8)
-
-
 def test_a_label_is_the_next_token_of_the_stream_across_rows_too(tmp_path: Path) -> None:
     corpus(tmp_path / "data", numbered([7, 90, 3, 0, 20] * 9))
     stream = open_stream(settings(tmp_path / "data", logical_shards=1, global_batch_size=4))

@@ -23,10 +23,11 @@ def copy_checkout(folder: Path) -> Path:
             shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(path, folder)
-    python = folder / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    environment = folder / ".venv"  # with its own name in sys.executable, which a run prints
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    shutil.copy(Path(sys.prefix) / "pyvenv.cfg", environment)
+    (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
     stamp = "source scripts/setup.sh; installation_state requirements.txt > .venv/installed-requirements.txt"
     subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
     return folder

@@ -88,8 +88,8 @@ def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
 
 
 def test_a_run_has_the_default_name_that_it_had_when_these_settings_stood_in_the_core() -> None:
-    fields = {"lora_rank": 4, "lora_bias": "all", "ema_decay": 0.9}
-    assert CONFIGURATION(**fields).default_run_name == "llama2_7b-7dbd1a"
+    fields = {"lora_rank": 4, "lora_bias": "all", "optimizer_args": "beta1=0.8"}
+    assert CONFIGURATION(**fields).default_run_name == "llama2_7b-6ae91f"
 
 
 @pytest.mark.parametrize("init", ["default", "gaussian"])

@@ -198,17 +198,6 @@ def test_a_global_batch_that_does_not_divide_lists_the_batch_sizes_that_would() 
         resolve_batch(TrainConfig(batch_size=1, global_batch_size=20), 8)
 
 
-def test_a_growing_global_batch_is_refused_with_the_sizes_that_every_rank_can_divide() -> None:
-    fields: dict[str, Any] = {"batch_size": 2, "global_batch_size": 64}
-    assert resolve_batch(TrainConfig(rampup_batch_size="16,16,99", **fields), 8).gradient_accumulation_steps == 4
-    with pytest.raises(ConfigError, match=r"--rampup_batch_size=8,8,99 +starts with 8, .* multiple of 16 .*; use 16"):
-        resolve_batch(TrainConfig(rampup_batch_size="8,8,99", **fields), 8)
-    with pytest.raises(ConfigError, match=r"grows by 8, .* multiple of 16 .* divide 64 - 16; use 16 or 48"):
-        resolve_batch(TrainConfig(rampup_batch_size="16,8,99", **fields), 8)
-    with pytest.raises(ConfigError, match=r"starts with 16, .* multiple of 32 .* stages included\); use 32"):
-        resolve_batch(CONFIGURATION(rampup_batch_size="16,16,99", pipeline_parallel_size=2, **fields), 8)
-
-
 def mask_of(choice: str, layers: int) -> str:
     config = TrainConfig(fsdp_activation_checkpointing=True, selective_checkpointing=choice)
     return "".join("FT"[is_chosen] for is_chosen in block_mask(config, layers))

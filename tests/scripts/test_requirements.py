@@ -62,7 +62,7 @@ def test_every_package_that_the_source_imports_is_pinned_or_named_when_it_is_mis
     assert packages - always - OPTIONAL == set(TOOLS)
     named = {PROVIDERS.get(name, name) for name in TOOLS}
     assert set(pins("requirements/tools.txt")) <= named
-    assert named <= pins("requirements/dev.txt").keys() | pins("requirements/tools.txt").keys()
+    assert named <= pins("requirements/all.txt").keys() | pins("requirements/tools.txt").keys()
 
 
 @pytest.mark.parametrize("package", TOOLS)
@@ -86,7 +86,7 @@ def test_a_missing_package_is_one_error_that_names_the_command_which_installs_it
 
 
 def test_the_newest_torch_is_tested_with_the_other_packages_at_their_pinned_versions() -> None:
-    files = ("requirements/dev.txt", "requirements/tools.txt", "requirements.txt")
+    files = ("requirements/all.txt", "requirements/dev.txt", "requirements/tools.txt", "requirements.txt")
     usual = {name: version for file in files for name, version in pins(file).items()}
     newest = pins("requirements/newest.txt")
     assert "torch-xla" not in newest

@@ -170,7 +170,7 @@ def test_a_host_without_a_gpu_installs_the_cpu_build_of_torch_if_the_index_has_i
     assert "torch==" not in installation(GPUS="GPU 0: one")
     (checkout / ".venv" / "installed-requirements.txt").unlink()
     output = installation()
-    assert "-r requirements.txt torch==2.9.0+cpu\n" in output and "about 1.5 GB" in output
+    assert "-r requirements.txt torch==2.9.0+cpu " in output and "about 1.5 GB" in output
     # A host with a GPU that shares the environment needs the other build
     (checkout / ".venv/lib/python3.12/site-packages/torch-2.9.0+cpu.dist-info").mkdir(parents=True)
     assert not installation()
@@ -454,9 +454,9 @@ def test_a_run_that_hangs_writes_its_stacks_and_is_started_again(installed: Path
 
 def test_a_newest_torch_that_cannot_be_installed_is_an_error_unless_it_is_skipped_on_purpose(checkout: Path) -> None:
     stub = write_executable(checkout / ".venv" / "bin" / "python", STUB)  # whose checks and tests all pass
-    (checkout / "requirements/dev.txt").write_text("# nothing\n")
+    (checkout / "requirements/all.txt").write_text("# nothing\n")
     (checkout / "requirements/newest.txt").write_text("torch==0.0.1  # no-such-package\n")
-    mark_as_installed(checkout, "requirements/dev.txt")
+    mark_as_installed(checkout, "requirements/all.txt")
     failed = bash(checkout, "bash scripts/test.sh --all", PYTHON=str(stub), NEWEST_TORCH="")
     assert failed.returncode == 1
     assert "torch==0.0.1" in failed.stderr and "could not be installed" in failed.stderr

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import pytest
 
@@ -76,6 +81,31 @@ def test_the_page_compares_runs_and_needs_nothing_but_itself(tmp_path: Path) -> 
 def test_the_page_of_one_run_lies_in_its_folder(tmp_path: Path) -> None:
     assert main([str(run(tmp_path / "one", 3, 1e-3))]) == 0
     assert (tmp_path / "one" / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_watched_page_shows_the_runs_as_they_stand(tmp_path: Path) -> None:
+    folder = run(tmp_path / "one", 2, 1e-3)
+    command = [sys.executable, "-m", "pretraining.tools.report", str(folder), "--watch", "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        address = server.stdout.readline().split()[0]
+        before = Page(urlopen(address).read().decode())
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "loss": 0.125}\n')
+        after = Page(urlopen(address).read().decode())
+        taken = [
+            sys.executable,
+            "-m",
+            "pretraining.tools.report",
+            str(folder),
+            "--watch",
+            f"--port={urlsplit(address).port}",
+        ]
+        assert subprocess.run(taken, stderr=subprocess.DEVNULL, check=False).returncode == 2
+        server.send_signal(signal.SIGINT)
+    assert server.returncode == 0
+    shown = [page.figures[0]["data"][0]["meta"]["values"] for page in (before, after)]
+    assert shown == [[9.0, 4.5], [9.0, 4.5, 0.125]]
 
 
 def test_a_folder_that_is_no_run_is_named_and_the_others_are_shown(

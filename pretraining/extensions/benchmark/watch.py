@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pretraining.config.batches import row_length
 from pretraining.config.errors import counted
 from pretraining.config.extension import Watcher
 from pretraining.config.variants import model_shape
@@ -29,7 +28,7 @@ class Benchmark(Watcher):
         if "step_time" not in record or begins_rows(run, step):
             return
         tokens = round(record["tokens_per_second"] * record["step_time"])
-        if (tokens, row_length(config, step)) == (config.tokens_per_step, config.seq_length):
+        if (tokens, config.row_length(step)) == (config.tokens_per_step, config.seq_length):
             self._step_times.append(record["step_time"])
 
     def finish(self) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.config.grammar import parse_stages
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import multiples_around
 from pretraining.config.variants import model_shape
@@ -35,14 +34,13 @@ def check_float8(config: Float8Config) -> Iterator[Problem]:
     kv_heads = shape.num_kv_heads
     # As many ranks as divide the heads; others have one head at least, and may have two where their neighbours have one
     kv_ranks = ranks if kv_heads % ranks == 0 else kv_heads
-    lengths = [length for length, _ in parse_stages(config.seq_length_stages)] or [config.seq_length]
     head_width, rows = f"x head_dim={shape.head_dim} ", config.batch_size
     for name, value, factor, text, parts in (
         ("hidden_size", shape.hidden_size, 1, "", 1),
         ("intermediate_size", shape.intermediate_size, 1, "", ranks),
         ("num_attention_heads", shape.num_attention_heads, shape.head_dim, head_width, ranks),
         ("num_kv_heads", kv_heads, shape.head_dim, head_width, kv_ranks),
-        *(("batch_size", rows, length, f"x {length} tokens ", context) for length in lengths),
+        *(("batch_size", rows, length, f"x {length} tokens ", context) for length in config.row_lengths),
     ):
         if value * factor % (16 * parts):
             product = f"{text}= {value * factor} " if text else ""

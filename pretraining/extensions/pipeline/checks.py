@@ -12,15 +12,11 @@ from pretraining.extensions.pipeline.stages import even_cuts
 
 
 def check_pipeline(config: PipelineConfig) -> Iterator[Problem]:
-    """Every piece of a pipeline has a layer, and micro-batches come in groups of as many as there are stages,
-    with rows of one length."""
+    """Every piece of a pipeline has a layer, and micro-batches come in groups of as many as there are stages."""
     stages, layers, cuts = config.pipeline_parallel_size, model_shape(config).num_layers, config.pipeline_cuts
     count = stages * config.virtual_pipeline_size
     if stages == 1:
         return
-    if config.seq_length_stages:
-        remedy = "needs --pipeline_parallel_size=1: a pipeline has rows of one length"
-        yield problem(config, "seq_length_stages", remedy)
     factors = f"x virtual_pipeline_size={config.virtual_pipeline_size} = {count} "
     if count > layers:
         remedy = f"{factors * (count > stages)}is more than num_layers={layers}; use fewer"

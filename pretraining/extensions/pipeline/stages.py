@@ -170,6 +170,6 @@ class Stages(Division):
     def notes(self, engine: str) -> list[str]:
         """See Division."""
         lines = [f"pipeline: {describe_pipeline(self._config, engine)}"]
-        if self._config.rampup_batch_size and engine == "xla":
+        if getattr(self._config, "rampup_batch_size", "") and engine == "xla":  # of an extension
             lines.append("rampup_batch_size: with stages every size of the global batch is compiled at its first step")
         return lines

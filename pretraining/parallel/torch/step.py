@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from pretraining.config.training import TrainConfig
 from pretraining.noise import name_hashes, random_bits
-from pretraining.optim.optimizer import EMA, Optimizer, ParameterState
+from pretraining.optim.optimizer import Optimizer, ParameterState
 from pretraining.optim.rules import Adam, Moments
 from pretraining.parallel.accelerator import ACCELERATORS
 from pretraining.parallel.step import Gradients, OptimizerStep
@@ -162,8 +162,10 @@ class TorchStep(OptimizerStep):
                 beta2=rule.beta2,
                 eps=rule.eps,
             )
-        for parameter in parameters if self.config.ema_decay else ():
-            parameter.moments[EMA].lerp_(parameter.weight, (1 - self.config.ema_decay) * is_accepted)
+        for parameter in parameters:
+            for name, follow in parameter.followers.items():
+                moment = parameter.moments[name]
+                moment.copy_(torch.where(is_accepted, follow(moment, parameter.weight), moment))
 
     def compute_update(
         self, parameter: ParameterState, gradient: Tensor, step: Tensor, rate: Tensor

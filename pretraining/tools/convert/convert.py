@@ -40,7 +40,6 @@ from pretraining.checkpoint.store import (
     check_fit,
     is_weight,
     read_tensors,
-    with_moving_averages,
     write_items,
 )
 from pretraining.config.errors import UserError
@@ -93,7 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 refuse_remote("tokenizer_path", saved_config(source.facts.config).tokenizer_path, flags.source)
             paths = map(location, comma_separated(flags.average_with))
             sources = [source, *(open_any_checkpoint(path, flags.allow_remote) for path in paths)]
-            source, *others = map(with_moving_averages, sources) if flags.use_ema else sources
+            if flags.use_ema:
+                from pretraining.extensions.moving_average.checkpoint import with_moving_averages
+
+                sources = list(map(with_moving_averages, sources))
+            source, *others = sources
             print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
     except UserError as error:
         print(error, file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from pretraining.config.batches import describe_growth, tokens_of_run
+from pretraining.config.batches import tokens_of_run
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import counted
 from pretraining.config.variants import model_shape
@@ -69,7 +69,7 @@ def _head(plan: Plan) -> list[str]:
         f"hosts          {plan.island.describe(config.plan_devices)}",
         f"batch          {config.tokens_per_step:,} tokens/step = {counted(rows, 'sequence')} of "
         f"{config.seq_length:,}; {micro_batches(config.gradient_accumulation_steps or 1, config.batch_size)}"
-        f"{describe_growth(config)}",
+        f"{config.batch_changes}",
         f"recomputed     {sum(mask)} of {len(mask)} blocks",
     ]
     lines += [f"refused        {problem.subject} {problem.remedy}" for problem in refusals(plan)]

@@ -170,7 +170,7 @@ def nearest_fit(plan: Plan) -> PlanConfig | None:
     config, devices = plan.config, plan.config.plan_devices
     accumulated = config.gradient_accumulation_steps if has_stages(config) else None
     batch: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": accumulated}
-    batch |= {"rampup_batch_size": ""}
+    batch |= {"rampup_batch_size": ""} if hasattr(config, "rampup_batch_size") else {}  # of an extension
     recompute = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1"}
     shard: dict[str, Any] = {"sharding_strategy": "fsdp", "sharding_group_size": 0}
     smallest = {**shard, **recompute, "batch_size": 1}

@@ -500,11 +500,11 @@ def test_a_toml_file_of_our_own_names_is_read_under_the_flags(tmp_path: Path) ->
     path = tmp_path / "run.toml"
     path.write_text(
         'model_variant = "tiny"\nuse_dummy_dataset = true\nseq_length = 64\ncheckpoint_interval = 9\n'
-        "learning_rate = 1e-3\nextra_checkpoint_steps = [1, 2]\n"
+        "learning_rate = 1e-3\nstrip_tokens = [1, 2]\n"
     )
     result = from_flags({"config_file": str(path), "learning_rate": "2e-3"})
     assert (result.model_variant, result.use_dummy_dataset, result.learning_rate) == ("tiny", True, 2e-3)
-    assert result.extra_checkpoint_steps == "1,2"
+    assert result.strip_tokens == "1,2"
     path.write_text("learning_rat = 1.0\n")
     with pytest.raises(ConfigError, match=r"--learning_rat=1.0 .*did you mean --learning_rate"):
         from_flags({"config_file": str(path)})
@@ -676,12 +676,6 @@ def test_a_launcher_s_file_is_read_raw_and_composed(is_composed: bool, tmp_path:
         assert f"--{field}" in status[key][1]
     assert {status[key][0] for key in ("run.results_dir", "model.activations_checkpoint_num_layers")} == {"ignored"}
     assert set(status) == {key for key, _ in leaves(node)} | {key for key, _ in leaves(outside)}
-
-
-def test_nemo_s_growing_global_batch_is_this_recipe_s(tmp_path: Path) -> None:
-    node = merged(tree("nemo"), {"model": {"rampup_batch_size": [16, 8, 1000]}})
-    assert config(node, tmp_path).rampup_batch_size == "16,8,1000"
-    assert "grows by 5" in refusal(merged(node, {"model": {"rampup_batch_size": [16, 5, 1000]}}), tmp_path)
 
 
 # Keys of NeMo 1.21 to 2.0's megatron_gpt_config.yaml and of its launcher's training files that 1.14 does not have.

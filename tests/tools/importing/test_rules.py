@@ -539,13 +539,6 @@ def test_saving_none_and_keeping_all(tmp_path: Path) -> None:
     assert absent.checkpoint_interval == 4  # after each validation
 
 
-def test_the_moving_average_of_the_weights(tmp_path: Path) -> None:
-    enabled = {"exp_manager.ema.enable": True}
-    assert config("nemo", tmp_path, enabled).ema_decay == 0.999  # NeMo's default
-    assert config("nemo", tmp_path, {**enabled, "exp_manager.ema.decay": 0.9999}).ema_decay == 0.9999
-    assert config("nemo", tmp_path, {"exp_manager.ema.decay": 0.9999}).ema_decay == 0
-
-
 def test_the_folder_of_the_run(tmp_path: Path) -> None:
     assert config("nemo", tmp_path, {"exp_manager.exp_dir": "/exp"}).log_dir == "/exp/small"
     changes = {"exp_manager.exp_dir": "/exp", "exp_manager.explicit_log_dir": "/there"}

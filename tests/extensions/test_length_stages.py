@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import main_training
+from tests.config.test_validate import STAGES, found
 from tests.end_to_end.small import FLAGS, ROOT, environment, figures
 from tests.parallel.launch import ALONE, launched
 
-pytestmark = pytest.mark.slow
 FIELDS: dict[str, Any] = {
     **{"seq_length_stages": "8:3,16:5", "use_dummy_dataset": True, "num_steps": 8, "checkpoint_interval": 1},
     **{"hidden_dropout": 0.1, "batch_size": 2, "use_torch_compile": False},
@@ -43,6 +43,26 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "loss" in line]
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"seq_length_stages": "64:9,128"}, ["--seq_length_stages=64:9,128", "LENGTH:STEP", "such as 1024:2000"]),
+        ({"seq_length_stages": "100:9", "seq_length": 256}, ["rows of 100 tokens", "divide seq_length=256"]),
+        (
+            {"seq_length_stages": "6:9", "seq_length": 24, "tensor_parallel_size": 4, "sequence_parallel": True},
+            ["rows of 6 tokens", "a multiple of 4"],
+        ),
+        (
+            {"seq_length_stages": "64:9", "seq_length": 256, **STAGES},
+            ["seq_length_stages", "--pipeline_parallel_size=1"],
+        ),
+    ],
+)
+def test_rows_that_do_not_divide_are_refused(fields: dict[str, Any], words: list[str]) -> None:
+    (problem,) = found(**fields)
+    assert all(word in problem for word in words), problem
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
@@ -50,6 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_rows_grow_and_a_stopped_run_continues_bit_for_bit(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +93,7 @@ def test_rows_grow_and_a_stopped_run_continues_bit_for_bit(
 
 @pytest.mark.skipif(not find_spec("torch_xla"), reason="needs torch_xla")
 @pytest.mark.exhaustive
+@pytest.mark.slow
 def test_context_ranks_and_the_other_engine_have_the_same_losses(whole: Path, tmp_path: Path) -> None:
     want = reports(whole)
     xla = elsewhere(ALONE, tmp_path / "xla", engine="xla", device="auto")

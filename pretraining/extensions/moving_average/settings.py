@@ -1,0 +1,49 @@
+"""The setting of the moving average of the weights, and its update. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pretraining.config.declaration import AtLeast, Resume
+from pretraining.config.errors import Problem
+from pretraining.config.training import TrainConfig
+from pretraining.config.validate import problem
+
+MOMENT = "ema"  # its name in the optimizer state, and in checkpoints
+
+
+@dataclass(frozen=True)
+class MovingAverageConfig(TrainConfig):
+    """A configuration with a moving average of the weights."""
+
+    # ---- Optimizer and schedule
+    ema_decay: Annotated[float, AtLeast(0, below=1), Resume.STATE] = 0.0
+    """Keep a moving average of the weights, ema = ema_decay x ema + (1 - ema_decay) x weight after every update, from
+    the initial weights on. It is saved with the optimizer state and sharded like it; --use_ema of generate and convert
+    takes it in place of the weights. 0: none."""
+
+    def followers(self) -> Mapping[str, Callable[[Any, Any], Any]]:
+        """See TrainConfig."""
+        if not self.ema_decay:
+            return super().followers()
+        return {**super().followers(), MOMENT: lambda average, weight: average.lerp(weight, 1 - self.ema_decay)}
+
+    @property
+    def matching_settings(self) -> list[str]:
+        """See TrainConfig: this setting once stood after `optimizer_args`, and runs keep their names."""
+        names = [name for name in super().matching_settings if name != "ema_decay"]
+        place = names.index("optimizer_args") + 1
+        return [*names[:place], "ema_decay", *names[place:]]
+
+
+def check_moving_average(config: MovingAverageConfig) -> Iterator[Problem]:
+    """A moving average changes by less than half the spacing of bf16 numbers, so it is kept in fp32 or rounded so."""
+    is_bf16 = config.precision_mode == "manual" and config.master_weights is False
+    has_bf16_average = is_bf16 and not config.optimizers()[config.optimizer].has_fp32_state
+    if config.ema_decay and has_bf16_average and not config.stochastic_rounding:
+        yield problem(config, "ema_decay", "needs master_weights=True or stochastic_rounding=True")
+
+
+CHECKS = (check_moving_average,)

@@ -1,0 +1,153 @@
+"""A global batch that grows: its sizes, its data, and a run that is stopped while it grows and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import main_training
+from main_training import CONFIGURATION
+from pretraining.config.batches import GlobalBatches, global_batches, tokens_of_run
+from pretraining.config.errors import ConfigError, UserError
+from pretraining.data import open_stream
+from pretraining.data.prefetch import Prefetcher
+from pretraining.extensions.batch_rampup.settings import BatchRamp
+from pretraining.parallel.mesh import resolve_batch
+from tests.config.test_validate import found
+from tests.data.corpora import corpus, epoch_tokens, numbered, rows, settings
+from tests.end_to_end.small import FLAGS, figures
+from tests.tools.importing.files import tree
+from tests.tools.importing.test_import import config as imported
+from tests.tools.importing.test_import import merged, refusal
+
+RAMPS = st.builds(
+    lambda start, increment, count, samples: (BatchRamp(start, increment, samples), start + increment * count),
+    *(st.integers(1, 40) for _ in range(3)),
+    st.integers(1, 5000),
+)
+
+STEPS = 9
+FIELDS = {"rampup_batch_size": "4,4,40", "use_dummy_dataset": True, "num_steps": STEPS, "checkpoint_interval": 3}
+RAMPED: dict[str, Any] = {"global_batch_size": 16, "batch_size": 4}
+SIZES = [4, 4, 4, 4, 8, 8, 12, 16, 16]  # 4 more after every 40 / 3 sequences
+
+
+def megatron(ramp: BatchRamp, total: int, consumed: int) -> int:
+    """Return the size of the next global batch as Megatron-LM defines it, without its rounding."""
+    per_increment = Fraction(ramp.sequences) / ((total - ramp.start) // ramp.increment)
+    return total if consumed > ramp.sequences else ramp.start + int(consumed / per_increment) * ramp.increment
+
+
+@given(RAMPS, st.integers(0, 60))
+def test_every_size_is_megatron_s_and_nothing_is_lost_between_steps(case: tuple[BatchRamp, int], steps: int) -> None:
+    ramp, total = case
+    rows_at, consumed = partial(ramp.rows_at, total), 0
+    batches = GlobalBatches(rows_at)
+    for step in range(steps):
+        size = megatron(ramp, total, consumed)
+        assert batches.sequences(step) == range(consumed, consumed + size)
+        assert batches.steps_before(consumed) == batches.steps_before(consumed + size - 1) == step
+        consumed += size
+    continued = GlobalBatches(rows_at, consumed=consumed)
+    assert continued.sequences(3) == batches.sequences(steps + 3)
+
+
+def test_the_tokens_of_a_run_are_those_of_its_global_batches() -> None:
+    config = CONFIGURATION(global_batch_size=8, rampup_batch_size="2,2,30", seq_length=10, num_steps=12)
+    sizes = [2] * 5 + [4] * 3 + [6] * 2 + [8] * 2
+    assert [len(global_batches(config).sequences(step)) for step in range(12)] == sizes
+    assert tokens_of_run(config) == sum(sizes) * 10
+
+
+def test_a_growing_global_batch_has_the_sequences_of_a_constant_one_on_any_number_of_ranks(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([30] * 300))
+    usual = settings(tmp_path / "data", num_epochs=1)
+    whole = rows(open_stream(usual), epoch_tokens(open_stream(usual)) // 16)
+    config = settings(tmp_path / "data", num_epochs=1, global_batch_size=24, rampup_batch_size="8,8,64")
+    got: list[np.ndarray] = []
+    state, sizes = None, []
+    for world, steps in ((2, 3), (8, 3), (4, 2)):
+        streams = [Prefetcher(open_stream(config, rank, world, state=state), 1) for rank in range(world)]
+        batches = [[stream.batch(step)["tokens"] for stream in streams] for step in range(steps)]
+        got += [row for batch in batches for part in batch for row in part]
+        sizes += [sum(map(len, batch)) for batch in batches]
+        state = open_stream(config, state=state).state(steps)
+        for stream in streams:
+            stream.close()
+    assert sizes == [8, 8, 8, 8, 16, 16, 24, 24]
+    assert np.array_equal(got, whole[: len(got)])
+    assert open_stream(config).steps == 6 + (len(whole) - 64) // 24
+    assert open_stream(replace(config, split="1,1"), split="valid").batch(0)["tokens"].shape[0] == 24
+    with pytest.raises(UserError, match=r"rampup_batch_size=8,4,64 +grows by 4, which must be a multiple of 8"):
+        open_stream(settings(tmp_path / "data", global_batch_size=24, rampup_batch_size="8,4,64"), 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rampup_batch_size": "2,2,100"}, ["--rampup_batch_size=2,2,100", "needs --global_batch_size"]),
+        (
+            {**RAMPED, "rampup_batch_size": "4,4"},
+            ["=4,4", "start,increment,samples", "16,16,100000"],
+        ),
+        ({**RAMPED, "rampup_batch_size": "16,4,9"}, ["starts with 16", "global_batch_size=16"]),
+        ({**RAMPED, "rampup_batch_size": "6,2,9"}, ["starts with 6", "multiple of 4", "use 4 or 8"]),
+        ({**RAMPED, "rampup_batch_size": "4,8,9"}, ["grows by 8", "16 - 4", "use 4 or 12"]),
+    ],
+)
+def test_a_ramp_that_does_not_come_to_the_global_batch_is_refused(fields: dict[str, Any], words: list[str]) -> None:
+    (problem,) = found(**fields)
+    assert all(word in problem for word in words), problem
+
+
+def test_a_growing_global_batch_is_refused_with_the_sizes_that_every_rank_can_divide() -> None:
+    def resolved(ramp: str, **fields: Any) -> Any:
+        return resolve_batch(CONFIGURATION(batch_size=2, global_batch_size=64, rampup_batch_size=ramp, **fields), 8)
+
+    assert resolved("16,16,99").gradient_accumulation_steps == 4
+    with pytest.raises(ConfigError, match=r"--rampup_batch_size=8,8,99 +starts with 8, .* multiple of 16 .*; use 16"):
+        resolved("8,8,99")
+    with pytest.raises(ConfigError, match=r"grows by 8, .* multiple of 16 .* divide 64 - 16; use 16 or 48"):
+        resolved("16,8,99")
+    with pytest.raises(ConfigError, match=r"starts with 16, .* multiple of 32 .* stages included\); use 32"):
+        resolved("16,16,99", pipeline_parallel_size=2)
+
+
+def test_nemo_s_growing_global_batch_is_this_recipe_s(tmp_path: Path) -> None:
+    node = merged(tree("nemo"), {"model": {"rampup_batch_size": [16, 8, 1000]}})
+    assert vars(imported(node, tmp_path))["rampup_batch_size"] == "16,8,1000"
+    assert "grows by 5" in refusal(merged(node, {"model": {"rampup_batch_size": [16, 5, 1000]}}), tmp_path)
+
+
+def train(folder: Path) -> int:
+    flags = {**FLAGS, **FIELDS, "log_dir": folder, "engine": "torch", "device": "cpu", "use_torch_compile": False}
+    return main_training.main(**{name: str(value) for name, value in flags.items()})
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_for_bit_while_the_global_batch_grows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "whole") == 0
+    printed = capsys.readouterr().out
+    assert "; 4 sequences at first, these from step 8 on (4 sizes); " in printed
+    assert f"{sum(SIZES) * 32:,} tokens in {STEPS} steps" in printed
+    lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "loss" in line]
+    assert [line["samples_seen"] for line in lines] == [sum(SIZES[: step + 1]) for step in range(STEPS)]
+    assert [line["tokens_per_second"] * line["step_time"] / 32 for line in lines] == pytest.approx(SIZES)
+
+    (tmp_path / "half/checkpoints").mkdir(parents=True)
+    shutil.copytree(tmp_path / "whole/checkpoints/step_3", tmp_path / "half/checkpoints/step_3")
+    assert train(tmp_path / "half") == 0
+    assert figures(tmp_path / "half") == {key: line for key, line in figures(tmp_path / "whole").items() if key[0] > 3}

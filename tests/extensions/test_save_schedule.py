@@ -1,0 +1,48 @@
+"""Checkpoints at powers of the interval and at further steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from main_training import CONFIGURATION
+from pretraining.extensions.save_schedule.settings import is_power
+from tests.checkpoint.test_checkpoints import run, steps
+from tests.config.test_validate import found
+
+LOG: dict[str, Any] = {"checkpoint_interval": 2, "checkpoint_scale": "log"}
+EXTRA: dict[str, Any] = {"checkpoint_interval": 100, "extra_checkpoint_steps": "0,1,5"}
+
+
+@pytest.mark.parametrize(("fields", "expected"), [(LOG, [1, 2, 4, 8]), (EXTRA, [0, 1, 5, 8])])
+def test_a_run_leaves_the_checkpoints_that_were_asked_for(
+    tmp_path: Path, fields: dict[str, Any], expected: list[int]
+) -> None:
+    run(tmp_path, **fields)
+    assert steps(tmp_path) == expected
+
+
+def test_both_settings_add_up_with_the_last_step() -> None:
+    config = CONFIGURATION(**LOG, extra_checkpoint_steps="0, 5,7", num_steps=11)
+    assert [step for step in range(12) if config.saves_at(step)] == [0, 1, 2, 4, 5, 7, 8, 11]
+
+
+def test_powers_are_recognised() -> None:
+    assert [step for step in range(30) if is_power(step, 3)] == [1, 3, 9, 27]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({**LOG, "checkpoint_interval": 1}, ["--checkpoint_interval=1", "checkpoint_scale=log", "use 2 or more"]),
+        ({"checkpoint_scale": "cubic"}, ["--checkpoint_scale=cubic", "linear, log"]),
+        ({"extra_checkpoint_steps": "1,2"}, ["--extra_checkpoint_steps=1,2", "checkpoint_interval=0"]),
+        ({**EXTRA, "extra_checkpoint_steps": "1,x"}, ["--extra_checkpoint_steps=1,x", "step numbers", "0,100,1000"]),
+        ({**EXTRA, "extra_checkpoint_steps": "-1"}, ["--extra_checkpoint_steps=-1", "step numbers"]),
+    ],
+)
+def test_a_wrong_flag_is_one_problem_with_its_remedy(fields: dict[str, Any], words: list[str]) -> None:
+    (problem,) = found(**fields)
+    assert all(word in problem for word in words), problem
