@@ -13,6 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("pretraining.extensions.schedules")  # GPT-NeoX's are among them
+pytest.importorskip("pretraining.extensions.optimizers")
+
 from main_training import CONFIGURATION
 from pretraining.config.support import unsupported as limits
 from pretraining.config.training import TrainConfig
