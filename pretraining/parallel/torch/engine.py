@@ -237,8 +237,9 @@ class TorchEngine:
         (across hosts) after the last. With zero1 they are reduced after the last only, and parameters are gathered
         once per step.
         """
-        self.accumulate(model, with_token_ids(self.config, batch, self.data_rank))
-        return DeviceScalars(self.step.figures, self.step.apply(learning_rate))
+        with self.accelerator.fuse():
+            self.accumulate(model, with_token_ids(self.config, batch, self.data_rank))
+            return DeviceScalars(self.step.figures, self.step.apply(learning_rate))
 
     def accumulate(self, model: Llama, batch: Batch) -> None:
         """Add up the loss and the gradients of all micro-batches of a step."""
