@@ -20,12 +20,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from main_training import CONFIGURATION
 from pretraining.tools.plan.devices import PLAN_KINDS
-from pretraining.tools.plan.settings import PlanConfig
 from tests.parallel.torchtpu import plugin, programs
 from tests.parallel.torchtpu.programs import WORLD
 
-CONFIG = PlanConfig(**json.loads(sys.argv[2]))
+CONFIG = CONFIGURATION(**json.loads(sys.argv[2]))
 WIDTH = int(CONFIG.plan_topology.split("x")[0])  # chips of the slice's first axis
 TITLE = PLAN_KINDS[CONFIG.plan_device_kind].device.title  # which is torch_tpu's name of it, too
 KIND = TITLE.replace("e", " lite")  # PJRT's: "TPU v6 lite"

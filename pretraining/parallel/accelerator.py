@@ -12,6 +12,7 @@ import re
 import resource
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import SETTINGS
 from pretraining.models.ops import Kernel
 from pretraining.parallel.processes import Processes, read_processes
-from pretraining.parallel.torch.tpu_compile import compile_for_tpu
+from pretraining.parallel.torch.tpu_compile import compile_for_tpu, fuse_operations
 
 
 class Accelerator(NamedTuple):
@@ -35,6 +36,7 @@ class Accelerator(NamedTuple):
     divides_gradients: bool = False  # whether its fused AdamW divides gradients in place, at no cost in memory traffic
     pins_memory: bool = False  # whether a copy from pinned memory does not wait for the device
     is_tiled: bool = False  # whether its memory is tiled, so that vectors are slower to move than rows (torch_flat.py)
+    fuse: Callable[[], AbstractContextManager[None]] = nullcontext  # around a step: fuses what is not compiled
     mixed_matmul_precision: str = "highest"  # of fp32 products in a run whose other products are 16 bits wide
     package: str = ""  # that registers the device with torch
     launch_variables: tuple[str, ...] = ()  # the same in all processes; set before they start, each with one device
@@ -70,6 +72,7 @@ ACCELERATORS = {
         "contiguous",
         _torch_tpu_has_kernel,
         is_tiled=True,
+        fuse=fuse_operations,
         mixed_matmul_precision="medium",
         package="torch_tpu",
         launch_variables=(SLICE_VARIABLE, "TORCH_TPU_SLICEBUILDER_ADDRESSES"),

@@ -84,6 +84,34 @@ def test_losses_and_gradient_norms_are_the_cpu_s_and_no_step_after_the_first_com
     assert steps[0] > 50 and len(set(steps)) == 1
 
 
+# Prints how many programs a block of three operations compiles though nobody reads a result, and how many a read adds.
+FUSED = """
+import json, os, sys, tempfile, time
+from pathlib import Path
+from tests.parallel.torchtpu import plugin, programs
+plugin.start(Path(tempfile.mkdtemp()))
+import torch
+from pretraining.parallel.torch.tpu_compile import fuse_operations
+x = torch.ones(4, device="tpu")
+x.tolist()
+counts = [programs.Program.count]
+with fuse_operations():
+    y = (x + 1) * x - 3
+ends = time.monotonic() + 20
+while programs.Program.count == counts[0] and time.monotonic() < ends:  # torch_tpu compiles in a thread
+    time.sleep(0.1)
+counts.append(programs.Program.count)
+values = y.tolist()
+print(json.dumps({"unread": counts[1] - counts[0], "read": programs.Program.count - counts[1], "values": values}))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_operations_of_a_step_are_one_program_which_does_not_wait_until_a_result_is_read() -> None:
+    assert run([PYTHON, "-c", FUSED], XLA_FLAGS="")[0] == {"unread": 1, "read": 0, "values": [-1.0] * 4}
+
+
 def test_without_a_tpu_the_device_is_refused_in_one_sentence() -> None:
     flags = ["--engine=torch", "--device=tpu", "--use_dummy_dataset", "--model_variant=tiny", "--num_steps=1"]
     done = subprocess.run(

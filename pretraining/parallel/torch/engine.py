@@ -257,8 +257,9 @@ class TorchTrainee:
         (across hosts) after the last. With zero1 they are reduced after the last only, and parameters are gathered
         once per step.
         """
-        self.accumulate(with_token_ids(self.config, batch, self.engine.data_rank))
-        return DeviceScalars(self.step.figures, self.step.apply(learning_rate))
+        with self.engine.accelerator.fuse():
+            self.accumulate(with_token_ids(self.config, batch, self.engine.data_rank))
+            return DeviceScalars(self.step.figures, self.step.apply(learning_rate))
 
     def accumulate(self, batch: Batch) -> None:
         """Add up the loss and the gradients of all micro-batches of a step."""

@@ -1,4 +1,4 @@
-"""The backend of torch.compile on TPUs: TorchTPU's, without results that are arguments.
+"""How TorchTPU runs a step: the backend of torch.compile without results that are arguments, and what is not compiled.
 
 A forward pass returns what its backward pass reads, weights included. torch_tpu 0.2.0 makes every result a new tensor:
 a copy of each block's weights, which stays while FSDP2 frees the weights, until the backward pass. Here the graph does
@@ -8,10 +8,12 @@ not return its arguments, and the caller gets the tensors that it passed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -22,6 +24,17 @@ def compile_for_tpu(graph: GraphModule, inputs: list[Tensor], **options: Any) ->
     """Compile `graph` for example inputs. See torch.compile's `backend`."""
     compiled: Run = _backend()(graph, inputs, **options)
     return compiled
+
+
+@contextmanager
+def fuse_operations() -> Iterator[None]:
+    """Run operations outside compiled functions as few programs, instead of one program for each operation."""
+    module: Any = torch.get_device_module()
+    with module.set_eager_mode(module.EagerMode.DEFER_AND_FUSE):
+        yield
+        # Otherwise every operation since the last compiled function waits until a tensor is read: steps that nobody
+        # reads would add up to one program, of another size each time.
+        import_module("torch_tpu._internal.sync").synchronize()
 
 
 @functools.cache
