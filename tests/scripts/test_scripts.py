@@ -195,7 +195,9 @@ def test_without_a_supported_python_the_message_says_what_to_install(checkout: P
 
 def test_mistakes_in_the_flags_are_reported_once_by_all_processes_of_a_host(installed: Path) -> None:
     ended = bash(installed, "bash scripts/train.sh --use_dummy_dataset --batch_sise=4 --seq_length=two", NPROC="2")
-    assert (ended.returncode, ended.stdout) == (2, "")
+    # A machine with other work may start the second process seconds later, which a line says every 4 s
+    printed = [line for line in ended.stdout.splitlines() if not line.startswith("waiting for process ")]
+    assert (ended.returncode, printed) == (2, [])
     assert ended.stderr.count("2 problems with the configuration:") == 1
     assert "note:" not in ended.stderr.partition("2 problems")[2]
 
