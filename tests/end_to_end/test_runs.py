@@ -100,7 +100,10 @@ def test_after_sigterm_and_kill_9_the_same_command_gives_the_uninterrupted_run(
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate()
     assert "continuing from" in output
-    assert f"continuing from {tmp_path}/local/step_" in finish(tmp_path, DEVICES, **fields)
+    output = finish(tmp_path, DEVICES, **fields)
+    # On a fast machine the run had ended, with a regular checkpoint of step 24, within that half second
+    newest = (f"{tmp_path}/local/step_", f"{checkpoints}/step_{STEPS}")
+    assert any(f"continuing from {place}" in output for place in newest), output
     assert figures(tmp_path) == figures(uninterrupted)
     before = metrics.read_text()
     output = finish(tmp_path, DEVICES, **fields)  # once more: changes nothing
