@@ -34,11 +34,12 @@ NAMES = (
     "extensions.schedules", "extensions.splash", "extensions.fp8", "extensions.fp16", "extensions.manual_precision",
     "extensions.skip_step", "extensions.report_figures", "extensions.sharding_report", "extensions.profiler",
     "extensions.questions", "extensions.preemption", "extensions.benchmark", "extensions.history",
-    "extensions.trackers",
+    "extensions.trackers", "extensions.preflight",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths
 CHECKS, REPORT = configuring.checks_of(EXTENSIONS), configuring.report_of(EXTENSIONS)
+START = (*CHECKS, *configuring.start_checks_of(EXTENSIONS))
 CONFIGURATION: Any = configuration_of(EXTENSIONS)  # TrainConfig with the settings of the extensions
 configure: Callable[..., Any] = partial(configuring.configure, extensions=EXTENSIONS)
 
@@ -67,7 +68,7 @@ def train(
     with starting():
         from pretraining.run import start  # imports torch, which takes 3 s
 
-        checkpoint, fingerprints = start.check_inputs(config, data, extensions)
+        checkpoint, fingerprints = start.check_inputs(config, data)
     configuring.compare_processes(config, fingerprints, extensions)
 
     with starting():
@@ -108,4 +109,4 @@ def main(**flags: str) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(lambda: run_main(main, checks=CHECKS, configuration=CONFIGURATION, report=REPORT))
+    exit_with(lambda: run_main(main, checks=START, configuration=CONFIGURATION, report=REPORT))

@@ -561,6 +561,10 @@ class TrainConfig:
 
     # Tables to which extensions add: they override these methods, and add to super()'s.
 
+    def output_folders(self) -> tuple[str, ...]:
+        """Return the settings that name folders which the run writes."""
+        return ("ckpt_save_path", "compile_cache_dir")
+
     @classmethod
     def optimizers(cls) -> Mapping[str, Hyperparameters]:
         """Return the defaults of every optimizer by name."""
