@@ -38,6 +38,11 @@ def test_mistakes_about_files_are_reported_with_those_in_settings_without_torch(
     assert "--seq_length=two" in done.stderr and "--batch_size" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_check_reports_a_missing_folder_of_data_once(tmp_path: Path) -> None:
+    done = check("--check", "--data_path=nowhere", folder=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("1 problem with"), done.stderr
+
+
 def test_check_stops_with_code_0_where_nothing_is_wrong_and_writes_nothing(tmp_path: Path) -> None:
     done = check("--check", "--use_dummy_dataset", "--model_variant=tiny", "--log_dir=run", folder=tmp_path)
     assert done.returncode == 0 and "checked: no mistakes" in done.stdout, done.stderr

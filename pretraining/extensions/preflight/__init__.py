@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pretraining.config.extension import Extension
 from pretraining.config.flags import first_rank
 from pretraining.extensions.preflight.checks import INPUTS
@@ -13,7 +15,8 @@ def stop_after_checks(config: PreflightConfig) -> int | None:
     if not config.check:
         return None
     if first_rank():
-        print(f"checked: no mistakes; without --check this trains into {config.run_folder.absolute()}", flush=True)
+        folder = replace(config, check=False).run_folder.absolute()  # a dummy run's name has every setting
+        print(f"checked: no mistakes; without --check this trains into {folder}", flush=True)
     return 0
 
 

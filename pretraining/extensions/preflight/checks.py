@@ -93,11 +93,16 @@ def check_packages(config: TrainConfig) -> None:
 
 def check_content(config: PreflightConfig) -> None:
     """Open all data, as a start does after torch is imported, where only the checks are asked for."""
-    if config.check and not config.use_dummy_dataset and config.data_path and not is_remote(config.data_path):
-        check_folder_of(config, "train")
-        from pretraining.data import check_data
+    if not config.check or config.use_dummy_dataset or not config.data_path or is_remote(config.data_path):
+        return
+    try:
+        for check in (check_training_folder, check_validation_folder, check_test_folder, check_tokenizer_file):
+            check(config)
+    except UserError:
+        return  # reported already
+    from pretraining.data import check_data
 
-        check_data(config)
+    check_data(config)
 
 
 def check_storage(config: PreflightConfig) -> None:
