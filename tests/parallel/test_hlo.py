@@ -80,6 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("programs")
 
 
+@pytest.mark.exhaustive
 def test_eight_tensor_ranks_gather_no_weights(folder: Path) -> None:
     text = compiled(folder)["tensor"]
     assert results(text, "all-gather") == []  # neither weights nor heads
