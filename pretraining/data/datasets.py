@@ -22,7 +22,7 @@ from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardFile, ShardIndex, index_folder, last_tokens, open_indexes
 from pretraining.data.layouts import read_json, split_folders
 from pretraining.data.origin import check_origin
-from pretraining.data.stores.find import FORMATS, find_datasets, find_shards
+from pretraining.data.stores.find import find_datasets, find_shards, shard_formats
 from pretraining.storage import Location, is_remote, location
 
 SPLITS = ("train", "valid", "test")
@@ -139,7 +139,7 @@ def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: 
     files = find_shards(folder, config.file_type)
     if not files:
         kind = "" if config.file_type == "auto" else f" of --file_type={config.file_type}"
-        raise UserError(f"{folder}: no shards{kind}: give a folder with {', '.join(FORMATS)} files of tokens")
+        raise UserError(f"{folder}: no shards{kind}: give a folder with {', '.join(shard_formats())} files of tokens")
     strip = tuple(parse_steps(config.strip_tokens))
     sources = [ShardFile(path, format, config.col_name, strip) for path, format in files]
     shards = open_indexes(sources, index_folder(config.index_dir))
