@@ -14,7 +14,7 @@ from pretraining.storage import SHARD_FORMATS, Location, ShardFormat, size_of, s
 # Endings of files that may be next to shards: descriptions, counts, tokenizers. Hidden files and those that begin
 # with "_" (Spark's _SUCCESS) too. Any other file that is no shard is an error: nothing is skipped silently.
 _COMPANIONS = (".json", ".csv", ".txt", ".md", ".yaml", ".yml", ".model", ".vocab", ".sha256", ".py", ".flags")
-OTHERS = "Parquet and Megatron shards need the folder pretraining/extensions/shard_formats"
+_OTHERS = "Parquet and Megatron shards need the folder pretraining/extensions/shard_formats"
 
 
 def shard_formats() -> dict[str, ShardFormat]:
@@ -75,7 +75,7 @@ def find_shards(folder: Location, file_type: str) -> list[tuple[str, str]]:
         formats = dict(zip(files, pool.map(_format, files), strict=True))
     for file, name in formats.items():
         if name is None and not _is_companion(file):
-            kind = "neither an Arrow, Parquet nor Megatron shard" if SHARD_FORMATS else f"no Arrow shard ({OTHERS})"
+            kind = "neither an Arrow, Parquet nor Megatron shard" if SHARD_FORMATS else f"no Arrow shard ({_OTHERS})"
             raise UserError(
                 f"{file}: {size_of(file)} bytes, {kind}: remove it, "
                 "complete it, or turn text into shards with python -m pretraining.tools.prepare"
