@@ -74,6 +74,8 @@ class Extension:
     """Beginning of paths, such as s3://, and the pretraining.storage.Store that reads and writes them."""
     formats: tuple[Any, ...] = ()
     """pretraining.storage.Format of other programs' checkpoints that a run can start from."""
+    shard_formats: Mapping[str, Any] = field(default_factory=dict)
+    """Value of file_type, and the pretraining.storage.ShardFormat of such token shards."""
     inputs: Callable[[Any], None] | None = None
     """Check what is read or written besides the data and checkpoints, before a device is opened. Raises UserError."""
     agree: Callable[[Any, Mapping[str, str]], None] | None = None

@@ -22,7 +22,7 @@ from pretraining.config.errors import UserError
 from pretraining.data.files import file_hash
 from pretraining.data.hashing import short_hash
 from pretraining.data.layouts import read_json
-from pretraining.data.stores.find import FORMATS
+from pretraining.data.stores.find import shard_formats
 from pretraining.data.stores.labels import unmark
 from pretraining.data.stores.shard import DiskArray, ShardContents, chunks, in_memory
 from pretraining.storage import (
@@ -52,7 +52,7 @@ class ShardFile(NamedTuple):
     """A shard and how it is read: the same file read in another way has another index."""
 
     path: str
-    format: str  # one of stores.find.FORMATS
+    format: str  # see stores.find.shard_formats
     column: str  # --col_name
     strip: tuple[int, ...]  # --strip_tokens
 
@@ -195,7 +195,7 @@ def _build(file: ShardFile, sidecar: Path) -> ShardIndex:
         _check_verified(file.path, sidecar.parent)
         before = stamp_of(file.path)
         decoded = sidecar.with_suffix(f".{before.size}-{before.modified}.tokens")
-        contents = FORMATS[file.format](file.path, file.column, str(decoded))
+        contents = shard_formats()[file.format].open(file.path, file.column, str(decoded))
         groups = _sum_groups(contents, file.path)
         if file.strip:
             contents = _strip(contents, file.strip)

@@ -110,16 +110,10 @@ def test_a_shard_that_vanishes_between_index_and_reading_is_named(tmp_path: Path
 def test_a_column_that_holds_no_token_ids_is_named(
     tmp_path: Path, values: list[Any], kind: pa.DataType, expected: str, store: str
 ) -> None:
-    import pyarrow.parquet as pq
-
     (tmp_path / "data").mkdir()
-    table = pa.table({"tokens": pa.array(values, kind)})
     path = tmp_path / "data" / f"x.{store}"
-    if store == "parquet":
-        pq.write_table(table, path)
-    else:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
+    write = corpora.write_parquet_table if store == "parquet" else corpora.write_arrow
+    write(path, pa.table({"tokens": pa.array(values, kind)}))
     message = complaint(tmp_path / "data")
     assert str(path) in message and re.search(expected, message)
 
@@ -135,14 +129,6 @@ def test_compressed_record_batches_are_named_with_the_remedy(tmp_path: Path) -> 
         complaint(tmp_path / "data")
         == f"{path}: compressed buffers cannot be read in place: write the shard without compression"
     )
-
-
-def test_a_flat_parquet_column_has_no_documents(tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    (tmp_path / "data").mkdir()
-    pq.write_table(pa.table({"tokens": pa.array([1, 2, 3], pa.int32())}), tmp_path / "data" / "x.parquet")
-    assert "a column of single tokens has no documents" in complaint(tmp_path / "data")
 
 
 @pytest.mark.parametrize("kind", ["uint32", "int64"])
@@ -178,16 +164,6 @@ def test_a_file_that_is_no_shard_is_not_skipped(tmp_path: Path) -> None:
     (folder / "more.jsonl").write_text('{"text": "a"}\n')
     message = complaint(tmp_path / "data")
     assert str(folder / "more.jsonl") in message and "pretraining.tools.prepare" in message
-
-
-def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    index = corpora.write_megatron(tmp_path / "data" / "s", DOCUMENTS)
-    truncate(index.with_suffix(".bin"), 0.9)
-    message = complaint(tmp_path / "data")
-    assert message.startswith(f"{index}: ") and f"24,000, but {index.with_suffix('.bin')} has 21,600 bytes" in message
-    index.with_suffix(".bin").unlink()
-    assert f"{index.with_suffix('.bin')}: No such file" in complaint(tmp_path / "data")
 
 
 def test_a_dataset_too_small_for_one_batch_is_an_error(tmp_path: Path) -> None:
@@ -309,22 +285,6 @@ def test_always_verifies_blocks_that_were_read_before(tmp_path: Path, monkeypatc
         else:
             assert not refused
         flip(folder / "s0.arrow", 200_000, (folder / "s0.arrow").stat())
-
-
-def test_documents_anywhere_in_a_megatron_file_are_verified_one_by_one(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    index = corpora.write_megatron(tmp_path / "data" / "s", numbered([300] * 2000))
-    raw = bytearray(index.read_bytes())
-    pointers = np.frombuffer(raw, "<i8", 2000, offset=34 + 4 * 2000)
-    shuffled = pointers[np.random.default_rng(0).permutation(2000)]
-    raw[34 + 4 * 2000 : 34 + 12 * 2000] = shuffled.tobytes()
-    index.write_bytes(raw)
-    config = settings(tmp_path / "data", seq_length=300)
-    rows(open_stream(config), 2000)
-    tokens = index.with_suffix(".bin")
-    flip(tokens, 400_000, tokens.stat())
-    with pytest.raises(UserError, match=re.escape(f"{index}: the bytes of documents ")):
-        rows(open_stream(config), 2000)
 
 
 def test_a_split_that_moves_records_its_blocks_again(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from pretraining.config.errors import UserError
 from pretraining.data import open_stream
 from pretraining.data.index import ShardFile, open_index
 from pretraining.data.stores.arrow import _blocks
-from pretraining.data.stores.find import FORMATS
+from pretraining.data.stores.find import shard_formats
 from pretraining.data.stores.shard import chunks
+from pretraining.storage import SHARD_FORMATS
 from tests.data import corpora
 from tests.data.corpora import Documents, numbered, rows, settings
 
@@ -62,11 +63,10 @@ def test_stores_may_be_mixed_in_a_folder_and_file_type_takes_one(tmp_path: Path)
 
 def test_a_column_of_another_name_is_chosen_by_flag(tmp_path: Path) -> None:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     (tmp_path / "data").mkdir()
     table = pa.table({"text": ["a"] * 9, "input_ids": [[5, 6, 7, 8, 9]] * 9})
-    pq.write_table(table, tmp_path / "data" / "x.parquet")
+    corpora.write_arrow(tmp_path / "data" / "x.arrow", table)
     assert rows(open_stream(settings(tmp_path / "data", col_name="input_ids", sep_token=1)), 1)[0].max() == 9
     with pytest.raises(UserError, match=r"no column 'tokens', it has text, input_ids: choose with --col_name"):
         open_stream(settings(tmp_path / "data"))
@@ -90,7 +90,7 @@ def test_the_index_is_built_once_and_never_next_to_the_data(tmp_path: Path, monk
     def refuse(*_: Any) -> None:
         raise AssertionError("indexed again")
 
-    monkeypatch.setitem(FORMATS, "arrow", refuse)
+    monkeypatch.setitem(SHARD_FORMATS, "arrow", shard_formats()["arrow"]._replace(open=refuse))
     assert np.array_equal(rows(open_stream(settings(tmp_path / "data")), 9), first)
 
 
