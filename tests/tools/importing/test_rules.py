@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("pretraining.extensions.schedules")  # GPT-NeoX's are among them
 pytest.importorskip("pretraining.extensions.optimizers")
 
+import main_training
 from main_training import CHECKS, CONFIGURATION
 from pretraining.config.errors import Problem
 from pretraining.config.flags import read, read_values
@@ -26,9 +27,11 @@ from pretraining.config.variants import model_shape
 from pretraining.optim.schedule import learning_rate
 from pretraining.tools.importing.foreign import ForeignConfig
 from pretraining.tools.importing.megatron_optim import SCHEDULES
+from pretraining.tools.importing.migration import NXD_CORE
 from pretraining.tools.importing.neox import era_of
 from pretraining.tools.importing.neox_model import feed_forward
 from pretraining.tools.importing.resolve import ImportResult, import_foreign, settings
+from pretraining.tools.library import Training
 from tests.selection import complete, needs, runs_all
 from tests.tools.importing.files import drop, put, tree, write
 
@@ -129,6 +132,12 @@ def test_every_listed_flag_of_fms_fsdp_is_that_of_the_command_line(row: dict[str
     assert {name: resolved[name] for name in expected} == expected
     before = flagged(row.get("file", {}))[0]
     assert {name for name, value in before.items() if value != resolved[name]} <= expected.keys()
+
+
+def test_the_calls_that_the_migration_table_names_are_there() -> None:
+    calls = [call for mapping in NXD_CORE.values() for call in re.findall(r"`(\w+\.\w+)", mapping.description)]
+    owners = {"training": Training, "pretraining": main_training}
+    assert calls and all(callable(getattr(owners[owner], name)) for owner, name in (call.split(".") for call in calls))
 
 
 # ---- GPT-NeoX
