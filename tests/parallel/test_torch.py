@@ -422,7 +422,7 @@ def test_sizes_that_the_number_of_processes_rules_out_are_refused_before_a_devic
     [
         ({"device": "cuda"}, "no CUDA GPU; .* --device=cpu"),
         ({"device": "tpu"}, "needs the package torch_tpu"),
-        ({"device": "neuron"}, "needs the package torch_neuronx: .*pip.repos.neuron.amazonaws.com"),
+        ({"device": "neuron"}, "needs the package torch_neuronx: docs/clusters.md"),
     ],
 )
 def test_a_missing_device_is_one_sentence(fields: Fields, words: str) -> None:
