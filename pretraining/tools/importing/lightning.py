@@ -138,9 +138,13 @@ TRAINER = {
     "trainer.fast_dev_run": must_be_off("a debugging aid of Lightning's"),
     "trainer.max_time": KeyMapping(_max_time, ("max_run_seconds",), "DD:HH:MM:SS of each start"),
     "trainer.profiler": only((), "use --use_profiler"),
+    "trainer.limit_train_batches": only((1.0,), "give --max_samples, or fewer max_steps"),
+    "trainer.reload_dataloaders_every_n_epochs": only((0,), "the data are opened once"),
+    "trainer.detect_anomaly": must_be_off("a debugging aid of Lightning's"),
+    **each("min_steps min_epochs", ignore("training does not stop early"), "trainer."),
     **each(
-        "accelerator logger enable_checkpointing benchmark use_distributed_sampler replace_sampler_ddp "
-        "enable_model_summary strategy enable_progress_bar plugins",
+        "accelerator logger enable_checkpointing benchmark use_distributed_sampler replace_sampler_ddp deterministic "
+        "enable_model_summary strategy enable_progress_bar plugins sync_batchnorm inference_mode limit_predict_batches",
         ignore(_ENGINE),
         "trainer.",
     ),
@@ -239,6 +243,12 @@ def _ema(_: Any, source: ForeignConfig) -> Conversion:
     return implied(note, ema_decay=source.get("exp_manager.ema.decay", 0.999))
 
 
+def _ema_steps(value: Any, source: ForeignConfig) -> Conversion:
+    if value == 1 or not source.get("exp_manager.ema.enable", False):
+        return ignored("off, or as here")
+    return unsupported("the moving average follows every update")
+
+
 EXP_MANAGER = {
     "exp_manager.max_time_per_run": KeyMapping(_max_time, ("max_run_seconds",), "wins over trainer.max_time"),
     "exp_manager.explicit_log_dir": KeyMapping(_log_dir, ("log_dir",), "wins over exp_dir"),
@@ -266,20 +276,21 @@ EXP_MANAGER = {
     "exp_manager.create_early_stopping_callback": must_be_off("training does not stop early"),
     "exp_manager.ema": must_be_off("give its keys"),
     **each("ema.enable ema.decay", KeyMapping(_ema, ("ema_decay",), "a moving average of the weights"), "exp_manager."),
-    "exp_manager.ema.every_n_steps": only([1], "the moving average follows every update"),
+    "exp_manager.ema.every_n_steps": KeyMapping(_ema_steps, (), "1; not read where ema.enable is off"),
     **each("log_local_rank_0_only log_global_rank_0_only", ignore("the first process alone writes"), "exp_manager."),
     **each(
         "create_mlflow_logger create_dllogger_logger create_clearml_logger create_neptune_logger",
-        must_be_off("trackers: wandb alone"),
+        must_be_off("trackers: wandb and aim"),
         "exp_manager.",
     ),
+    **each("version use_datetime_version", ignore("log_dir is exp_dir / name"), "exp_manager."),
     **each(
-        "ckpt_ptl_version version use_datetime_version resume_past_end summary_writer_kwargs files_to_copy "
+        "ckpt_ptl_version resume_past_end summary_writer_kwargs files_to_copy "
         "step_timing_kwargs step_timing_kwargs.* ema.* *_logger_kwargs *_logger_kwargs.* disable_validation_on_resume "
         "early_stopping_callback_params early_stopping_callback_params.* seconds_to_sleep log_tflops_per_sec_per_gpu "
         "log_delta_step_timing create_straggler_detection_callback straggler_detection_params.* "
         "create_fault_tolerance_callback create_preemption_callback",
-        ignore(_ENGINE),
+        ignore("of NeMo's own logs and processes"),
         "exp_manager.",
     ),
     f"{CALLBACK}.monitor": KeyMapping(_monitor, (), "step; val_loss keeps the newest instead of the best"),
@@ -299,7 +310,12 @@ EXP_MANAGER = {
     f"{CALLBACK}.save_weights_only": to_one_of("save_optimizer", {True: False, False: True}),
     f"{CALLBACK}.dirpath": to("ckpt_save_path"),
     f"{CALLBACK}.async_save": to("async_checkpointing"),
-    **each("prefix postfix", ignore("names of files are step_N"), f"{CALLBACK}."),
+    **each(
+        "prefix postfix auto_insert_metric_name enable_version_counter",
+        ignore("names of files are step_N"),
+        f"{CALLBACK}.",
+    ),
+    f"{CALLBACK}.verbose": ignore("each checkpoint is printed"),
     f"{CALLBACK}.train_time_interval": must_be_off("give --checkpoint_seconds"),
     **each("every_n_epochs save_on_train_epoch_end", must_be_off("checkpoints are saved by steps"), f"{CALLBACK}."),
     **each(

@@ -8,7 +8,7 @@ from typing import Any
 from pretraining.config.errors import Problem
 from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
-from pretraining.tools.importing.mappings import KeyMapping, each, ignore, must_be_off, only, to
+from pretraining.tools.importing.mappings import KeyMapping, each, ignore, must_be_off, only, refuse, to
 from pretraining.tools.importing.shared import betas, optimizer_arguments
 
 # ---- optimizer
@@ -156,6 +156,10 @@ MAPPINGS = {
     f"{OPTIM}betas": betas(lambda source: _optimizer_of(source)[0]),
     f"{OPTIM}eps": to("optimizer_eps"),
     f"{OPTIM}capturable": ignore("for CUDA graphs"),
+    f"{OPTIM}correct_bias": only((True,), "the moments of Adam are corrected"),
+    f"{OPTIM}maximize": must_be_off("the loss is minimized"),
+    **each("foreach fused differentiable", ignore("a kernel's choice"), OPTIM),
+    **each("args args.* _target_", refuse("write the optimizer's name and its arguments below model.optim"), OPTIM),
     f"{OPTIM}dtype": KeyMapping(_dtype, (), "fp32 with distributed_fused_adam, which alone reads it"),
     **each(
         "bucket_cap_mb overlap_grad_sync overlap_param_sync contiguous_grad_buffer contiguous_param_buffer "
@@ -190,14 +194,16 @@ MAPPINGS = {
 }
 
 
-def _default_min_lr(source: ForeignConfig) -> float | None:
-    return 1e-5 if str(source.get(f"{SCHED}name")).lower() == "squareannealing" else None
+def _of_schedule(name: str, value: float) -> Callable[[ForeignConfig], float | None]:
+    """Return a default that one schedule has."""
+    return lambda source: value if str(source.get(f"{SCHED}name")).lower() == name else None
 
 
 DEFAULTS = {
     **{OPTIM + name: _class_default(name) for name in ("betas", "eps", "weight_decay")},
     f"{SCHED}name": "WarmupPolicy",  # no schedule: the rate is constant
-    f"{SCHED}min_lr": _default_min_lr,
+    f"{SCHED}min_lr": _of_schedule("squareannealing", 1e-5),
+    f"{SCHED}gamma": _of_schedule("steplr", 0.1),
 }
 
 

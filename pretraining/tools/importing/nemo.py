@@ -146,6 +146,7 @@ FORMAT = Format(
         **megatron_optim.DEFAULTS,
         "model.do_layer_norm_weight_decay": False,
         "trainer.precision": 32,
+        "model.seed": 1234,
         "model.native_amp_init_scale": 2**32,
         **{f"model.{name}": value for name, value in megatron.DEFAULTS.items()},
         "model.bias": True,

@@ -138,20 +138,19 @@ _IGNORED = {
     "tokens are prepared before; give --vocab_size": "vocab_file merge_file",
     "stages are as equal as possible; --pipeline_cuts sets others": "pipe_partition_method",
     "derived by NeoX itself": """zero_stage padded_vocab_size batch_size is_pipe_parallel world_size rank local_rank
-        iteration do_train do_valid do_test config_files git_hash user_script dynamic_loss_scale save_iters
-        curriculum_seqlen optimizer_type lr no_checkpoint_arg_validation""",
+        iteration do_train do_valid do_test config_files config_files.* git_hash user_script dynamic_loss_scale
+        save_iters curriculum_seqlen optimizer_type lr no_checkpoint_arg_validation""",
     "the loss is in fp32": "full_precision_lm_cross_entropy",
-    "of an option that is off or refused": """mup_* base_shapes_file scalenorm_epsilon rpe_num_buckets rpe_max_distance
-        gmlp_attn_dim param_sharing_style weighted_sampler_alpha gradient_noise_scale_*""",
+    "of an option that is off or refused": """mup_* base_shapes_file scalenorm_epsilon rpe_num_buckets
+        rpe_max_distance gmlp_attn_dim param_sharing_style weighted_sampler_alpha gradient_noise_scale_*""",
     "without meaning for this training": """steps_per_print checkpoint_validation_with_forward_pass mmap_warmup
-        use_cpu_initialization short_seq_prob char_level_ppl temperature top_k top_p
-        maximum_tokens prompt_end recompute num_samples sample_input_file sample_output_file text_gen_type eval_tasks
-        eval_batch_size return_logits log_grad_pct_zeros wandb_name wandb_id wandb_resume s3_sync_interval checkpoint.*
-        load_universal peak_theoretical_tflops
-        eval_results_prefix dump_state no_load_rng no_save_rng wandb_group wandb_team wandb_host wandb_run_name
-        wandb_init_all_ranks comet_workspace comet_project comet_experiment_name comet_tags comet_others wandb
-        memory_profiling_path log_optimizer_states log_gradient_noise_scale flops_profiler.*
-        comms_logger.* tensorboard.* csv_monitor.* deepspeed_extra_args.comms_logger.*""",
+        use_cpu_initialization short_seq_prob char_level_ppl temperature top_k top_p maximum_tokens prompt_end recompute
+        num_samples sample_input_file sample_output_file text_gen_type eval_tasks eval_batch_size return_logits
+        log_grad_pct_zeros wandb_name wandb_id wandb_resume s3_sync_interval checkpoint.* allow_chopped load_universal
+        peak_theoretical_tflops eval_results_prefix dump_state no_load_rng no_save_rng wandb_group wandb_team wandb_host
+        wandb_run_name wandb_init_all_ranks comet_workspace comet_project comet_experiment_name comet_tags comet_others
+        wandb memory_profiling_path log_optimizer_states log_gradient_noise_scale flops_profiler.* comms_logger.*
+        tensorboard.* csv_monitor.* deepspeed_extra_args.comms_logger.*""",
 }
 
 # Reason -> keys that are refused unless they are off.
@@ -161,18 +160,20 @@ _OFF = {
     "the loss is in fp32": "fp16_lm_cross_entropy",
     "positions count from 0": "opt_pos_emb_offset",
     "mixtures of corpora by their size": "weight_by_num_documents",
-    "trackers: wandb alone": "use_comet",
+    "trackers: wandb and aim": "use_comet",
     "optimizers in 8 bits": "use_bnb_optimizer",
-    "another kind of model": """soft_prompt_tuning soft_prompt_tuning.* num_unique_layers sparsity_config mamba_*
-        rwkv_*""",
+    "another kind of model": """soft_prompt_tuning soft_prompt_tuning.* num_unique_layers sparsity_config
+        sparsity_config.* mamba_* rwkv_*""",
     "Transformer Engine": "te_*",
     "attention in fp8": "te_fp8_mha",
     "DeepSpeed's own schedule, which replaces lr_decay_style": "scheduler scheduler.*",
     "every layer attends to all before it": "sparse_attention sparse_attention.*",
     "DeepSpeed's own trials": """curriculum_learning autotuning elasticity compression_training data_efficiency amp
-        autotuning_run autotuning.* curriculum_learning.* elasticity.* data_efficiency.*""",
+        autotuning_run autotuning.* curriculum_learning.* elasticity.* data_efficiency.* amp.*
+        compression_training.*""",
     "alignment recipes": "dpo_* kto_* reinforce_* label_data_paths *_label_data_paths",
-    "another place for checkpoints": "s3_path serve_model_weights",
+    "checkpoints are not copied: ckpt_save_path may be in object storage": "s3_path",
+    "weights are not served while training": "serve_model_weights",
     "stopping before train_iters": "exit_interval",
     "another way to pack documents": "enforce_sample_length",
 }
@@ -232,7 +233,7 @@ FORMAT = Format(
         f"{PARAMS}eps": lambda source: 1e-8 if optimizer_of(source) == "adamw" else None,
         "lr_decay_style": "linear",
         "warmup": 0.01,
-        "min_lr": 0.0,
+        "min_lr": lambda source: 0.0 if source.values.get("decay_lr_to") is None else None,
         "seed": 1234,
         "tokenizer_type": "GPT2BPETokenizer",
         "split": lambda source: "969, 30, 1" if _one_corpus(source) else None,

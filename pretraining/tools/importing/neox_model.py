@@ -104,7 +104,7 @@ def _gated(written: int, multiple: int, hidden: int) -> Conversion:
 
 
 _INITS = ("normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal")
-_INIT_NAMES = {name: name for name in (*_INITS, "single_residual_scaled_normal")}
+_INIT_NAMES = {name: name for name in _INITS}
 
 
 def _attention(value: Any, _: ForeignConfig) -> Conversion:

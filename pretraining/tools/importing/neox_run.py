@@ -17,7 +17,17 @@ from pretraining.tools.importing.conversions import (
     unsupported,
 )
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
-from pretraining.tools.importing.mappings import KeyMapping, choice, each, ignore, read_with, same_names, to, to_one_of
+from pretraining.tools.importing.mappings import (
+    KeyMapping,
+    choice,
+    each,
+    ignore,
+    must_be_off,
+    read_with,
+    same_names,
+    to,
+    to_one_of,
+)
 from pretraining.tools.importing.shared import SPLIT, WORKERS, corpora, half, micro_batches, names_parts, profiled_steps
 
 KINDS = ("train", "valid", "test")
@@ -247,11 +257,12 @@ RUN = {
     **{f"fp16.{name}": _scale(name) for name in ("loss_scale", "loss_scale_window", "initial_scale_power")},
     "fp16.hysteresis": _scale("loss_scale_hysteresis"),
     "fp16.min_loss_scale": _scale("min_loss_scale"),
-    **each("fp16 auto_cast consecutive_hysteresis", ignore("enabled alone switches fp16 on"), "fp16."),
+    **each("fp16 auto_cast", ignore("enabled alone switches fp16 on"), "fp16."),
+    "fp16.consecutive_hysteresis": must_be_off("overflows count until the scale grows, not until the next clean step"),
     **each("loss_scale loss_scale_window hysteresis min_scale", ignore("DeepSpeed reads those of fp16")),
     "fp32_allreduce": choice({True: mapped(reduce_dtype="fp32"), False: unchanged("gradients are reduced in fp32")}),
     "data_types.grad_accum_dtype": choice(
-        dict.fromkeys(("fp32", "bf16"), implied("gradients are accumulated in fp32"))
+        dict.fromkeys(("fp32", "bf16", "fp16"), implied("gradients are accumulated in fp32"))
     ),
     "save": KeyMapping(_save, ("ckpt_save_path",), "with a period"),
     "load": KeyMapping(_load, ("ckpt_load_path", "load_step"), "with finetune or no_load_optim from step 0"),

@@ -130,19 +130,27 @@ def _of_megatron(value: Any) -> Callable[[ForeignConfig], Any]:
 
 # ---- precision
 
+_MANUAL = "read by NxD Training with type manual alone"
+
 
 def _knob(name: str) -> KeyMapping:
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         if source.get("precision.type") != "manual":
-            return ignored("read by NxD Training with type manual alone")
+            return ignored(_MANUAL)
         return mapped(**{name: str(value).lower() in ("1", "true")})
 
     return KeyMapping(convert, (name,), "with type manual alone")
 
 
+def _reduced(value: Any, source: ForeignConfig) -> Conversion:
+    if source.get("precision.type") != "manual":
+        return ignored(_MANUAL)
+    return mapped(reduce_dtype="fp32") if value else unchanged("off")
+
+
 def _bf16_switch(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("precision.type") != "manual":
-        return ignored("read by NxD Training with type manual alone")
+        return ignored(_MANUAL)
     both = [str(source.get(f"precision.xla_{name}_bf16", "0")) for name in ("use", "downcast")]
     if both == ["1", "1"]:
         return unsupported("xla_use_bf16 and xla_downcast_bf16 exclude each other")
@@ -164,9 +172,7 @@ PRECISION = {
     "precision.fp32_grad_acc": _knob("fp32_grad_acc"),
     "precision.neuron_rt_stochastic_rounding_en": _knob("stochastic_rounding"),
     **each("xla_use_bf16 xla_downcast_bf16", KeyMapping(_bf16_switch, (), "with type manual alone"), "precision."),
-    "precision.fp32_grads_cc": choice(
-        {True: mapped(reduce_dtype="fp32"), False: unchanged("off")}, "true: gradients are reduced in fp32"
-    ),
+    "precision.fp32_grads_cc": KeyMapping(_reduced, ("reduce_dtype",), "true, with type manual: fp32"),
     "precision.parallel_layers_reduce_dtype": ignore("partial sums are reduced as the engine computes them"),
 }
 

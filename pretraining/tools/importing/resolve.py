@@ -136,7 +136,7 @@ def _report(key: str, format_: Format, foreign: ForeignConfig) -> KeyReport:
     written, value, mapping = foreign.written.get(key), foreign.values[key], format_.mapping_of(key)
     if key in foreign.other_stages:
         return KeyReport(key, written, value, "ignored", {}, "of another stage of NeMo's launcher")
-    if mapping is None and value in (None, False, 0) and not format_.is_misspelled(key):
+    if mapping is None and value in (None, False, 0, {}) and not format_.is_misspelled(key):
         return KeyReport(key, written, value, "ignored", {}, "off; no key that this recipe knows")
     if mapping is None:
         return KeyReport(key, written, value, "unsupported", {}, format_.no_such_key(key))
