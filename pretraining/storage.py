@@ -232,7 +232,7 @@ class Store(Protocol):
         """Rename a corrupt checkpoint, or its marker, so that it does not count as committed."""
 
 
-class Format(NamedTuple):
+class CheckpointFormat(NamedTuple):
     """Checkpoints of another program."""
 
     recognizes: Callable[[Location], bool]
@@ -246,7 +246,7 @@ class ShardFormat(NamedTuple):
     open: Callable[[str, str, str], Any]  # (path, column, file for decoded tokens) -> data.stores.shard.ShardContents
 
 
-FORMATS: list[Format] = []  # see use_files_of
+FORMATS: list[CheckpointFormat] = []  # see use_files_of
 SHARD_FORMATS: dict[str, ShardFormat] = {}  # besides Arrow's, by the values of file_type; see use_files_of
 STORES: dict[str, Store] = {}  # by the beginning of their paths; see use_files_of
 

@@ -19,8 +19,8 @@ from pretraining.config.variants import CUSTOM, VARIANTS
 from pretraining.data.checksums import verify
 from pretraining.data.corpus import whole_corpus
 from pretraining.data.hashing import short_hash
-from pretraining.data.index import ShardFile, ShardIndex, index_folder, last_tokens, open_indexes
-from pretraining.data.layouts import read_json, split_folders
+from pretraining.data.index import ShardIndex, TokenShard, index_folder, last_tokens, open_indexes
+from pretraining.data.layouts import read_dataset_json, split_folders
 from pretraining.data.origin import check_origin
 from pretraining.data.stores.find import find_datasets, find_shards, shard_formats
 from pretraining.storage import Location, is_remote, location
@@ -141,13 +141,13 @@ def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: 
         kind = "" if config.file_type == "auto" else f" of --file_type={config.file_type}"
         raise UserError(f"{folder}: no shards{kind}: give a folder with {', '.join(shard_formats())} files of tokens")
     strip = tuple(parse_steps(config.strip_tokens))
-    sources = [ShardFile(path, format, config.col_name, strip) for path, format in files]
+    sources = [TokenShard(path, format, config.col_name, strip) for path, format in files]
     shards = open_indexes(sources, index_folder(config.index_dir))
     has_folder = folder.is_dir()
     parts = [str(PurePath(shard.path).relative_to(str(folder))) if has_folder else "" for shard in shards]
     parts += [f"{shard.fingerprint} {shard.documents} {shard.token_count}" for shard in shards]
     total = sum(shard.documents for shard in shards)
-    description = read_json(folder / DESCRIPTION) if (folder / DESCRIPTION).is_file() else {}
+    description = read_dataset_json(folder / DESCRIPTION) if (folder / DESCRIPTION).is_file() else {}
     if strip or config.col_name != TOKENS:  # other documents than those that prepare.py counted
         description = {name: value for name, value in description.items() if name not in ("tokens", "blocks")}
     _check_description(folder, description, shards, vocabulary(config))

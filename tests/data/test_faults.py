@@ -19,7 +19,7 @@ import pytest
 from pretraining.config.errors import UserError
 from pretraining.data import Prefetcher, open_stream
 from pretraining.data.checksums import byte_sum, verify
-from pretraining.data.index import ShardFile, open_index, sidecar_path
+from pretraining.data.index import TokenShard, open_index, sidecar_path
 from tests.data import corpora
 from tests.data.corpora import corpus, numbered, rows, settings
 from tests.faults.unread import OTHERS, UnreadShard, flip_bit, swap_words
@@ -200,7 +200,7 @@ def test_a_stale_index_is_built_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "type", "zeroed"])
 def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) -> None:
     path = corpora.write_flat(tmp_path / "s", DOCUMENTS)
-    source = ShardFile(str(path), "arrow", "tokens", ())
+    source = TokenShard(str(path), "arrow", "tokens", ())
     before = open_index(source, tmp_path / "index")
     sidecar = sidecar_path(source, tmp_path / "index")
     if damage == "truncated":
@@ -223,7 +223,7 @@ def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) ->
 def test_flipped_bytes_are_found_by_verifying(tmp_path: Path) -> None:
     for store in ("arrow", "megatron", "parquet"):
         path = WRITERS[store](tmp_path / store, DOCUMENTS)
-        indexes = [open_index(ShardFile(str(path), store, "tokens", ()), tmp_path / "index")]
+        indexes = [open_index(TokenShard(str(path), store, "tokens", ()), tmp_path / "index")]
         assert verify(indexes, {}, tmp_path / "index") == (0, 1 + (store == "megatron"))
         assert verify(indexes, {}, tmp_path / "index") == (1 + (store == "megatron"), 0)
         flipped = path.with_suffix(".bin") if store == "megatron" else path

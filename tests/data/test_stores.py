@@ -9,7 +9,7 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.data import open_stream
-from pretraining.data.index import ShardFile, open_index
+from pretraining.data.index import TokenShard, open_index
 from pretraining.data.stores.arrow import _blocks
 from pretraining.data.stores.find import shard_formats
 from pretraining.data.stores.shard import chunks
@@ -75,7 +75,7 @@ def test_a_column_of_another_name_is_chosen_by_flag(tmp_path: Path) -> None:
 def test_many_small_and_empty_record_batches_share_one_index(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(0, 4, 3000)
     path = corpora.write_flat(tmp_path / "s", numbered(lengths.tolist()))
-    index = open_index(ShardFile(str(path), "arrow", "tokens", ()), tmp_path / "index")
+    index = open_index(TokenShard(str(path), "arrow", "tokens", ()), tmp_path / "index")
     found = np.fromfile(index.lengths.path, np.int32, 3000, offset=index.lengths.offset)
     assert np.array_equal(found, lengths)
     assert (index.documents, index.nonempty) == (3000, int((lengths > 0).sum()))
@@ -143,7 +143,7 @@ def test_a_file_whose_messages_do_not_follow_each_other_is_read_by_its_footer(tm
     moved["place"] += 64
     head, tail = raw[: int(blocks["place"][0])], raw[int(blocks["place"][0]) :]
     path.write_bytes(head + b"\x04\0\0\0\xf2\xff\xff\xff" * 8 + tail.replace(blocks.tobytes(), moved.tobytes()))
-    index = open_index(ShardFile(str(path), "arrow", "tokens", ()), tmp_path / "index")
+    index = open_index(TokenShard(str(path), "arrow", "tokens", ()), tmp_path / "index")
     tokens = path.read_bytes()
     found = [
         np.frombuffer(tokens, index.dtype, length, start).tolist()
@@ -158,4 +158,6 @@ def test_a_damaged_name_in_a_schema_is_a_sentence(tmp_path: Path, store: str) ->
     path = STORES[store](tmp_path / "s", DOCUMENTS)
     path.write_bytes(path.read_bytes().replace(b"tokens", b"\xefokens"))
     with pytest.raises(UserError, match=f"{path}: "):
-        open_index(ShardFile(str(path), store.partition("_")[0].replace("flat", "arrow"), "tokens", ()), tmp_path / "i")
+        open_index(
+            TokenShard(str(path), store.partition("_")[0].replace("flat", "arrow"), "tokens", ()), tmp_path / "i"
+        )

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
 from pretraining.config.errors import UserError
-from pretraining.data.layouts import DATASET_STATE, read_json
+from pretraining.data.layouts import DATASET_STATE, read_dataset_json
 from pretraining.data.stores.arrow import MAGIC, STREAM_MAGIC, index_arrow
 from pretraining.storage import SHARD_FORMATS, Location, ShardFormat, size_of, store_of
 
@@ -94,7 +94,7 @@ def _listed_shards(folder: Location) -> set[Location] | None:
     UserError if one is missing, or the rows of the dataset are a selection of the rows in the shards.
     """
     path = folder / DATASET_STATE
-    state = read_json(path)
+    state = read_dataset_json(path)
     if "_data_files" not in state:
         return None
     if state.get("_indices_data_files"):

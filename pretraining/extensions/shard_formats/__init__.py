@@ -22,7 +22,7 @@ def index_parquet(path: str, column: str, decoded: str) -> ShardContents:
     return decode_parquet(path, column, decoded)
 
 
-def index_megatron(path: str, column: str, decoded: str) -> ShardContents:
+def open_megatron(path: str, column: str, decoded: str) -> ShardContents:
     """See ShardFormat. There are no columns, and nothing is decoded."""
     from pretraining.extensions.shard_formats import megatron  # imports numpy
 
@@ -32,6 +32,6 @@ def index_megatron(path: str, column: str, decoded: str) -> ShardContents:
 EXTENSION = Extension(
     shard_formats={
         "parquet": ShardFormat((PARQUET,), index_parquet),
-        "megatron": ShardFormat((MEGATRON, OLD_MEGATRON), index_megatron),
+        "megatron": ShardFormat((MEGATRON, OLD_MEGATRON), open_megatron),
     }
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import counted
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported_value
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import KeyMapping, choice, each, ignore, must_be_off, only, to, to_one_of
 from pretraining.tools.importing.shared import names_parts
@@ -23,7 +23,7 @@ from pretraining.tools.importing.shared import names_parts
 def _devices(value: Any, source: ForeignConfig) -> Conversion:
     devices, nodes = source.integer("trainer.devices"), source.integer("trainer.num_nodes")
     if not is_integer(value) or value < 1:
-        return unsupported("expected a whole number, at least 1")
+        return unsupported_value("expected a whole number, at least 1")
     note = f"{counted(devices, 'device')} on each of {counted(nodes, 'node')}"
     return implied(note, source_world_size=devices * nodes)
 
@@ -34,7 +34,7 @@ def _max_steps(value: Any, source: ForeignConfig) -> Conversion:
     if source.has_flag("num_steps"):
         return implied("no limit in the file", num_steps=source.flags["num_steps"])
     if source.get("trainer.max_epochs", -1) == -1:
-        return unsupported("no stopping criterion: max_epochs is -1 too; give --num_steps")
+        return unsupported_value("no stopping criterion: max_epochs is -1 too; give --num_steps")
     return implied("no limit in steps; max_epochs ends the run")
 
 
@@ -57,7 +57,7 @@ def _val_interval(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("trainer.limit_val_batches", 1.0):
         return implied("limit_val_batches is 0: no validation", val_interval=0)
     if isinstance(value, float):
-        return unsupported("a share of an epoch, whose length only the data have; give --val_interval in steps")
+        return unsupported_value("a share of an epoch, whose length only the data have; give --val_interval in steps")
     steps = source.integer("trainer.max_steps", -1)
     if is_integer(value) and value > steps > 0:
         return implied(f"never reached within max_steps={steps}: no validation", val_interval=0)
@@ -83,7 +83,7 @@ def _batches(field: str) -> KeyMapping:
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         if (count := _count_batches(value)) is None:
-            return unsupported("a share of the data; give a whole number, or 1.0 for all")
+            return unsupported_value("a share of the data; give a whole number, or 1.0 for all")
         if field == "test_steps" and count and not _has_data(2, source):
             return implied("the file names no test data: none", test_steps=0)
         return mapped(**{field: count})
@@ -100,7 +100,7 @@ def _sanity_steps(value: Any, source: ForeignConfig) -> Conversion:
 def _each_epoch(value: Any, source: ForeignConfig) -> Conversion:
     if value == 1 and not _validates(source):
         return ignored("without validation")
-    return unsupported("validation by epochs; make it null and give --val_interval in steps")
+    return unsupported_value("validation by epochs; make it null and give --val_interval in steps")
 
 
 def _clip(value: Any, _: ForeignConfig) -> Conversion:
@@ -114,7 +114,7 @@ def _max_time(value: Any, source: ForeignConfig) -> Conversion:
     value = source.get("exp_manager.max_time_per_run", value)
     match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", str(value).strip())
     if not match:
-        return unsupported("expected DD:HH:MM:SS")
+        return unsupported_value("expected DD:HH:MM:SS")
     days, hours, minutes, seconds = map(int, match.groups())
     return mapped(max_run_seconds=((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
@@ -183,7 +183,7 @@ def _monitor(value: Any, source: ForeignConfig) -> Conversion:
         return implied("the newest checkpoints are kept, or all")
     if value == "val_loss":
         return implied("the newest are kept: the best by val_loss is not reproduced")
-    return unsupported("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
+    return unsupported_value("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
 
 
 def run_name(value: Any, source: ForeignConfig) -> Conversion:
@@ -246,7 +246,7 @@ def _ema(_: Any, source: ForeignConfig) -> Conversion:
 def _ema_steps(value: Any, source: ForeignConfig) -> Conversion:
     if value == 1 or not source.get("exp_manager.ema.enable", False):
         return ignored("off, or as here")
-    return unsupported("the moving average follows every update")
+    return unsupported_value("the moving average follows every update")
 
 
 EXP_MANAGER = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from pretraining.tools.importing.formats import FORMATS
-from pretraining.tools.importing.mappings import Format, KeyMapping, each, ignore, must_be_off, same_names, to
+from pretraining.tools.importing.mappings import KeyMapping, TrainerFormat, each, ignore, must_be_off, same_names, to
 
 
 def _call(what: str) -> KeyMapping:
@@ -138,11 +138,16 @@ def migration_tables(cell: Callable[[str], str], settings: Collection[str]) -> s
     cell. settings: names of the fields that this recipe has."""
     from pretraining.tools.importing import huggingface
 
-    formats = [*FORMATS.values(), Format("", "fms-fsdp", FMS), Format("", "NxD Core", NXD_CORE), huggingface.FORMAT]
+    formats = [
+        *FORMATS.values(),
+        TrainerFormat("", "fms-fsdp", FMS),
+        TrainerFormat("", "NxD Core", NXD_CORE),
+        huggingface.FORMAT,
+    ]
     return "\n\n".join([_table(format, cell, settings) for format in formats])
 
 
-def _table(format: Format, cell: Callable[[str], str], settings: Collection[str]) -> str:
+def _table(format: TrainerFormat, cell: Callable[[str], str], settings: Collection[str]) -> str:
     keys_of: dict[tuple[str, str], list[str]] = {}
     for key, mapping in format.mappings.items():
         keys_of.setdefault((_fields(mapping, settings), cell(mapping.description)), []).append(f"`{key}`")

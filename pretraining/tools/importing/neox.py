@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.tools.importing.conversions import Conversion, implied, mapped, unchanged, unsupported
+from pretraining.tools.importing.conversions import Conversion, implied, mapped, unchanged, unsupported_value
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import (
-    Format,
     KeyMapping,
+    TrainerFormat,
     choice,
     each,
     ignore,
@@ -24,7 +24,7 @@ from pretraining.tools.importing.mappings import (
 )
 from pretraining.tools.importing.neox_model import ARCHITECTURE, GATED, ONE_BIT, OPTIM, PARAMS, optimizer_of
 from pretraining.tools.importing.neox_run import RUN, batch_agrees
-from pretraining.tools.importing.shared import pipeline, vocabulary
+from pretraining.tools.importing.shared import pipeline, tokenizer_kind
 
 # GPT-NeoX has three eras: its learning rates changed in August 2023, its defaults on 2023-12-26. Keys that
 # left before or came after: checkpoint_factor, of December 2022, is in all three.
@@ -100,7 +100,7 @@ _DEFAULTS_BY_ERA = {key: _by_era(old, new) for key, _, old, new in CHANGED_DEFAU
 
 def _stages(value: Any, source: ForeignConfig) -> Conversion:
     if not is_integer(value) or value < 0:
-        return unsupported("expected a whole number")
+        return unsupported_value("expected a whole number")
     return pipeline(value, source) if value else implied("0 is one stage", pipeline_parallel_size=1)
 
 
@@ -111,10 +111,10 @@ def _tensor(value: Any, _: ForeignConfig) -> Conversion:
 def _zero_stage(value: Any, source: ForeignConfig) -> Conversion:
     names = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
     if not is_integer(value) or value not in names:
-        return unsupported("expected one stage: 0, 1, 2 or 3")
+        return unsupported_value("expected one stage: 0, 1, 2 or 3")
     stages = source.integer("pipe_parallel_size", 0)
     if value >= 2 and stages >= 2:
-        return unsupported(f"stages 2 and 3 do not go with pipe_parallel_size={stages}")
+        return unsupported_value(f"stages 2 and 3 do not go with pipe_parallel_size={stages}")
     if value >= 2 and stages == 1:
         return implied(f"pipe_parallel_size=1 counts as 0 with stage {value}", sharding_strategy=names[value])
     return mapped(sharding_strategy=names[value])
@@ -178,7 +178,7 @@ _OFF = {
     "another way to pack documents": "enforce_sample_length",
 }
 
-FORMAT = Format(
+FORMAT = TrainerFormat(
     "neox",
     "GPT-NeoX",
     {
@@ -199,7 +199,7 @@ FORMAT = Format(
             "te_fp8_format te_fp8_wgrad te_fp8_amax_history_len te_fp8_amax_compute_algo te_fp8_margin",
             read_with("te_fp8_mha"),
         ),
-        "tokenizer_type": vocabulary("vocab_file"),
+        "tokenizer_type": tokenizer_kind("vocab_file"),
         "moe_num_experts": only((0, 1), "mixtures of experts"),
         "train_impl": only(("normal",), "alignment recipes"),
         "dataset_impl": only(("gpt2",), "another kind of data"),

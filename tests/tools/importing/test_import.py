@@ -24,7 +24,7 @@ from pretraining.optim.schedule import learning_rate
 from pretraining.tools.document import ROOT
 from pretraining.tools.importing.flags import flags_from_files
 from pretraining.tools.importing.formats import FORMATS
-from pretraining.tools.importing.reading import leaves, read_file
+from pretraining.tools.importing.reading import leaves, read_mapping
 from pretraining.tools.importing.report import as_data, as_text
 from pretraining.tools.importing.resolve import FIXED, ORIGIN, ImportResult, import_foreign
 from pretraining.tools.importing.resolve import settings as settings_of
@@ -145,7 +145,7 @@ def test_neox_keys_may_have_dashes(dashed: set[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_yaml_and_json_are_the_same(kind: str, tmp_path: Path) -> None:
-    node = read_file(Path(write(tmp_path, tree(kind))))  # numbers that are numbers in JSON too
+    node = read_mapping(Path(write(tmp_path, tree(kind))))  # numbers that are numbers in JSON too
     as_yaml, as_json = resolved(node, tmp_path, "config.yaml"), resolved(node, tmp_path, "config.json")
     assert as_yaml.flags == as_json.flags
     assert as_yaml.keys == as_json.keys

@@ -22,7 +22,7 @@ from pretraining.extensions.tokenizers.tokenizer import HuggingFaceTokenizer, op
 from pretraining.tools import inspect_data
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.chat import ChatTemplate, find_template
-from pretraining.tools.prepare.instructions import Example, InstructionOptions, Packer, Reader, Row
+from pretraining.tools.prepare.instructions import Example, InstructionOptions, PackedRow, Packer, Reader
 from tests.data.corpora import settings, write_arrow, write_instructions, write_parquet_table
 
 LENGTH = 16
@@ -141,8 +141,8 @@ def test_a_template_whose_answers_depend_on_what_follows_must_mark_them(tokenize
 # ---- Packing
 
 
-def packed(examples: list[Example], **changes: Any) -> tuple[list[Row], dict[str, int]]:
-    rows: list[Row] = []
+def packed(examples: list[Example], **changes: Any) -> tuple[list[PackedRow], dict[str, int]]:
+    rows: list[PackedRow] = []
     packer = Packer(InstructionOptions(None, False, LENGTH, True, "refuse", 1)._replace(**changes), rows.append)
     for number, example in enumerate(examples):
         packer.add(example, f"record {number}")
