@@ -25,8 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from main_training import EXTENSIONS
 from pretraining.config.training import TrainConfig
 from pretraining.data import Prefetcher, Stream, open_stream
+from pretraining.storage import use_files_of
 
 ROWS, LENGTH, VOCABULARY = 2, 4096, 32_000
 SHARES = {"a": 0.5, "b": 0.3, "c": 0.2}
@@ -239,6 +241,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stores", default="arrow,parquet,megatron,short")
     options = parser.parse_args()
+    use_files_of(EXTENSIONS)
     if options.measure:
         print(json.dumps(measure(*options.measure)))
         return

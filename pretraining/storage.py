@@ -232,14 +232,22 @@ class Store(Protocol):
         """Rename a corrupt checkpoint, or its marker, so that it does not count as committed."""
 
 
-class Format(NamedTuple):
+class CheckpointFormat(NamedTuple):
     """Checkpoints of another program."""
 
     recognizes: Callable[[Location], bool]
     open: Callable[[Location], Any]  # returns a checkpoint.manifest.Checkpoint, or raises UserError
 
 
-FORMATS: list[Format] = []  # see use_files_of
+class ShardFormat(NamedTuple):
+    """Token shards of one format."""
+
+    magics: tuple[bytes, ...]  # what their files begin with
+    open: Callable[[str, str, str], Any]  # (path, column, file for decoded tokens) -> data.stores.shard.ShardContents
+
+
+FORMATS: list[CheckpointFormat] = []  # see use_files_of
+SHARD_FORMATS: dict[str, ShardFormat] = {}  # besides Arrow's, by the values of file_type; see use_files_of
 STORES: dict[str, Store] = {}  # by the beginning of their paths; see use_files_of
 
 
@@ -247,6 +255,7 @@ def use_files_of(extensions: Iterable[Extension]) -> None:
     """Let the stores of these extensions read and write the paths that are theirs, and their formats be opened."""
     for extension in extensions:
         STORES.update(extension.stores)
+        SHARD_FORMATS.update(extension.shard_formats)
         FORMATS.extend(each for each in extension.formats if each not in FORMATS)
 
 

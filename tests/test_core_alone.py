@@ -72,6 +72,10 @@ def test_the_core_alone_trains_on_shards_and_continues_bit_for_bit_after_a_kill(
         done = run(core, broken, **flags)
         assert done.returncode == 0 and "continuing from" in done.stdout, done.stdout + done.stderr
         assert figures(broken) == figures(unbroken)
+    (tmp_path / "data" / "rows.parquet").write_bytes(b"PAR1")
+    refused = run(core, tmp_path / "stored", data_path=tmp_path / "data", sep_token=1)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "rows.parquet: 4 bytes, no Arrow shard (Parquet and Megatron shards need the folder" in refused.stderr
     refused = run(core, tmp_path / "stored", data_path="s3://bucket/data", sep_token=1)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "s3://bucket/data: nothing here reads s3://: add the folder pretraining/extensions/obj" in refused.stderr

@@ -30,6 +30,8 @@ NAMES_DEVICES = (
     "extensions.fp8.linear",
     "extensions.profiler.watch",
 )
+# Every file of a kind has these: a command its main and what parses its flags, an extension what opens its watcher
+REPEATED_NAMES = {"main", "parse", "watch"}
 
 
 @dataclass
@@ -155,6 +157,16 @@ def named_devices(tree: ast.Module) -> set[str]:
     return words & DEVICE_TYPES
 
 
+def repeated_names(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Return the public functions and classes that several modules define, each with those modules."""
+    modules: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        for name in names - REPEATED_NAMES:
+            modules.setdefault(name, []).append(module)
+    return {name: where for name, where in modules.items() if len(where) > 1 and not name.startswith("_")}
+
+
 def is_private(name: str) -> bool:
     """Return whether a name starts with one underscore."""
     return name.startswith("_") and not name.startswith("__")
@@ -176,6 +188,16 @@ def test_only_the_table_of_accelerators_names_a_device() -> None:
     assert naming == {*NAMES_DEVICES, "parallel.accelerator"} & present
     for source in ("x.to('cuda')", "torch.cuda.synchronize()", "y = x.is_cuda", "if x.device.type == 'cpu': pass"):
         assert named_devices(ast.parse(source))
+
+
+def test_a_public_name_has_one_meaning() -> None:
+    paths = {module: path for module, path in source_files(ROOT).items() if module.startswith(PACKAGE)}
+    assert repeated_names({module: ast.parse(path.read_text()) for module, path in paths.items()}) == {}
+    sources = {
+        "a": "class Row: ...\ndef main(): ...\ndef _own(): ...",
+        "b": "def Row(): ...\ndef main(): ...\ndef _own(): ...",
+    }
+    assert repeated_names({module: ast.parse(source) for module, source in sources.items()}) == {"Row": ["a", "b"]}
 
 
 def test_the_table_of_rooms_has_no_cycle_and_no_row_without_files(rules: Rules) -> None:

@@ -71,7 +71,9 @@ class Extension:
     stores: Mapping[str, Any] = field(default_factory=dict)
     """Beginning of paths, such as s3://, and the pretraining.storage.Store that reads and writes them."""
     formats: tuple[Any, ...] = ()
-    """pretraining.storage.Format of other programs' checkpoints that a run can start from."""
+    """pretraining.storage.CheckpointFormat of other programs' checkpoints that a run can start from."""
+    shard_formats: Mapping[str, Any] = field(default_factory=dict)
+    """Value of file_type, and the pretraining.storage.ShardFormat of such token shards."""
     inputs: tuple[Callable[[Any], None], ...] = ()
     """Checks of what the run reads and writes, before torch is imported. Each raises UserError; all are reported."""
     agree: Callable[[Any, Mapping[str, str]], None] | None = None

@@ -168,9 +168,9 @@ class TrainConfig:
     engine: Annotated[Literal["auto", "xla", "torch"], COMMON] = "auto"
     """"xla" (torch-xla, GSPMD), "torch" (FSDP2) or "auto": torch if there is a CUDA GPU, otherwise xla if torch-xla is
     installed, otherwise torch on the CPU. The choice and its reason are printed."""
-    device: Literal["auto", "cuda", "cpu", "tpu"] = "auto"
+    device: Literal["auto", "cuda", "cpu", "tpu", "neuron"] = "auto"
     """Device of the torch engine: "cuda", "cpu", "tpu" (TorchTPU, requirements/torchtpu.txt; not run on TPU hardware
-    yet) or "auto". The device of the xla engine is named by PJRT_DEVICE."""
+    yet), "neuron" (TorchNeuron; untested on hardware) or "auto". PJRT_DEVICE names the device of the xla engine."""
     sharding_strategy: Annotated[ShardingStrategy, COMMON] = "hsdp"
     """How parameters, gradients and optimizer state are sharded: "ddp" (all replicated), "zero1" (optimizer state
     sharded), "zero2" (gradients too), "fsdp" (all sharded over all devices), "hsdp" (all sharded within groups of
@@ -460,7 +460,7 @@ class TrainConfig:
     """Continue from the checkpoint in ckpt_load_path as if it were this run's own: at its step, with its optimizer
     state, and with the data that follow it. Settings that a run cannot change are then refused. One at step 0, such as
     converted or Hugging Face's weights, is loaded as without this; so is any with load_weights_only. False: start at
-    step 0."""
+    step 0. Elsewhere: resuming_dataset."""
     strict_load: Annotated[bool, Resume.FREE] = True
     """True: the tensors in ckpt_load_path must be exactly those of the model, and its norm_eps and rotary settings
     those of this run; adapters continue only on the weights that they were trained on. False: load the tensors that
@@ -500,7 +500,10 @@ class TrainConfig:
     times as long; saves do not count. 0: never."""
     use_torch_compile: bool = True
     """Compile each block (torch engine on CUDA). The xla engine always compiles; the torch engine runs eagerly on CPUs.
-    Elsewhere: torch_compile."""
+    fms-fsdp's page of 2024-02 advises against it with activation checkpointing. Here both go together (torch 2.9 and
+    later): a block's checkpoint is compiled with it, which gives the same losses to the bit (test_torch_blocks.py) and
+    recomputes only what gradients need: 15.4 of 265.8 TFLOP of a step of llama3_8b less than a checkpoint around the
+    compiled block. Elsewhere: torch_compile."""
     compile_cache_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the persistent compilation cache of XLA (on TPUs: the CPU backend cannot read it). Empty: off."""
 

@@ -28,7 +28,7 @@ import numpy as np
 from pretraining.config.errors import UserError
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.index import ShardIndex, hash_record, user_files
-from pretraining.data.layouts import read_json
+from pretraining.data.layouts import read_dataset_json
 from pretraining.data.stores.shard import Readable
 from pretraining.storage import location, size_of
 
@@ -124,7 +124,7 @@ def verify(shards: Iterable[ShardIndex], listed: dict[str, str], folder: Path) -
         record = hash_record(file, folder)
         expected = listed.get(file.name)
         if expected is None and record.is_file():
-            expected = read_json(record).get("sha256")
+            expected = read_dataset_json(record).get("sha256")
         if expected is None:
             content = {"path": str(file), "size": size_of(file), "sha256": checksum}
             write_atomically(record, json.dumps(content))

@@ -61,7 +61,7 @@ class Epoch(NamedTuple):
 
 
 @dataclass(slots=True)
-class Block:
+class DocumentBlock:
     """The documents of one block in the order of one epoch, without empty ones.
 
     memoryviews of int64: a binary search or a slice of a few elements takes a third of numpy's time.
@@ -90,15 +90,15 @@ class BlockCache:
     """The blocks read last, for all datasets of a stream together. Threads may share it."""
 
     def __init__(self) -> None:
-        self._blocks: dict[BlockKey, Block] = {}
+        self._blocks: dict[BlockKey, DocumentBlock] = {}
         self._bytes = 0
         self._lock = Lock()
 
-    def get(self, key: BlockKey) -> Block | None:
+    def get(self, key: BlockKey) -> DocumentBlock | None:
         """Return a block, None if it is not in the cache."""
         return self._blocks.get(key)
 
-    def put(self, key: BlockKey, block: Block) -> None:
+    def put(self, key: BlockKey, block: DocumentBlock) -> None:
         """Add a block and evict the oldest ones. Lanes are read in turn, so the oldest is the one used least lately."""
         with self._lock:
             if key in self._blocks:
@@ -217,7 +217,7 @@ class Corpus:
                 self._epochs.pop(next(iter(self._epochs)), None)
         return epoch
 
-    def _block(self, epoch: Epoch, number: int) -> Block:
+    def _block(self, epoch: Epoch, number: int) -> DocumentBlock:
         """Return a block, read from the index if it is not cached."""
         key = (id(self), epoch.number, number)  # not `self`: a cycle would keep files open until it is collected
         block = self._cache.get(key)
@@ -225,7 +225,7 @@ class Corpus:
             self._cache.put(key, block := self._read_block(epoch, number))
         return block
 
-    def _source(self, block: Block, file: OpenFile, documents: tuple[int, int]) -> OpenFile:
+    def _source(self, block: DocumentBlock, file: OpenFile, documents: tuple[int, int]) -> OpenFile:
         """Return what documents [first, last) of a block are read from: their file, or ranges that were read ahead."""
         if self._ranges is None or file.is_local:
             return file
@@ -233,7 +233,7 @@ class Corpus:
         return source
 
     def _needed(
-        self, ahead: ReadAhead, block: Block, file: OpenFile, documents: tuple[int, int]
+        self, ahead: ReadAhead, block: DocumentBlock, file: OpenFile, documents: tuple[int, int]
     ) -> list[tuple[int, int]]:
         """Return the ranges to read for documents [first, last) of a block: of the whole block if its checksum is
         compared, or it is kept, or it is on its way."""
@@ -244,7 +244,7 @@ class Corpus:
         starts = np.asarray(block.starts[first:last])
         return ahead.joined(starts, starts + np.asarray(block.lengths[first:last]) * block.width)
 
-    def _verify(self, number: int, block: Block) -> bool:
+    def _verify(self, number: int, block: DocumentBlock) -> bool:
         """Compare the checksum of a block with its record; return whether there was one.
 
         UserError names the shard if they differ.
@@ -255,7 +255,7 @@ class Corpus:
         block.is_verified = True
         return is_known
 
-    def _checksum(self, block: Block) -> int:
+    def _checksum(self, block: DocumentBlock) -> int:
         shard = block.shard
         file = self._files.get(shard.tokens, shard.token_stamp, shard.path)
         documents = len(block.lengths)
@@ -274,7 +274,7 @@ class Corpus:
         epoch = self._permute(0)
         return sum(not self._verify(number, self._read_block(epoch, number)) for number in range(len(self._tokens)))
 
-    def _read_block(self, epoch: Epoch, number: int) -> Block:
+    def _read_block(self, epoch: Epoch, number: int) -> DocumentBlock:
         shard = self._shards[self._shard[number]]
         first, last = int(self._first[number]), int(self._last[number])
         starts, lengths = (self._read(array, shard, first, last) for array in (shard.starts, shard.lengths))
@@ -291,14 +291,14 @@ class Corpus:
         low, high = int(starts.min()), int(ends.max())
         ranges = self._ranges.joined(starts, ends) if self._ranges and is_remote(shard.tokens) else []
         is_verified = number in self._verified if self._order.verify == "first_read" else self._order.verify == "off"
-        return Block(shard, width, starts.data, lengths.data, before.data, low, high, ranges, is_verified)
+        return DocumentBlock(shard, width, starts.data, lengths.data, before.data, low, high, ranges, is_verified)
 
     def _read(self, array: DiskArray, shard: ShardIndex, start: int, stop: int) -> np.ndarray:
         """Return elements [start, stop) of an array of a shard's index. Sidecars are not checked for change."""
         file = self._files.get(array.path, None, shard.path)  # kept until the read is done: it may be evicted
         return array.read(file, start, stop)
 
-    def _copy(self, block: Block, file: OpenFile, within: int, out: np.ndarray) -> list[int]:
+    def _copy(self, block: DocumentBlock, file: OpenFile, within: int, out: np.ndarray) -> list[int]:
         """Copy block positions [within, within + len(out)) into `out`; return where documents begin in it.
 
         `out` holds separators already. The result is empty where nobody asked for boundaries.
@@ -374,13 +374,13 @@ def documents_per_block(documents: int, tokens: int) -> int:
 # ---- Copying tokens
 
 
-def _documents_at(block: Block, within: int, count: int) -> tuple[int, int]:
+def _documents_at(block: DocumentBlock, within: int, count: int) -> tuple[int, int]:
     """Return the first document, and the one after the last, of `count` tokens from position `within` of a block."""
     first = bisect_right(block.before, within) - 1
     return first, bisect_left(block.before, within + count, first)
 
 
-def _is_gathered(block: Block, first: int, last: int) -> bool:
+def _is_gathered(block: DocumentBlock, first: int, last: int) -> bool:
     """Whether documents [first, last) are so short that the whole block is read for them."""
     return block.width != 8 and block.high - block.low < (last - first) * _BYTES_PER_READ
 
@@ -397,7 +397,7 @@ class DocumentRanges(NamedTuple):
     base: int  # the position of the row's first token
 
 
-def _document_ranges(block: Block, first: int, last: int, base: int, count: int) -> DocumentRanges:
+def _document_ranges(block: DocumentBlock, first: int, last: int, base: int, count: int) -> DocumentRanges:
     """Return documents [first, last) of a block as far as they are in a row of `count` tokens."""
     starts, lengths = block.starts[first:last].tolist(), block.lengths[first:last].tolist()
     places = block.before[first:last].tolist()
@@ -410,7 +410,7 @@ def _document_ranges(block: Block, first: int, last: int, base: int, count: int)
     return DocumentRanges(starts, places, lengths, base)
 
 
-def _read_in_place(block: Block, source: OpenFile, out: np.ndarray, ranges: DocumentRanges) -> None:
+def _read_in_place(block: DocumentBlock, source: OpenFile, out: np.ndarray, ranges: DocumentRanges) -> None:
     """Read every document straight into the row: for ids of 4 bytes."""
     memory, read, base = out.data.cast("B"), source.preadv, ranges.base
     for offset, place, length in zip(ranges.starts, ranges.places, ranges.lengths, strict=True):
@@ -419,7 +419,7 @@ def _read_in_place(block: Block, source: OpenFile, out: np.ndarray, ranges: Docu
             raise _truncated(block, offset + size)
 
 
-def _read_and_convert(block: Block, source: OpenFile, out: np.ndarray, ranges: DocumentRanges) -> None:
+def _read_and_convert(block: DocumentBlock, source: OpenFile, out: np.ndarray, ranges: DocumentRanges) -> None:
     """Read and convert every document: for ids of 2 or 8 bytes."""
     for offset, place, length in zip(ranges.starts, ranges.places, ranges.lengths, strict=True):
         if length > 0:
@@ -430,12 +430,12 @@ def _read_and_convert(block: Block, source: OpenFile, out: np.ndarray, ranges: D
             out[start : start + length] = to_int32(np.frombuffer(raw, block.shard.dtype), block.shard.path)
 
 
-def _truncated(block: Block, end: int) -> UserError:
+def _truncated(block: DocumentBlock, end: int) -> UserError:
     return UserError(f"{block.shard.path}: truncated before byte {end} while the run reads it: restore the shard")
 
 
 def _gather(
-    block: Block, source: OpenFile, out: np.ndarray, documents: tuple[int, int], within: int, lead: int
+    block: DocumentBlock, source: OpenFile, out: np.ndarray, documents: tuple[int, int], within: int, lead: int
 ) -> None:
     """Read the whole block at once, then gather the row: for documents much shorter than a row.
 

@@ -19,10 +19,10 @@ from pretraining.config.variants import CUSTOM, VARIANTS
 from pretraining.data.checksums import verify
 from pretraining.data.corpus import whole_corpus
 from pretraining.data.hashing import short_hash
-from pretraining.data.index import ShardFile, ShardIndex, index_folder, last_tokens, open_indexes
-from pretraining.data.layouts import read_json, split_folders
+from pretraining.data.index import ShardIndex, TokenShard, index_folder, last_tokens, open_indexes
+from pretraining.data.layouts import read_dataset_json, split_folders
 from pretraining.data.origin import check_origin
-from pretraining.data.stores.find import FORMATS, find_datasets, find_shards
+from pretraining.data.stores.find import find_datasets, find_shards, shard_formats
 from pretraining.storage import Location, is_remote, location
 
 SPLITS = ("train", "valid", "test")
@@ -37,10 +37,10 @@ class SplitSource(NamedTuple):
     """Where the documents of a split come from."""
 
     folder: Location
-    datasets: str  # sub-folders, comma-separated; empty: all
-    weights_flag: str
-    weights: str  # one number for each dataset, comma-separated; empty: in proportion to their tokens
-    shares: str  # --split if the split takes a share of every dataset's documents; empty: it takes all
+    datasets: str = ""  # sub-folders, comma-separated; empty: all
+    weights_flag: str = ""
+    weights: str = ""  # one number for each dataset, comma-separated; empty: in proportion to their tokens
+    shares: str = ""  # --split if the split takes a share of every dataset's documents; empty: it takes all
     note: str = ""  # where the split was found, if the user did not name its folder
 
 
@@ -93,14 +93,14 @@ def split_source(config: TrainConfig, split: str) -> SplitSource:
     if split == "valid" and config.valid_data_path:
         folder = location(config.valid_data_path)
         folder = folder if config.valid_datasets else _of_split(folder, split)
-        return SplitSource(folder, config.valid_datasets, "valid_weights", config.valid_weights, "")
+        return SplitSource(folder, config.valid_datasets, "valid_weights", config.valid_weights)
     if split == "test" and config.test_data_path:
-        return SplitSource(_of_split(location(config.test_data_path), split), "", "", "", "")
+        return SplitSource(_of_split(location(config.test_data_path), split))
     root = location(config.data_path)
     layout = None if config.datasets else split_folders(root)
     if layout and not config.split and split in layout.folders:
         weights = config.weights if split == "train" else ""
-        return SplitSource(layout.folders[split], "", "weights", weights, "", layout.describe())
+        return SplitSource(layout.folders[split], "", "weights", weights, note=layout.describe())
     if split != "train" and not config.split:
         raise UserError(f"no {split} data: give --{split}_data_path=FOLDER or --split=949,50,1 (train, valid, test)")
     folder, note = (layout.folders["train"], layout.describe()) if layout else (root, "")
@@ -139,15 +139,15 @@ def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: 
     files = find_shards(folder, config.file_type)
     if not files:
         kind = "" if config.file_type == "auto" else f" of --file_type={config.file_type}"
-        raise UserError(f"{folder}: no shards{kind}: give a folder with {', '.join(FORMATS)} files of tokens")
+        raise UserError(f"{folder}: no shards{kind}: give a folder with {', '.join(shard_formats())} files of tokens")
     strip = tuple(parse_steps(config.strip_tokens))
-    sources = [ShardFile(path, format, config.col_name, strip) for path, format in files]
+    sources = [TokenShard(path, format, config.col_name, strip) for path, format in files]
     shards = open_indexes(sources, index_folder(config.index_dir))
     has_folder = folder.is_dir()
     parts = [str(PurePath(shard.path).relative_to(str(folder))) if has_folder else "" for shard in shards]
     parts += [f"{shard.fingerprint} {shard.documents} {shard.token_count}" for shard in shards]
     total = sum(shard.documents for shard in shards)
-    description = read_json(folder / DESCRIPTION) if (folder / DESCRIPTION).is_file() else {}
+    description = read_dataset_json(folder / DESCRIPTION) if (folder / DESCRIPTION).is_file() else {}
     if strip or config.col_name != TOKENS:  # other documents than those that prepare.py counted
         description = {name: value for name, value in description.items() if name not in ("tokens", "blocks")}
     _check_description(folder, description, shards, vocabulary(config))
@@ -167,10 +167,7 @@ def split_edges(text: str, documents: int) -> list[int]:
     Megatron's rule (`get_train_valid_test_split_`): any scale, "," or "/", missing parts are 0; each part is rounded,
     and the excess of the last border over `documents` is taken from every border but the first.
     """
-    try:
-        shares = parse_split(text)
-    except ValueError as error:
-        raise UserError(f"--split={text}: give numbers for train, valid and test, such as 949,50,1") from error
+    shares = parse_split(text)
     edges = [0]
     for share in shares:
         edges.append(edges[-1] + round(share / sum(shares) * documents))
@@ -296,12 +293,8 @@ def dataset_weights(source: SplitSource, datasets: list[Dataset], tokens: list[i
     """Return the share of each dataset in the mixture, above 0: as set, or its number of tokens."""
     if not source.weights.strip():
         return [float(count) for count in tokens]
-    flag = f"--{source.weights_flag}={source.weights}"
-    try:
-        weights = parse_weights(source.weights)
-    except ValueError as error:
-        raise UserError(f"{flag}: give a number above 0 for each dataset, comma-separated") from error
+    weights = parse_weights(source.weights)
     if len(weights) != len(datasets):
-        names = ", ".join(dataset.name for dataset in datasets)
+        names, flag = ", ".join(dataset.name for dataset in datasets), f"--{source.weights_flag}={source.weights}"
         raise UserError(f"{flag}: {len(weights)} numbers for {len(datasets)} datasets ({names})")
     return weights

@@ -21,8 +21,8 @@ import numpy as np
 from pretraining.config.errors import UserError
 from pretraining.data.files import file_hash
 from pretraining.data.hashing import short_hash
-from pretraining.data.layouts import read_json
-from pretraining.data.stores.find import FORMATS
+from pretraining.data.layouts import read_dataset_json
+from pretraining.data.stores.find import shard_formats
 from pretraining.data.stores.labels import unmark
 from pretraining.data.stores.shard import DiskArray, ShardContents, chunks, in_memory
 from pretraining.storage import (
@@ -48,11 +48,11 @@ _SAMPLE = 65_536
 _AT_ONCE = 65_536 * GROUP
 
 
-class ShardFile(NamedTuple):
+class TokenShard(NamedTuple):
     """A shard and how it is read: the same file read in another way has another index."""
 
     path: str
-    format: str  # one of stores.find.FORMATS
+    format: str  # see stores.find.shard_formats
     column: str  # --col_name
     strip: tuple[int, ...]  # --strip_tokens
 
@@ -83,7 +83,7 @@ def index_folder(configured: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pretraining" / "token_index"
 
 
-def open_indexes(files: Sequence[ShardFile], folder: Path) -> list[ShardIndex]:
+def open_indexes(files: Sequence[TokenShard], folder: Path) -> list[ShardIndex]:
     """Return the indexes of all shards, in order; missing and stale ones are built, several at a time.
 
     UserError names the first shard that cannot be used.
@@ -94,13 +94,13 @@ def open_indexes(files: Sequence[ShardFile], folder: Path) -> list[ShardIndex]:
         return list(pool.map(lambda file: open_index(file, folder), files))
 
 
-def open_index(file: ShardFile, folder: Path) -> ShardIndex:
+def open_index(file: TokenShard, folder: Path) -> ShardIndex:
     """Return the index of one shard, from its sidecar if that is up to date."""
     sidecar = sidecar_path(file, folder)
     return _load(file, sidecar) or _build(file, sidecar)
 
 
-def sidecar_path(file: ShardFile, folder: Path) -> Path:
+def sidecar_path(file: TokenShard, folder: Path) -> Path:
     """Return the sidecar of a shard; the folder of the shard is part of its name."""
     parts = (str(location(file.path).resolve()), file.format, file.column, *map(str, file.strip))
     return folder / f"{location(file.path).stem[:40]}-{short_hash(*parts)}.idx"
@@ -121,7 +121,7 @@ def _check_verified(path: str, folder: Path) -> None:
     """Raise UserError if a file of a shard was verified, and has another content of the same size now."""
     for file in user_files(path):
         record = hash_record(file, folder)
-        known = read_json(record) if record.is_file() else {}
+        known = read_dataset_json(record) if record.is_file() else {}
         if known.get("size") == size_of(file) and known.get("sha256") != file_hash(file):
             remedy = f"restore the file, or remove {record} if the change is intended"
             raise UserError(f"{file}: its checksum is not the recorded one: {remedy}")
@@ -144,7 +144,7 @@ def _file_fingerprint(path: str) -> str:
 # ---- Reading a sidecar
 
 
-def _load(file: ShardFile, sidecar: Path) -> ShardIndex | None:
+def _load(file: TokenShard, sidecar: Path) -> ShardIndex | None:
     """Return the index, or None if there is none, it is damaged, or it describes another content."""
     try:
         index = _read_header(sidecar) if sidecar.is_file() else None  # opening a named pipe would wait for its writer
@@ -188,14 +188,14 @@ def _from_header(header: dict[str, Any], sidecar: Path) -> ShardIndex:
 # ---- Building a sidecar
 
 
-def _build(file: ShardFile, sidecar: Path) -> ShardIndex:
+def _build(file: TokenShard, sidecar: Path) -> ShardIndex:
     """Index a shard and write its sidecar, which appears under its name when it is complete."""
     try:
         sidecar.parent.mkdir(parents=True, exist_ok=True)
         _check_verified(file.path, sidecar.parent)
         before = stamp_of(file.path)
         decoded = sidecar.with_suffix(f".{before.size}-{before.modified}.tokens")
-        contents = FORMATS[file.format](file.path, file.column, str(decoded))
+        contents = shard_formats()[file.format].open(file.path, file.column, str(decoded))
         groups = _sum_groups(contents, file.path)
         if file.strip:
             contents = _strip(contents, file.strip)
@@ -235,7 +235,7 @@ def _sum_groups(contents: ShardContents, path: str) -> np.ndarray:
     return np.cumsum(np.concatenate(parts), axis=0)
 
 
-def _write(file: ShardFile, contents: ShardContents, groups: np.ndarray, sidecar: Path, stamp: Stamp) -> ShardIndex:
+def _write(file: TokenShard, contents: ShardContents, groups: np.ndarray, sidecar: Path, stamp: Stamp) -> ShardIndex:
     """Write the header, then the arrays at multiples of 64 bytes; those in a local file already are referred to."""
     facts = {
         "path": file.path,

@@ -42,7 +42,7 @@ def split_folders(folder: Location) -> SplitFolders | None:
             raise UserError(f"{folder}: its preparation is not complete: run the same prepare command again")
         kind, names = "a prepared folder", [name for name in ("train", "valid") if (folder / name).is_dir()]
     elif (folder / DATASET_DICT).is_file():
-        kind, names = "a DatasetDict", list(read_json(folder / DATASET_DICT).get("splits", []))
+        kind, names = "a DatasetDict", list(read_dataset_json(folder / DATASET_DICT).get("splits", []))
     else:
         return None
     found = {}
@@ -58,7 +58,7 @@ def split_folders(folder: Location) -> SplitFolders | None:
     return SplitFolders(kind, found)
 
 
-def read_json(path: Location) -> dict[str, Any]:
+def read_dataset_json(path: Location) -> dict[str, Any]:
     """Return the object in a JSON file. UserError if it is damaged."""
     try:
         content = json.loads(path.read_text())

@@ -11,7 +11,7 @@ from pretraining.config.devices import DeviceKind
 from pretraining.config.errors import counted
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.monitor.figures import amount, flop, micro_batches, size
+from pretraining.monitor.figures import amount, describe_micro_batches, flop, size
 from pretraining.monitor.flops import flops_per_token
 
 
@@ -71,7 +71,7 @@ def _batch(config: TrainConfig) -> str:
     assert config.global_batch_size and config.gradient_accumulation_steps
     tokens = config.tokens_per_step
     rows = f"{counted(config.global_batch_size, 'sequence')} of {config.seq_length}"
-    split = micro_batches(config.gradient_accumulation_steps, config.batch_size)
+    split = describe_micro_batches(config.gradient_accumulation_steps, config.batch_size)
     total = f"{amount(tokens_of_run(config))} tokens in {counted(config.num_steps, 'step')}"
     return f"{tokens:,} tokens/step = {rows} ({split}){config.batch_changes}; {total}"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 FLOP_UNITS = ("KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP", "YFLOP")
 
 
-def number(value: float | None, width: int, digits: int) -> str:
+def format_number(value: float | None, width: int, digits: int) -> str:
     """Return a number in a fixed width; "nan" for one that is not finite (null in metrics.jsonl)."""
     if value is None or not math.isfinite(value):
         return f"{'nan':>{width}}"
@@ -43,7 +43,7 @@ def amount(count: float) -> str:
     return f"{count:,.0f}" if count < 1e6 else _largest(count / 1e3, 1e3, ("M", "B", "T"))
 
 
-def micro_batches(count: int, rows: int) -> str:
+def describe_micro_batches(count: int, rows: int) -> str:
     """Return "1 micro-batch of 2 per rank", or "4 micro-batches of 2 per rank"."""
     return f"{count} micro-batch{'es' if count > 1 else ''} of {rows} per rank"
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pretraining.config.errors import counted
-from pretraining.monitor.figures import duration, number, percent
+from pretraining.monitor.figures import duration, format_number, percent
 
 
 def progress_line(record: Mapping[str, Any], num_steps: int, steps_left: float | None = None) -> str:
@@ -26,9 +26,9 @@ def progress_line(record: Mapping[str, Any], num_steps: int, steps_left: float |
     return "  ".join(
         (
             position(record["step"], num_steps),
-            f"loss {number(record['loss'], 7, 4)}",
+            f"loss {format_number(record['loss'], 7, 4)}",
             f"lr {record['learning_rate']:.2e}",
-            *((f"grad norm {number(record['grad_norm'], 7, 3)}",) if "grad_norm" in record else ()),
+            *((f"grad norm {format_number(record['grad_norm'], 7, 3)}",) if "grad_norm" in record else ()),
             f"{record['tokens_per_second']:>9,.0f} tokens/s",
             f"MFU {percent(record['mfu'])}",
             f"ETA {duration(remaining) if math.isfinite(remaining) else 'n/a'}",
@@ -41,12 +41,12 @@ def progress_line(record: Mapping[str, Any], num_steps: int, steps_left: float |
 def evaluation_line(record: Mapping[str, Any], num_steps: int) -> str:
     """Return step, percent and the losses on held-out data, "val_loss" or "test_loss", with bits per byte if known."""
     name, kind = ("val", "validation") if "val_loss" in record else ("test", "test")
-    parts = [f"{position(record['step'], num_steps)}  {kind} loss {number(record[f'{name}_loss'], 7, 4)}"]
+    parts = [f"{position(record['step'], num_steps)}  {kind} loss {format_number(record[f'{name}_loss'], 7, 4)}"]
     if f"{name}_bits_per_byte" in record:
-        parts.append(f"{number(record[f'{name}_bits_per_byte'], 6, 4)} bits/byte")
+        parts.append(f"{format_number(record[f'{name}_bits_per_byte'], 6, 4)} bits/byte")
     of_dataset = f"{name}_loss/"
     losses = {key.removeprefix(of_dataset): loss for key, loss in record.items() if key.startswith(of_dataset)}
-    return "  ".join([*parts, *(f"{dataset} {number(loss, 7, 4)}" for dataset, loss in losses.items())])
+    return "  ".join([*parts, *(f"{dataset} {format_number(loss, 7, 4)}" for dataset, loss in losses.items())])
 
 
 def position(step: int, num_steps: int) -> str:

@@ -38,9 +38,10 @@ class Accelerator(NamedTuple):
     is_tiled: bool = False  # whether its memory is tiled, so that vectors are slower to move than rows (torch_flat.py)
     fuse: Callable[[], AbstractContextManager[None]] = nullcontext  # around a step: fuses what is not compiled
     mixed_matmul_precision: str = "highest"  # of fp32 products in a run whose other products are 16 bits wide
-    package: str = ""  # that registers the device with torch
+    package: str = ""  # that registers the device with torch, and is imported for it alone
+    install: str = "docs/clusters.md says where it is"  # how to get the package
     launch_variables: tuple[str, ...] = ()  # the same in all processes; set before they start, each with one device
-    caveat: str = ""  # printed with the choice of the device
+    caveat: str = "untested on hardware"  # printed with the choice of the device
 
 
 def _torch_tpu_has_kernel(dtype: torch.dtype, width: int) -> bool:
@@ -50,15 +51,9 @@ def _torch_tpu_has_kernel(dtype: torch.dtype, width: int) -> bool:
 SLICE_VARIABLE = "TORCH_TPU_TOPOLOGY"
 ACCELERATORS = {
     # On CPUs matrix products dominate, and eager code starts at once.
-    "cpu": Accelerator("CPU", "gloo", kernel="repeated", divides_gradients=True),
+    "cpu": Accelerator("CPU", "gloo", kernel="repeated", divides_gradients=True, caveat=""),
     "cuda": Accelerator(
-        "CUDA GPU",
-        "nccl",
-        {},
-        "grouped",
-        skips_masked_blocks=True,
-        divides_gradients=True,
-        pins_memory=True,
+        "CUDA GPU", "nccl", {}, "grouped", skips_masked_blocks=True, divides_gradients=True, pins_memory=True, caveat=""
     ),
     # torch_tpu 0.2.0: the cache of compiled programs does not know the matmul precision, hence not serializable. Its
     # flex_attention computes all scores. fp32 products whose factors are bf16 are exact in one pass ("medium"). Its
@@ -75,10 +70,11 @@ ACCELERATORS = {
         fuse=fuse_operations,
         mixed_matmul_precision="medium",
         package="torch_tpu",
+        install="`ENGINE=torch bash scripts/train.sh` installs it on a host with TPUs; or use --engine=xla",
         launch_variables=(SLICE_VARIABLE, "TORCH_TPU_SLICEBUILDER_ADDRESSES"),
         caveat="not run on TPU hardware yet",
     ),
-    # From AWS's documentation of torch-neuronx 2.13; not a choice of --device before somebody has run it.
+    # From AWS's documentation of torch-neuronx 2.13.
     "neuron": Accelerator("NeuronCore", "neuron", {"backend": "neuron", "dynamic": False}, package="torch_neuronx"),
 }
 HOST = torch.device("cpu")
@@ -99,13 +95,14 @@ def device_type(name: str) -> str:
 
 def open_device(name: str) -> torch.device:
     """Return this process's device: of several GPUs the one of its local rank. Raises UserError if there is none."""
-    name, processes, (found, count) = device_type(name), read_processes(), find_devices()
+    name, processes = device_type(name), read_processes()
     row = ACCELERATORS[name]
     if name == HOST.type:
         return HOST
     if row.package and importlib.util.find_spec(row.package) is None:
-        remedy = "`ENGINE=torch bash scripts/train.sh` installs it on a host with TPUs; or use --engine=xla"
-        raise UserError(f"--device={name} needs the package {row.package}: {remedy}")
+        raise UserError(f"--device={name} needs the package {row.package}: {row.install}")
+    importlib.import_module(row.package or "torch")
+    found, count = find_devices()
     if found != name:
         raise UserError(f"--device={name}, but PyTorch finds no {row.title}; leave the flag out, or use --device=cpu")
     if row.launch_variables:

@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager
 from pretraining.config.flags import first_rank
 from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.processes import read_processes
-from pretraining.run.supervision import check_variables
+from pretraining.run.supervision import check_launch_time
 from pretraining.storage import RETRIES
 
 
 def check_environment() -> None:
     """Raise UserError if a variable of a launcher or of scripts/train.sh cannot be used."""
     read_processes()
-    check_variables()
+    check_launch_time()
 
 
 def starting() -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ FIRST_STEP = 10  # times step_timeout: it compiles
 BACKUP = 20.0  # s after which C code ends a process whose interpreter lock is held by what hangs
 
 
-def check_variables() -> None:
+def check_launch_time() -> None:
     """Raise UserError if a variable is set to what its reader cannot use."""
     text = os.environ.get("LAUNCHED_AT") or "0"
     try:

@@ -39,7 +39,7 @@ def tables_of(page: Path) -> dict[str, str]:
     return {"migration": migration_tables(cell, SETTINGS)}
 
 
-def generate(text: str, tables: dict[str, str]) -> str:
+def fill_tables(text: str, tables: dict[str, str]) -> str:
     """Return `text` with fresh tables between their markers. Raises ValueError unless each pair is there once."""
     for name, table in tables.items():
         begin, end = f"<!-- begin {name}: python -m pretraining.tools.document --write -->", f"<!-- end {name} -->"
@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m pretraining.tools.document [--write]", file=sys.stderr)
         return 2
     for page in PAGES:
-        text = generate(page.read_text(encoding="utf-8"), tables_of(page))
+        text = fill_tables(page.read_text(encoding="utf-8"), tables_of(page))
         if arguments:
             page.write_text(text, encoding="utf-8")
         else:

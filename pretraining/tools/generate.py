@@ -99,7 +99,7 @@ def generate(flags: argparse.Namespace) -> Iterator[str]:
     prompt = tokenizer.encode_prompt(flags.prompt, surrounded=False)
     document_start = [] if tokenizer.separator is None else [tokenizer.separator]
     source = torch.Generator().manual_seed(flags.seed)
-    choose = partial(draw, temperature=flags.temperature, top_k=flags.top_k, generator=source)
+    choose = partial(sample_token, temperature=flags.temperature, top_k=flags.top_k, generator=source)
     context = document_start + prompt
     if note := beyond_context(len(context), flags.max_new_tokens, config.seq_length):
         print(note, file=sys.stderr, flush=True)
@@ -211,7 +211,7 @@ def sample(
         yield tokens[-1]
 
 
-def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw a token from logits [V]: the likeliest at temperature 0, else from the softmax over the top k (0: all)."""
     if temperature == 0:
         return int(logits.argmax())

@@ -38,17 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = configure(given, report=False)
         if config.use_dummy_dataset:
             raise UserError("--use_dummy_dataset=True: these are counters, and no data to inspect; leave the flag out")
-        print("\n".join(report(config, options.part)))
+        print("\n".join(describe_datasets(config, options.part)))
         if options.verify:
-            print("\n".join(verify(config, options.part)))
+            print("\n".join(describe_checksums(config, options.part)))
         if options.step is not None:
-            print("\n".join(sample(config, options.part, options.step, options.rows)))
+            print("\n".join(describe_first_rows(config, options.part, options.step, options.rows)))
         return 0
 
     return run(inspect, flags, CHECKS, CONFIGURATION)
 
 
-def report(config: TrainConfig, split: str) -> list[str]:
+def describe_datasets(config: TrainConfig, split: str) -> list[str]:
     """Return a table of the datasets, then a histogram of document lengths for each."""
     facts = open_stream(config, split=split).facts()["datasets"]
     width = max([len("dataset"), *(len(row["name"]) for row in facts)])
@@ -84,7 +84,7 @@ def _range(bucket: int) -> str:
     return "0" if bucket == 0 else f"{1 << (bucket - 1):,} to {(1 << bucket) - 1:,}"
 
 
-def verify(config: TrainConfig, split: str) -> list[str]:
+def describe_checksums(config: TrainConfig, split: str) -> list[str]:
     """Compare checksums; return a line for each dataset. UserError names damaged shards."""
     lines = []
     for dataset in open_datasets(config, split):
@@ -104,7 +104,7 @@ def _decoder(tokenizer_path: str) -> Callable[[list[int]], str]:
     return open_tokenizer(tokenizer_path).decode
 
 
-def sample(config: TrainConfig, split: str, step: int, rows: int) -> list[str]:
+def describe_first_rows(config: TrainConfig, split: str, step: int, rows: int) -> list[str]:
     """Return the first rows of a step, as text where tokenizer_path is set, otherwise as ids.
 
     In rows that are not trained throughout, trained tokens are between >>> and <<<, and every example begins a line.

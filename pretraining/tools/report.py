@@ -108,10 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not runs:
         return 2
     if options.watch:
-        return watch(list(runs), options.port)
+        return serve_page(list(runs), options.port)
     path = options.output or next(iter(runs)) / "report.html"
     try:
-        path.write_text(page(list(runs.values())), encoding="utf-8")
+        path.write_text(html_page(list(runs.values())), encoding="utf-8")
     except OSError as error:
         print(f"--output={path}: cannot be written: {error.strerror}", file=sys.stderr)
         return 2
@@ -119,13 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def watch(folders: Sequence[Path], port: int) -> int:
+def serve_page(folders: Sequence[Path], port: int) -> int:
     """Serve the page of the runs on the loopback address until Ctrl-C, and return 0, or 2 if the port is not free."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             is_page = self.path == "/"
-            body = page(list(read_runs(folders).values()), REFRESH).encode() if is_page else b""
+            body = html_page(list(read_runs(folders).values()), REFRESH).encode() if is_page else b""
             self.send_response(200 if is_page else 404)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
@@ -211,7 +211,7 @@ def _places(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]
     return {"tokens": tokens, "hours": hours}
 
 
-def page(runs: Sequence[Run], refresh: int = 0) -> str:
+def html_page(runs: Sequence[Run], refresh: int = 0) -> str:
     """Return the HTML document. refresh: seconds after which it is loaded again; 0: never."""
     from plotly.offline import get_plotlyjs
 

@@ -35,6 +35,7 @@ def main() -> None:
     os._exit(0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_slow_process_is_waited_for_and_one_that_gives_no_answer_is_lost() -> None:
     (_, output), _ = processes("-m", "tests.checkpoint.test_peers")

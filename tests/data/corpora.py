@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from main_training import CONFIGURATION
 from pretraining.config.training import TrainConfig
@@ -59,19 +60,33 @@ def write_instructions(folder: Path, rows: Sequence[Sequence[tuple[list[int], in
         columns["labels"].append([label for tokens, prompt in padded for label in [-100] * prompt + tokens[prompt:]])
         columns["position_ids"].append([place for tokens, _ in padded for place in range(len(tokens))])
     folder.mkdir(parents=True)
-    pq.write_table(pa.table(columns), folder / "rows.parquet")
+    write_arrow(folder / "rows.arrow", pa.table(columns))
+
+
+def write_arrow(path: Path, table: pa.Table, stream: bool = False, rows: int | None = None) -> None:
+    """A table, in record batches of `rows`."""
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+
+
+def write_parquet_table(path: Path, table: pa.Table, rows: int | None = None) -> None:
+    """A table, in row groups of `rows`, for tests that read it again."""
+    pytest.importorskip("pretraining.extensions.shard_formats")
+    pq.write_table(table, path, row_group_size=rows)
 
 
 def write_parquet(path: Path, documents: Documents, kind: str = "int32") -> Path:
     """A list column."""
     file = path.with_suffix(".parquet")
     column = pa.array(list(documents), pa.list_(pa.type_for_alias(kind)))
-    pq.write_table(pa.table({"tokens": column}), file, row_group_size=5)
+    write_parquet_table(file, pa.table({"tokens": column}), rows=5)
     return file
 
 
 def write_megatron(path: Path, documents: Documents, kind: str = "int32", sequences: int = 1) -> Path:
     """NAME.bin and NAME.idx; sequences: into which every document is cut."""
+    pytest.importorskip("pretraining.extensions.shard_formats")
     pieces = [list(piece) for document in documents for piece in np.array_split(np.array(document), sequences)]
     sizes = np.array([len(piece) for piece in pieces], np.int32)
     tokens = np.concatenate([np.array(piece) for piece in pieces] or [np.zeros(0)]).astype(kind)

@@ -19,7 +19,7 @@ import pytest
 from pretraining.config.errors import UserError
 from pretraining.data import Prefetcher, open_stream
 from pretraining.data.checksums import byte_sum, verify
-from pretraining.data.index import ShardFile, open_index, sidecar_path
+from pretraining.data.index import TokenShard, open_index, sidecar_path
 from tests.data import corpora
 from tests.data.corpora import corpus, numbered, rows, settings
 from tests.faults.unread import OTHERS, UnreadShard, flip_bit, swap_words
@@ -110,16 +110,10 @@ def test_a_shard_that_vanishes_between_index_and_reading_is_named(tmp_path: Path
 def test_a_column_that_holds_no_token_ids_is_named(
     tmp_path: Path, values: list[Any], kind: pa.DataType, expected: str, store: str
 ) -> None:
-    import pyarrow.parquet as pq
-
     (tmp_path / "data").mkdir()
-    table = pa.table({"tokens": pa.array(values, kind)})
     path = tmp_path / "data" / f"x.{store}"
-    if store == "parquet":
-        pq.write_table(table, path)
-    else:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
+    write = corpora.write_parquet_table if store == "parquet" else corpora.write_arrow
+    write(path, pa.table({"tokens": pa.array(values, kind)}))
     message = complaint(tmp_path / "data")
     assert str(path) in message and re.search(expected, message)
 
@@ -135,14 +129,6 @@ def test_compressed_record_batches_are_named_with_the_remedy(tmp_path: Path) -> 
         complaint(tmp_path / "data")
         == f"{path}: compressed buffers cannot be read in place: write the shard without compression"
     )
-
-
-def test_a_flat_parquet_column_has_no_documents(tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    (tmp_path / "data").mkdir()
-    pq.write_table(pa.table({"tokens": pa.array([1, 2, 3], pa.int32())}), tmp_path / "data" / "x.parquet")
-    assert "a column of single tokens has no documents" in complaint(tmp_path / "data")
 
 
 @pytest.mark.parametrize("kind", ["uint32", "int64"])
@@ -180,16 +166,6 @@ def test_a_file_that_is_no_shard_is_not_skipped(tmp_path: Path) -> None:
     assert str(folder / "more.jsonl") in message and "pretraining.tools.prepare" in message
 
 
-def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    index = corpora.write_megatron(tmp_path / "data" / "s", DOCUMENTS)
-    truncate(index.with_suffix(".bin"), 0.9)
-    message = complaint(tmp_path / "data")
-    assert message.startswith(f"{index}: ") and f"24,000, but {index.with_suffix('.bin')} has 21,600 bytes" in message
-    index.with_suffix(".bin").unlink()
-    assert f"{index.with_suffix('.bin')}: No such file" in complaint(tmp_path / "data")
-
-
 def test_a_dataset_too_small_for_one_batch_is_an_error(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "data", DOCUMENTS)
     message = complaint(tmp_path / "data", global_batch_size=1000)
@@ -224,7 +200,7 @@ def test_a_stale_index_is_built_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "type", "zeroed"])
 def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) -> None:
     path = corpora.write_flat(tmp_path / "s", DOCUMENTS)
-    source = ShardFile(str(path), "arrow", "tokens", ())
+    source = TokenShard(str(path), "arrow", "tokens", ())
     before = open_index(source, tmp_path / "index")
     sidecar = sidecar_path(source, tmp_path / "index")
     if damage == "truncated":
@@ -247,7 +223,7 @@ def test_a_damaged_index_is_built_again_or_named(tmp_path: Path, damage: str) ->
 def test_flipped_bytes_are_found_by_verifying(tmp_path: Path) -> None:
     for store in ("arrow", "megatron", "parquet"):
         path = WRITERS[store](tmp_path / store, DOCUMENTS)
-        indexes = [open_index(ShardFile(str(path), store, "tokens", ()), tmp_path / "index")]
+        indexes = [open_index(TokenShard(str(path), store, "tokens", ()), tmp_path / "index")]
         assert verify(indexes, {}, tmp_path / "index") == (0, 1 + (store == "megatron"))
         assert verify(indexes, {}, tmp_path / "index") == (1 + (store == "megatron"), 0)
         flipped = path.with_suffix(".bin") if store == "megatron" else path
@@ -309,22 +285,6 @@ def test_always_verifies_blocks_that_were_read_before(tmp_path: Path, monkeypatc
         else:
             assert not refused
         flip(folder / "s0.arrow", 200_000, (folder / "s0.arrow").stat())
-
-
-def test_documents_anywhere_in_a_megatron_file_are_verified_one_by_one(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    index = corpora.write_megatron(tmp_path / "data" / "s", numbered([300] * 2000))
-    raw = bytearray(index.read_bytes())
-    pointers = np.frombuffer(raw, "<i8", 2000, offset=34 + 4 * 2000)
-    shuffled = pointers[np.random.default_rng(0).permutation(2000)]
-    raw[34 + 4 * 2000 : 34 + 12 * 2000] = shuffled.tobytes()
-    index.write_bytes(raw)
-    config = settings(tmp_path / "data", seq_length=300)
-    rows(open_stream(config), 2000)
-    tokens = index.with_suffix(".bin")
-    flip(tokens, 400_000, tokens.stat())
-    with pytest.raises(UserError, match=re.escape(f"{index}: the bytes of documents ")):
-        rows(open_stream(config), 2000)
 
 
 def test_a_split_that_moves_records_its_blocks_again(tmp_path: Path) -> None:

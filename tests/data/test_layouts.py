@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from pretraining.config.errors import UserError
@@ -100,11 +99,9 @@ def test_columns_of_every_encoding_give_the_same_documents(tmp_path: Path, name:
     (tmp_path / "data").mkdir()
     path = tmp_path / "data" / "shard"
     if store == "parquet":
-        pq.write_table(table, path, row_group_size=7)
+        corpora.write_parquet_table(path, table, rows=7)
     else:
-        new = pa.ipc.new_stream if store == "stream" else pa.ipc.new_file
-        with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
-            writer.write_table(table, max_chunksize=7)
+        corpora.write_arrow(path, table, stream=store == "stream", rows=7)
     stream = open_stream(settings(tmp_path / "data", shuffle="none"))
     expected = [token for document in SPLITS["train"] for token in [*document, corpora.SEPARATOR]]
     assert np.concatenate(rows(stream, 52)).tolist() == expected[: 52 * 16]

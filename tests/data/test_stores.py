@@ -9,10 +9,11 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.data import open_stream
-from pretraining.data.index import ShardFile, open_index
+from pretraining.data.index import TokenShard, open_index
 from pretraining.data.stores.arrow import _blocks
-from pretraining.data.stores.find import FORMATS
+from pretraining.data.stores.find import shard_formats
 from pretraining.data.stores.shard import chunks
+from pretraining.storage import SHARD_FORMATS
 from tests.data import corpora
 from tests.data.corpora import Documents, numbered, rows, settings
 
@@ -62,11 +63,10 @@ def test_stores_may_be_mixed_in_a_folder_and_file_type_takes_one(tmp_path: Path)
 
 def test_a_column_of_another_name_is_chosen_by_flag(tmp_path: Path) -> None:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     (tmp_path / "data").mkdir()
     table = pa.table({"text": ["a"] * 9, "input_ids": [[5, 6, 7, 8, 9]] * 9})
-    pq.write_table(table, tmp_path / "data" / "x.parquet")
+    corpora.write_arrow(tmp_path / "data" / "x.arrow", table)
     assert rows(open_stream(settings(tmp_path / "data", col_name="input_ids", sep_token=1)), 1)[0].max() == 9
     with pytest.raises(UserError, match=r"no column 'tokens', it has text, input_ids: choose with --col_name"):
         open_stream(settings(tmp_path / "data"))
@@ -75,7 +75,7 @@ def test_a_column_of_another_name_is_chosen_by_flag(tmp_path: Path) -> None:
 def test_many_small_and_empty_record_batches_share_one_index(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(0, 4, 3000)
     path = corpora.write_flat(tmp_path / "s", numbered(lengths.tolist()))
-    index = open_index(ShardFile(str(path), "arrow", "tokens", ()), tmp_path / "index")
+    index = open_index(TokenShard(str(path), "arrow", "tokens", ()), tmp_path / "index")
     found = np.fromfile(index.lengths.path, np.int32, 3000, offset=index.lengths.offset)
     assert np.array_equal(found, lengths)
     assert (index.documents, index.nonempty) == (3000, int((lengths > 0).sum()))
@@ -90,7 +90,7 @@ def test_the_index_is_built_once_and_never_next_to_the_data(tmp_path: Path, monk
     def refuse(*_: Any) -> None:
         raise AssertionError("indexed again")
 
-    monkeypatch.setitem(FORMATS, "arrow", refuse)
+    monkeypatch.setitem(SHARD_FORMATS, "arrow", shard_formats()["arrow"]._replace(open=refuse))
     assert np.array_equal(rows(open_stream(settings(tmp_path / "data")), 9), first)
 
 
@@ -143,7 +143,7 @@ def test_a_file_whose_messages_do_not_follow_each_other_is_read_by_its_footer(tm
     moved["place"] += 64
     head, tail = raw[: int(blocks["place"][0])], raw[int(blocks["place"][0]) :]
     path.write_bytes(head + b"\x04\0\0\0\xf2\xff\xff\xff" * 8 + tail.replace(blocks.tobytes(), moved.tobytes()))
-    index = open_index(ShardFile(str(path), "arrow", "tokens", ()), tmp_path / "index")
+    index = open_index(TokenShard(str(path), "arrow", "tokens", ()), tmp_path / "index")
     tokens = path.read_bytes()
     found = [
         np.frombuffer(tokens, index.dtype, length, start).tolist()
@@ -158,4 +158,6 @@ def test_a_damaged_name_in_a_schema_is_a_sentence(tmp_path: Path, store: str) ->
     path = STORES[store](tmp_path / "s", DOCUMENTS)
     path.write_bytes(path.read_bytes().replace(b"tokens", b"\xefokens"))
     with pytest.raises(UserError, match=f"{path}: "):
-        open_index(ShardFile(str(path), store.partition("_")[0].replace("flat", "arrow"), "tokens", ()), tmp_path / "i")
+        open_index(
+            TokenShard(str(path), store.partition("_")[0].replace("flat", "arrow"), "tokens", ()), tmp_path / "i"
+        )

@@ -152,6 +152,7 @@ def test_mistakes_end_the_run_with_code_2_before_a_device_computes(corpus: Path,
     assert "GiB" in refuse(tmp_path, 120, use_dummy_dataset=True, low_cpu_fsdp=True, **large)
 
 
+@pytest.mark.exhaustive
 def test_a_dummy_run_neither_saves_nor_resumes_and_ends_with_a_summary(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"use_dummy_dataset": True, "checkpoint_interval": None, "num_steps": 3}
     output = finish(tmp_path, devices=2, use_profiler=True, profile_start_step=2, profile_num_steps=1, **fields)

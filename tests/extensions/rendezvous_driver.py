@@ -29,6 +29,8 @@ if __name__ == "__main__":
         time.sleep(case["delays"][rank])
         began, output = time.monotonic(), io.StringIO()
         with redirect_stdout(output), redirect_stderr(output):
-            code = run(main, case["flags"][rank], checks=CHECKS, configuration=CONFIGURATION, report=meeting.report)
+            code = run(
+                main, case["flags"][rank], checks=CHECKS, configuration=CONFIGURATION, report=meeting.report_mistake
+            )
         results.append([code, output.getvalue(), time.monotonic() - began])
     print(json.dumps(results))

@@ -94,6 +94,7 @@ def test_a_tokenizer_that_is_missing_or_damaged_is_refused_also_where_training_d
     corpus(tmp_path / "data", numbered([40] * 20, 300))
     with pytest.raises(UserError, match=r"--tokenizer_path=gone\.model: no such file"):
         check_data(settings(tmp_path / "data", tokenizer_path="gone.model"))
+    pytest.importorskip("tokenizers")
     damaged = tmp_path / "tokenizer.json"
     damaged.write_text("{")
     with pytest.raises(UserError, match=f"--tokenizer_path={damaged}: not a Hugging Face tokenizer.json"):

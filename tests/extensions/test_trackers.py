@@ -9,6 +9,7 @@ import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,12 +82,13 @@ def test_without_tensorboard_the_file_alone_is_written(tmp_path: Path, monkeypat
     assert not (tmp_path / "tensorboard").exists()
 
 
+@pytest.mark.parametrize("tracker", ["wandb", "aim"])
 def test_a_tracker_whose_package_is_missing_is_refused_before_any_device(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tracker: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # Python's own way of saying "not installed"
-    with pytest.raises(UserError, match=r"--tracker=wandb +needs a package: pip install wandb"):
-        configure({"tracker": "wandb", "use_dummy_dataset": True})
+    monkeypatch.setitem(sys.modules, tracker, None)  # Python's own way of saying "not installed"
+    with pytest.raises(UserError, match=rf"--tracker={tracker} +needs a package: pip install {tracker}"):
+        configure({"tracker": tracker, "use_dummy_dataset": True})
 
 
 @pytest.mark.parametrize(
@@ -136,3 +138,25 @@ def test_wandb_without_an_account_is_an_error_with_the_remedy(tmp_path: Path) ->
     )
     assert "UserError: --tracker=wandb: " in ended.stderr
     assert "WANDB_MODE=offline" in ended.stderr
+
+
+def test_aim_gets_the_records_and_a_continued_run_is_the_same_run(tmp_path: Path) -> None:
+    aim = pytest.importorskip("aim", reason="the optional aim package is not installed")
+    config = TrackersConfig(tracker="aim", tensorboard=False)
+    run(config, tmp_path / "run", 0, range(1, 3))
+    run(config, tmp_path / "run", 2, range(3, 5))
+    kept = aim.Run((tmp_path / "run/aim_run").read_text(), repo=str(tmp_path / "run"), log_system_params=False)
+    assert (kept.name, kept.experiment, kept["config"]["num_steps"]) == ("run", "llama", config.num_steps)
+    (losses,) = (metric for metric in kept.metrics() if metric.name == "train/loss")
+    assert sorted(losses.values.sparse_list()[1]) == pytest.approx([1 / 4, 1 / 3, 1 / 2, 1])
+
+
+def test_a_run_that_aim_does_not_know_is_an_error_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(run_hash: str | None, **_: object) -> None:
+        raise RuntimeError(f"Cannot find Run {run_hash}.")
+
+    monkeypatch.setitem(sys.modules, "aim", SimpleNamespace(Run=refuse))
+    with pytest.raises(UserError, match=r"--tracker=aim: Cannot find Run other\. Remove --tracker_run_id"):
+        sinks.Aim(TrackersConfig(tracker="aim", tracker_run_id="other"), tmp_path)

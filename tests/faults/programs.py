@@ -68,7 +68,7 @@ def training(folder: Path, engine: str = "torch", **fields: Any) -> list[str]:
     """Return the words of a run whose data and results are below `folder`."""
     data = {"data_path": folder / "train", "valid_data_path": folder / "held", "test_data_path": folder / "held"}
     flags = {**SMALL, **data, "index_dir": folder / "index", "log_dir": folder / "run", "engine": engine, **fields}
-    flags |= {"device": "cpu"} if engine == "torch" else {}
+    flags |= {"device": "cpu"} if engine == "torch" else {"batch_size": 2}  # two devices
     return ["main_training.py", *(f"--{name}={value}" for name, value in flags.items())]
 
 

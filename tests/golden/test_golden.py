@@ -40,6 +40,7 @@ def test_losses_of_a_tiny_run_are_those_recorded(engine: str, tmp_path: Path) ->
     assert CHOSEN not in (tmp_path / "run" / "output.txt").read_text()  # XLA_FLAGS is set, to nothing
 
 
+@pytest.mark.exhaustive
 def test_xla_flags_chosen_for_cpus_are_printed_and_leave_losses_as_they_are(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
     first, second = (train(tmp_path / name, xla_flags=None, engine="xla") for name in ("first", "second"))

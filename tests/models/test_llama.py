@@ -75,6 +75,21 @@ def test_packed_documents_have_the_logits_of_separate_ones() -> None:
     torch.testing.assert_close(logits[:, 40:], model(second), atol=1e-5, rtol=0)
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=6), st.integers(1, 200), st.integers(1, 400))
+def test_the_mask_of_blocks_is_the_definition(lengths: list[int], window: int, queries: int) -> None:
+    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    size, queries = segments.shape[1], min(queries, segments.shape[1])
+    mask = document_mask(segments, window, queries)
+    query, key = torch.arange(queries)[:, None], torch.arange(size)[None]
+    position = query + size - queries
+    expected = (key <= position) & (position - key < window) & (segments[0, position] == segments[0, key])
+    zero = torch.tensor(0)
+    assert torch.equal(mask.mask_mod(zero, zero, query, key), expected)
+    blocks = F.pad(expected, (0, -size % 128, 0, -queries % 128)).unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    assert torch.equal(mask.to_dense()[0, 0].bool(), blocks.any(3).any(1))
+
+
 def test_a_weight_is_initialised_bitwise_alone_and_in_the_model() -> None:
     config = TrainConfig(**TINY, seed=7)
     for name, weight in build_model(config).named_parameters():

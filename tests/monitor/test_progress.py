@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretraining.monitor.figures import amount, duration, flop, number, percent, size
+from pretraining.monitor.figures import amount, duration, flop, format_number, percent, size
 from pretraining.monitor.progress import evaluation_line, progress_line
 
 
@@ -94,7 +94,7 @@ def test_a_duration_has_two_units_at_most(seconds: float, text: str) -> None:
         (flop(989.5e12), "989.50 TFLOP"),
         (flop(2500e12), "2.50 PFLOP"),
         (percent(0.3824), "38.2%"),
-        (number(-1.5, 7, 3), " -1.500"),
+        (format_number(-1.5, 7, 3), " -1.500"),
     ],
 )
 def test_a_figure_carries_its_unit(text: str, expected: str) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pretraining.tools.plan.program import collectives
+from pretraining.tools.plan.program import program_collectives
 from tests.parallel.launch import run_on_xla
 from tests.parallel.toy import TOY
 
@@ -61,7 +61,7 @@ def saved_for_backward(text: str) -> list[tuple[int, ...]]:
 def sent(text: str, tokens: int) -> dict[str, int]:
     """Operation -> bytes that leave one device. What has `tokens` rows is no weight: its sum, cut or not, stays one."""
     total: Counter[str] = Counter()
-    for one in collectives(text):
+    for one in program_collectives(text):
         summed = one.operation == "reduce-scatter" and any(shape[:1] == (tokens,) for shape in one.shapes)
         whole = one._replace(operation="all-reduce") if summed else one
         total[whole.operation] += whole.bytes

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pretraining.tools.plan.program import collectives, product_flops
+from pretraining.tools.plan.program import product_flops, program_collectives
 from tests.parallel.hlo import (
     HIDDEN,
     LAYERS,
@@ -80,6 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("programs")
 
 
+@pytest.mark.exhaustive
 def test_eight_tensor_ranks_gather_no_weights(folder: Path) -> None:
     text = compiled(folder)["tensor"]
     assert results(text, "all-gather") == []  # neither weights nor heads
@@ -102,7 +103,7 @@ def test_sequence_parallelism_shards_the_residual_stream_over_tensor_ranks(folde
 
 @pytest.mark.parametrize("case", ["fp32", "fp32 blocks"])
 def test_collectives_of_a_step_with_sharded_parameters(folder: Path, case: str) -> None:
-    found = collectives(compiled(folder)[case])
+    found = program_collectives(compiled(folder)[case])
     assert Counter((one.purpose, one.times) for one in found if one.shapes != [()]) == {
         ("all-gather", LAYERS): 7 + 7,  # a block's matrices, once per pass
         ("reduce-scatter", LAYERS): 7,
@@ -117,7 +118,7 @@ def test_collectives_of_a_step_with_sharded_parameters(folder: Path, case: str) 
 @pytest.mark.skipif("context" not in CASES, reason="needs jax and the extension")
 def test_context_ranks_send_keys_and_values_and_no_other_activations_of_a_block(folder: Path) -> None:
     rows = CONTEXT["batch_size"]
-    found = [one for one in collectives(compiled(folder)["context"]) if one.times == LAYERS]
+    found = [one for one in program_collectives(compiled(folder)["context"]) if one.times == LAYERS]
     of_tokens = [one for one in found if any(shape[:1] == (rows,) for shape in one.shapes)]
     keys = rows * LENGTH * HIDDEN // 2 * 4  # bytes of the keys, half as wide as the stream, in fp32
     sent: Counter[str] = Counter()

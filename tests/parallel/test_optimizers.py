@@ -66,7 +66,7 @@ RESUMED: tuple[str, ...] = (
 )
 CASES: dict[str, Fields] = chosen(
     {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM, **BY_MUP},
-    ("adamw", "adafactor", "muon", "fp32", "mixed_bf16", "bf16_sr", "dropout", "1-norm"),
+    ("adafactor", "muon", "fp32", "mixed_bf16", "bf16_sr", "dropout", "1-norm"),  # fp32 is AdamW
 )
 RESUMED = tuple(name for name in RESUMED if name in CASES)
 

@@ -13,7 +13,7 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.parallel.processes import COUNTS, VARIABLES, ProcessError, Processes, read_processes
-from pretraining.run.supervision import check_variables
+from pretraining.run.supervision import check_launch_time
 from tests.parallel.launch import ROOT
 
 COMPLETE = {
@@ -77,10 +77,10 @@ def test_contradictions_are_named_together(changes: dict[str, str], names: set[s
 
 @pytest.mark.parametrize("text", ["garbage", "nan", "1e999"])
 def test_a_time_of_the_launch_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_variables()
+    check_launch_time()
     monkeypatch.setenv("LAUNCHED_AT", text)
     with pytest.raises(UserError, match=f"LAUNCHED_AT={text} in the environment is not a number of seconds: unset it"):
-        check_variables()
+        check_launch_time()
 
 
 def start(**variables: str) -> tuple[int, str, float]:

@@ -19,7 +19,7 @@ from pretraining.config.variants import VARIANTS, model_shape, padded_vocabulary
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import linked_processes
 from pretraining.parallel.layout import STRATEGIES, TorchLayout, XlaLayout, xla_layout
-from pretraining.parallel.mesh import Mesh, kv_repeats, notes, resolve_batch, resolve_mesh
+from pretraining.parallel.mesh import Mesh, chunks_by_rank, kv_repeats, notes, resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.parallel.sharding import LLAMA_SHARDING, axes_of, spec_of
@@ -171,6 +171,13 @@ def test_through_torchtpu_a_group_is_the_slice_and_elsewhere_a_host(monkeypatch:
     line = "hsdp: 2 groups of 16, because a TPU slice has 16 chips; see --sharding_group_size"
     assert line in notes(config, model_shape(config), mesh, "torch", reason)
     assert not notes(replace(config, sharding_group_size=16), model_shape(config), mesh, "torch", reason)
+
+
+@given(st.integers(1, 64))
+def test_causal_attention_costs_all_context_ranks_the_same(ranks: int) -> None:
+    chunks = chunks_by_rank(ranks)
+    visible = [sum(1 + chunk for chunk in chunks[i : i + 2]) for i in range(0, 2 * ranks, 2)]  # of chunks of keys
+    assert sorted(chunks) == list(range(2 * ranks)) and len(set(visible)) == 1
 
 
 def test_a_group_that_does_not_divide_the_devices_is_refused_with_those_that_do() -> None:

@@ -88,6 +88,7 @@ def test_a_checkpoint_moves_between_the_engines_bitwise_and_continues(tmp_path: 
     assert_same_course(tmp_path / "to_xla", tmp_path / "xla")
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_moves_to_stages_of_tensor_ranks_and_back_bitwise_and_continues(tmp_path: Path) -> None:
     # Biases of columns are sharded twice along their only dimension, the vocabulary with rows that are not saved.
     alone = {**ON_TORCH, "attn_bias": True, "mlp_bias": True, "vocab_size": 500}

@@ -95,7 +95,7 @@ class Terminal:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize("presses", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_ctrl_c_is_answered_while_xla_compiles_and_ends_the_run(presses: int, tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
     run = Terminal(log_dir=tmp_path)

@@ -42,6 +42,7 @@ def call(commands: Path, folder: Path, name: str, *arguments: str) -> subprocess
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_commands_of_the_wheel_prepare_train_and_report_in_any_folder(commands: Path, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()

@@ -25,6 +25,7 @@ TOOLS = {
         "pretraining.tools.prepare --input=text --output=data --tokenizer=tokenizer.json",
         "requirements/tools.txt",
     ),
+    "aim": ("main_training --use_dummy_dataset --tracker=aim", "pip install aim"),
     "wandb": ("main_training --use_dummy_dataset --tracker=wandb", "pip install wandb"),
     "lm_eval": ("pretraining.tools.evaluate runs/first --tasks=arc_easy", "pip install lm_eval=="),
 }

@@ -433,6 +433,7 @@ def test_the_account_of_a_run_that_was_killed_twice_adds_up_to_its_time(installe
     assert f"<td>{goodput(seconds):.1%}</td>" in (run.metrics.parent / "report.html").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_that_hangs_writes_its_stacks_and_is_started_again(installed: Path) -> None:
     """One of two processes is stopped; the other one waits for it in a collective."""

@@ -30,7 +30,7 @@ from pretraining.models.init import build_model
 from pretraining.models.llama import Block
 from pretraining.tools.convert.convert import main as convert
 from pretraining.tools.evaluate import main as evaluate
-from pretraining.tools.generate import decoded, draw, main, sample
+from pretraining.tools.generate import decoded, main, sample, sample_token
 from tests.checkpoint.saving import save
 from tests.faults.damage import CONTENTS
 
@@ -50,19 +50,23 @@ logit_lists = st.lists(st.floats(-20, 20), min_size=2, max_size=30, unique=True)
 @given(logit_lists, st.integers(0, 2**31))
 def test_temperature_0_and_top_1_take_the_likeliest_token(logits: list[float], seed: int) -> None:
     values = torch.tensor(logits, dtype=torch.float64)
-    assert draw(values, 0, 0, generator(seed)) == draw(values, 2.0, 1, generator(seed)) == int(values.argmax())
+    assert (
+        sample_token(values, 0, 0, generator(seed))
+        == sample_token(values, 2.0, 1, generator(seed))
+        == int(values.argmax())
+    )
 
 
 @given(logit_lists, st.integers(1, 30), st.floats(0.1, 5), st.integers(0, 2**31))
 def test_only_the_k_likeliest_are_drawn(logits: list[float], k: int, temperature: float, seed: int) -> None:
     values = torch.tensor(logits, dtype=torch.float64)
-    drawn = draw(values, temperature, k, generator(seed))
+    drawn = sample_token(values, temperature, k, generator(seed))
     assert sum(value > logits[drawn] for value in logits) < k
 
 
 def test_frequencies_follow_the_softmax_at_the_temperature() -> None:
     logits, count, source = torch.tensor([2.0, 1.0, 0.0]), 4000, generator()
-    drawn = torch.tensor([draw(logits, 0.5, 0, source) for _ in range(count)])
+    drawn = torch.tensor([sample_token(logits, 0.5, 0, source) for _ in range(count)])
     shares = torch.bincount(drawn, minlength=3) / count
     assert torch.allclose(shares, (logits / 0.5).softmax(-1), atol=0.03)  # 3.8 standard deviations of the largest
 
@@ -83,7 +87,7 @@ class Counter(torch.nn.Module):
 
 
 def continuation(model: torch.nn.Module, count: int, window: int = 8, vocabulary: int = 100) -> list[int]:
-    likeliest = partial(draw, temperature=0.0, top_k=0, generator=generator())
+    likeliest = partial(sample_token, temperature=0.0, top_k=0, generator=generator())
     return list(islice(sample(model, [5, 6], vocabulary, window, likeliest), count))  # type: ignore[arg-type]
 
 

@@ -68,6 +68,7 @@ def losses_of(process: subprocess.Popen[str]) -> dict[int, float]:
     return {int(step): loss for step, loss in json.loads(printed.splitlines()[-1]).items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_loop_runs_on_two_processes_and_its_checkpoint_continues_on_the_other_engine(
     page: dict[str, Any], tmp_path: Path

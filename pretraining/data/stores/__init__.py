@@ -1,1 +1,1 @@
-"""The formats of token shards: Arrow IPC, Parquet and Megatron. Each store reports where the documents are."""
+"""Token shards: which files of a folder they are, and where the documents of each are."""

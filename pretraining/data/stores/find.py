@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
 from pretraining.config.errors import UserError
-from pretraining.data.layouts import DATASET_STATE, read_json
-from pretraining.data.stores import arrow, megatron, parquet
-from pretraining.data.stores.shard import ShardContents
-from pretraining.storage import Location, size_of, store_of
+from pretraining.data.layouts import DATASET_STATE, read_dataset_json
+from pretraining.data.stores.arrow import MAGIC, STREAM_MAGIC, index_arrow
+from pretraining.storage import SHARD_FORMATS, Location, ShardFormat, size_of, store_of
 
-# Format -> function of (path, column, file for decoded tokens) that returns the documents of a shard.
-FORMATS: dict[str, Callable[[str, str, str], ShardContents]] = {
-    "arrow": arrow.index_arrow,
-    "parquet": parquet.decode_parquet,
-    "megatron": lambda path, column, decoded: megatron.index_megatron(path),
-}
 # Endings of files that may be next to shards: descriptions, counts, tokenizers. Hidden files and those that begin
 # with "_" (Spark's _SUCCESS) too. Any other file that is no shard is an error: nothing is skipped silently.
 _COMPANIONS = (".json", ".csv", ".txt", ".md", ".yaml", ".yml", ".model", ".vocab", ".sha256", ".py", ".flags")
+_OTHERS = "Parquet and Megatron shards need the folder pretraining/extensions/shard_formats"
+
+
+def shard_formats() -> dict[str, ShardFormat]:
+    """Return the formats that are read here, by the values of file_type."""
+    return {"arrow": ShardFormat((MAGIC, STREAM_MAGIC), index_arrow)} | SHARD_FORMATS
 
 
 def find_datasets(root: Location, names: str) -> list[str]:
@@ -77,8 +75,9 @@ def find_shards(folder: Location, file_type: str) -> list[tuple[str, str]]:
         formats = dict(zip(files, pool.map(_format, files), strict=True))
     for file, name in formats.items():
         if name is None and not _is_companion(file):
+            kind = "neither an Arrow, Parquet nor Megatron shard" if SHARD_FORMATS else f"no Arrow shard ({_OTHERS})"
             raise UserError(
-                f"{file}: {size_of(file)} bytes, neither an Arrow, Parquet nor Megatron shard: remove it, "
+                f"{file}: {size_of(file)} bytes, {kind}: remove it, "
                 "complete it, or turn text into shards with python -m pretraining.tools.prepare"
             )
     return [(str(file), name) for file, name in formats.items() if name and file_type in ("auto", name)]
@@ -95,7 +94,7 @@ def _listed_shards(folder: Location) -> set[Location] | None:
     UserError if one is missing, or the rows of the dataset are a selection of the rows in the shards.
     """
     path = folder / DATASET_STATE
-    state = read_json(path)
+    state = read_dataset_json(path)
     if "_data_files" not in state:
         return None
     if state.get("_indices_data_files"):
@@ -116,9 +115,7 @@ def _format(file: Location) -> str | None:
     """Return the format of a shard, by its first bytes; None if it is no shard."""
     if file.suffix in _COMPANIONS:
         return None
-    head = store_of(file).head(file, len(megatron.MAGIC))
-    if head.startswith((arrow.MAGIC, arrow.STREAM_MAGIC)) and file.suffix != ".bin":
-        return "arrow"
-    if head.startswith(parquet.MAGIC):
-        return "parquet"
-    return "megatron" if head.startswith((megatron.MAGIC, megatron.OLD_MAGIC)) else None
+    formats = shard_formats()
+    head = store_of(file).head(file, max(len(magic) for form in formats.values() for magic in form.magics))
+    name = next((name for name, form in formats.items() if head.startswith(form.magics)), None)
+    return None if name == "arrow" and file.suffix == ".bin" else name  # tokens that look like a message

@@ -42,7 +42,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> Float8:
     return Float8(scaled.to(dtype), 1 / factor)
 
 
-def multiply(a: Float8, b: Float8, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def fp8_matmul(a: Float8, b: Float8, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Multiply a [M, K] by the transpose of b [N, K]: [M, N] in `dtype`. All sizes are multiples of 16.
 
     `fast`: tensor cores may sum with fewer bits, as torchao does in forward passes.
@@ -65,7 +65,7 @@ class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return multiply(quantize(x, E4M3), quantize(weight.to(x.dtype), E4M3), x.dtype, fast=True)
+        return fp8_matmul(quantize(x, E4M3), quantize(weight.to(x.dtype), E4M3), x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -73,9 +73,9 @@ class _Float8Linear(torch.autograd.Function):
         grad_x = grad_weight = None
         rounded = quantize(grad, E5M2)  # [T, O]
         if ctx.needs_input_grad[0]:
-            grad_x = multiply(rounded, quantize(weight.to(x.dtype), E4M3).transposed(), x.dtype)  # [T, I]
+            grad_x = fp8_matmul(rounded, quantize(weight.to(x.dtype), E4M3).transposed(), x.dtype)  # [T, I]
         if ctx.needs_input_grad[1]:
-            grad_weight = multiply(rounded.transposed(), quantize(x, E4M3).transposed(), weight.dtype)  # [O, I]
+            grad_weight = fp8_matmul(rounded.transposed(), quantize(x, E4M3).transposed(), weight.dtype)  # [O, I]
         return grad_x, grad_weight
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pretraining.config.extension import Extension
-from pretraining.storage import Format, Location
+from pretraining.storage import CheckpointFormat, Location
 
 if TYPE_CHECKING:
     from pretraining.checkpoint.manifest import Checkpoint
@@ -25,4 +25,4 @@ def open_folder(path: Location) -> Checkpoint:
     return open_huggingface(path)
 
 
-EXTENSION = Extension(formats=(Format(recognizes, open_folder),))
+EXTENSION = Extension(formats=(CheckpointFormat(recognizes, open_folder),))

@@ -39,12 +39,12 @@ class LocalTierConfig(TrainConfig):
         return [*super().checkpoint_places(), LocalTier(Path(self.ckpt_local_path), self.ckpt_local_interval)]
 
 
-def check_interval(config: LocalTierConfig) -> Iterator[Problem]:
+def check_local_path(config: LocalTierConfig) -> Iterator[Problem]:
     """A run that never saves does not save to the hosts' own folders."""
     yield from without_effect(config, "ckpt_local_path")
 
 
-def check_folder(config: LocalTierConfig) -> None:
+def check_local_folder(config: LocalTierConfig) -> None:
     """Raise UserError if ckpt_local_path is the folder of the run's other checkpoints."""
     if not config.ckpt_local_path:
         return
@@ -55,4 +55,4 @@ def check_folder(config: LocalTierConfig) -> None:
         raise UserError(f"--ckpt_local_path={folder}: is the folder of the other checkpoints; give another one")
 
 
-CHECKS = (check_interval,)
+CHECKS = (check_local_path,)

@@ -79,20 +79,10 @@ def stacked_layers(config: PipelineConfig) -> list[int | None]:
     return [layer for piece in in_order for layer in (*piece, *[None] * (length - len(piece)))]
 
 
-def micro_batches_per_graph(config: PipelineConfig) -> int:
-    """Return the micro-batches that the XLA engine runs at a time: one, or with stages all of a step."""
-    return (config.gradient_accumulation_steps or 1) if config.pipeline_parallel_size > 1 else 1
-
-
 def ticks(config: PipelineConfig) -> int:
     """Return the ticks of a pass over all micro-batches of a step: each runs one piece on every stage."""
     micro_batches = config.gradient_accumulation_steps or 1
     return config.virtual_pipeline_size * micro_batches + config.pipeline_parallel_size - 1
-
-
-def block_runs(config: PipelineConfig) -> int:
-    """Return how often a step runs a piece on a device: for every micro-batch, or with stages in every tick."""
-    return ticks(config) if config.pipeline_parallel_size > 1 else config.gradient_accumulation_steps or 1
 
 
 def idle_share(config: PipelineConfig) -> float:

@@ -73,7 +73,7 @@ class PipelinedBlocks:
         stacks = {name: self._by_piece(weights[name]) for name in self.blocks.names}
         queues = [self.in_lines(rows) for rows in (x, *riders)]
         trained = [name for name in stacks if weights[name].requires_grad]
-        run = Run(self, queues, list(shared), stacks, trained, has_dropout=inputs.noise is not None)
+        run = PipelineContext(self, queues, list(shared), stacks, trained, has_dropout=inputs.noise is not None)
         queue: Tensor = _Ticks.apply(run, queues[0], *stacks.values())
         rows = queue.unflatten(1, (self.stages, self.layout.mesh.data_ranks, -1)).movedim(0, 2).flatten(0, 3)
         return xs.mark_sharding_with_gradients(rows, self.mesh, self.layout.stream())
@@ -145,7 +145,7 @@ class PipelinedBlocks:
         return piece == torch.arange(self.pieces, device=tick.device)[:, None]
 
 
-class Run:
+class PipelineContext:
     """What a pass through the pipeline needs besides the queue and the weights."""
 
     def __init__(
@@ -247,7 +247,7 @@ class _Ticks(torch.autograd.Function):
     """The queue [J, S R b, T, D] before and after all ticks. The layers' activations of every tick are kept."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, queue: Tensor, *stacks: Tensor) -> Tensor:
+    def forward(ctx: Any, run: PipelineContext, queue: Tensor, *stacks: Tensor) -> Tensor:
         pipeline = run.pipeline
 
         def tick(carry: Any, number: Tensor) -> Any:

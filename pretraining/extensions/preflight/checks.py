@@ -39,7 +39,7 @@ def check_folder_of(config: TrainConfig, split: str) -> None:
     if config.use_dummy_dataset or not config.data_path or not held_out.get(split, True):
         return
     from pretraining.data.datasets import split_source  # numpy takes 0.2 s
-    from pretraining.data.stores.find import FORMATS, find_datasets
+    from pretraining.data.stores.find import find_datasets
 
     flag = "data_path" if split == "train" else f"{split}_data_path"
     try:
@@ -50,7 +50,7 @@ def check_folder_of(config: TrainConfig, split: str) -> None:
     for folder in (source.folder / name for name in names):
         if folder.is_dir() and not any(folder.iterdir()):
             given = f"--{flag}={getattr(config, flag)}: {folder.resolve()}"
-            raise UserError(f"{given} is empty; give a folder with {', '.join(FORMATS)} files of tokens")
+            raise UserError(f"{given} is empty; give a folder of token shards")
 
 
 def check_training_folder(config: TrainConfig) -> None:

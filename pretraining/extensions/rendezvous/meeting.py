@@ -85,7 +85,7 @@ def compare(config: TrainConfig, data: Mapping[str, str]) -> None:
         _Meeting(processes, config.collective_timeout).hold(member)
 
 
-def report(error: UserError) -> None:
+def report_mistake(error: UserError) -> None:
     """Print a mistake: one that all processes have once, any other with the rank and host of the process.
 
     The others hear of it if they come within a minute.
@@ -151,11 +151,11 @@ def _judge_mistakes(members: Mapping[int, Member], size: int) -> dict[int, Verdi
     if all(member.mistake == first for member in members.values()):
         return {rank: Verdict(first, USER_MISTAKE, is_printed=not rank) for rank in members}
     wrong = [rank for rank, member in members.items() if member.mistake]
-    elsewhere = f"this run ends, because of the mistake that {describe(wrong, size)} printed"
+    elsewhere = f"this run ends, because of the mistake that {describe_processes(wrong, size)} printed"
     verdicts: dict[int, Verdict] = {}
     for rank, member in members.items():
         alike = [other for other, each in members.items() if (each.host, each.mistake) == (member.host, member.mistake)]
-        text = f"{describe(alike, size)} on {member.host}: {member.mistake}" if member.mistake else elsewhere
+        text = f"{describe_processes(alike, size)} on {member.host}: {member.mistake}" if member.mistake else elsewhere
         verdicts[rank] = Verdict(text, USER_MISTAKE, is_printed=rank == alike[0])
     return verdicts
 
@@ -184,12 +184,12 @@ def _judge_differences(
         if not rank and len(differing) > LISTED:
             body.append(f"  and in {len(differing) - LISTED:,} others")
         text = "\n".join(["the processes of this run do not agree:", *body, REMEDY])
-        elsewhere = f"this run ends, because {describe(list(differing), size)} differ from process 0"
+        elsewhere = f"this run ends, because {describe_processes(list(differing), size)} differ from process 0"
         verdicts[rank] = Verdict(text if listed else elsewhere, USER_MISTAKE, is_printed=True)
     return verdicts
 
 
-def describe(ranks: Sequence[int], size: int) -> str:
+def describe_processes(ranks: Sequence[int], size: int) -> str:
     """Return "process 1 of 4" or "processes 1, 2, 3 of 4"."""
     names = [str(rank) for rank in ranks[:LISTED]] + ["..."] * (len(ranks) > LISTED)
     return f"process{'es' * (len(ranks) > 1)} {', '.join(names)} of {size}"
@@ -253,7 +253,7 @@ class _Meeting:
             known = self._store.check([self._key("missing")])
             return self._store.get(self._key("missing")).decode() if known else "the other processes"
         missing = [rank for rank in range(self._processes.world_size) if rank not in self._came()]
-        text = describe(missing, self._processes.world_size)
+        text = describe_processes(missing, self._processes.world_size)
         self._store.set(self._key("missing"), text)
         return text
 
@@ -288,7 +288,7 @@ def open_store(processes: Processes, wait: Callable[[Callable[[], str]], None]) 
         options["master_listen_fd"] = _listen(processes).detach()
     else:
         while not _answers(processes):
-            wait(lambda: describe([0], processes.world_size))
+            wait(lambda: describe_processes([0], processes.world_size))
     _STORES[place] = dist.TCPStore(*place, processes.world_size, leads, **options)  # type: ignore[attr-defined]
     return _STORES[place]
 
@@ -323,7 +323,7 @@ def _answers(processes: Processes) -> bool:
 def _share(processes: Processes, error: UserError) -> PeersError | None:
     """Write the mistake for the others, and return what this process prints; None if it did, because they took long."""
     began, host, has_printed = time.monotonic(), socket.gethostname(), False
-    own = f"{describe([processes.rank], processes.world_size)} on {host}: {error}"
+    own = f"{describe_processes([processes.rank], processes.world_size)} on {host}: {error}"
 
     def print_soon() -> None:
         nonlocal has_printed

@@ -112,7 +112,7 @@ def deepspeed_warmup_decay(step: int, s: Curve) -> float:
 # ---- GPT-NeoX (`megatron/learning_rates.py`), as it is today and as it was in 2022
 
 
-def neox(shape: Callable[[float], float]) -> Rate:
+def neox_schedule(shape: Callable[[float], float]) -> Rate:
     """Return `shape` of the share of the steps after the warm-up that is done, scaled between peak and floor."""
 
     def rate(step: int, s: Curve) -> float:
@@ -129,7 +129,7 @@ def neox(shape: Callable[[float], float]) -> Rate:
     return rate
 
 
-def neox2022(shape: Callable[[float], float]) -> Rate:
+def neox2022_schedule(shape: Callable[[float], float]) -> Rate:
     """Return `shape` over the whole total although the warm-up is left out: it stops `warmup` steps before the end."""
 
     def rate(step: int, s: Curve) -> float:

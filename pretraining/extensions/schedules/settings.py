@@ -15,14 +15,14 @@ from pretraining.extensions.schedules import formulas
 
 # GPT-NeoX does not round a share of the total, and Stable LM was trained with it.
 _NEOX = {
-    "neox_linear": formulas.neox(formulas.line),
-    "neox_cosine": formulas.neox(formulas.half_cosine),
-    "neox_exponential": formulas.neox(formulas.halving),
-    "neox_constant": formulas.neox(formulas.flat),
-    "neox2022_constant": formulas.neox2022(formulas.flat),
-    "neox2022_linear": formulas.neox2022(formulas.line),
-    "neox2022_cosine": formulas.neox2022(formulas.half_cosine),
-    "neox2022_exponential": formulas.neox2022(formulas.halving),
+    "neox_linear": formulas.neox_schedule(formulas.line),
+    "neox_cosine": formulas.neox_schedule(formulas.half_cosine),
+    "neox_exponential": formulas.neox_schedule(formulas.halving),
+    "neox_constant": formulas.neox_schedule(formulas.flat),
+    "neox2022_constant": formulas.neox2022_schedule(formulas.flat),
+    "neox2022_linear": formulas.neox2022_schedule(formulas.line),
+    "neox2022_cosine": formulas.neox2022_schedule(formulas.half_cosine),
+    "neox2022_exponential": formulas.neox2022_schedule(formulas.halving),
 }
 _HYBRID = Schedule(formulas.hybrid_cosine_inv_sqrt, (*FLOOR, "lr_cooldown_steps"), rounds_warmup=False)
 SCHEDULES = {

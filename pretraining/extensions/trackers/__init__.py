@@ -1,4 +1,4 @@
-"""TensorBoard where it is installed, and Weights & Biases on request: they get every record of metrics.jsonl."""
+"""TensorBoard where it is installed, and Weights & Biases or Aim on request: they get every record of metrics.jsonl."""
 
 from __future__ import annotations
 

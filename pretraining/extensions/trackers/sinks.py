@@ -28,7 +28,7 @@ class Trackers(Watcher):
         if self._folder:
             self._sinks.append(TensorBoard(self._folder, step))
         if opens and config.tracker:
-            self._sinks.append(WandB(config, log_dir))
+            self._sinks.append(WandB(config, log_dir) if config.tracker == "wandb" else Aim(config, log_dir))
 
     def record(self, record: Record) -> None:
         """See Watcher."""
@@ -114,4 +114,32 @@ class WandB:
         self._run.finish()
 
 
-Sink = TensorBoard | WandB
+class Aim:
+    """Aim: a continued run opens the run of its hash, which is in the log folder because Aim chooses it.
+
+    Steps after the last checkpoint of a killed run are in it twice.
+    """
+
+    def __init__(self, config: TrackersConfig, log_dir: Path) -> None:
+        aim, repository, chosen = import_module("aim"), config.tracker_dir or str(log_dir), log_dir / "aim_run"
+        known = config.tracker_run_id or (chosen.read_text() if chosen.exists() else None)
+        try:
+            self._run = aim.Run(known, repo=repository, experiment=config.tracker_project_name, log_system_params=False)
+        except RuntimeError as error:  # MissingRunError
+            raise UserError(f"--tracker=aim: {error} Remove --tracker_run_id, or {chosen}, for a new run") from error
+        chosen.write_text(self._run.hash)
+        self._run.name = log_dir.resolve().name
+        self._run["config"] = asdict(config)
+
+    def write(self, record: Record) -> None:
+        """Track every number of `record` at its step."""
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                self._run.track(value, name=tag_of(name), step=record["step"])
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self._run.close()
+
+
+Sink = TensorBoard | WandB | Aim

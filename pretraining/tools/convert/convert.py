@@ -53,7 +53,7 @@ from pretraining.models.init import on_meta
 from pretraining.storage import DISK, PARTIAL, Location, location, rename
 from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
-from pretraining.tools.convert.pickles import LAYOUTS, Weights, describe_moments, layout_of, open_pickles
+from pretraining.tools.convert.pickles import LAYOUTS, Weights, describe_moments, open_pickles, trainer_folders_of
 
 if TYPE_CHECKING:
     from pretraining.extensions.lora.adapter import SavedAdapter
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parse(arguments)
     try:
         dtype = CHOICES[flags.dtype] if flags.dtype else None
-        layout = layout_of(flags.source) if isinstance(flags.source, Path) else None
+        layout = trainer_folders_of(flags.source) if isinstance(flags.source, Path) else None
         if (flags.average_with or flags.use_ema) and (layout or is_huggingface(flags.source)):
             raise UserError(f"{flags.source}: --average_with and --use_ema take checkpoints of this recipe")
         if flags.import_config and not layout:

@@ -14,7 +14,7 @@ from typing import Any
 from pretraining.checkpoint.files import read_json
 from pretraining.config.errors import UserError
 from pretraining.storage import Location, location
-from pretraining.tools.convert.tokenizer_json import BPE, UNIGRAM, describe, tokenizer_json
+from pretraining.tools.convert.tokenizer_json import BPE, UNIGRAM, parse_model, tokenizer_json
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}  # reads tokenizer.json
 
@@ -47,7 +47,7 @@ def _sentencepiece(path: Location, files: dict[str, bytes]) -> tuple[dict[str, i
         raise UserError(f"--tokenizer_path={path}: is not a sentencepiece model ({error})") from error
     every = {"bos": model.bos_id(), "eos": model.eos_id(), "unk": model.unk_id(), "pad": model.pad_id()}
     ids = {kind: number for kind, number in every.items() if number >= 0}
-    described = describe(model.serialized_model_proto())
+    described = parse_model(model.serialized_model_proto())
     if described.kind not in (BPE, UNIGRAM) or described.is_exotic:
         raise UserError(
             f"--tokenizer_path={path}: transformers has no such tokenizer; only BPE and unigram models "

@@ -36,7 +36,7 @@ from pretraining.extensions.huggingface.folder import BUFFERS, files_of_index, m
 from pretraining.extensions.huggingface.gpt_neox import our_name
 from pretraining.tools.convert import ranks
 from pretraining.tools.convert.nemo_states import STEP, named_states
-from pretraining.tools.importing.mappings import Format
+from pretraining.tools.importing.mappings import TrainerFormat
 from pretraining.tools.importing.resolve import KeyReport, import_foreign
 
 DEEPEST = 100  # tuples in tuples
@@ -58,7 +58,7 @@ class StandIn(dict[Any, Any]):
             self.__dict__.update(state)
 
 
-def load(path: Path) -> dict[str, Any]:
+def load_pickle(path: Path) -> dict[str, Any]:
     """Return the dictionary in a pickle. Raises UnreadableError if it is none or cannot be read."""
     return _named(_unpickle(path), path)
 
@@ -148,7 +148,9 @@ class Weights(NamedTuple):
     note: str = ""  # on the optimizer states
 
 
-def open_pickles(path: Path, layout: Layout, import_config: str = "", neox_gqa: str = "", **flags: str) -> Weights:
+def open_pickles(
+    path: Path, layout: TrainerFolders, import_config: str = "", neox_gqa: str = "", **flags: str
+) -> Weights:
     """Open a folder of one of the layouts. import_config: file of the trainer that wrote it, "" for Hugging Face's.
 
     neox_gqa: "head" or "legacy", the order of grouped queries in GPT-NeoX's checkpoint. flags: others that the file may
@@ -182,7 +184,7 @@ def open_pickles(path: Path, layout: Layout, import_config: str = "", neox_gqa: 
 
 
 def _nemo_states(
-    path: Path, layout: Layout, config: TrainConfig, weights: Mapping[str, object]
+    path: Path, layout: TrainerFolders, config: TrainConfig, weights: Mapping[str, object]
 ) -> dict[str, ranks.MergedTensor]:
     """Return the optimizer's state and its fp32 weights; nothing unless every one of `weights` has them."""
     found = [(rank, stage, named_states(loaded)) for rank, stage, loaded in _nemo_files(path)]
@@ -200,7 +202,7 @@ def _nemo_states(
     return {**merged, STEP: ranks.MergedTensor(updates.to("meta"), lambda: updates)}
 
 
-def _with_order_of_queries(layout: Layout, config: TrainConfig, neox_gqa: str) -> Layout:
+def _with_order_of_queries(layout: TrainerFolders, config: TrainConfig, neox_gqa: str) -> TrainerFolders:
     """Return the layout with the order that --neox_gqa names.
 
     GPT-NeoX's checkpoints have the same shapes in both orders and record the sizes of the model, but no version of
@@ -218,7 +220,7 @@ def _with_order_of_queries(layout: Layout, config: TrainConfig, neox_gqa: str) -
     return layout if neox_gqa == "legacy" else layout._replace(table=partial(ranks.neox, queries=ranks.by_rank))
 
 
-def _imported(layout: Layout, import_config: str, more: Mapping[str, str]) -> TrainConfig:
+def _imported(layout: TrainerFolders, import_config: str, more: Mapping[str, str]) -> TrainConfig:
     """Return the model's settings in the trainer's file. Keys that are refused for training alone do not matter."""
     if not import_config:
         raise UserError(f"this is a checkpoint of {layout.title}: give its configuration file as --import_config")
@@ -235,7 +237,7 @@ def _imported(layout: Layout, import_config: str, more: Mapping[str, str]) -> Tr
     return replace(result.config, vocab_size=1)  # the embedding says how many rows there are
 
 
-def _concerns_model(format_: Format, report: KeyReport) -> bool:
+def _concerns_model(format_: TrainerFormat, report: KeyReport) -> bool:
     """Return whether a key may change the model: it has no field of ours, or one of the model's."""
     mapping = format_.mapping_of(report.source_key)
     fields = set(mapping.fields if mapping else ())
@@ -249,7 +251,7 @@ def _bins(path: Path) -> Read:
     index = path / BIN_INDEX
     files = files_of_index(index, "bin") if index.is_file() else {BIN: set[str]()}
     for file, names in files.items():
-        loaded = {name: tensor for name, tensor in load(path / file).items() if not name.endswith(BUFFERS)}
+        loaded = {name: tensor for name, tensor in load_pickle(path / file).items() if not name.endswith(BUFFERS)}
         if missing := sorted(names - loaded.keys()):
             raise UnreadableError(f"{index}: {file} does not contain {missing[0]}")
         yield 0, 0, {our_name(name): tensor for name, tensor in loaded.items() if not names or name in names}
@@ -259,9 +261,9 @@ def _neox(path: Path) -> Read:
     """One file for each layer and tensor rank, or without a pipeline one for each rank; the blocks begin at layer 2."""
     for file in sorted(path.glob("layer_*-model_*-model_states.pt")):
         layer, rank = map(int, re.findall(r"\d+", file.name))
-        yield rank, layer, {_neox_name(layer, name): tensor for name, tensor in load(file).items()}
+        yield rank, layer, {_neox_name(layer, name): tensor for name, tensor in load_pickle(file).items()}
     for file in sorted(path.glob("mp_rank_*_model_states.pt")):
-        module = _named(load(file).get("module") or {}, file)
+        module = _named(load_pickle(file).get("module") or {}, file)
         parts = ((name.split(".", 2), tensor) for name, tensor in module.items() if name.startswith("sequential."))
         yield int(re.findall(r"\d+", file.name)[0]), 0, {_neox_name(int(n), rest): t for (_, n, rest), t in parts}
 
@@ -278,7 +280,7 @@ def _nxdt(path: Path) -> Read:
     for file in sorted(folder.glob("dp_rank_00_*.pt")):
         if not (match := NXDT_FILE.fullmatch(file.name)):
             continue
-        tensors = load(file)
+        tensors = load_pickle(file)
         for name, value in tensors.items():
             if isinstance(value, StandIn):
                 tensors[name] = _unpickle(Path(f"{file}.tensors") / f"tensor_{value.__dict__.get('tid')}.pt")
@@ -296,7 +298,7 @@ def _nemo_files(path: Path) -> Read:
     for file in sorted(path.rglob("model_optim_rng.ckpt")) or sorted(path.rglob("model_weights.ckpt")):
         numbers = [int(number) for number in re.findall(r"\d+", file.parent.name)] if file.parent != path else []
         tensor_rank, stage = [*numbers, 0, 0][:2]
-        yield tensor_rank, stage, load(file)
+        yield tensor_rank, stage, load_pickle(file)
 
 
 _FLAT = "flat partitions of data-parallel ranks"
@@ -305,35 +307,35 @@ _NEOX_MOMENTS = (("*optim_states.pt", ""), ("mp_rank_*_model_states.pt", "optimi
 _NEMO_MOMENTS = (("**/model_optim_rng.ckpt", "optimizer_states"),)
 
 
-class Layout(NamedTuple):
+class TrainerFolders(NamedTuple):
     """The folders of one trainer."""
 
     title: str
     pattern: str  # of a file in the folder
     read: Callable[[Path], Read]
-    table: Callable[[TrainConfig], Sequence[ranks.Row]]
+    table: Callable[[TrainConfig], Sequence[ranks.TensorRule]]
     moments: str  # why optimizer states are not read
     moment_files: tuple[tuple[str, str], ...]  # patterns of the files that hold them, below a key or "" as a whole
     counts_from_stage: bool = False  # layer numbers start at 0 on every pipeline rank
 
 
 LAYOUTS = (
-    Layout("Hugging Face", f"{BIN}*", _bins, ranks.huggingface, _NUMBERED, (("optimizer.*", ""),)),
-    Layout("GPT-NeoX", "*model_states.pt", _neox, ranks.neox, _FLAT, _NEOX_MOMENTS),
-    Layout("NxD Training", "**/dp_rank_00_*.pt", _nxdt, ranks.nxdt, _FLAT, (("optim/*", ""),)),
-    Layout("NeMo", "**/model_*.ckpt", _nemo, ranks.nemo, _NUMBERED, _NEMO_MOMENTS, counts_from_stage=True),
+    TrainerFolders("Hugging Face", f"{BIN}*", _bins, ranks.huggingface, _NUMBERED, (("optimizer.*", ""),)),
+    TrainerFolders("GPT-NeoX", "*model_states.pt", _neox, ranks.neox, _FLAT, _NEOX_MOMENTS),
+    TrainerFolders("NxD Training", "**/dp_rank_00_*.pt", _nxdt, ranks.nxdt, _FLAT, (("optim/*", ""),)),
+    TrainerFolders("NeMo", "**/model_*.ckpt", _nemo, ranks.nemo, _NUMBERED, _NEMO_MOMENTS, counts_from_stage=True),
 )
 
 
-def describe_moments(path: Path, layout: Layout) -> str:
+def describe_moments(path: Path, layout: TrainerFolders) -> str:
     """Return why the optimizer states in the folder `path` are not converted, "" if it has none."""
     files = ((next(path.glob(pattern), None), key) for pattern, key in layout.moment_files)
-    if not any(file and (not key or load(file).get(key)) for file, key in files):
+    if not any(file and (not key or load_pickle(file).get(key)) for file, key in files):
         return ""
     return f"{path}: the optimizer states of {layout.title} are {layout.moments}; training starts with moments of 0"
 
 
-def layout_of(path: Path) -> Layout | None:
+def trainer_folders_of(path: Path) -> TrainerFolders | None:
     """Return the layout of the folder `path`, None if it is not one of these or holds safetensors too."""
     if any(path.glob("*.safetensors")):
         return None

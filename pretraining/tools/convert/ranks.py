@@ -24,7 +24,7 @@ Rule = Callable[[Ranks], Sequence[Tensor]]
 LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
-class Row(NamedTuple):
+class TensorRule(NamedTuple):
     """The tensors whose names match `pattern`, without what is before the layer's number and with it."""
 
     pattern: str
@@ -39,7 +39,7 @@ class MergedTensor(NamedTuple):
     read: Callable[[], Tensor]
 
 
-def merge(ranks: Mapping[str, Ranks], table: Sequence[Row], layers: int) -> dict[str, MergedTensor]:
+def merge(ranks: Mapping[str, Ranks], table: Sequence[TensorRule], layers: int) -> dict[str, MergedTensor]:
     """Return our tensors. Raises UserError for a name without a row, and where the layers are not 0 to `layers` - 1."""
     merged: dict[str, MergedTensor] = {}
     seen: dict[str, set[int]] = {}
@@ -115,9 +115,9 @@ def halves(ranks: Ranks) -> Sequence[Tensor]:
 QKV = tuple(rf"self_attn.{letter}_proj.\1" for letter in "qkv")
 GATE_UP = (r"mlp.gate_proj.\1", r"mlp.up_proj.\1")
 MEGATRON_ROWS = (  # GPT-NeoX, NeMo and NxD Training's own models share them
-    Row(r".*(inv_freq|_extra_state|attention\.(masked_)?bias)", (), replicated),  # no parameters
-    Row(r".*word_embeddings\.weight", ("model.embed_tokens.weight",), rows),
-    Row(r".*position_embeddings\.weight", ("model.embed_positions.weight",), replicated),
+    TensorRule(r".*(inv_freq|_extra_state|attention\.(masked_)?bias)", (), replicated),  # no parameters
+    TensorRule(r".*word_embeddings\.weight", ("model.embed_tokens.weight",), rows),
+    TensorRule(r".*position_embeddings\.weight", ("model.embed_positions.weight",), replicated),
 )
 NORMS = r"(input|post_attention)_layernorm\.(weight|bias)"
 
@@ -141,61 +141,63 @@ def by_group(shape: ModelShape, ranks: Ranks) -> Sequence[Tensor]:
     return blocks(groups // len(ranks), (shape.num_attention_heads // groups * width, width, width), ranks)
 
 
-def huggingface(config: TrainConfig) -> tuple[Row, ...]:
+def huggingface(config: TrainConfig) -> tuple[TensorRule, ...]:
     """Names of transformers, GPT-NeoX's after gpt_neox.our_name."""
     return (
-        Row(r"self_attn\.qkv_proj\.(\w+)", QKV, partial(by_head, model_shape(config))),
-        Row(r"(.*)", (r"\1",), replicated),
+        TensorRule(r"self_attn\.qkv_proj\.(\w+)", QKV, partial(by_head, model_shape(config))),
+        TensorRule(r"(.*)", (r"\1",), replicated),
     )
 
 
-def neox(config: TrainConfig, queries: Callable[[ModelShape, Ranks], Sequence[Tensor]] = by_head) -> tuple[Row, ...]:
+def neox(
+    config: TrainConfig, queries: Callable[[ModelShape, Ranks], Sequence[Tensor]] = by_head
+) -> tuple[TensorRule, ...]:
     """GPT-NeoX: with a parallel residual every rank adds its own bias before the sum over the ranks."""
     bias = total if config.parallel_residual else replicated
     gated = model_shape(config).gated
     return (
         *MEGATRON_ROWS,
-        Row(r"norm\.(weight|bias)", (r"model.norm.\1",), mean),
-        Row(r"final_linear\.weight", ("lm_head.weight",), rows),
-        Row(NORMS, (r"\1_layernorm.\2",), mean),
-        Row(r"attention\.query_key_value\.(\w+)", QKV, partial(queries, model_shape(config))),
-        Row(r"attention\.dense\.weight", ("self_attn.o_proj.weight",), columns),
-        Row(r"attention\.dense\.bias", ("self_attn.o_proj.bias",), bias),
-        Row(r"mlp\.w1\.(\w+)", (r"mlp.gate_proj.\1",), rows),
-        Row(r"mlp\.w3\.(\w+)", (r"mlp.up_proj.\1",), rows),
-        *([Row(r"mlp\.linear1\.(\w+)", GATE_UP[::-1], halves)] if gated else []),
-        Row(r"mlp\.(?:dense_h_to_4h|linear1)\.(\w+)", (r"mlp.up_proj.\1",), rows),
-        Row(r"mlp\.(?:dense_4h_to_h|linear2|w2)\.weight", ("mlp.down_proj.weight",), columns),
-        Row(r"mlp\.(?:dense_4h_to_h|linear2|w2)\.bias", ("mlp.down_proj.bias",), bias),
+        TensorRule(r"norm\.(weight|bias)", (r"model.norm.\1",), mean),
+        TensorRule(r"final_linear\.weight", ("lm_head.weight",), rows),
+        TensorRule(NORMS, (r"\1_layernorm.\2",), mean),
+        TensorRule(r"attention\.query_key_value\.(\w+)", QKV, partial(queries, model_shape(config))),
+        TensorRule(r"attention\.dense\.weight", ("self_attn.o_proj.weight",), columns),
+        TensorRule(r"attention\.dense\.bias", ("self_attn.o_proj.bias",), bias),
+        TensorRule(r"mlp\.w1\.(\w+)", (r"mlp.gate_proj.\1",), rows),
+        TensorRule(r"mlp\.w3\.(\w+)", (r"mlp.up_proj.\1",), rows),
+        *([TensorRule(r"mlp\.linear1\.(\w+)", GATE_UP[::-1], halves)] if gated else []),
+        TensorRule(r"mlp\.(?:dense_h_to_4h|linear1)\.(\w+)", (r"mlp.up_proj.\1",), rows),
+        TensorRule(r"mlp\.(?:dense_4h_to_h|linear2|w2)\.weight", ("mlp.down_proj.weight",), columns),
+        TensorRule(r"mlp\.(?:dense_4h_to_h|linear2|w2)\.bias", ("mlp.down_proj.bias",), bias),
     )
 
 
-def _megatron(config: TrainConfig, *attention: Row) -> tuple[Row, ...]:
+def _megatron(config: TrainConfig, *attention: TensorRule) -> tuple[TensorRule, ...]:
     """Names that NeMo, with and without megatron-core, and NxD Training's own models share."""
     gated = model_shape(config).gated
     return (
         *MEGATRON_ROWS,
-        Row(r".*final_layernorm\.(weight|bias)", (r"model.norm.\1",), replicated),
-        Row(r".*output_layer\.weight", ("lm_head.weight",), rows),
-        Row(NORMS, (r"\1_layernorm.\2",), replicated),
-        Row(r"self_attention\.linear_qkv\.layer_norm_(\w+)", (r"input_layernorm.\1",), replicated),
-        Row(r"mlp\.linear_fc1\.layer_norm_(\w+)", (r"post_attention_layernorm.\1",), replicated),
+        TensorRule(r".*final_layernorm\.(weight|bias)", (r"model.norm.\1",), replicated),
+        TensorRule(r".*output_layer\.weight", ("lm_head.weight",), rows),
+        TensorRule(NORMS, (r"\1_layernorm.\2",), replicated),
+        TensorRule(r"self_attention\.linear_qkv\.layer_norm_(\w+)", (r"input_layernorm.\1",), replicated),
+        TensorRule(r"mlp\.linear_fc1\.layer_norm_(\w+)", (r"post_attention_layernorm.\1",), replicated),
         *attention,
-        Row(r"self_attention\.(?:dense|linear_proj)\.weight", ("self_attn.o_proj.weight",), columns),
-        Row(r"self_attention\.(?:dense|linear_proj)\.bias", ("self_attn.o_proj.bias",), replicated),
-        Row(r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(\w+)", *((GATE_UP, halves) if gated else (GATE_UP[1:], rows))),
-        Row(r"mlp\.(?:dense_4h_to_h|linear_fc2)\.weight", ("mlp.down_proj.weight",), columns),
-        Row(r"mlp\.(?:dense_4h_to_h|linear_fc2)\.bias", ("mlp.down_proj.bias",), replicated),
+        TensorRule(r"self_attention\.(?:dense|linear_proj)\.weight", ("self_attn.o_proj.weight",), columns),
+        TensorRule(r"self_attention\.(?:dense|linear_proj)\.bias", ("self_attn.o_proj.bias",), replicated),
+        TensorRule(r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(\w+)", *((GATE_UP, halves) if gated else (GATE_UP[1:], rows))),
+        TensorRule(r"mlp\.(?:dense_4h_to_h|linear_fc2)\.weight", ("mlp.down_proj.weight",), columns),
+        TensorRule(r"mlp\.(?:dense_4h_to_h|linear_fc2)\.bias", ("mlp.down_proj.bias",), replicated),
     )
 
 
-def nemo(config: TrainConfig) -> tuple[Row, ...]:
+def nemo(config: TrainConfig) -> tuple[TensorRule, ...]:
     """NeMo's, with and without megatron-core."""
     fused = partial(by_group, model_shape(config))
-    return _megatron(config, Row(r"self_attention\.(?:query_key_value|linear_qkv)\.(\w+)", QKV, fused))
+    return _megatron(config, TensorRule(r"self_attention\.(?:query_key_value|linear_qkv)\.(\w+)", QKV, fused))
 
 
-def nxdt(config: TrainConfig) -> tuple[Row, ...]:
+def nxdt(config: TrainConfig) -> tuple[TensorRule, ...]:
     """NxD Training's: Hugging Face's names with fused projections, and Megatron's.
 
     With kv_replication the ranks hold several copies of the keys and values, and the query heads, in o_proj too, are in
@@ -223,20 +225,20 @@ def nxdt(config: TrainConfig) -> tuple[Row, ...]:
 
     megatron = _megatron(
         config,
-        Row(r"self_attention\.query_key_value\.(\w+)", QKV, fused),
-        Row(r"self_attention\.query\.(\w+)", QKV[:1], rows),
-        Row(r"self_attention\.key_value\.(\w+)", QKV[1:], halves),
+        TensorRule(r"self_attention\.query_key_value\.(\w+)", QKV, fused),
+        TensorRule(r"self_attention\.query\.(\w+)", QKV[:1], rows),
+        TensorRule(r"self_attention\.key_value\.(\w+)", QKV[1:], halves),
     )
     return (
         *megatron,
-        Row(r"self_attn\.qkv_proj\.weight_q", ("self_attn.q_proj.weight",), queries),
-        Row(r"self_attn\.qkv_proj\.weight_([kv])", (r"self_attn.\1_proj.weight",), keys),
-        Row(r"self_attn\.qkv_proj\.(weight)(?:_qkv)?", QKV, fused),
-        Row(r"(self_attn\.[qkv]_proj\.\w+)", (r"\1",), rows),
-        Row(r"(self_attn\.o_proj\.weight)", (r"\1",), outputs),
-        Row(r"mlp\.gate_up_proj\.(\w+)", GATE_UP, halves),
-        Row(r"(mlp\.(?:gate|up)_proj\.\w+)", (r"\1",), rows),
-        Row(r"(mlp\.down_proj\.weight)", (r"\1",), columns),
-        Row(r"(model\.norm\.\w+)", (r"\1",), replicated),
-        Row(r"((?:model\.embed_tokens|lm_head)\.weight)", (r"\1",), rows),
+        TensorRule(r"self_attn\.qkv_proj\.weight_q", ("self_attn.q_proj.weight",), queries),
+        TensorRule(r"self_attn\.qkv_proj\.weight_([kv])", (r"self_attn.\1_proj.weight",), keys),
+        TensorRule(r"self_attn\.qkv_proj\.(weight)(?:_qkv)?", QKV, fused),
+        TensorRule(r"(self_attn\.[qkv]_proj\.\w+)", (r"\1",), rows),
+        TensorRule(r"(self_attn\.o_proj\.weight)", (r"\1",), outputs),
+        TensorRule(r"mlp\.gate_up_proj\.(\w+)", GATE_UP, halves),
+        TensorRule(r"(mlp\.(?:gate|up)_proj\.\w+)", (r"\1",), rows),
+        TensorRule(r"(mlp\.down_proj\.weight)", (r"\1",), columns),
+        TensorRule(r"(model\.norm\.\w+)", (r"\1",), replicated),
+        TensorRule(r"((?:model\.embed_tokens|lm_head)\.weight)", (r"\1",), rows),
     )

@@ -29,7 +29,7 @@ class Description(NamedTuple):
     types: list[int]  # of the pieces
 
 
-def describe(model: bytes) -> Description:
+def parse_model(model: bytes) -> Description:
     """Read a serialized model. Absent fields have the defaults of the format."""
     groups: dict[int, list[Any]] = {}
     for number, value in _fields(model):

@@ -40,6 +40,6 @@ def ignored(reason: str) -> Conversion:
     return Conversion("ignored", {}, reason)
 
 
-def unsupported(reason: str) -> Conversion:
+def unsupported_value(reason: str) -> Conversion:
     """A value that this recipe cannot follow."""
     return Conversion("unsupported", {}, reason)

@@ -19,7 +19,7 @@ from pretraining.config.grammar import without_credentials
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 from pretraining.tools.importing.model_file import ModelFlags, find_config_json, model_flags
-from pretraining.tools.importing.reading import read_file
+from pretraining.tools.importing.reading import read_mapping
 from pretraining.tools.importing.report import as_data, as_text, describe_differences, write_report
 from pretraining.tools.importing.resolve import import_foreign
 from pretraining.tools.importing.settings import FileConfig
@@ -71,7 +71,7 @@ def adapter_flags(flags: Mapping[str, object], settings: Container[str]) -> File
         return FileFlags({}, {}, [])
     from pretraining.extensions.lora.peft import PEFT_SETTINGS, peft_settings
 
-    adapter = read_file(path)
+    adapter = read_mapping(path)
     try:
         values = peft_settings(adapter)
     except ValueError as error:
@@ -85,7 +85,7 @@ def _read_config_file(flags: Mapping[str, object]) -> FileFlags:
     path = str(flags.get("config_file") or "")
     if not path:
         return FileFlags({}, {}, [])
-    tree = read_file(Path(path))
+    tree = read_mapping(Path(path))
     sections = {name: value for name, value in tree.items() if isinstance(value, dict)}
     values = {name: value for name, value in tree.items() if name not in ("config_file", *sections)}
     for section in sections.values():

@@ -9,22 +9,22 @@ from typing import Any
 from pretraining.config.errors import UserError, extra_packages
 from pretraining.tools.importing import nemo, neox, nxdt
 from pretraining.tools.importing.foreign import ForeignConfig
-from pretraining.tools.importing.mappings import Format
+from pretraining.tools.importing.mappings import TrainerFormat
 from pretraining.tools.importing.model_file import is_description
-from pretraining.tools.importing.reading import leaves, read_file
+from pretraining.tools.importing.reading import leaves, read_mapping
 
-FORMATS: dict[str, Format] = {format.name: format for format in (nxdt.FORMAT, nemo.FORMAT, neox.FORMAT)}
+FORMATS: dict[str, TrainerFormat] = {format.name: format for format in (nxdt.FORMAT, nemo.FORMAT, neox.FORMAT)}
 STAGE = "training"  # of NeMo's launcher
 
 
 def open_foreign(
     paths: Sequence[str], asked: str, overrides: Sequence[str], flags: Mapping[str, object]
-) -> tuple[Format, ForeignConfig]:
+) -> tuple[TrainerFormat, ForeignConfig]:
     """Read the configuration in `paths`. asked: --import_format. overrides: "key=value" of keys with another value.
 
     Raises UserError if it cannot be read.
     """
-    trees = [read_file(Path(path)) for path in paths]
+    trees = [read_mapping(Path(path)) for path in paths]
     for override in overrides:
         _put(trees[-1], override)
     name = format_of(trees, paths) if asked == "auto" else asked
@@ -52,7 +52,7 @@ def _put(tree: dict[str, Any], override: str) -> None:
     tree[name] = value
 
 
-def _open_nemo(tree: dict[str, Any], path: Path, format_: Format, flags: Mapping[str, object]) -> ForeignConfig:
+def _open_nemo(tree: dict[str, Any], path: Path, format_: TrainerFormat, flags: Mapping[str, object]) -> ForeignConfig:
     """Replace the references. NeMo's launcher has the training's keys under "training", or in a file of their own."""
     with extra_packages(f"a file of {format_.title} ({path})"):
         from pretraining.tools.importing.references import resolve  # see there for the time that it takes

@@ -13,14 +13,14 @@ from pretraining.extensions.huggingface.description import (
     ROPE_TYPES,
 )
 from pretraining.tools.importing.conversions import mapped, unchanged
-from pretraining.tools.importing.mappings import Format, KeyMapping, choice, ignore, only, to
+from pretraining.tools.importing.mappings import KeyMapping, TrainerFormat, choice, ignore, only, to
 
 _ROPE_TYPE = KeyMapping(to("").convert, ("rope_scaling_type",), ", ".join(ROPE_TYPES))
 _ROPE = {**dict.fromkeys(("type", "rope_type"), _ROPE_TYPE), **{key: to(field) for key, field in ROPE_FIELDS.items()}}
 _ROPE |= {"rope_theta": to("rope_theta"), "partial_rotary_factor": to("rotary_percentage")}
 
 # The rows of the migration table; nothing is converted with them.
-FORMAT = Format(
+FORMAT = TrainerFormat(
     "huggingface",
     "Hugging Face's config.json",
     {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import counted
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported_value
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import KeyMapping, choice, each, ignore, must_be_off, only, to, to_one_of
 from pretraining.tools.importing.shared import names_parts
@@ -23,7 +23,7 @@ from pretraining.tools.importing.shared import names_parts
 def _devices(value: Any, source: ForeignConfig) -> Conversion:
     devices, nodes = source.integer("trainer.devices"), source.integer("trainer.num_nodes")
     if not is_integer(value) or value < 1:
-        return unsupported("expected a whole number, at least 1")
+        return unsupported_value("expected a whole number, at least 1")
     note = f"{counted(devices, 'device')} on each of {counted(nodes, 'node')}"
     return implied(note, source_world_size=devices * nodes)
 
@@ -34,7 +34,7 @@ def _max_steps(value: Any, source: ForeignConfig) -> Conversion:
     if source.has_flag("num_steps"):
         return implied("no limit in the file", num_steps=source.flags["num_steps"])
     if source.get("trainer.max_epochs", -1) == -1:
-        return unsupported("no stopping criterion: max_epochs is -1 too; give --num_steps")
+        return unsupported_value("no stopping criterion: max_epochs is -1 too; give --num_steps")
     return implied("no limit in steps; max_epochs ends the run")
 
 
@@ -57,7 +57,7 @@ def _val_interval(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("trainer.limit_val_batches", 1.0):
         return implied("limit_val_batches is 0: no validation", val_interval=0)
     if isinstance(value, float):
-        return unsupported("a share of an epoch, whose length only the data have; give --val_interval in steps")
+        return unsupported_value("a share of an epoch, whose length only the data have; give --val_interval in steps")
     steps = source.integer("trainer.max_steps", -1)
     if is_integer(value) and value > steps > 0:
         return implied(f"never reached within max_steps={steps}: no validation", val_interval=0)
@@ -83,7 +83,7 @@ def _batches(field: str) -> KeyMapping:
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         if (count := _count_batches(value)) is None:
-            return unsupported("a share of the data; give a whole number, or 1.0 for all")
+            return unsupported_value("a share of the data; give a whole number, or 1.0 for all")
         if field == "test_steps" and count and not _has_data(2, source):
             return implied("the file names no test data: none", test_steps=0)
         return mapped(**{field: count})
@@ -100,7 +100,7 @@ def _sanity_steps(value: Any, source: ForeignConfig) -> Conversion:
 def _each_epoch(value: Any, source: ForeignConfig) -> Conversion:
     if value == 1 and not _validates(source):
         return ignored("without validation")
-    return unsupported("validation by epochs; make it null and give --val_interval in steps")
+    return unsupported_value("validation by epochs; make it null and give --val_interval in steps")
 
 
 def _clip(value: Any, _: ForeignConfig) -> Conversion:
@@ -114,7 +114,7 @@ def _max_time(value: Any, source: ForeignConfig) -> Conversion:
     value = source.get("exp_manager.max_time_per_run", value)
     match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", str(value).strip())
     if not match:
-        return unsupported("expected DD:HH:MM:SS")
+        return unsupported_value("expected DD:HH:MM:SS")
     days, hours, minutes, seconds = map(int, match.groups())
     return mapped(max_run_seconds=((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
@@ -138,9 +138,13 @@ TRAINER = {
     "trainer.fast_dev_run": must_be_off("a debugging aid of Lightning's"),
     "trainer.max_time": KeyMapping(_max_time, ("max_run_seconds",), "DD:HH:MM:SS of each start"),
     "trainer.profiler": only((), "use --use_profiler"),
+    "trainer.limit_train_batches": only((1.0,), "give --max_samples, or fewer max_steps"),
+    "trainer.reload_dataloaders_every_n_epochs": only((0,), "the data are opened once"),
+    "trainer.detect_anomaly": must_be_off("a debugging aid of Lightning's"),
+    **each("min_steps min_epochs", ignore("training does not stop early"), "trainer."),
     **each(
-        "accelerator logger enable_checkpointing benchmark use_distributed_sampler replace_sampler_ddp "
-        "enable_model_summary strategy enable_progress_bar plugins",
+        "accelerator logger enable_checkpointing benchmark use_distributed_sampler replace_sampler_ddp deterministic "
+        "enable_model_summary strategy enable_progress_bar plugins sync_batchnorm inference_mode limit_predict_batches",
         ignore(_ENGINE),
         "trainer.",
     ),
@@ -179,7 +183,7 @@ def _monitor(value: Any, source: ForeignConfig) -> Conversion:
         return implied("the newest checkpoints are kept, or all")
     if value == "val_loss":
         return implied("the newest are kept: the best by val_loss is not reproduced")
-    return unsupported("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
+    return unsupported_value("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
 
 
 def run_name(value: Any, source: ForeignConfig) -> Conversion:
@@ -239,6 +243,12 @@ def _ema(_: Any, source: ForeignConfig) -> Conversion:
     return implied(note, ema_decay=source.get("exp_manager.ema.decay", 0.999))
 
 
+def _ema_steps(value: Any, source: ForeignConfig) -> Conversion:
+    if value == 1 or not source.get("exp_manager.ema.enable", False):
+        return ignored("off, or as here")
+    return unsupported_value("the moving average follows every update")
+
+
 EXP_MANAGER = {
     "exp_manager.max_time_per_run": KeyMapping(_max_time, ("max_run_seconds",), "wins over trainer.max_time"),
     "exp_manager.explicit_log_dir": KeyMapping(_log_dir, ("log_dir",), "wins over exp_dir"),
@@ -266,20 +276,21 @@ EXP_MANAGER = {
     "exp_manager.create_early_stopping_callback": must_be_off("training does not stop early"),
     "exp_manager.ema": must_be_off("give its keys"),
     **each("ema.enable ema.decay", KeyMapping(_ema, ("ema_decay",), "a moving average of the weights"), "exp_manager."),
-    "exp_manager.ema.every_n_steps": only([1], "the moving average follows every update"),
+    "exp_manager.ema.every_n_steps": KeyMapping(_ema_steps, (), "1; not read where ema.enable is off"),
     **each("log_local_rank_0_only log_global_rank_0_only", ignore("the first process alone writes"), "exp_manager."),
     **each(
         "create_mlflow_logger create_dllogger_logger create_clearml_logger create_neptune_logger",
-        must_be_off("trackers: wandb alone"),
+        must_be_off("trackers: wandb and aim"),
         "exp_manager.",
     ),
+    **each("version use_datetime_version", ignore("log_dir is exp_dir / name"), "exp_manager."),
     **each(
-        "ckpt_ptl_version version use_datetime_version resume_past_end summary_writer_kwargs files_to_copy "
+        "ckpt_ptl_version resume_past_end summary_writer_kwargs files_to_copy "
         "step_timing_kwargs step_timing_kwargs.* ema.* *_logger_kwargs *_logger_kwargs.* disable_validation_on_resume "
         "early_stopping_callback_params early_stopping_callback_params.* seconds_to_sleep log_tflops_per_sec_per_gpu "
         "log_delta_step_timing create_straggler_detection_callback straggler_detection_params.* "
         "create_fault_tolerance_callback create_preemption_callback",
-        ignore(_ENGINE),
+        ignore("of NeMo's own logs and processes"),
         "exp_manager.",
     ),
     f"{CALLBACK}.monitor": KeyMapping(_monitor, (), "step; val_loss keeps the newest instead of the best"),
@@ -299,7 +310,12 @@ EXP_MANAGER = {
     f"{CALLBACK}.save_weights_only": to_one_of("save_optimizer", {True: False, False: True}),
     f"{CALLBACK}.dirpath": to("ckpt_save_path"),
     f"{CALLBACK}.async_save": to("async_checkpointing"),
-    **each("prefix postfix", ignore("names of files are step_N"), f"{CALLBACK}."),
+    **each(
+        "prefix postfix auto_insert_metric_name enable_version_counter",
+        ignore("names of files are step_N"),
+        f"{CALLBACK}.",
+    ),
+    f"{CALLBACK}.verbose": ignore("each checkpoint is printed"),
     f"{CALLBACK}.train_time_interval": must_be_off("give --checkpoint_seconds"),
     **each("every_n_epochs save_on_train_epoch_end", must_be_off("checkpoints are saved by steps"), f"{CALLBACK}."),
     **each(

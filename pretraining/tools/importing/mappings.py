@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unsupported
+from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unsupported_value
 from pretraining.tools.importing.foreign import ForeignConfig
 
 
@@ -23,7 +23,7 @@ class KeyMapping(NamedTuple):
     description: str = ""
 
 
-class Format(NamedTuple):
+class TrainerFormat(NamedTuple):
     """One trainer's files: its keys, what the trainer takes for absent keys, and what must hold across keys."""
 
     name: str  # as in --import_format
@@ -67,7 +67,7 @@ def ignore(reason: str) -> KeyMapping:
 
 def refuse(reason: str) -> KeyMapping:
     """A key that this recipe cannot follow, whatever its value."""
-    return KeyMapping(lambda _, __: unsupported(reason), (), f"refused: {reason}")
+    return KeyMapping(lambda _, __: unsupported_value(reason), (), f"refused: {reason}")
 
 
 def read_with(key: str) -> KeyMapping:
@@ -81,7 +81,7 @@ def only(values: Iterable[Any], reason: str) -> KeyMapping:
 
     def convert(value: Any, _: ForeignConfig) -> Conversion:
         is_allowed = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
-        return ignored("as here") if is_allowed else unsupported(reason)
+        return ignored("as here") if is_allowed else unsupported_value(reason)
 
     return KeyMapping(convert, (), f"refused unless {', '.join(map(str, allowed))}: {reason}")
 
@@ -100,7 +100,7 @@ def choice(conversions: Mapping[Any, Conversion], description: str = "") -> KeyM
     def convert(value: Any, _: ForeignConfig) -> Conversion:
         key = value.lower() if isinstance(value, str) else value
         chosen = conversions.get(key) if isinstance(key, str | bool | int | float) else None
-        return chosen or unsupported(f"this value is not known; known are {known}")
+        return chosen or unsupported_value(f"this value is not known; known are {known}")
 
     parts = dict.fromkeys(f"{value}: {_describe(conversion)}" for value, conversion in conversions.items())
     return KeyMapping(convert, names, description or "; ".join(parts))

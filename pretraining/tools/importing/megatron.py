@@ -12,7 +12,7 @@ from typing import Any
 from pretraining.config.errors import Problem
 from pretraining.config.validate import multiples_around
 from pretraining.tools.importing import shared
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported_value
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.lightning import LOAD
 from pretraining.tools.importing.mappings import (
@@ -44,7 +44,7 @@ def _recompute(value: Any, source: ForeignConfig) -> Conversion:
             return mapped(fsdp_activation_checkpointing=True, checkpoint_granularity="full")
         case "selective":
             return _selective(source)
-    return unsupported("known are full, selective and null")
+    return unsupported_value("known are full, selective and null")
 
 
 _MODULES = {
@@ -63,7 +63,7 @@ def _selective(source: ForeignConfig) -> Conversion:
     listed = source.get("model.activations_checkpoint_recompute") or ["CoreAttention"]
     names = [_MODULES.get(str(name), "") for name in listed] if isinstance(listed, list) else [""]
     if "" in names:
-        return unsupported(f"activations_checkpoint_recompute={listed}: known are {', '.join(_MODULES)}")
+        return unsupported_value(f"activations_checkpoint_recompute={listed}: known are {', '.join(_MODULES)}")
     if source.get("model.activations_checkpoint_recompute_mlp") and source.integer("model.encoder_seq_length") >= LONG:
         names.append("mlp")
     modules = ",".join(dict.fromkeys(names))
@@ -84,14 +84,14 @@ def _chunks(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("model.activations_checkpoint_granularity") != "full":
         return ignored("read with granularity full alone")
     if source.get("model.activations_checkpoint_method") == "block":
-        return unsupported("recomputing the first blocks of each stage alone; use method uniform")
+        return unsupported_value("recomputing the first blocks of each stage alone; use method uniform")
     return mapped(checkpoint_num_layers=value)
 
 
 def _partial(value: Any, source: ForeignConfig) -> Conversion:
     if not value or source.get("model.activations_checkpoint_granularity") != "full":
         return ignored("off, or read with granularity full: attention's scores are always recomputed here")
-    return unsupported("recomputing some micro-batches or stages alone; make it null")
+    return unsupported_value("recomputing some micro-batches or stages alone; make it null")
 
 
 def _method(value: Any, source: ForeignConfig) -> Conversion:
@@ -99,7 +99,7 @@ def _method(value: Any, source: ForeignConfig) -> Conversion:
         return ignored("read with granularity full alone")
     if value == "uniform":
         return implied("read with activations_checkpoint_num_layers")
-    return unsupported("recomputing the first blocks of each stage alone; use method uniform")
+    return unsupported_value("recomputing the first blocks of each stage alone; use method uniform")
 
 
 def _activation(value: Any, source: ForeignConfig) -> Conversion:
@@ -108,10 +108,12 @@ def _activation(value: Any, source: ForeignConfig) -> Conversion:
     if name in ("gelu", "geglu") and (fused or source.get("model.openai_gelu")):
         return implied("the fused kernel and OpenAI's GELU are the tanh approximation", activation=f"{name}_tanh")
     if source.get("model.openai_gelu"):
-        return unsupported("openai_gelu replaces it by GELU, gated or not; make that False, or this gelu or geglu")
+        return unsupported_value(
+            "openai_gelu replaces it by GELU, gated or not; make that False, or this gelu or geglu"
+        )
     if name in ("gelu", "swiglu", "geglu", "reglu", "squared-relu"):
         return mapped(activation=name.replace("-", "_"))
-    return unsupported("known are gelu, swiglu, geglu, reglu and their fast- forms, and squared-relu")
+    return unsupported_value("known are gelu, swiglu, geglu, reglu and their fast- forms, and squared-relu")
 
 
 def _interpolation(value: Any, _: ForeignConfig) -> Conversion:
@@ -123,7 +125,7 @@ def _interpolation(value: Any, _: ForeignConfig) -> Conversion:
 def _rope_base(_: Any, source: ForeignConfig) -> Conversion:
     base, factor = source.get("model.position_freq_base", 10000), source.get("model.position_abf_factor", 1)
     if not all(isinstance(number, int | float) for number in (base, factor)):
-        return unsupported("expected a number")
+        return unsupported_value("expected a number")
     return implied("position_freq_base x position_abf_factor", rope_theta=float(base * factor))
 
 
@@ -134,7 +136,7 @@ def _normalization(value: Any, source: ForeignConfig) -> Conversion:
     if name == "layernorm1p":
         conversion = _zero_centered(True, source)
         return conversion._replace(values={"norm_type": "layernorm"}) if conversion.note == _SAME_NORM else conversion
-    return unsupported("known are rmsnorm, layernorm and layernorm1p")
+    return unsupported_value("known are rmsnorm, layernorm and layernorm1p")
 
 
 _SAME_NORM = "the weight is stored minus 1: the same function, because it is not decayed"
@@ -144,7 +146,7 @@ def _zero_centered(value: Any, source: ForeignConfig) -> Conversion:
     if not value:
         return ignored("off, as here")
     if source.get("model.do_layer_norm_weight_decay"):
-        return unsupported("a norm whose weight is stored minus 1 decays to 1, not to 0; do not decay it")
+        return unsupported_value("a norm whose weight is stored minus 1 decays to 1, not to 0; do not decay it")
     return implied(_SAME_NORM)
 
 
@@ -157,7 +159,7 @@ def _qkv_bias(value: Any, source: ForeignConfig) -> Conversion:
 def _window(value: Any, source: ForeignConfig) -> Conversion:
     """Megatron's window counts the tokens before a token and after it."""
     if not isinstance(value, list) or len(value) != 2 or not is_integer(value[0]) or value[1] not in (0, -1):
-        return unsupported("expected the tokens before, and 0 after")
+        return unsupported_value("expected the tokens before, and 0 after")
     if value[0] < 0:
         return unchanged("all tokens before")
     return implied("and the token itself", sliding_window=value[0] + 1)
@@ -177,7 +179,7 @@ FALCON = "megatron_falcon_gpt"
 def _layers(value: Any, _: ForeignConfig) -> Conversion:
     if value in (FALCON, "te_gpt", "megatron_gpt_full_te_layer_autocast", ""):
         return implied("read with mcore_customization_config" if value == FALCON else "the same layers")
-    return unsupported(f"known are te_gpt, {FALCON} and megatron_gpt_full_te_layer_autocast")
+    return unsupported_value(f"known are te_gpt, {FALCON} and megatron_gpt_full_te_layer_autocast")
 
 
 def _parallel(value: Any, source: ForeignConfig) -> Conversion:
@@ -192,7 +194,7 @@ _BIAS = KeyMapping(_has_bias, ("attn_bias", "mlp_bias", "norm_bias"), "norm_bias
 _LINEAR_SCALING = KeyMapping(
     _interpolation, ("rope_scaling_type", "rope_scaling_factor"), "linear scaling of the positions"
 )
-_PRE_NORM = unsupported("norms come before attention and feed-forward here")
+_PRE_NORM = unsupported_value("norms come before attention and feed-forward here")
 
 ARCHITECTURE = {
     **same_names(
@@ -438,7 +440,7 @@ def tokenizer_section(prefix: str) -> dict[str, KeyMapping]:
     """The tokenizer's keys. Data are tokens already, so only its file matters; vocab_size must be given."""
     return {
         f"{prefix}model": to("tokenizer_path", "for prompts; give --vocab_size"),
-        f"{prefix}type": shared.vocabulary(f"{prefix}vocab_file"),
+        f"{prefix}type": shared.tokenizer_kind(f"{prefix}vocab_file"),
         **each(
             "library vocab_file merge_file delimiter sentencepiece_legacy use_fast trust_remote_code",
             ignore("tokens are prepared before; give --vocab_size"),
@@ -488,7 +490,7 @@ def _check_divides(source: ForeignConfig, section: str, ranks: int) -> Iterator[
     step = micro * ranks
     remedy = f"is no multiple of micro_batch_size={micro} x {ranks} data-parallel ranks = {step}; "
     remedy += f"use {multiples_around(total, step)}"
-    if sizes := shared.micro_batches(total, ranks):
+    if sizes := shared.micro_batch_sizes(total, ranks):
         remedy += f", or micro_batch_size {sizes}"
     remedy += "; or give --source_world_size, the devices that it ran on"
     yield Problem(f"{section}global_batch_size={total}", remedy)

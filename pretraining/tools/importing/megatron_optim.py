@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported_value
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
-from pretraining.tools.importing.mappings import KeyMapping, each, ignore, must_be_off, only, to
+from pretraining.tools.importing.mappings import KeyMapping, each, ignore, must_be_off, only, refuse, to
 from pretraining.tools.importing.shared import betas, optimizer_arguments
 
 # ---- optimizer
@@ -37,7 +37,7 @@ def _optimizer_of(source: ForeignConfig) -> tuple[str, dict[str, Any]]:
 def _optimizer(value: Any, _: ForeignConfig) -> Conversion:
     name = str(value).lower()
     if name not in OPTIMIZERS:
-        return unsupported(f"known are {', '.join(OPTIMIZERS)}")
+        return unsupported_value(f"known are {', '.join(OPTIMIZERS)}")
     ours = OPTIMIZERS[name][0]
     if name in ("distributed_fused_adam", "mcore_distributed_optim"):
         return implied("AdamW whose state is sharded", optimizer=ours)
@@ -61,7 +61,7 @@ _ARGUMENTS = (
 def _arguments(_: Any, source: ForeignConfig) -> Conversion:
     given = {name: source.get(OPTIM + name) for name in _ARGUMENTS.split() if source.get(OPTIM + name) is not None}
     if given.pop("amsgrad", False):
-        return unsupported("no optimizer here keeps the largest second moment")
+        return unsupported_value("no optimizer here keeps the largest second moment")
     return optimizer_arguments(given) if given else unchanged("off")
 
 
@@ -89,9 +89,9 @@ SCHEDULES = {
 def _schedule(value: Any, _: ForeignConfig) -> Conversion:
     name = str(value).lower()
     if name == "rprop":
-        return unsupported("rprop is an optimizer: NeMo cannot resolve it as a schedule either")
+        return unsupported_value("rprop is an optimizer: NeMo cannot resolve it as a schedule either")
     if name not in SCHEDULES:
-        return unsupported("known are the schedules of NeMo that follow the step, such as CosineAnnealing")
+        return unsupported_value("known are the schedules of NeMo that follow the step, such as CosineAnnealing")
     return mapped(lr_schedule=SCHEDULES[name])
 
 
@@ -110,7 +110,7 @@ def _share(field: str) -> KeyMapping:
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         total = source.integer("trainer.max_steps", -1)
         if not isinstance(value, int | float) or not 0 <= value < 1 or total < 1:
-            return unsupported("expected a share from 0 to 1 of a known max_steps")
+            return unsupported_value("expected a share from 0 to 1 of a known max_steps")
         return implied(f"of max_steps={total}", **{field: int(value * total)})
 
     return KeyMapping(convert, (field,), "times max_steps")
@@ -146,7 +146,7 @@ def _dtype(value: Any, source: ForeignConfig) -> Conversion:
     """Of the state of Apex's DistributedFusedAdam; megatron-core's optimizer has no such argument."""
     if str(source.get(f"{OPTIM}name")).lower() != "distributed_fused_adam" or str(value) in ("fp32", "float32", "32"):
         return ignored("the optimizer's state is in fp32")
-    return unsupported("the optimizer's state is in fp32 with parameters in fp32")
+    return unsupported_value("the optimizer's state is in fp32 with parameters in fp32")
 
 
 MAPPINGS = {
@@ -156,6 +156,10 @@ MAPPINGS = {
     f"{OPTIM}betas": betas(lambda source: _optimizer_of(source)[0]),
     f"{OPTIM}eps": to("optimizer_eps"),
     f"{OPTIM}capturable": ignore("for CUDA graphs"),
+    f"{OPTIM}correct_bias": only((True,), "the moments of Adam are corrected"),
+    f"{OPTIM}maximize": must_be_off("the loss is minimized"),
+    **each("foreach fused differentiable", ignore("a kernel's choice"), OPTIM),
+    **each("args args.* _target_", refuse("write the optimizer's name and its arguments below model.optim"), OPTIM),
     f"{OPTIM}dtype": KeyMapping(_dtype, (), "fp32 with distributed_fused_adam, which alone reads it"),
     **each(
         "bucket_cap_mb overlap_grad_sync overlap_param_sync contiguous_grad_buffer contiguous_param_buffer "
@@ -190,14 +194,16 @@ MAPPINGS = {
 }
 
 
-def _default_min_lr(source: ForeignConfig) -> float | None:
-    return 1e-5 if str(source.get(f"{SCHED}name")).lower() == "squareannealing" else None
+def _of_schedule(name: str, value: float) -> Callable[[ForeignConfig], float | None]:
+    """Return a default that one schedule has."""
+    return lambda source: value if str(source.get(f"{SCHED}name")).lower() == name else None
 
 
 DEFAULTS = {
     **{OPTIM + name: _class_default(name) for name in ("betas", "eps", "weight_decay")},
     f"{SCHED}name": "WarmupPolicy",  # no schedule: the rate is constant
-    f"{SCHED}min_lr": _default_min_lr,
+    f"{SCHED}min_lr": _of_schedule("squareannealing", 1e-5),
+    f"{SCHED}gamma": _of_schedule("steplr", 0.1),
 }
 
 

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from pretraining.tools.importing.formats import FORMATS
-from pretraining.tools.importing.mappings import Format, KeyMapping, ignore, must_be_off, same_names, to
+from pretraining.tools.importing.mappings import KeyMapping, TrainerFormat, each, ignore, must_be_off, same_names, to
+
+
+def _call(what: str) -> KeyMapping:
+    """A function of theirs, which is no setting here."""
+    return ignore("")._replace(description=what)
+
 
 FMS = {
     **same_names(
@@ -55,6 +61,75 @@ NXD_CORE = {
     "load_checkpoint.path, tag": to("ckpt_load_path"),
     "load_checkpoint.strict": to("strict_load"),
     "GQAQKVColumnParallelLinear.kv_size_multiplier": to("kv_replication", "of the xla engine; the same function"),
+    **each(
+        "input_size output_sizes bias gather_output sequence_parallel_enabled init_method dtype device fuse_qkv",
+        ignore("layers are plain PyTorch; the sharding table places their parameters"),
+        "GQAQKVColumnParallelLinear.",
+    ),
+    "mixed_precision_config.use_master_weights": to("master_weights", "with precision=manual"),
+    "mixed_precision_config.use_fp32_grad_acc": to("fp32_grad_acc", "with precision=manual"),
+    "mixed_precision_config.use_master_weights_in_ckpt": to("checkpoint_dtype", "true: fp32"),
+    **each(
+        "initialize_parallel_model initialize_parallel_optimizer",
+        _call("`Training(settings)` builds and places both"),
+    ),
+    "model_fn, model_args, model_kwargs, include_buffers": _call("`Training(settings, build=...)`: returns the model"),
+    "opt_cls, optimizer_class, opt_kwargs": to("optimizer", "and its settings; other classes are refused"),
+    "scheduler_cls, scheduler_args, scheduler_kwargs": to("lr_schedule", "and the lr_ settings"),
+    "NxDModel.run_train, NxDPPModel.run_train": _call("`training.train_step(step)`: forward, backward and update"),
+    "NxDPPModel.run_eval": _call("`training.evaluate(batch)`"),
+    "NxDOptimizer.step, zero_grad, scheduler.step": _call("part of `training.train_step(step)`"),
+    "param_init_fn": _call("`Training(settings, build=...)`: returns the model with its initial weights"),
+    "save_checkpoint.model, optimizer, scheduler": _call(
+        "`training.save(folder, step)`; save_optimizer=False leaves it out"
+    ),
+    "save_checkpoint.user_content": _call("`training.save(..., user_content=...)`: a JSON value"),
+    "load_checkpoint.model, optimizer, scheduler": _call("`training.load(folder, step)`, of any mesh"),
+    "save_checkpoint.tag": _call("the step: step_N"),
+    "save_checkpoint.zero1_optimizer": ignore("every optimizer's state is sharded alike"),
+    **each(
+        "save load",
+        _call("`training.save` and `training.load`: a checkpoint does not depend on the mesh"),
+        "parallel_layers.",
+    ),
+    "parallel_layers.save.down_cast_bf16": to("checkpoint_dtype", "true: bf16"),
+    "parallel_layers.load.sharded": ignore("a checkpoint is of whole tensors for every reader"),
+    "clip_grad_norm.max_norm": to("grad_clip_thresh", "`training.train_step` returns grad_norm"),
+    "clip_grad_norm.norm_type": to("grad_clip_norm_type", "inf: 0"),
+    **each(
+        "save_serially save_xser load_xser", ignore("every process writes and reads its own shards"), "parallel_layers."
+    ),
+    **each(
+        "pin_layout sharding_groups grad_norm_groups save_sharded_state_dict load_sharded_state_dict",
+        ignore("the engine shards the optimizer's state"),
+        "NeuronZero1Optimizer.",
+    ),
+    "NxDPPModel.num_microbatches": to("gradient_accumulation_steps"),
+    "NxDPPModel.virtual_pipeline_size": to("virtual_pipeline_size"),
+    "NxDPPModel.pipeline_cuts": to("pipeline_cuts"),
+    "NxDPPModel.use_zero1_optimizer": to("sharding_strategy", "true: zero1"),
+    **each(
+        "transformer_layer_cls auto_partition input_names leaf_module_cls autowrap_functions autowrap_modules "
+        "tracer_cls output_loss_value_spec",
+        ignore("stages are made from the model's list of blocks: nothing is traced"),
+        "NxDPPModel.",
+    ),
+    **each(
+        "return_mb_loss broadcast_and_average_loss return_loss_on_cpu",
+        ignore("every process gets the mean loss of the global batch"),
+        "NxDPPModel.",
+    ),
+    **each(
+        "deallocate_pipeline_outputs fuse_microbatches",
+        ignore("how a step of stages is computed: --pipeline_schedule"),
+        "NxDPPModel.",
+    ),
+    "NeuronLTModule, NeuronXLAStrategy, NeuronXLAPrecisionPlugin": _call(
+        "`pretraining.train(settings)`: loop and reports"
+    ),
+    "NeuronLTModule.grad_accum_steps": to("gradient_accumulation_steps"),
+    "NeuronLTModule.log_rank0, manual_opt": ignore("the first process alone writes; the loop updates"),
+    "NeuronTensorBoardLogger.save_dir": to("tensorboard_dir"),
 }
 
 
@@ -63,11 +138,16 @@ def migration_tables(cell: Callable[[str], str], settings: Collection[str]) -> s
     cell. settings: names of the fields that this recipe has."""
     from pretraining.tools.importing import huggingface
 
-    formats = [*FORMATS.values(), Format("", "fms-fsdp", FMS), Format("", "NxD Core", NXD_CORE), huggingface.FORMAT]
+    formats = [
+        *FORMATS.values(),
+        TrainerFormat("", "fms-fsdp", FMS),
+        TrainerFormat("", "NxD Core", NXD_CORE),
+        huggingface.FORMAT,
+    ]
     return "\n\n".join([_table(format, cell, settings) for format in formats])
 
 
-def _table(format: Format, cell: Callable[[str], str], settings: Collection[str]) -> str:
+def _table(format: TrainerFormat, cell: Callable[[str], str], settings: Collection[str]) -> str:
     keys_of: dict[tuple[str, str], list[str]] = {}
     for key, mapping in format.mappings.items():
         keys_of.setdefault((_fields(mapping, settings), cell(mapping.description)), []).append(f"`{key}`")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem
 from pretraining.config.variants import VARIANTS
-from pretraining.tools.importing.reading import read_file
+from pretraining.tools.importing.reading import read_mapping
 
 CONFIG = "config.json"
 
@@ -37,7 +37,7 @@ def model_flags(flags: Mapping[str, object]) -> ModelFlags:
     from pretraining.extensions.huggingface.description import ModelDescription
     from pretraining.tools.importing.huggingface import FORMAT
 
-    model = ModelDescription(read_file(path))
+    model = ModelDescription(read_mapping(path))
     origins = {field: f"{origin} in {path}" for field, origin in model.origins.items()}
     problems = [problem._replace(subject=f"{path}: {problem.subject}") for problem in model.problems]
     misspelled = {key: value for key, value in model.unknown.items() if FORMAT.is_misspelled(key)}
@@ -58,7 +58,7 @@ def find_config_json(flags: Mapping[str, object]) -> Path | None:
     if named := str(flags.get("model_config_path") or ""):
         return Path(named, CONFIG) if Path(named).is_dir() else Path(named)
     path = Path(str(flags.get("ckpt_load_path") or ""), CONFIG)
-    return path if flags.get("ckpt_load_path") and path.is_file() and is_description(read_file(path)) else None
+    return path if flags.get("ckpt_load_path") and path.is_file() and is_description(read_mapping(path)) else None
 
 
 def is_description(config: Mapping[str, Any]) -> bool:

@@ -6,9 +6,18 @@ import math
 from typing import Any
 
 from pretraining.tools.importing import lightning, megatron, megatron_optim, shared
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, precision, unsupported
+from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, precision, unsupported_value
 from pretraining.tools.importing.foreign import ForeignConfig
-from pretraining.tools.importing.mappings import Format, KeyMapping, choice, each, ignore, must_be_off, read_with, to
+from pretraining.tools.importing.mappings import (
+    KeyMapping,
+    TrainerFormat,
+    choice,
+    each,
+    ignore,
+    must_be_off,
+    read_with,
+    to,
+)
 from pretraining.tools.importing.shared import profiled_steps
 
 LAUNCHER = "for NeMo's launcher"
@@ -20,7 +29,7 @@ def _fsdp(value: Any, source: ForeignConfig) -> Conversion:
     strategies = {"full": "fsdp", "hybrid": "hsdp", "grad": "zero2"}
     name = str(source.get("model.fsdp_sharding_strategy", "full"))
     if name not in strategies:
-        return unsupported(f"fsdp_sharding_strategy={name}: known are {', '.join(strategies)}")
+        return unsupported_value(f"fsdp_sharding_strategy={name}: known are {', '.join(strategies)}")
     return implied(f"fsdp_sharding_strategy={name}", sharding_strategy=strategies[name])
 
 
@@ -63,7 +72,7 @@ def _scale(name: str) -> KeyMapping:
         if name != "initial_scale_power":
             return mapped(**{name: value})
         if not isinstance(value, int | float) or value < 1 or not math.log2(value).is_integer():
-            return unsupported("expected a power of two")
+            return unsupported_value("expected a power of two")
         return implied(f"2 to the power of {math.log2(value):.0f}", initial_scale_power=int(math.log2(value)))
 
     return KeyMapping(convert, (name,), "with precision 16")
@@ -91,10 +100,12 @@ def _fp8(value: Any, source: ForeignConfig) -> Conversion:
 
 
 def _other_fp8(value: Any, source: ForeignConfig) -> Conversion:
-    return unsupported("not known with fp8") if value and source.get("model.fp8") else ignored("off, or without fp8")
+    return (
+        unsupported_value("not known with fp8") if value and source.get("model.fp8") else ignored("off, or without fp8")
+    )
 
 
-FORMAT = Format(
+FORMAT = TrainerFormat(
     "nemo",
     "NeMo Megatron",
     {
@@ -146,6 +157,7 @@ FORMAT = Format(
         **megatron_optim.DEFAULTS,
         "model.do_layer_norm_weight_decay": False,
         "trainer.precision": 32,
+        "model.seed": 1234,
         "model.native_amp_init_scale": 2**32,
         **{f"model.{name}": value for name, value in megatron.DEFAULTS.items()},
         "model.bias": True,

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.tools.importing.conversions import Conversion, implied, mapped, unchanged, unsupported
+from pretraining.tools.importing.conversions import Conversion, implied, mapped, unchanged, unsupported_value
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import (
-    Format,
     KeyMapping,
+    TrainerFormat,
     choice,
     each,
     ignore,
@@ -24,7 +24,7 @@ from pretraining.tools.importing.mappings import (
 )
 from pretraining.tools.importing.neox_model import ARCHITECTURE, GATED, ONE_BIT, OPTIM, PARAMS, optimizer_of
 from pretraining.tools.importing.neox_run import RUN, batch_agrees
-from pretraining.tools.importing.shared import pipeline, vocabulary
+from pretraining.tools.importing.shared import pipeline, tokenizer_kind
 
 # GPT-NeoX has three eras: its learning rates changed in August 2023, its defaults on 2023-12-26. Keys that
 # left before or came after: checkpoint_factor, of December 2022, is in all three.
@@ -100,7 +100,7 @@ _DEFAULTS_BY_ERA = {key: _by_era(old, new) for key, _, old, new in CHANGED_DEFAU
 
 def _stages(value: Any, source: ForeignConfig) -> Conversion:
     if not is_integer(value) or value < 0:
-        return unsupported("expected a whole number")
+        return unsupported_value("expected a whole number")
     return pipeline(value, source) if value else implied("0 is one stage", pipeline_parallel_size=1)
 
 
@@ -111,10 +111,10 @@ def _tensor(value: Any, _: ForeignConfig) -> Conversion:
 def _zero_stage(value: Any, source: ForeignConfig) -> Conversion:
     names = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
     if not is_integer(value) or value not in names:
-        return unsupported("expected one stage: 0, 1, 2 or 3")
+        return unsupported_value("expected one stage: 0, 1, 2 or 3")
     stages = source.integer("pipe_parallel_size", 0)
     if value >= 2 and stages >= 2:
-        return unsupported(f"stages 2 and 3 do not go with pipe_parallel_size={stages}")
+        return unsupported_value(f"stages 2 and 3 do not go with pipe_parallel_size={stages}")
     if value >= 2 and stages == 1:
         return implied(f"pipe_parallel_size=1 counts as 0 with stage {value}", sharding_strategy=names[value])
     return mapped(sharding_strategy=names[value])
@@ -138,20 +138,19 @@ _IGNORED = {
     "tokens are prepared before; give --vocab_size": "vocab_file merge_file",
     "stages are as equal as possible; --pipeline_cuts sets others": "pipe_partition_method",
     "derived by NeoX itself": """zero_stage padded_vocab_size batch_size is_pipe_parallel world_size rank local_rank
-        iteration do_train do_valid do_test config_files git_hash user_script dynamic_loss_scale save_iters
-        curriculum_seqlen optimizer_type lr no_checkpoint_arg_validation""",
+        iteration do_train do_valid do_test config_files config_files.* git_hash user_script dynamic_loss_scale
+        save_iters curriculum_seqlen optimizer_type lr no_checkpoint_arg_validation""",
     "the loss is in fp32": "full_precision_lm_cross_entropy",
-    "of an option that is off or refused": """mup_* base_shapes_file scalenorm_epsilon rpe_num_buckets rpe_max_distance
-        gmlp_attn_dim param_sharing_style weighted_sampler_alpha gradient_noise_scale_*""",
+    "of an option that is off or refused": """mup_* base_shapes_file scalenorm_epsilon rpe_num_buckets
+        rpe_max_distance gmlp_attn_dim param_sharing_style weighted_sampler_alpha gradient_noise_scale_*""",
     "without meaning for this training": """steps_per_print checkpoint_validation_with_forward_pass mmap_warmup
-        use_cpu_initialization short_seq_prob char_level_ppl temperature top_k top_p
-        maximum_tokens prompt_end recompute num_samples sample_input_file sample_output_file text_gen_type eval_tasks
-        eval_batch_size return_logits log_grad_pct_zeros wandb_name wandb_id wandb_resume s3_sync_interval checkpoint.*
-        load_universal peak_theoretical_tflops
-        eval_results_prefix dump_state no_load_rng no_save_rng wandb_group wandb_team wandb_host wandb_run_name
-        wandb_init_all_ranks comet_workspace comet_project comet_experiment_name comet_tags comet_others wandb
-        memory_profiling_path log_optimizer_states log_gradient_noise_scale flops_profiler.*
-        comms_logger.* tensorboard.* csv_monitor.* deepspeed_extra_args.comms_logger.*""",
+        use_cpu_initialization short_seq_prob char_level_ppl temperature top_k top_p maximum_tokens prompt_end recompute
+        num_samples sample_input_file sample_output_file text_gen_type eval_tasks eval_batch_size return_logits
+        log_grad_pct_zeros wandb_name wandb_id wandb_resume s3_sync_interval checkpoint.* allow_chopped load_universal
+        peak_theoretical_tflops eval_results_prefix dump_state no_load_rng no_save_rng wandb_group wandb_team wandb_host
+        wandb_run_name wandb_init_all_ranks comet_workspace comet_project comet_experiment_name comet_tags comet_others
+        wandb memory_profiling_path log_optimizer_states log_gradient_noise_scale flops_profiler.* comms_logger.*
+        tensorboard.* csv_monitor.* deepspeed_extra_args.comms_logger.*""",
 }
 
 # Reason -> keys that are refused unless they are off.
@@ -161,23 +160,25 @@ _OFF = {
     "the loss is in fp32": "fp16_lm_cross_entropy",
     "positions count from 0": "opt_pos_emb_offset",
     "mixtures of corpora by their size": "weight_by_num_documents",
-    "trackers: wandb alone": "use_comet",
+    "trackers: wandb and aim": "use_comet",
     "optimizers in 8 bits": "use_bnb_optimizer",
-    "another kind of model": """soft_prompt_tuning soft_prompt_tuning.* num_unique_layers sparsity_config mamba_*
-        rwkv_*""",
+    "another kind of model": """soft_prompt_tuning soft_prompt_tuning.* num_unique_layers sparsity_config
+        sparsity_config.* mamba_* rwkv_*""",
     "Transformer Engine": "te_*",
     "attention in fp8": "te_fp8_mha",
     "DeepSpeed's own schedule, which replaces lr_decay_style": "scheduler scheduler.*",
     "every layer attends to all before it": "sparse_attention sparse_attention.*",
     "DeepSpeed's own trials": """curriculum_learning autotuning elasticity compression_training data_efficiency amp
-        autotuning_run autotuning.* curriculum_learning.* elasticity.* data_efficiency.*""",
+        autotuning_run autotuning.* curriculum_learning.* elasticity.* data_efficiency.* amp.*
+        compression_training.*""",
     "alignment recipes": "dpo_* kto_* reinforce_* label_data_paths *_label_data_paths",
-    "another place for checkpoints": "s3_path serve_model_weights",
+    "checkpoints are not copied: ckpt_save_path may be in object storage": "s3_path",
+    "weights are not served while training": "serve_model_weights",
     "stopping before train_iters": "exit_interval",
     "another way to pack documents": "enforce_sample_length",
 }
 
-FORMAT = Format(
+FORMAT = TrainerFormat(
     "neox",
     "GPT-NeoX",
     {
@@ -198,7 +199,7 @@ FORMAT = Format(
             "te_fp8_format te_fp8_wgrad te_fp8_amax_history_len te_fp8_amax_compute_algo te_fp8_margin",
             read_with("te_fp8_mha"),
         ),
-        "tokenizer_type": vocabulary("vocab_file"),
+        "tokenizer_type": tokenizer_kind("vocab_file"),
         "moe_num_experts": only((0, 1), "mixtures of experts"),
         "train_impl": only(("normal",), "alignment recipes"),
         "dataset_impl": only(("gpt2",), "another kind of data"),
@@ -232,7 +233,7 @@ FORMAT = Format(
         f"{PARAMS}eps": lambda source: 1e-8 if optimizer_of(source) == "adamw" else None,
         "lr_decay_style": "linear",
         "warmup": 0.01,
-        "min_lr": 0.0,
+        "min_lr": lambda source: 0.0 if source.values.get("decay_lr_to") is None else None,
         "seed": 1234,
         "tokenizer_type": "GPT2BPETokenizer",
         "split": lambda source: "969, 30, 1" if _one_corpus(source) else None,

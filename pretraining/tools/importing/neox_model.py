@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported
+from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported_value
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import (
     KeyMapping,
@@ -33,7 +33,7 @@ def _norm(value: Any, _: ForeignConfig) -> Conversion:
         return mapped(norm_type=name)
     if name in ("te_layernorm", "te_rmsnorm"):
         return implied("without Transformer Engine's kernel", norm_type=name.removeprefix("te_"))
-    return unsupported("known are layernorm and rmsnorm")
+    return unsupported_value("known are layernorm and rmsnorm")
 
 
 def _epsilon(of: str) -> KeyMapping:
@@ -66,7 +66,7 @@ def _activation(value: Any, source: ForeignConfig) -> Conversion:
         return implied("bias_gelu_fusion computes the tanh approximation", activation="gelu_tanh")
     known = ("gelu", "geglu", "relu", "swiglu", "reglu", "silu", "swish")
     if name not in known:
-        return unsupported(f"known are {', '.join(known)}")
+        return unsupported_value(f"known are {', '.join(known)}")
     return mapped(activation="silu" if name == "swish" else name)
 
 
@@ -80,7 +80,7 @@ def feed_forward(source: ForeignConfig) -> Conversion:
     written = source.get("intermediate_size") or source.integer("expansion_factor", 4) * hidden
     multiple = source.integer("mlp_multiple_of")
     if not is_integer(written) or hidden < 1 or multiple < 1:
-        return unsupported("expected whole numbers")
+        return unsupported_value("expected whole numbers")
     if source.get("mlp_type") in SILU_GATED or source.flags.get("neox_gated_ffn") == "legacy":
         given = source.get("intermediate_size")
         width = given or 256 * math.ceil(int(8 * hidden / 3) / 256)
@@ -96,7 +96,7 @@ def _gated(written: int, multiple: int, hidden: int) -> Conversion:
     both = math.ceil(narrowed / (2 * multiple)) * 2 * multiple
     each = math.ceil(narrowed // 2 / multiple) * multiple
     if both != 2 * each:
-        return unsupported(f"NeoX rounds it to {both} and 2 x {each}, which disagree; give --intermediate_size")
+        return unsupported_value(f"NeoX rounds it to {both} and 2 x {each}, which disagree; give --intermediate_size")
     note = f"a gated layer takes 2/3 of {written}, half of it for each projection"
     if each < 2 * hidden:
         note += "; narrow: a file of before September 2024? --neox_gated_ffn=legacy takes the width as written"
@@ -104,17 +104,17 @@ def _gated(written: int, multiple: int, hidden: int) -> Conversion:
 
 
 _INITS = ("normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal")
-_INIT_NAMES = {name: name for name in (*_INITS, "single_residual_scaled_normal")}
+_INIT_NAMES = {name: name for name in _INITS}
 
 
 def _attention(value: Any, _: ForeignConfig) -> Conversion:
     """[[types], count] pairs; layers of attention over everything before are ours, whatever their kernel."""
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        return unsupported("expected pairs of types and counts")
+        return unsupported_value("expected pairs of types and counts")
     kinds = {str(kind) for types, _ in value for kind in (types if isinstance(types, list) else [types])}
     if kinds <= {"global", "flash"}:
         return implied("the engine's own attention: the same function", attention_impl="auto")
-    return unsupported(f"{', '.join(sorted(kinds - {'global', 'flash'}))}: every layer attends to all before it")
+    return unsupported_value(f"{', '.join(sorted(kinds - {'global', 'flash'}))}: every layer attends to all before it")
 
 
 ARCHITECTURE = {
@@ -179,7 +179,7 @@ OPTIMIZERS = {
     "madgrad_wd": mapped(optimizer="madgrad_wd"),
     "lion": mapped(optimizer="lion"),
     "onebitadam": implied("its updates; gradients are summed in full", optimizer=ONE_BIT),
-    "sgd": unsupported("NeoX's sgd is muP's"),
+    "sgd": unsupported_value("NeoX's sgd is muP's"),
 }
 
 
@@ -204,7 +204,7 @@ def _top_decay(value: Any, source: ForeignConfig) -> Conversion:
 
 def _freeze_step(value: Any, source: ForeignConfig) -> Conversion:
     if optimizer_of(source) != ONE_BIT:
-        return unsupported("of OneBitAdam")
+        return unsupported_value("of OneBitAdam")
     return optimizer_arguments({"freeze_step": value})
 
 
@@ -217,7 +217,7 @@ def _floor(value: Any, source: ForeignConfig) -> Conversion:
 def _decay(value: Any, source: ForeignConfig) -> Conversion:
     above = source.get("weight_decay")
     if above is not None and value != above:
-        return unsupported(f"weight_decay={above} is at the top too; NeoX refuses two values")
+        return unsupported_value(f"weight_decay={above} is at the top too; NeoX refuses two values")
     return _weight_decay(value, source)
 
 
@@ -235,16 +235,16 @@ def _clip_grad(value: Any, source: ForeignConfig) -> Conversion:
 
 def _argument(_: Any, source: ForeignConfig) -> Conversion:
     if str(source.get("optimizer.type", "adam")).lower() in ADAM_LIKE:
-        return unsupported("no argument of this optimizer")
+        return unsupported_value("no argument of this optimizer")
     names = [name for name in ("momentum", "beta") if source.get(PARAMS + name) is not None]
     return optimizer_arguments({name: source.get(PARAMS + name) for name in names})
 
 
 def _cooldown(value: Any, source: ForeignConfig) -> Conversion:
     if str(source.get("lr_decay_style")).lower() != HYBRID or not value:
-        return ignored("off") if not value else unsupported(f"read with lr_decay_style={HYBRID} alone")
+        return ignored("off") if not value else unsupported_value(f"read with lr_decay_style={HYBRID} alone")
     if not isinstance(value, int | float) or not 0 <= value <= 1:
-        return unsupported("a share of train_iters, from 0 to 1")
+        return unsupported_value("a share of train_iters, from 0 to 1")
     steps = source.integer("train_iters", 0)
     return implied(f"a share of train_iters={steps}, like warmup", lr_cooldown_steps=int(value * steps))
 
@@ -266,7 +266,7 @@ def _style(value: Any, source: ForeignConfig) -> Conversion:
 
 def _warmup(value: Any, source: ForeignConfig) -> Conversion:
     if not isinstance(value, int | float) or not 0 <= value <= 1:
-        return unsupported("a share of the schedule, from 0 to 1; this looks like a number of steps")
+        return unsupported_value("a share of the schedule, from 0 to 1; this looks like a number of steps")
     if source.get("warmup_iters") is not None:
         return implied("warmup_iters counts")
     if optimizer_of(source) == ONE_BIT:
@@ -277,14 +277,14 @@ def _warmup(value: Any, source: ForeignConfig) -> Conversion:
 def _decay_to(value: Any, source: ForeignConfig) -> Conversion:
     rate = source.get(f"{PARAMS}lr", 0.001)
     if not all(isinstance(number, int | float) for number in (value, rate)):
-        return unsupported("expected a number")
+        return unsupported_value("expected a number")
     return implied("times the peak; no key of NeoX's own", min_lr=value * rate)
 
 
 def _decay_share(value: Any, source: ForeignConfig) -> Conversion:
     steps = source.integer("train_iters", 0)
     if not isinstance(value, int | float) or not 0 < value <= 1 or steps < 1:
-        return unsupported("expected a share of train_iters")
+        return unsupported_value("expected a share of train_iters")
     return implied(f"of train_iters={steps}", lr_decay_steps=int(value * steps))
 
 

@@ -14,11 +14,29 @@ from pretraining.tools.importing.conversions import (
     mapped,
     precision,
     unchanged,
-    unsupported,
+    unsupported_value,
 )
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
-from pretraining.tools.importing.mappings import KeyMapping, choice, each, ignore, read_with, same_names, to, to_one_of
-from pretraining.tools.importing.shared import SPLIT, WORKERS, corpora, half, micro_batches, names_parts, profiled_steps
+from pretraining.tools.importing.mappings import (
+    KeyMapping,
+    choice,
+    each,
+    ignore,
+    must_be_off,
+    read_with,
+    same_names,
+    to,
+    to_one_of,
+)
+from pretraining.tools.importing.shared import (
+    SPLIT,
+    WORKERS,
+    corpora,
+    half,
+    micro_batch_sizes,
+    names_parts,
+    profiled_steps,
+)
 
 KINDS = ("train", "valid", "test")
 
@@ -69,7 +87,7 @@ def _size(key: str, source: ForeignConfig) -> int | None:
 
 def _batch_key(value: Any, source: ForeignConfig) -> Conversion:
     if not is_integer(value) or value < 1:
-        return unsupported("expected a whole number, at least 1")
+        return unsupported_value("expected a whole number, at least 1")
     total, micro, steps = _batch(source)
     known = {"global_batch_size": total, "batch_size": micro}
     values = {name: size for name, size in known.items() if size is not None}
@@ -94,7 +112,7 @@ def batch_agrees(source: ForeignConfig) -> Iterator[Problem]:
     if total is None or micro is None or steps is None or ranks is None or total == micro * steps * ranks:
         return
     step = max(micro, 1) * max(steps, 1) * ranks
-    sizes = micro_batches(total, ranks)
+    sizes = micro_batch_sizes(total, ranks)
     remedy = f"micro batches that divide: {sizes}" if sizes else f"use {multiples_around(total, step)}"
     yield Problem(
         f"train_batch_size={total}",
@@ -113,7 +131,7 @@ BATCH = KeyMapping(
 
 def _corpus(value: Any, source: ForeignConfig) -> Conversion:
     if any(f"{kind}_data_path{ending}" in source.values for kind in KINDS for ending in ("", "s")):
-        return unsupported("excludes train, valid and test paths; leave one out")
+        return unsupported_value("excludes train, valid and test paths; leave one out")
     return corpora([str(value)], [])
 
 
@@ -129,7 +147,7 @@ def _paths(kind: str) -> KeyMapping:
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         kinds = [k for k in KINDS if {f"{k}_data_paths", f"{k}_data_path"} & source.values.keys()]
         if len(kinds) != len(KINDS):
-            return unsupported("train, valid and test paths are given together, or data_path alone")
+            return unsupported_value("train, valid and test paths are given together, or data_path alone")
         paths = _named(value)
         if not paths:
             return ignored(f"no path: give --{part}data_path")
@@ -160,7 +178,7 @@ def _half(value: Any, source: ForeignConfig) -> Conversion:
     named = str(source.get("precision", "")).lower()
     kind = str(source.get("fp16.type", "")).lower()
     if value and named == "fp32":
-        return unsupported("contradicts precision=fp32")
+        return unsupported_value("contradicts precision=fp32")
     if value and (kind == "bfloat16" or named == "bfloat16"):
         return precision("mixed_bf16")
     if value:
@@ -172,7 +190,7 @@ def _half(value: Any, source: ForeignConfig) -> Conversion:
 
 def _save(value: Any, source: ForeignConfig) -> Conversion:
     if not source.get("save_interval") and not source.get("checkpoint_factor"):
-        return unsupported("save without save_interval or checkpoint_factor, which NeoX refuses too")
+        return unsupported_value("save without save_interval or checkpoint_factor, which NeoX refuses too")
     return mapped(ckpt_save_path=value)
 
 
@@ -236,7 +254,7 @@ RUN = {
         {
             "mmap": implied(".idx and .bin", file_type="megatron"),
             "infer": implied("recognised by the files", file_type="auto"),
-            "cached": unsupported("an index that is no longer written"),
+            "cached": unsupported_value("an index that is no longer written"),
         }
     ),
     "num_workers": WORKERS,
@@ -247,11 +265,12 @@ RUN = {
     **{f"fp16.{name}": _scale(name) for name in ("loss_scale", "loss_scale_window", "initial_scale_power")},
     "fp16.hysteresis": _scale("loss_scale_hysteresis"),
     "fp16.min_loss_scale": _scale("min_loss_scale"),
-    **each("fp16 auto_cast consecutive_hysteresis", ignore("enabled alone switches fp16 on"), "fp16."),
+    **each("fp16 auto_cast", ignore("enabled alone switches fp16 on"), "fp16."),
+    "fp16.consecutive_hysteresis": must_be_off("overflows count until the scale grows, not until the next clean step"),
     **each("loss_scale loss_scale_window hysteresis min_scale", ignore("DeepSpeed reads those of fp16")),
     "fp32_allreduce": choice({True: mapped(reduce_dtype="fp32"), False: unchanged("gradients are reduced in fp32")}),
     "data_types.grad_accum_dtype": choice(
-        dict.fromkeys(("fp32", "bf16"), implied("gradients are accumulated in fp32"))
+        dict.fromkeys(("fp32", "bf16", "fp16"), implied("gradients are accumulated in fp32"))
     ),
     "save": KeyMapping(_save, ("ckpt_save_path",), "with a period"),
     "load": KeyMapping(_load, ("ckpt_load_path", "load_step"), "with finetune or no_load_optim from step 0"),

@@ -15,12 +15,12 @@ from pretraining.tools.importing.conversions import (
     mapped,
     precision,
     unchanged,
-    unsupported,
+    unsupported_value,
 )
 from pretraining.tools.importing.foreign import ForeignConfig
 from pretraining.tools.importing.mappings import (
-    Format,
     KeyMapping,
+    TrainerFormat,
     choice,
     each,
     ignore,
@@ -37,7 +37,7 @@ _ALIGNMENT = "model_alignment_strategy."
 
 def _name(value: Any, source: ForeignConfig) -> Conversion:
     if "mixtral" in str(value).lower():
-        return unsupported("a name with mixtral makes NxD Training build a mixture of experts")
+        return unsupported_value("a name with mixtral makes NxD Training build a mixture of experts")
     return lightning.run_name(value, source)
 
 
@@ -69,7 +69,7 @@ def _model_config(value: Any, source: ForeignConfig) -> Conversion:
         return implied("given on the command line instead")
     path = source.files["model.model_config"].parent / str(value)
     if not path.is_file():
-        return unsupported("no such file; give --model_config_path=FILE, or --model_variant=llama3_8b or another")
+        return unsupported_value("no such file; give --model_config_path=FILE, or --model_variant=llama3_8b or another")
     return mapped(model_config_path=str(path))
 
 
@@ -130,24 +130,32 @@ def _of_megatron(value: Any) -> Callable[[ForeignConfig], Any]:
 
 # ---- precision
 
+_MANUAL = "read by NxD Training with type manual alone"
+
 
 def _knob(name: str) -> KeyMapping:
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         if source.get("precision.type") != "manual":
-            return ignored("read by NxD Training with type manual alone")
+            return ignored(_MANUAL)
         return mapped(**{name: str(value).lower() in ("1", "true")})
 
     return KeyMapping(convert, (name,), "with type manual alone")
 
 
+def _reduced(value: Any, source: ForeignConfig) -> Conversion:
+    if source.get("precision.type") != "manual":
+        return ignored(_MANUAL)
+    return mapped(reduce_dtype="fp32") if value else unchanged("off")
+
+
 def _bf16_switch(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("precision.type") != "manual":
-        return ignored("read by NxD Training with type manual alone")
+        return ignored(_MANUAL)
     both = [str(source.get(f"precision.xla_{name}_bf16", "0")) for name in ("use", "downcast")]
     if both == ["1", "1"]:
-        return unsupported("xla_use_bf16 and xla_downcast_bf16 exclude each other")
+        return unsupported_value("xla_use_bf16 and xla_downcast_bf16 exclude each other")
     if both == ["0", "0"]:
-        return unsupported("type manual without bf16; use type fp32")
+        return unsupported_value("type manual without bf16; use type fp32")
     return implied("parameters and activations in bf16")
 
 
@@ -164,9 +172,7 @@ PRECISION = {
     "precision.fp32_grad_acc": _knob("fp32_grad_acc"),
     "precision.neuron_rt_stochastic_rounding_en": _knob("stochastic_rounding"),
     **each("xla_use_bf16 xla_downcast_bf16", KeyMapping(_bf16_switch, (), "with type manual alone"), "precision."),
-    "precision.fp32_grads_cc": choice(
-        {True: mapped(reduce_dtype="fp32"), False: unchanged("off")}, "true: gradients are reduced in fp32"
-    ),
+    "precision.fp32_grads_cc": KeyMapping(_reduced, ("reduce_dtype",), "true, with type manual: fp32"),
     "precision.parallel_layers_reduce_dtype": ignore("partial sums are reduced as the engine computes them"),
 }
 
@@ -187,7 +193,7 @@ def _targets(value: Any, _: ForeignConfig) -> Conversion:
         found = [name.rpartition(".")[2] for name in PROJECTIONS if word in name]
         found = found or [part for name, parts in _FUSED.items() if word in name for part in parts]
         if not found or not word:
-            return unsupported(f"{word} is in the name of no projection: {', '.join((*PROJECTIONS, *_FUSED))}")
+            return unsupported_value(f"{word} is in the name of no projection: {', '.join((*PROJECTIONS, *_FUSED))}")
         names |= dict.fromkeys(found)
     if words == list(names):
         return mapped(lora_target_modules=",".join(names))
@@ -197,12 +203,14 @@ def _targets(value: Any, _: ForeignConfig) -> Conversion:
 def _init(value: Any, _: ForeignConfig) -> Conversion:
     if value in (True, "default", "gaussian"):
         return mapped(lora_init="gaussian" if value == "gaussian" else "default")
-    return unsupported("known are default and gaussian")
+    return unsupported_value("known are default and gaussian")
 
 
 def _enabled(value: Any, _: ForeignConfig) -> Conversion:
     return (
-        unchanged("with lora_rank") if value else unsupported("remove the section peft, whose settings it switches off")
+        unchanged("with lora_rank")
+        if value
+        else unsupported_value("remove the section peft, whose settings it switches off")
     )
 
 
@@ -218,7 +226,7 @@ def _loaded(_: Any, source: ForeignConfig) -> Conversion:
 def _lora_saving(_: Any, source: ForeignConfig) -> Conversion:
     base, merge = (bool(source.get(_PEFT + name)) for name in ("save_lora_base", "merge_lora"))
     if merge and not base:
-        return unsupported("merge_lora needs save_lora_base")
+        return unsupported_value("merge_lora needs save_lora_base")
     mode = {(False, False): "adapter", (True, False): "base_and_adapter", (True, True): "merged"}[base, merge]
     return implied("save_lora_base with merge_lora", lora_save_mode=mode)
 
@@ -229,7 +237,7 @@ SOURCES = {
     for key in ("log_gradient_norm", "log_parameter_norm")
 }
 
-FORMAT = Format(
+FORMAT = TrainerFormat(
     "nxdt",
     "NxD Training",
     {

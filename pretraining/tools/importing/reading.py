@@ -20,7 +20,7 @@ TOO_MANY = f"it holds more than {MOST:,} values"
 TOO_LONG = f"a whole number has more than {LONGEST} digits"
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a .json, .toml or (anything else) YAML file. Raises UserError that names file and line."""
     if path.exists() and not path.is_file():  # a named pipe would be read for ever
         raise UserError(f"{path}: cannot be read: it is no file")

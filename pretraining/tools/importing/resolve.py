@@ -16,10 +16,10 @@ from pretraining.config.flags import read_values, with_origin
 from pretraining.config.grammar import comma_separated
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
-from pretraining.tools.importing.conversions import Conversion, unsupported
+from pretraining.tools.importing.conversions import Conversion, unsupported_value
 from pretraining.tools.importing.foreign import MISSING, ForeignConfig
 from pretraining.tools.importing.formats import open_foreign
-from pretraining.tools.importing.mappings import Format, KeyMapping
+from pretraining.tools.importing.mappings import KeyMapping, TrainerFormat
 from pretraining.tools.importing.model_file import model_flags
 from pretraining.tools.importing.settings import FileConfig
 
@@ -81,7 +81,7 @@ class KeyReport:
 class ImportResult:
     """A foreign configuration, resolved."""
 
-    format: Format
+    format: TrainerFormat
     foreign: ForeignConfig
     keys: list[KeyReport]  # one for each key of the source
     defaults: list[KeyReport]  # what its trainer takes for keys that are absent
@@ -132,11 +132,11 @@ def import_foreign(
 # ---- one key
 
 
-def _report(key: str, format_: Format, foreign: ForeignConfig) -> KeyReport:
+def _report(key: str, format_: TrainerFormat, foreign: ForeignConfig) -> KeyReport:
     written, value, mapping = foreign.written.get(key), foreign.values[key], format_.mapping_of(key)
     if key in foreign.other_stages:
         return KeyReport(key, written, value, "ignored", {}, "of another stage of NeMo's launcher")
-    if mapping is None and value in (None, False, 0) and not format_.is_misspelled(key):
+    if mapping is None and value in (None, False, 0, {}) and not format_.is_misspelled(key):
         return KeyReport(key, written, value, "ignored", {}, "off; no key that this recipe knows")
     if mapping is None:
         return KeyReport(key, written, value, "unsupported", {}, format_.no_such_key(key))
@@ -158,7 +158,7 @@ def _report(key: str, format_: Format, foreign: ForeignConfig) -> KeyReport:
     return KeyReport(key, written, value, *convert(mapping, value, foreign))
 
 
-def _report_default(key: str, format_: Format, foreign: ForeignConfig) -> list[KeyReport]:
+def _report_default(key: str, format_: TrainerFormat, foreign: ForeignConfig) -> list[KeyReport]:
     """Return what the trainer takes where the file does not give `key`, if it decides anything here."""
     value, mapping = foreign.default(key), format_.mapping_of(key)
     if foreign.values.get(key) is not None or value is None or mapping is None:
@@ -168,7 +168,7 @@ def _report_default(key: str, format_: Format, foreign: ForeignConfig) -> list[K
     return [] if report.status == "ignored" else [report]
 
 
-def _report_missing(format_: Format, foreign: ForeignConfig) -> list[KeyReport]:
+def _report_missing(format_: TrainerFormat, foreign: ForeignConfig) -> list[KeyReport]:
     """Return a refusal for each key that the trainer itself cannot do without, and the file does not have."""
     remedy = f"is not in the file, and {format_.title} has no default: give"
     return [
@@ -181,11 +181,11 @@ def _report_missing(format_: Format, foreign: ForeignConfig) -> list[KeyReport]:
 def convert(mapping: KeyMapping, value: Any, foreign: ForeignConfig) -> Conversion:
     """Return the conversion, or why this recipe cannot do what it asks for."""
     if isinstance(value, str) and value.lower() in ("true", "false"):  # which every trainer takes for True
-        return unsupported("this is text: remove the quotes")
+        return unsupported_value("this is text: remove the quotes")
     try:
         conversion = mapping.convert(value, foreign)
     except (TypeError, ValueError, ArithmeticError):  # a converter computed with what is no number
-        return unsupported("this value is of another kind than the key takes")
+        return unsupported_value("this value is of another kind than the key takes")
     for name, setting in conversion.values.items():
         if conversion.status != "unsupported" and (mistake := _mistake(name, setting, value, foreign)):
             return Conversion("unsupported", {name: setting}, mistake)

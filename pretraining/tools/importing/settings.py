@@ -13,7 +13,12 @@ from pretraining.config.training import PER_HOST, STEPS, TrainConfig
 COMMON = Common()
 _OVERRIDE = re.compile(r"(--|\+{0,2})[A-Za-z]\w*(\.\w+)+=")  # Hydra's, with a + where the file lacks the key
 # fms-fsdp's defaults, which its launch scripts spell out
-_FMS = {"--tracker=None": "--tracker=", "--resuming_dataset=False": "", "--resuming_dataset=false": ""}
+_FMS = {
+    "--tracker=None": "--tracker=",
+    "--tracker_run_id=None": "",
+    "--file_type=hf_parquet": "--file_type=parquet",
+    **dict.fromkeys(("--resuming_dataset=False", "--resuming_dataset=false"), ""),
+}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, precision, unsupported
+from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, precision, unsupported_value
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import KeyMapping
 
@@ -55,11 +55,11 @@ def vocabulary_multiple(tensor_key: str) -> KeyMapping:
         theirs = max(source.integer(tensor_key), 1)
         ours = source.integer_flag("tensor_parallel_size") or theirs
         if not is_integer(value) or value < 1:
-            return unsupported("expected a whole number, at least 1")
+            return unsupported_value("expected a whole number, at least 1")
         rows = f"rows are padded to a multiple of {value * theirs} = {value} x {theirs} tensor ranks, as in the source"
         if (value * theirs) % ours:
             remedy = f"--tensor_parallel_size={ours} does not divide that: give --make_vocab_size_divisible_by"
-            return unsupported(f"{rows}; {remedy}")
+            return unsupported_value(f"{rows}; {remedy}")
         return implied(rows, make_vocab_size_divisible_by=value * theirs // ours)
 
     return KeyMapping(convert, ("make_vocab_size_divisible_by",), "times the tensor ranks, in both")
@@ -69,7 +69,7 @@ def vocabulary_multiple(tensor_key: str) -> KeyMapping:
 TOKENIZERS = {"gpt2bpetokenizer": ("gpt2", 50257), "hftokenizer": ("20B_tokenizer", 50277)}
 
 
-def vocabulary(file_key: str) -> KeyMapping:
+def tokenizer_kind(file_key: str) -> KeyMapping:
     """The kind of a tokenizer, from which the number of its tokens follows if it is a published one."""
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
@@ -85,7 +85,7 @@ def vocabulary(file_key: str) -> KeyMapping:
 # ---- batch and data
 
 
-def micro_batches(total: int, ranks: int) -> str:
+def micro_batch_sizes(total: int, ranks: int) -> str:
     """Return the micro-batch sizes that divide a global batch over the data-parallel ranks, comma-separated."""
     return ", ".join(str(size) for size in range(1, total // ranks + 1) if total % (size * ranks) == 0)
 
@@ -96,7 +96,7 @@ def corpora(paths: list[str], weights: list[str], part: str = "") -> Conversion:
     part: prefix of our fields, "" for training, "valid_" or "test_".
     """
     if not paths or not all(isinstance(path, str) and "," not in path for path in paths):
-        return unsupported("expected a path, or weights and paths in turn")
+        return unsupported_value("expected a path, or weights and paths in turn")
     note = "the folder that holds them all, and each of them"
     if weights and len(set(paths)) < len(paths):
         note += "; the weights of the same one are added"
@@ -108,7 +108,7 @@ def corpora(paths: list[str], weights: list[str], part: str = "") -> Conversion:
     if len(indexes) == 1:
         return implied("Megatron's index, with its .bin next to it", **{f"{part}data_path": indexes[0]})
     if part == "test_":
-        return unsupported("a mixture to test on; name one path")
+        return unsupported_value("a mixture to test on; name one path")
     root = os.path.commonpath([Path(index).parent for index in indexes])
     values = {f"{part}data_path": root, f"{part}datasets": ",".join(os.path.relpath(path, root) for path in indexes)}
     if weights:
@@ -154,10 +154,10 @@ def betas(optimizer_of: Callable[[ForeignConfig], str]) -> KeyMapping:
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         if not isinstance(value, list) or len(value) != 2:
-            return unsupported("expected two numbers")
+            return unsupported_value("expected two numbers")
         ours = source.optimizers.get(optimizer_of(source))
         if ours and "beta2" not in ours.arguments:
-            return unsupported(f"optimizer={optimizer_of(source)} has no betas")
+            return unsupported_value(f"optimizer={optimizer_of(source)} has no betas")
         return mapped(adam_beta1=value[0], adam_beta2=value[1])
 
     return KeyMapping(convert, ("adam_beta1", "adam_beta2"), "two numbers; absent: the class's")
@@ -180,7 +180,7 @@ def profiled_steps(enabled: str, start: str, stop: str, offset: int) -> dict[str
         if not source.get(enabled):
             return ignored("profiling is off")
         if not is_integer(value):
-            return unsupported("expected a whole number")
+            return unsupported_value("expected a whole number")
         return implied("the first step is 1 here", profile_start_step=value + offset)
 
     def convert_stop(value: Any, source: ForeignConfig) -> Conversion:
@@ -188,7 +188,7 @@ def profiled_steps(enabled: str, start: str, stop: str, offset: int) -> dict[str
         if not source.get(enabled):
             return ignored("profiling is off")
         if not is_integer(value) or not is_integer(first) or value - first + offset < 1:
-            return unsupported(f"expected a step after {start}")
+            return unsupported_value(f"expected a step after {start}")
         return implied(f"from {start} on", profile_num_steps=value - first + offset)
 
     return {

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.monitor.progress import heartbeat
 from pretraining.tools.plan.hbm import hbm_bytes
-from pretraining.tools.plan.program import collectives, estimated_cycles, kernel_flops, product_flops
+from pretraining.tools.plan.program import estimated_cycles, kernel_flops, product_flops, program_collectives
 from pretraining.tools.plan.settings import PlanConfig
 
 ROOT = Path(__file__).parents[3]
@@ -115,7 +115,7 @@ def read_step(
         in_kernels += program.times * kernel_flops(text, visible)
         cycles += program.times * estimated_cycles(text)
         hbm += program.times * hbm_bytes(text)
-        for collective in collectives(text):
+        for collective in program_collectives(text):
             count = program.times * collective.bytes
             sent[collective.purpose] += count
             by_dtype[f"{collective.purpose} {collective.dtype}"] += count

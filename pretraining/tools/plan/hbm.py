@@ -12,7 +12,7 @@ import math
 import re
 from typing import NamedTuple
 
-from pretraining.tools.plan.program import OPERATIONS, WIDTHS, collectives, computations, executed
+from pretraining.tools.plan.program import OPERATIONS, WIDTHS, computations, executed, program_collectives
 
 ARRAY = re.compile(rf"\b({'|'.join(WIDTHS)})\[([\d,]*)\](\{{[^}}]*\}})?")
 ON_CHIP = re.compile(r"S\([1-9]")  # memory space of a layout
@@ -57,7 +57,7 @@ def hbm_bytes(text: str) -> int:
         for name, line, times in executed(parts, enters_fusions=False)
         if (instruction := _instruction(line))
     )
-    return local + 2 * sum(collective.bytes for collective in collectives(text))
+    return local + 2 * sum(collective.bytes for collective in program_collectives(text))
 
 
 def _instructions(lines: list[str]) -> dict[str, Instruction]:

@@ -9,14 +9,14 @@ from pretraining.config.batches import tokens_of_run
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import counted
 from pretraining.config.variants import model_shape
-from pretraining.monitor.figures import amount, duration, flop, micro_batches, percent, size
+from pretraining.monitor.figures import amount, describe_micro_batches, duration, flop, percent, size
 from pretraining.parallel.recompute import model_mask
 from pretraining.parallel.sharding import axes_of
 from pretraining.tools.plan.compiled import CompiledStep
 from pretraining.tools.plan.engines import engine_of
 from pretraining.tools.plan.plan import USABLE, Plan, best_cuts, is_same, nearest_fit, plan_of, refusals
 from pretraining.tools.plan.settings import PlanConfig
-from pretraining.tools.plan.stages import idle_share, micro_batches_per_graph
+from pretraining.tools.plan.stages import micro_batches_per_graph, planned_idle_share
 
 SHOWN = 20  # fastest configurations of a search
 WORDS = (
@@ -68,7 +68,7 @@ def _head(plan: Plan) -> list[str]:
         f"{engine_of(config)} engine",
         f"hosts          {plan.island.describe(config.plan_devices)}",
         f"batch          {config.tokens_per_step:,} tokens/step = {counted(rows, 'sequence')} of "
-        f"{config.seq_length:,}; {micro_batches(config.gradient_accumulation_steps or 1, config.batch_size)}"
+        f"{config.seq_length:,}; {describe_micro_batches(config.gradient_accumulation_steps or 1, config.batch_size)}"
         f"{config.batch_changes}",
         f"recomputed     {sum(mask)} of {len(mask)} blocks",
     ]
@@ -196,7 +196,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "device_kind": plan.kind.device._asdict() | {"link": plan.kind.link, "network": plan.kind.network},
         "island": plan.island._asdict(),
         "mesh": plan.mesh._asdict(),
-        "idle_share": idle_share(plan.config),
+        "idle_share": planned_idle_share(plan.config),
         "best_cuts": getattr((best_cuts(plan) or plan).config, "pipeline_cuts", ""),
         "parameters": [{**weight._asdict(), "bytes": plan.bytes_of(weight)} for weight in plan.weights],
         "bytes_per_device": {**plan.memory._asdict(), "total": plan.memory.total},

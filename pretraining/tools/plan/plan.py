@@ -30,7 +30,7 @@ from pretraining.tools.plan.devices import PLAN_KINDS, Island, PlanKind, island_
 from pretraining.tools.plan.engines import engine_of, layout_in
 from pretraining.tools.plan.memory import DeviceMemory, device_memory, tensor_bytes, weights_of
 from pretraining.tools.plan.settings import PlanConfig
-from pretraining.tools.plan.stages import has_stages, idle_share, largest_share, other_cuts, pipelines
+from pretraining.tools.plan.stages import has_stages, largest_share, other_cuts, pipelines, planned_idle_share
 from pretraining.tools.plan.traffic import Collective, collectives
 
 CHECKS = (*MODEL_CHECKS, *PARALLEL_CHECKS)
@@ -139,8 +139,10 @@ def executed_flops(config: PlanConfig, weights: list[StateTensor]) -> float:
     of_blocks = 6 * shape.num_layers * layer + 7 * scores + again
     of_others = flops_per_token(shape, config.seq_length).causal - 6 * (shape.num_layers * layer + scores)
     if engine_of(config) == "xla":
-        return of_others + of_blocks * (1 + idle_share(config)) * len(config.division.stack()) / shape.num_layers
-    return largest_share(config, of_blocks, of_others) * (1 + idle_share(config))
+        return (
+            of_others + of_blocks * (1 + planned_idle_share(config)) * len(config.division.stack()) / shape.num_layers
+        )
+    return largest_share(config, of_blocks, of_others) * (1 + planned_idle_share(config))
 
 
 def best_cuts(plan: Plan) -> Plan | None:

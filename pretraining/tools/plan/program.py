@@ -109,7 +109,7 @@ def _result(body: list[str], element: int) -> str:
 # ---- Collectives
 
 
-def collectives(text: str) -> list[CompiledCollective]:
+def program_collectives(text: str) -> list[CompiledCollective]:
     """Return every collective of the program; of the instructions of one channel, the one that runs least often."""
     parts = computations(text)
     found: dict[str, CompiledCollective] = {}

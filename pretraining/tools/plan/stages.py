@@ -32,7 +32,7 @@ def micro_batches_per_graph(config: PlanConfig) -> int:
     return micro_batches(config) if has_stages(config) else 1
 
 
-def idle_share(config: Any) -> float:
+def planned_idle_share(config: Any) -> float:
     """Return a stage's idle time as a share of the time it works."""
     if not has_stages(config):
         return 0.0
@@ -41,7 +41,7 @@ def idle_share(config: Any) -> float:
     return of_pipeline(config)
 
 
-def ticks(config: Any) -> int:
+def planned_ticks(config: Any) -> int:
     """Return how often the XLA engine runs a piece on a device in a step."""
     if not has_stages(config):
         return micro_batches(config)
@@ -52,7 +52,7 @@ def ticks(config: Any) -> int:
 
 def piece_runs(config: PlanConfig) -> int:
     """Return how often a step runs a piece on a device: the torch engine runs none while a stage idles."""
-    return ticks(config) if engine_of(config) == "xla" else pieces_of_stage(config) * micro_batches(config)
+    return planned_ticks(config) if engine_of(config) == "xla" else pieces_of_stage(config) * micro_batches(config)
 
 
 def outer_runs(config: PlanConfig) -> int:
@@ -74,7 +74,7 @@ def kept_micro_batches(config: Any, stage: int) -> int:
         return 1
     from pretraining.extensions.pipeline.stages import pieces_in_flight
 
-    return ticks(config) if engine_of(config) == "xla" else pieces_in_flight(config, stage)
+    return planned_ticks(config) if engine_of(config) == "xla" else pieces_in_flight(config, stage)
 
 
 def waiting_micro_batches(config: PlanConfig, stage: int) -> int:

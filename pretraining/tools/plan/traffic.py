@@ -19,7 +19,7 @@ from pretraining.parallel.state_bytes import StateTensor
 from pretraining.tools.plan.engines import engine_of, layout_in
 from pretraining.tools.plan.memory import stream_bytes
 from pretraining.tools.plan.settings import PlanConfig
-from pretraining.tools.plan.stages import ends_of_stage, outer_runs, piece_runs, pieces_of_stage, sent_by, ticks
+from pretraining.tools.plan.stages import ends_of_stage, outer_runs, piece_runs, pieces_of_stage, planned_ticks, sent_by
 
 SHARDS = ("shard", "context")
 
@@ -182,7 +182,7 @@ def _between_stages(config: PlanConfig, mesh: Mesh) -> list[Collective]:
     if engine_of(config) == "torch":
         sent = int(count * max(sent_by(config, stage) for stage in range(mesh.stage)) * stream)
         return [Collective("between stages", "send", ("stage",), sent, min(least, sent))]
-    sent = int(4 * (ticks(config) + 1) * stream)
+    sent = int(4 * (planned_ticks(config) + 1) * stream)
     return [Collective("between stages", "collective-permute", ("stage",), sent, least)]
 
 

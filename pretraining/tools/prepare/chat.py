@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pretraining.config.errors import UserError
-from pretraining.data.layouts import read_json
+from pretraining.data.layouts import read_dataset_json
 
 Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # around what the assistant wrote; Unicode keeps both out of text
@@ -47,7 +47,7 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
     that the tokenizer itself names.
     """
     folder = Path(tokenizer).parent
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    config = read_dataset_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     named = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     contents = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
     special = {**special, **{name: value for name, value in contents.items() if value}}

@@ -42,7 +42,7 @@ class Example(NamedTuple):
 
 
 @dataclass
-class Row:
+class PackedRow:
     """Examples one after the other."""
 
     tokens: list[int] = field(default_factory=list)
@@ -58,10 +58,10 @@ class Row:
 class Packer:
     """Rows of whole examples, by first fit among the rows that are open: deterministic, in one pass."""
 
-    def __init__(self, options: InstructionOptions, write: Callable[[Row], None]) -> None:
+    def __init__(self, options: InstructionOptions, write: Callable[[PackedRow], None]) -> None:
         """write: called with every row when it is full, or the oldest one of too many."""
         self._options, self._write = options, write
-        self._open: list[Row] = []
+        self._open: list[PackedRow] = []
         self.counts: Counter[str] = Counter()  # what is to be reported, and how often
 
     def add(self, example: Example, place: str) -> None:
@@ -90,7 +90,7 @@ class Packer:
         self.counts["trained tokens"] += sum(example.trained)
         row = next((row for row in self._open if len(row.tokens) + size <= length), None)
         if row is None:
-            row = Row()
+            row = PackedRow()
             self._open.append(row)
         row.add(example)
         if len(row.tokens) == length or not self._options.packing:
@@ -99,7 +99,7 @@ class Packer:
         elif len(self._open) > _WINDOW:
             self._finish(self._open.pop(0))
 
-    def _finish(self, row: Row) -> None:
+    def _finish(self, row: PackedRow) -> None:
         """Fill the rest of a row with tokens that are not trained, and write it."""
         rest = self._options.length - len(row.tokens)
         row.add(Example([self._options.separator] * rest, [False] * rest))

@@ -37,7 +37,7 @@ from pretraining.config.script import ArgumentParser
 from pretraining.data.datasets import DESCRIPTION, NO_SEPARATOR
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.hashing import key_of, short_hash
-from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_json
+from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_dataset_json
 from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer, train
 from pretraining.storage import Location, is_remote, location, use_files_of
 from pretraining.tools.prepare.chat import find_template
@@ -51,9 +51,9 @@ from pretraining.tools.prepare.text import (
     TextShard,
     divide,
     find_files,
-    ignore,
     read_documents,
     read_records,
+    skip_unreadable,
 )
 
 SPLIT_FLAGS = {"train": "data_path", "valid": "valid_data_path"}  # folder in the output -> flag of the training
@@ -267,7 +267,7 @@ def _refuse_other(output: Location, plan: dict[str, Any]) -> None:
     """Raise UserError if a folder has another plan, or anything without a plan."""
     path = output / PLAN
     if path.is_file():
-        before = read_json(path)
+        before = read_dataset_json(path)
         if changed := [name for name in plan if before.get(name) != plan[name]]:
             raise UserError(
                 f"{output}: prepared from something else ({', '.join(changed)} changed, see {PLAN}): choose another "
@@ -319,7 +319,7 @@ def _prepare_shards(options: Options, files: list[Input], output: Path) -> None:
         print(f"part {options.part} is complete; {counted(left, 'shard')} of other parts are missing: the part that "
               "ends last merges all, or the same command without --part")  # fmt: skip
         return
-    records = [read_json(_record(output, number)) for number in range(len(sources))]
+    records = [read_dataset_json(_record(output, number)) for number in range(len(sources))]
     description = {"vocab_size": tokenizer.vocab_size, "separator": separator, "tokenizer_sha256": file_hash(path)}
     flags = [f"--tokenizer_path={path}", f"--vocab_size={tokenizer.vocab_size}"]
     if instructions:  # the separator is in the rows
@@ -378,7 +378,7 @@ def _sample(sources: list[TextShard], text_key: str, characters: int) -> Iterato
     for source in sources:
         left = characters // len(sources)
         ranges = sorted(source, key=lambda part: key_of(int(short_hash(part.path, str(part.start)), 16)))
-        for text, _ in read_documents(tuple(ranges), text_key, ignore):
+        for text, _ in read_documents(tuple(ranges), text_key, skip_unreadable):
             if left <= 0:
                 break
             yield text[:left]

@@ -22,7 +22,7 @@ from pretraining.data.stores.arrow import index_arrow
 from pretraining.data.stores.labels import LABELS, POSITIONS
 from pretraining.data.stores.shard import Readable, in_memory
 from pretraining.storage import opened
-from pretraining.tools.prepare.instructions import Row
+from pretraining.tools.prepare.instructions import PackedRow
 
 COLUMNS = ("tokens", LABELS, POSITIONS)  # of shards; text has only the first
 _AT_ONCE = 64  # rows written together
@@ -43,7 +43,7 @@ class ShardWriter:
                                   for number, name in enumerate(columns)])  # fmt: skip
         self._file = pa.OSFile(str(self._temporary), "wb")
         self._writer = pa.ipc.new_file(self._file, self._schema)
-        self._rows: list[Row] = []
+        self._rows: list[PackedRow] = []
         self.documents = self.tokens = 0  # so far
 
     def write(self, columns: Sequence[Sequence[list[int]]]) -> None:
@@ -56,7 +56,7 @@ class ShardWriter:
         self.documents += len(columns[0])
         self.tokens += sum(map(len, columns[0]))
 
-    def write_row(self, row: Row) -> None:
+    def write_row(self, row: PackedRow) -> None:
         """Append a row of examples, with the next ones in one record batch."""
         self._rows.append(row)
         if len(self._rows) == _AT_ONCE:

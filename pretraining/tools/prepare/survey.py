@@ -23,10 +23,10 @@ from pretraining.tools.prepare.text import (
     FileRange,
     OnError,
     TextShard,
-    ignore,
     read_documents,
     read_records,
     read_text,
+    skip_unreadable,
 )
 from pretraining.tools.prepare.urls import is_url
 
@@ -171,13 +171,13 @@ def preview(parts: Sequence[FileRange], key: str, tokenizer: Tokenizer, reader: 
 
 def _previews(parts: TextShard, key: str, tokenizer: Tokenizer, reader: Reader | None) -> Iterator[str]:
     if reader is None:
-        for text, place in read_documents(parts, key, ignore):
+        for text, place in read_documents(parts, key, skip_unreadable):
             if text:
                 (tokens,) = tokenizer.encode([text[:_ENCODED]])
                 size = f"{counted(len(tokens), 'token')} in {counted(min(len(text), _ENCODED), 'character')}"
                 yield _shown(f"{place}, {size}", tokenizer, Example(tokens, [True] * len(tokens)))
         return
-    for record, place in read_records(parts, ignore):
+    for record, place in read_records(parts, skip_unreadable):
         with suppress(UserError):
             example = reader.example(record, str(place))
             yield _shown(f"{place}, {counted(len(example.tokens), 'token')}", tokenizer, example)

@@ -55,10 +55,10 @@ class Document(NamedTuple):
     """One document and where it comes from."""
 
     text: str
-    place: Place
+    place: SourceLocation
 
 
-class Place(NamedTuple):
+class SourceLocation(NamedTuple):
     """The place of a document, in words when a message needs it."""
 
     path: str
@@ -84,16 +84,16 @@ def _lines_before(path: str, stop: int) -> int:
     return lines
 
 
-def refuse(error: UserError) -> NoReturn:
+def raise_unreadable(error: UserError) -> NoReturn:
     """Raise what cannot be read."""
     raise error
 
 
-def ignore(error: UserError) -> None:
+def skip_unreadable(error: UserError) -> None:
     """Go on without what cannot be read, because the look at all files has reported it."""
 
 
-def format_of(path: Input, endings: Sequence[str]) -> str | None:
+def text_format(path: Input, endings: Sequence[str]) -> str | None:
     """Return the format of a file, by its name; None if it is not known. endings: of plain text."""
     plain = path.with_suffix("") if path.suffix in _COMPRESSIONS else path
     if plain.suffix in _JSON_LINES:
@@ -118,12 +118,12 @@ def find_files(inputs: Sequence[str], endings: Sequence[str]) -> tuple[list[Inpu
             is_folder = path.is_dir()
             files = [*sorted(file for file in path.rglob("*") if file.is_file())] if is_folder else [path]
         for file in files:
-            if not is_folder and file.suffix and format_of(file, endings) is None:
+            if not is_folder and file.suffix and text_format(file, endings) is None:
                 raise UserError(
                     f"{name}: files ending in {file.suffix} are not read as text: convert it to .txt, .jsonl or "
                     f".parquet, or read it as plain text with --endings={','.join([*endings, file.suffix])}"
                 )
-            (ignored if is_folder and format_of(file, endings) is None else chosen).append(file)
+            (ignored if is_folder and text_format(file, endings) is None else chosen).append(file)
     if not chosen:
         raise UserError(f"{', '.join(inputs)}: no text, .jsonl or .parquet files: --endings lists those of plain text")
     return chosen, ignored
@@ -135,7 +135,7 @@ def divide(files: Sequence[Input], endings: Sequence[str], shard_bytes: int = SH
     ranges: list[FileRange] = []
     left = shard_bytes
     for file in files:
-        for part, size in _ranges(file, format_of(file, endings) or "text"):
+        for part, size in _ranges(file, text_format(file, endings) or "text"):
             if ranges and size > left:
                 shards.append(tuple(ranges))
                 ranges, left = [], shard_bytes
@@ -170,7 +170,7 @@ def _row_groups(file: Input) -> Iterator[tuple[FileRange, int]]:
         yield FileRange(str(file), "parquet", 0, 0), 0
 
 
-def read_documents(shard: TextShard, key: str, on_error: OnError = refuse) -> Iterator[Document]:
+def read_documents(shard: TextShard, key: str, on_error: OnError = raise_unreadable) -> Iterator[Document]:
     """Yield the documents of a shard, in order. key: field of JSON lines, or column of Parquet, that holds the text."""
     for part in shard:
         if part.format == "text":
@@ -182,7 +182,9 @@ def read_documents(shard: TextShard, key: str, on_error: OnError = refuse) -> It
         yield from _until_error(documents, on_error)
 
 
-def read_records(shard: TextShard, on_error: OnError = refuse) -> Iterator[tuple[dict[str, Any], Place]]:
+def read_records(
+    shard: TextShard, on_error: OnError = raise_unreadable
+) -> Iterator[tuple[dict[str, Any], SourceLocation]]:
     """Yield the objects of JSON lines and the rows of Parquet, in order."""
     for part in shard:
         if part.format == "text":
@@ -263,7 +265,7 @@ def _open_parquet(path: str) -> Iterator[pq.ParquetFile]:
         yield opened
 
 
-def _lines(part: FileRange) -> Iterator[tuple[bytes, Place]]:
+def _lines(part: FileRange) -> Iterator[tuple[bytes, SourceLocation]]:
     """Yield the lines that begin in [start, stop) bytes; of a compressed file, all lines."""
     compressed = source(part.path).suffix in _COMPRESSIONS
     with _open(part.path) as file:
@@ -276,15 +278,15 @@ def _lines(part: FileRange) -> Iterator[tuple[bytes, Place]]:
             if not compressed and at >= part.stop:
                 return
             if line.strip():
-                yield line, Place(part.path, "jsonl", first, number)
+                yield line, SourceLocation(part.path, "jsonl", first, number)
             at += len(line)
 
 
 def _file(path: str) -> Iterator[Document]:
-    yield Document(read_text(path)[0], Place(path, "text", 0, 0))
+    yield Document(read_text(path)[0], SourceLocation(path, "text", 0, 0))
 
 
-def _objects(part: FileRange, on_error: OnError) -> Iterator[tuple[dict[str, Any], Place]]:
+def _objects(part: FileRange, on_error: OnError) -> Iterator[tuple[dict[str, Any], SourceLocation]]:
     for line, place in _lines(part):
         try:
             record = json.loads(line)
@@ -302,13 +304,13 @@ def _texts(part: FileRange, key: str, on_error: OnError) -> Iterator[Document]:
             on_error(UserError(f"{place}: no text in field {key!r}: choose the field with --text_key"))
 
 
-def _tables(part: FileRange) -> Iterator[tuple[dict[str, Any], Place]]:
+def _tables(part: FileRange) -> Iterator[tuple[dict[str, Any], SourceLocation]]:
     """Yield the rows of row groups of Parquet."""
     with _open_parquet(part.path) as file:
         before = _rows_before(file, part.start)
         for group in range(part.start, part.stop):
             for number, row in enumerate(file.read_row_group(group).to_pylist()):
-                yield row, Place(part.path, "parquet", before, number)
+                yield row, SourceLocation(part.path, "parquet", before, number)
             before += file.metadata.row_group(group).num_rows
 
 
@@ -323,7 +325,7 @@ def _rows(part: FileRange, key: str, on_error: OnError) -> Iterator[Document]:
             raise UserError(f"{part.path}: column {key!r} holds {kind}: it must hold text")
         for group in range(part.start, part.stop):
             for number, text in enumerate(file.read_row_group(group, columns=[key]).column(0).to_pylist()):
-                place = Place(part.path, "parquet", before, number)
+                place = SourceLocation(part.path, "parquet", before, number)
                 if text is None:
                     on_error(UserError(f"{place}: null in column {key!r}: fill or remove it"))
                 else:

@@ -24,7 +24,7 @@ from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.models.llama import Llama
 from pretraining.tools.convert.convert import main
-from pretraining.tools.convert.pickles import LAYOUTS, describe_moments, load
+from pretraining.tools.convert.pickles import LAYOUTS, describe_moments, load_pickle
 from tests.tools.importing.files import put, tree
 
 transformers: Any = pytest.importorskip("transformers")
@@ -407,7 +407,7 @@ def test_an_archive_is_read_compressed_or_not_and_no_damage_to_it_is_silent(tmp_
     for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2):
         rewrite(sound, other, compression)
         try:
-            loaded = load(other)
+            loaded = load_pickle(other)
         except UnreadableError:
             assert compression == zipfile.ZIP_BZIP2  # which torch cannot inflate
         else:
@@ -421,7 +421,7 @@ def test_an_archive_is_read_compressed_or_not_and_no_damage_to_it_is_silent(tmp_
             del spoilt[chance.randrange(len(spoilt)) :]
         other.write_bytes(spoilt)
         try:
-            loaded = load(other)
+            loaded = load_pickle(other)
         except UnreadableError as error:
             assert str(error).count(str(other)) == 1 and "\n" not in str(error)
             refused += 1
@@ -497,12 +497,12 @@ def test_nothing_in_a_pickle_runs(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a")
     copy = Attack(shutil.copyfile, str(tmp_path / "a"), str(tmp_path / "b"))
     torch.save({"weight": torch.ones(2), "other": copy}, tmp_path / "new.pt")
-    assert torch.equal(load(tmp_path / "new.pt")["weight"], torch.ones(2))
+    assert torch.equal(load_pickle(tmp_path / "new.pt")["weight"], torch.ones(2))
     torch.save({"other": copy}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     torch.save({"other": Attack(os.mkdir, str(tmp_path / "b"))}, tmp_path / "blocked.pt")
     for name in ("old.pt", "blocked.pt"):
         with pytest.raises(UnreadableError, match=name):
-            load(tmp_path / name)
+            load_pickle(tmp_path / name)
     assert not (tmp_path / "b").exists()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
-from pretraining.tools.importing.reading import leaves, read_file
+from pretraining.tools.importing.reading import leaves, read_mapping
 from pretraining.tools.importing.references import Leaf, parse_yaml, resolve
 
 
@@ -19,7 +19,7 @@ from pretraining.tools.importing.references import Leaf, parse_yaml, resolve
 )
 def test_a_number_is_what_yaml_1_2_says(tmp_path: Path, text: str, value: float) -> None:
     (tmp_path / "a.yaml").write_text(f"key: {text}\n")
-    read = read_file(tmp_path / "a.yaml")["key"]
+    read = read_mapping(tmp_path / "a.yaml")["key"]
     assert read == value
     assert type(read) is type(value)
 
@@ -27,7 +27,7 @@ def test_a_number_is_what_yaml_1_2_says(tmp_path: Path, text: str, value: float)
 @pytest.mark.parametrize("text", ["1.0e_8", "3e", "1e5x", "'3e-4'", "2026-08-01"])
 def test_what_is_no_number_stays_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.yaml").write_text(f"key: {text}\n")
-    assert read_file(tmp_path / "a.yaml")["key"] == text.strip("'")
+    assert read_mapping(tmp_path / "a.yaml")["key"] == text.strip("'")
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -39,7 +39,7 @@ def test_every_float_that_python_writes_is_read_back(number: float) -> None:
 def test_a_key_that_stands_twice_is_an_error(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=r"a\.(yaml|json): cannot be read: .*found duplicate key a"):
-        read_file(tmp_path / name)
+        read_mapping(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path: Path, name: str, text: st
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=name):
-        read_file(tmp_path / name)
+        read_mapping(tmp_path / name)
 
 
 def test_a_named_pipe_and_a_folder_are_errors(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     for path in (tmp_path / "pipe.yaml", tmp_path):
         with pytest.raises(UserError, match=f"{path}: cannot be read: it is no file"):
-            read_file(path)
+            read_mapping(path)
 
 
 @pytest.mark.parametrize("levels", [60, 100_000])
@@ -64,7 +64,7 @@ def test_deep_nesting_is_an_error(tmp_path: Path, name: str, opening: str, level
     closing = "".join({"[": "]", "{": "}"}.get(letter, "") for letter in reversed(opening))
     (tmp_path / name).write_text('{"b": ' + opening * levels + "1" + closing * levels + "}")
     with pytest.raises(UserError, match=f"{name}: cannot be read: mappings or lists are nested more than 50 deep"):
-        read_file(tmp_path / name)
+        read_mapping(tmp_path / name)
 
 
 def test_a_list_and_an_empty_mapping_are_values() -> None:
@@ -146,7 +146,7 @@ def test_a_file_holds_no_more_than_a_configuration_and_names_its_values(
 ) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=f"{name}: .*{reason}"):
-        read_file(tmp_path / name)
+        read_mapping(tmp_path / name)
 
 
 def test_references_that_multiply_are_an_error_and_others_are_not() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,33 @@ from hypothesis import strategies as st
 pytest.importorskip("pretraining.extensions.schedules")  # GPT-NeoX's are among them
 pytest.importorskip("pretraining.extensions.optimizers")
 
-from main_training import CONFIGURATION
+import main_training
+from main_training import CHECKS, CONFIGURATION
+from pretraining.config.errors import Problem
+from pretraining.config.flags import read, read_values
 from pretraining.config.support import unsupported as limits
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.optim.schedule import learning_rate
 from pretraining.tools.importing.foreign import ForeignConfig
 from pretraining.tools.importing.megatron_optim import SCHEDULES
+from pretraining.tools.importing.migration import NXD_CORE
 from pretraining.tools.importing.neox import era_of
 from pretraining.tools.importing.neox_model import feed_forward
-from pretraining.tools.importing.resolve import ImportResult, import_foreign
-from tests.selection import complete, needs
-from tests.tools.importing.files import put, tree, write
+from pretraining.tools.importing.resolve import ImportResult, import_foreign, settings
+from pretraining.tools.library import Training
+from tests.selection import complete, needs, runs_all
+from tests.tools.importing.files import drop, put, tree, write
 
 PARTS = ("train", "validation", "test")
-BEHAVIOURS = tomllib.loads(Path(__file__).with_name("behaviours.toml").read_text())["behaviour"]
+TABLES = tomllib.loads(Path(__file__).with_name("behaviours.toml").read_text())
+SHARED = ("nxdt", "nemo") if runs_all() else ("nxdt",)  # whose mappings are the same
+SECTIONS = {"data.tokenizer.": "model.tokenizer.", "data.": "model.data.", "distributed_strategy.": "model."}  # NeMo's
+OF_FMS = TABLES.pop("fms")
+BEHAVIOURS = [
+    (kind, row) for name, rows in TABLES.items() for kind in (SHARED if name == "shared" else (name,)) for row in rows
+]
+NAMES = [f"{kind}-{next(iter(row['item']))}" for kind, row in BEHAVIOURS]
 ENOUGH = {"vocab_size": "100", "use_dummy_dataset": "True", "import_only": "True"}
 
 
@@ -47,16 +60,84 @@ def config(kind: str, folder: Path, changes: dict[str, Any], **flags: object) ->
     return imported.config
 
 
+def with_keys(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """The small file with the keys of a row."""
+    node = tree(kind)
+    for key, value in changes.items():
+        section = next((name for name in SECTIONS if kind == "nemo" and key.startswith(name)), "")
+        name = SECTIONS.get(section, "") + key.removeprefix(section)
+        put(node, name, None if value == "null" else value)
+        if value == "absent":
+            drop(node, name)
+    return node
+
+
+def outcome(kind: str, changes: dict[str, Any], flags: dict[str, Any], folder: Path) -> ImportResult:
+    path = write(folder, with_keys(kind, changes))
+    return import_foreign({"import_config": path, **ENOUGH, **flags}, CHECKS, CONFIGURATION)
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """The settings of a row's file without the row's own keys."""
+    folder = tmp_path_factory.mktemp("before")
+    known: dict[str, dict[str, Any]] = {}
+
+    def resolved(kind: str, file: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+        name = f"{kind} {file} {flags}"
+        if name not in known:
+            known[name] = settings(outcome(kind, file, flags, folder).config)
+        return known[name]
+
+    return resolved
+
+
 @complete
-@pytest.mark.parametrize("case", BEHAVIOURS, ids=lambda case: f"{case['system']}-{case['item']}")
-def test_every_listed_behaviour_is_that_of_the_importer(case: dict[str, Any], tmp_path: Path) -> None:
-    imported = imported_file(case["system"], tmp_path, case["file"], **case.get("flags", {}))
-    refused = [str(problem) for problem in [*imported.problems, *imported.config_problems]]
-    assert all(case.get("refused", "-") in text for text in refused) and bool(refused) == ("refused" in case), refused
-    expected = case.get("here", {})
-    assert {name: getattr(imported.config, name) for name in expected} == expected
-    notes = [report.note for report in [*imported.keys, *imported.defaults] if report.source_key == case["item"]]
-    assert any(case.get("why", "") in note for note in notes), notes
+@pytest.mark.parametrize(("kind", "row"), BEHAVIOURS, ids=NAMES)
+def test_every_listed_behaviour_is_that_of_the_importer(
+    kind: str, row: dict[str, Any], before: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    file, flags, keys, why = row.get("file", {}), row.get("flags", {}), row["item"], row.get("why", "")
+    imported = outcome(kind, {**file, **keys}, flags, tmp_path)
+    problems = [*imported.problems, *imported.config_problems]
+    assert bool(problems) == (row["answer"] == "refused") and all(why in found.remedy for found in problems), problems
+    if problems:
+        return
+    resolved = settings(imported.config)
+    expected = {name: None if value == "null" else value for name, value in row.get("here", {}).items()}
+    assert {name: resolved[name] for name in expected} == expected
+    changed = {name for name, value in before(kind, file, flags).items() if value != resolved[name]}
+    assert changed <= expected.keys()  # and nothing else
+    reports = [*imported.keys, *imported.defaults]
+    assert not why or sum(why in report.note for report in reports) >= len(keys), [str(report) for report in reports]
+
+
+def flagged(flags: dict[str, str]) -> tuple[dict[str, Any], list[Problem]]:
+    """The settings of a command line, and what is wrong with it."""
+    given = {"use_dummy_dataset": "True", **{name: value for name, value in flags.items() if value != "absent"}}
+    line = read([f"--{name}={value}" for name, value in given.items()], CONFIGURATION)
+    values = read_values(line.flags, CHECKS, CONFIGURATION)
+    return settings(values.config), [*line.problems, *values.problems]
+
+
+@complete
+@pytest.mark.parametrize("row", OF_FMS, ids=lambda row: "-".join(row["item"]))
+def test_every_listed_flag_of_fms_fsdp_is_that_of_the_command_line(row: dict[str, Any]) -> None:
+    resolved, problems = flagged({**row.get("file", {}), **row["item"]})
+    why = row.get("why", "")
+    assert bool(problems) == (row["answer"] == "refused") and all(why in found.remedy for found in problems), problems
+    if problems:
+        return
+    expected = {name: None if value == "null" else value for name, value in row.get("here", {}).items()}
+    assert {name: resolved[name] for name in expected} == expected
+    before = flagged(row.get("file", {}))[0]
+    assert {name for name, value in before.items() if value != resolved[name]} <= expected.keys()
+
+
+def test_the_calls_that_the_migration_table_names_are_there() -> None:
+    calls = [call for mapping in NXD_CORE.values() for call in re.findall(r"`(\w+\.\w+)", mapping.description)]
+    owners = {"training": Training, "pretraining": main_training}
+    assert calls and all(callable(getattr(owners[owner], name)) for owner, name in (call.split(".") for call in calls))
 
 
 # ---- GPT-NeoX

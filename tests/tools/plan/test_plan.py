@@ -26,7 +26,7 @@ from pretraining.tools.plan.engines import engine_of
 from pretraining.tools.plan.memory import stream_bytes
 from pretraining.tools.plan.page import VARIED, compiled_page, flags_of, page, ranking
 from pretraining.tools.plan.plan import USABLE, Plan, best_cuts, nearest_fit, plan_of, refusals, search
-from pretraining.tools.plan.stages import idle_share
+from pretraining.tools.plan.stages import planned_idle_share
 from pretraining.tools.plan.traffic import ring
 
 ROOT = Path(__file__).parents[3]
@@ -145,12 +145,12 @@ def test_a_pipeline_s_figures_follow_from_its_stages_and_ticks() -> None:
     whole, piped = plan_of(config(**PIPED)), plan_of(config(**PIPED, pipeline_parallel_size=8))
     blocks, of_stage = ([plan.bytes_of(w) for w in plan.weights if "proj" in w.name] for plan in (whole, piped))
     assert blocks == [8 * held for held in of_stage]
-    assert idle_share(piped.config) == 7 / 16
+    assert planned_idle_share(piped.config) == 7 / 16
     assert 1.4 < 8 * piped.executed / whole.executed < 1 + 7 / 16  # of an eighth of the tokens; the head never idles
     (moved,) = (one for one in piped.collectives if one.axes == ("stage",))
     assert moved.bytes == 4 * (16 + 7 + 1) * stream_bytes(piped.config, piped.mesh)
     halves = plan_of(config(**PIPED, pipeline_parallel_size=8, virtual_pipeline_size=2))
-    assert idle_share(halves.config) == 7 / 32
+    assert planned_idle_share(halves.config) == 7 / 32
     assert halves.executed < piped.executed
     assert "8 stages of 2 pieces of 5 layers in 39 ticks; idle for 21.9% of their work" in page(halves)
     padded = plan_of(config(**{**PIPED, "gradient_accumulation_steps": 32}, pipeline_parallel_size=32))
@@ -168,7 +168,7 @@ def test_stages_of_the_torch_engine_hold_and_wait_for_what_their_schedule_says()
 
     whole, plain = plan_of(config(**{**common, "pipeline_parallel_size": 1})), planned()
     gpipe, halves = planned(pipeline_schedule="GPipe"), planned(virtual_pipeline_size=2)
-    assert [idle_share(plan.config) for plan in (gpipe, plain, halves)] == [3 / 16, 3 / 16, 3 / 32]
+    assert [planned_idle_share(plan.config) for plan in (gpipe, plain, halves)] == [3 / 16, 3 / 16, 3 / 32]
     held = [memory.activations for memory in plain.stage_memory]
     assert held[0] > held[1] > held[2] > held[3]  # 1F1B: 4, 3, 2 and 1 micro-batches
     assert gpipe.memory.activations > 3 * held[0]  # all 16

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from pretraining.tools.plan.hbm import hbm_bytes
-from pretraining.tools.plan.program import collectives, kernel_flops, product_flops
+from pretraining.tools.plan.program import kernel_flops, product_flops, program_collectives
 
 # A loop of four turns in steps of two that passes a part on, as a TPU's compiler writes a gathered product: the counter
 # is not noted, the collective in the fusion is spread over two instructions of one channel.
@@ -62,7 +62,7 @@ ENTRY %main.1 (x: bf16[8,256]) -> f32[4] {
 def test_loops_count_their_iterations_and_instructions_of_one_channel_count_once() -> None:
     part, gathered = 8 * 256 * 2, 16 * 256 * 2
     sent: Counter[str] = Counter()
-    for collective in collectives(WINDOWED):
+    for collective in program_collectives(WINDOWED):
         sent[collective.purpose] += collective.bytes
     assert sent == {
         # of the loop's four turns, of the channel in two instructions, and of the sum of parts, each in its place
@@ -74,12 +74,16 @@ def test_loops_count_their_iterations_and_instructions_of_one_channel_count_once
 
 
 def test_a_collective_overlaps_if_a_product_runs_between_its_start_and_its_end() -> None:
-    assert [one.operation for one in collectives(WINDOWED) if one.overlaps] == []
+    assert [one.operation for one in program_collectives(WINDOWED) if one.overlaps] == []
     lines = WINDOWED.splitlines()
     done = next(number for number, line in enumerate(lines) if "%done =" in line)
     lines[done], lines[done + 1] = lines[done + 1], lines[done]  # the product, and then the end
-    assert [one.times for one in collectives("\n".join(lines)) if one.overlaps] == [4]
-    fused = [one.dtype for one in collectives(WINDOWED.replace("fused.1", "async_collective_fusion.1")) if one.overlaps]
+    assert [one.times for one in program_collectives("\n".join(lines)) if one.overlaps] == [4]
+    fused = [
+        one.dtype
+        for one in program_collectives(WINDOWED.replace("fused.1", "async_collective_fusion.1"))
+        if one.overlaps
+    ]
     assert fused == ["bf16"]
 
 
@@ -139,4 +143,4 @@ def test_the_products_of_attention_kernels_are_counted_from_their_operands() -> 
 
 def test_a_loop_without_a_counter_is_an_error() -> None:
     with pytest.raises(ValueError, match="without a counter"):
-        collectives(WINDOWED.replace("direction=LT", "direction=NE"))
+        program_collectives(WINDOWED.replace("direction=LT", "direction=NE"))

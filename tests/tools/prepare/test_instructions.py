@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("pretraining.extensions.tokenizers")
@@ -22,8 +22,8 @@ from pretraining.extensions.tokenizers.tokenizer import HuggingFaceTokenizer, op
 from pretraining.tools import inspect_data
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.chat import ChatTemplate, find_template
-from pretraining.tools.prepare.instructions import Example, InstructionOptions, Packer, Reader, Row
-from tests.data.corpora import settings, write_instructions
+from pretraining.tools.prepare.instructions import Example, InstructionOptions, PackedRow, Packer, Reader
+from tests.data.corpora import settings, write_arrow, write_instructions, write_parquet_table
 
 LENGTH = 16
 HEADER = "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
@@ -141,8 +141,8 @@ def test_a_template_whose_answers_depend_on_what_follows_must_mark_them(tokenize
 # ---- Packing
 
 
-def packed(examples: list[Example], **changes: Any) -> tuple[list[Row], dict[str, int]]:
-    rows: list[Row] = []
+def packed(examples: list[Example], **changes: Any) -> tuple[list[PackedRow], dict[str, int]]:
+    rows: list[PackedRow] = []
     packer = Packer(InstructionOptions(None, False, LENGTH, True, "refuse", 1)._replace(**changes), rows.append)
     for number, example in enumerate(examples):
         packer.add(example, f"record {number}")
@@ -202,16 +202,10 @@ def test_longer_examples_are_refused_split_or_dropped_and_counted() -> None:
 # ---- Shards with labels
 
 
-def write_arrow(path: Path, columns: dict[str, Any], stream: bool = False) -> None:
-    table, new = pa.table(columns), pa.ipc.new_stream if stream else pa.ipc.new_file
-    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=3)
-
-
-STORES: dict[str, Callable[[Path, dict[str, Any]], None]] = {
-    "parquet": lambda path, columns: pq.write_table(pa.table(columns), path, row_group_size=4),
-    "arrow": write_arrow,
-    "arrow_stream": lambda path, columns: write_arrow(path, columns, stream=True),
+STORES: dict[str, Callable[[Path, pa.Table], None]] = {
+    "parquet": partial(write_parquet_table, rows=4),
+    "arrow": partial(write_arrow, rows=3),
+    "arrow_stream": partial(write_arrow, rows=3, stream=True),
 }
 
 
@@ -224,7 +218,7 @@ def test_labels_are_those_of_the_column_one_place_earlier(tmp_path: Path, store:
     labels = [[t if m else IGNORED for t, m in zip(*row, strict=True)] for row in zip(tokens, masks, strict=True)]
     (tmp_path / "data").mkdir()
     columns = {"tokens": pa.array(tokens, pa.list_(pa.uint16())), name: masks if name == "loss_mask" else labels}
-    STORES[store](tmp_path / "data" / "s0.shard", columns)
+    STORES[store](tmp_path / "data" / "s0.shard", pa.table(columns))
     stream = open_stream(settings(tmp_path / "data", seq_length=LENGTH, sep_token=-1, global_batch_size=5))
     want = dict(zip(map(tuple, tokens), labels, strict=True))
     for step in range(8):
@@ -244,7 +238,7 @@ def test_labels_of_examples_of_any_length_survive_the_cutting_into_rows(tmp_path
     ]
     masks = [[int(token % 3 == 0) for token in document] for document in documents]
     (tmp_path / "data").mkdir()
-    pq.write_table(pa.table({"tokens": documents, "loss_mask": masks}), tmp_path / "data" / "s.parquet")
+    write_arrow(tmp_path / "data" / "s.arrow", pa.table({"tokens": documents, "loss_mask": masks}))
     stream = open_stream(settings(tmp_path / "data", seq_length=LENGTH, bos_token=3, reset_attention_mask=True))
     for step in range(200):
         batch = stream.batch(step)
@@ -292,16 +286,16 @@ def test_labels_that_do_not_belong_to_their_tokens_are_refused(
     tmp_path: Path, columns: dict[str, Any], expected: str
 ) -> None:
     (tmp_path / "data").mkdir()
-    pq.write_table(pa.table({"tokens": [[4, 5, 6, 7]], **columns}), tmp_path / "data" / "s.parquet")
-    with pytest.raises(UserError, match=f"s.parquet: .*{expected}"):
+    write_arrow(tmp_path / "data" / "s.arrow", pa.table({"tokens": [[4, 5, 6, 7]], **columns}))
+    with pytest.raises(UserError, match=f"s.arrow: .*{expected}"):
         open_stream(settings(tmp_path / "data"))
 
 
 def test_shards_with_and_without_labels_are_not_one_dataset(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    pq.write_table(pa.table({"tokens": [[4, 5]], "labels": [[4, 5]]}), tmp_path / "data" / "a.parquet")
-    pq.write_table(pa.table({"tokens": [[4, 5]]}), tmp_path / "data" / "b.parquet")
-    with pytest.raises(UserError, match=r"b\.parquet: no column of labels, but other shards"):
+    write_arrow(tmp_path / "data" / "a.arrow", pa.table({"tokens": [[4, 5]], "labels": [[4, 5]]}))
+    write_arrow(tmp_path / "data" / "b.arrow", pa.table({"tokens": [[4, 5]]}))
+    with pytest.raises(UserError, match=r"b\.arrow: no column of labels, but other shards"):
         open_stream(settings(tmp_path / "data"))
 
 

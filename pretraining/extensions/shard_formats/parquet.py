@@ -12,7 +12,6 @@ from pretraining.data.stores.labels import decode, is_list, label_columns
 from pretraining.data.stores.shard import ShardContents
 from pretraining.storage import BUFFER, StorageError, is_remote, open_buffered
 
-MAGIC = b"PAR1"
 # Rows decoded at once: 2.6 MB at 660 tokens each.
 _ROWS = 1024
 

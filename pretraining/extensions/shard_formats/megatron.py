@@ -13,10 +13,9 @@ import numpy as np
 
 from pretraining.config.errors import UserError
 from pretraining.data.stores.shard import DiskArray, ShardContents, chunks, in_memory
+from pretraining.extensions.shard_formats import MEGATRON
 from pretraining.storage import location, opened, stamp_of
 
-MAGIC = b"MMIDIDX\x00\x00"
-OLD_MAGIC = b"TNTIDX\x00\x00"  # "lazy" and "cached" datasets of the first Megatron
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type, sequences, entries of the document index
 _TYPES = {4: "int32", 5: "int64", 8: "uint16"}
 # Entries of the document index checked at once: 32 MB.
@@ -30,7 +29,7 @@ def index_megatron(path: str) -> ShardContents:
         raise UserError(f"{path}: {size} bytes are too short for a Megatron index: copy or write it again")
     with opened(path) as file:
         magic, version, kind, sequences, entries = _HEADER.unpack(file.read_at(0, _HEADER.size))
-    if magic != MAGIC or version != 1:
+    if magic != MEGATRON or version != 1:
         raise UserError(f"{path}: not a Megatron index of version 1: convert it with Megatron's current tools")
     if kind not in _TYPES:
         raise UserError(f"{path}: tokens of Megatron's type {kind}; the types that can be read are {_TYPES}")

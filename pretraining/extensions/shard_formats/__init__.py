@@ -1,0 +1,37 @@
+"""Token shards of other tools: Parquet, and Megatron's .idx next to .bin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pretraining.config.extension import Extension
+from pretraining.storage import ShardFormat
+
+if TYPE_CHECKING:
+    from pretraining.data.stores.shard import ShardContents
+
+PARQUET = b"PAR1"
+MEGATRON = b"MMIDIDX\x00\x00"
+OLD_MEGATRON = b"TNTIDX\x00\x00"  # "lazy" and "cached" datasets of the first Megatron
+
+
+def index_parquet(path: str, column: str, decoded: str) -> ShardContents:
+    """See ShardFormat."""
+    from pretraining.extensions.shard_formats.parquet import decode_parquet  # imports numpy
+
+    return decode_parquet(path, column, decoded)
+
+
+def open_megatron(path: str, column: str, decoded: str) -> ShardContents:
+    """See ShardFormat. There are no columns, and nothing is decoded."""
+    from pretraining.extensions.shard_formats import megatron  # imports numpy
+
+    return megatron.index_megatron(path)
+
+
+EXTENSION = Extension(
+    shard_formats={
+        "parquet": ShardFormat((PARQUET,), index_parquet),
+        "megatron": ShardFormat((MEGATRON, OLD_MEGATRON), open_megatron),
+    }
+)

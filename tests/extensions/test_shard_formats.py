@@ -1,0 +1,77 @@
+"""Parquet and Megatron's shards. tests/data compares every store with the others."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pretraining.config.errors import UserError
+from pretraining.data import open_stream
+from pretraining.storage import SHARD_FORMATS
+from tests.data import corpora
+from tests.data.corpora import numbered, rows, settings
+from tests.data.test_faults import DOCUMENTS, complaint, flip, truncate
+
+pytest.importorskip("pretraining.extensions.shard_formats")
+
+
+def test_a_flat_parquet_column_has_no_documents(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    table = pa.table({"tokens": pa.array([1, 2, 3], pa.int32())})
+    corpora.write_parquet_table(tmp_path / "data" / "x.parquet", table)
+    assert "a column of single tokens has no documents" in complaint(tmp_path / "data")
+
+
+def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    index = corpora.write_megatron(tmp_path / "data" / "s", DOCUMENTS)
+    truncate(index.with_suffix(".bin"), 0.9)
+    message = complaint(tmp_path / "data")
+    assert message.startswith(f"{index}: ") and f"24,000, but {index.with_suffix('.bin')} has 21,600 bytes" in message
+    index.with_suffix(".bin").unlink()
+    assert f"{index.with_suffix('.bin')}: No such file" in complaint(tmp_path / "data")
+
+
+def test_documents_anywhere_in_a_megatron_file_are_verified_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    index = corpora.write_megatron(tmp_path / "data" / "s", numbered([300] * 2000))
+    raw = bytearray(index.read_bytes())
+    pointers = np.frombuffer(raw, "<i8", 2000, offset=34 + 4 * 2000)
+    shuffled = pointers[np.random.default_rng(0).permutation(2000)]
+    raw[34 + 4 * 2000 : 34 + 12 * 2000] = shuffled.tobytes()
+    index.write_bytes(raw)
+    config = settings(tmp_path / "data", seq_length=300)
+    rows(open_stream(config), 2000)
+    tokens = index.with_suffix(".bin")
+    flip(tokens, 400_000, tokens.stat())
+    with pytest.raises(UserError, match=re.escape(f"{index}: the bytes of documents ")):
+        rows(open_stream(config), 2000)
+
+
+def test_without_the_folder_such_shards_are_refused_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shards = corpora.write_parquet(folder / "p", DOCUMENTS), corpora.write_megatron(folder / "m", DOCUMENTS)
+    for name in dict(SHARD_FORMATS):
+        monkeypatch.delitem(SHARD_FORMATS, name)
+    for shard in reversed(shards):
+        assert re.fullmatch(
+            rf"{shard}: \d+ bytes, no Arrow shard \(Parquet and Megatron shards need the folder pretraining/extensions/"
+            r"shard_formats\): remove it, complete it, or turn text into shards with .*",
+            complaint(folder),
+        )
+        assert str(shard) in complaint(folder, file_type="parquet")
+        shard.unlink()
+        shard.with_suffix(".bin").unlink(missing_ok=True)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    corpora.write_flat(folder / "a", DOCUMENTS)
+    message = "no shards of --file_type=parquet: give a folder with arrow files of tokens"
+    assert complaint(folder, file_type="parquet") == f"{folder}: {message}"

@@ -1,0 +1,32 @@
+"""The loop, on a run whose second update is not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from main_training import train
+
+DIVERGING: dict[str, Any] = {
+    **{"model_variant": "custom", "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "vocab_size": 64},
+    **{"intermediate_size": 32, "seq_length": 8, "batch_size": 1, "mixed_precision": False, "use_dummy_dataset": True},
+    **{"engine": "torch", "device": "cpu", "num_steps": 6, "report_interval": 2},
+    **{"learning_rate": 1e29, "lr_schedule": "constant"},
+}
+
+
+@pytest.mark.parametrize(("limit", "code"), [(0, 3), (4, 3), (5, 0)])
+def test_a_run_stops_once_more_updates_are_refused_than_allowed(
+    limit: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = train({**DIVERGING, "max_skipped_steps": limit, "log_dir": str(tmp_path)})
+    printed = capsys.readouterr().out
+    assert result.code == code
+    assert "first at step 2: loss or gradient was not finite" in printed
+    assert ("no update after step 1 was applied" in printed) == (code == 3)
+    assert ("--skip_samples=1-1" in printed) == (code == 3)
+    skipped, step = (1, 2) if limit == 0 else (5, 6)
+    assert f"{skipped} updates skipped up to step {step}, the first" in printed
+    assert [record["refused"] for record in result.records if "refused" in record] == [skipped] * (code == 3)
