@@ -25,10 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from main_training import EXTENSIONS
+from main_training import CONFIGURATION
 from pretraining.config.training import TrainConfig
 from pretraining.data import Prefetcher, Stream, open_stream
-from pretraining.storage import use_files_of
 
 ROWS, LENGTH, VOCABULARY = 2, 4096, 32_000
 SHARES = {"a": 0.5, "b": 0.3, "c": 0.2}
@@ -121,7 +120,7 @@ def settings(folder: Path, index: Path) -> TrainConfig:
     """Return the configuration to measure."""
     several = any(folder.glob("*/*"))
     names, weights = (",".join(SHARES), "0.5,0.3,0.2") if several else ("", "")
-    config = TrainConfig(data_path=str(folder), datasets=names, weights=weights, index_dir=str(index))
+    config = CONFIGURATION(data_path=str(folder), datasets=names, weights=weights, index_dir=str(index))
     return replace(config, seq_length=LENGTH, global_batch_size=ROWS, vocab_size=VOCABULARY, sep_token=1)
 
 
@@ -241,7 +240,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stores", default="arrow,parquet,megatron,short")
     options = parser.parse_args()
-    use_files_of(EXTENSIONS)
     if options.measure:
         print(json.dumps(measure(*options.measure)))
         return

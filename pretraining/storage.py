@@ -246,7 +246,7 @@ class ShardFormat(NamedTuple):
     open: Callable[[str, str, str], Any]  # (path, column, file for decoded tokens) -> data.stores.shard.ShardContents
 
 
-FORMATS: list[CheckpointFormat] = []  # see use_files_of
+CHECKPOINT_FORMATS: list[CheckpointFormat] = []  # see use_files_of
 SHARD_FORMATS: dict[str, ShardFormat] = {}  # besides Arrow's, by the values of file_type; see use_files_of
 STORES: dict[str, Store] = {}  # by the beginning of their paths; see use_files_of
 
@@ -256,7 +256,7 @@ def use_files_of(extensions: Iterable[Extension]) -> None:
     for extension in extensions:
         STORES.update(extension.stores)
         SHARD_FORMATS.update(extension.shard_formats)
-        FORMATS.extend(each for each in extension.formats if each not in FORMATS)
+        CHECKPOINT_FORMATS.extend(each for each in extension.checkpoint_formats if each not in CHECKPOINT_FORMATS)
 
 
 def store_of(path: str | Location) -> Store:

@@ -14,7 +14,7 @@ from pretraining.checkpoint.files import read_json
 from pretraining.checkpoint.manifest import Checkpoint, is_committed, open_checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.config.errors import UserError
-from pretraining.storage import FORMATS, STEP, Location, is_remote, location, store_of
+from pretraining.storage import CHECKPOINT_FORMATS, STEP, Location, is_remote, location, store_of
 
 CHECKPOINTS = "checkpoints"  # in a run's folder, unless ckpt_save_path is set
 RUN_CONFIG = "config.json"  # of a run: its effective configuration
@@ -126,12 +126,12 @@ def newest_checkpoint(path: Location, allow_remote: bool = True) -> Location:
 
 def is_of_other_program(path: Location) -> bool:
     """Return whether a folder is in a format that an extension reads."""
-    return any(form.recognizes(path) for form in FORMATS)
+    return any(form.recognizes(path) for form in CHECKPOINT_FORMATS)
 
 
 def open_any_checkpoint(path: Location, allow_remote: bool = True) -> Checkpoint:
     """Open a folder in a format that an extension reads, a step_N folder, or the newest checkpoint of a run."""
-    for form in FORMATS:
+    for form in CHECKPOINT_FORMATS:
         if form.recognizes(path):
             checkpoint: Checkpoint = form.open(path)
             return checkpoint

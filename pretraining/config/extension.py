@@ -70,7 +70,7 @@ class Extension:
     """Settings that do nothing while the first is 0, False or empty."""
     stores: Mapping[str, Any] = field(default_factory=dict)
     """Beginning of paths, such as s3://, and the pretraining.storage.Store that reads and writes them."""
-    formats: tuple[Any, ...] = ()
+    checkpoint_formats: tuple[Any, ...] = ()
     """pretraining.storage.CheckpointFormat of other programs' checkpoints that a run can start from."""
     shard_formats: Mapping[str, Any] = field(default_factory=dict)
     """Value of file_type, and the pretraining.storage.ShardFormat of such token shards."""

@@ -39,9 +39,9 @@ class Accelerator(NamedTuple):
     fuse: Callable[[], AbstractContextManager[None]] = nullcontext  # around a step: fuses what is not compiled
     mixed_matmul_precision: str = "highest"  # of fp32 products in a run whose other products are 16 bits wide
     package: str = ""  # that registers the device with torch, and is imported for it alone
-    install: str = "docs/clusters.md says where it is"  # how to get the package
+    install: str = ""  # how to get the package
     launch_variables: tuple[str, ...] = ()  # the same in all processes; set before they start, each with one device
-    caveat: str = "untested on hardware"  # printed with the choice of the device
+    caveat: str = ""  # printed with the choice of the device
 
 
 def _torch_tpu_has_kernel(dtype: torch.dtype, width: int) -> bool:
@@ -51,9 +51,9 @@ def _torch_tpu_has_kernel(dtype: torch.dtype, width: int) -> bool:
 SLICE_VARIABLE = "TORCH_TPU_TOPOLOGY"
 ACCELERATORS = {
     # On CPUs matrix products dominate, and eager code starts at once.
-    "cpu": Accelerator("CPU", "gloo", kernel="repeated", divides_gradients=True, caveat=""),
+    "cpu": Accelerator("CPU", "gloo", kernel="repeated", divides_gradients=True),
     "cuda": Accelerator(
-        "CUDA GPU", "nccl", {}, "grouped", skips_masked_blocks=True, divides_gradients=True, pins_memory=True, caveat=""
+        "CUDA GPU", "nccl", {}, "grouped", skips_masked_blocks=True, divides_gradients=True, pins_memory=True
     ),
     # torch_tpu 0.2.0: the cache of compiled programs does not know the matmul precision, hence not serializable. Its
     # flex_attention computes all scores. fp32 products whose factors are bf16 are exact in one pass ("medium"). Its
@@ -75,7 +75,14 @@ ACCELERATORS = {
         caveat="not run on TPU hardware yet",
     ),
     # From AWS's documentation of torch-neuronx 2.13.
-    "neuron": Accelerator("NeuronCore", "neuron", {"backend": "neuron", "dynamic": False}, package="torch_neuronx"),
+    "neuron": Accelerator(
+        "NeuronCore",
+        "neuron",
+        {"backend": "neuron", "dynamic": False},
+        package="torch_neuronx",
+        install="docs/clusters.md says where it is",
+        caveat="untested on hardware",
+    ),
 }
 HOST = torch.device("cpu")
 
@@ -99,9 +106,10 @@ def open_device(name: str) -> torch.device:
     row = ACCELERATORS[name]
     if name == HOST.type:
         return HOST
-    if row.package and importlib.util.find_spec(row.package) is None:
-        raise UserError(f"--device={name} needs the package {row.package}: {row.install}")
-    importlib.import_module(row.package or "torch")
+    if row.package:
+        if importlib.util.find_spec(row.package) is None:
+            raise UserError(f"--device={name} needs the package {row.package}: {row.install}")
+        importlib.import_module(row.package)
     found, count = find_devices()
     if found != name:
         raise UserError(f"--device={name}, but PyTorch finds no {row.title}; leave the flag out, or use --device=cpu")

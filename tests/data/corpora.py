@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from main_training import CONFIGURATION
 from pretraining.config.training import TrainConfig
@@ -17,6 +16,12 @@ from pretraining.data import Stream
 
 SEPARATOR = 1  # documents of these tests use ids from 2 on
 Documents = Sequence[Sequence[int]]
+
+
+def _need_shard_formats() -> None:
+    import pytest  # which the environment of TorchTPU, where toys read this module, does not have
+
+    pytest.importorskip("pretraining.extensions.shard_formats")
 
 
 def numbered(lengths: Sequence[int], first: int = 2) -> list[list[int]]:
@@ -72,7 +77,7 @@ def write_arrow(path: Path, table: pa.Table, stream: bool = False, rows: int | N
 
 def write_parquet_table(path: Path, table: pa.Table, rows: int | None = None) -> None:
     """A table, in row groups of `rows`, for tests that read it again."""
-    pytest.importorskip("pretraining.extensions.shard_formats")
+    _need_shard_formats()
     pq.write_table(table, path, row_group_size=rows)
 
 
@@ -86,7 +91,7 @@ def write_parquet(path: Path, documents: Documents, kind: str = "int32") -> Path
 
 def write_megatron(path: Path, documents: Documents, kind: str = "int32", sequences: int = 1) -> Path:
     """NAME.bin and NAME.idx; sequences: into which every document is cut."""
-    pytest.importorskip("pretraining.extensions.shard_formats")
+    _need_shard_formats()
     pieces = [list(piece) for document in documents for piece in np.array_split(np.array(document), sequences)]
     sizes = np.array([len(piece) for piece in pieces], np.int32)
     tokens = np.concatenate([np.array(piece) for piece in pieces] or [np.zeros(0)]).astype(kind)

@@ -88,10 +88,11 @@ def test_damage_to_any_file_that_a_run_reads_is_a_sentence_or_makes_no_differenc
     programs: Programs, tmp_path: Path
 ) -> None:
     target, report = continued_run(programs, tmp_path / "work"), Report()
-    for seed in range(12 if runs_all() else 5):
+    for seed in range(12):
         target.spoil(report, seed)
-    assert not report.broken
-    assert not runs_all() or report.counts["refused"] >= 1  # five files may all be harmless
+        if seed >= 4 and report.counts.get("refused") and not runs_all():
+            break  # five files may all be harmless
+    assert not report.broken and report.counts["refused"] >= 1
 
 
 @pytest.mark.exhaustive

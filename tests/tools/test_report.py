@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,9 @@ def test_the_page_of_one_run_lies_in_its_folder(tmp_path: Path) -> None:
 def test_a_watched_page_shows_the_runs_as_they_stand(tmp_path: Path) -> None:
     folder = run(tmp_path / "one", 2, 1e-3)
     command = [sys.executable, "-m", "pretraining.tools.report", str(folder), "--watch", "--port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    # A shell's background job ignores SIGINT, and so would what it starts
+    obey = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=obey) as server:  # noqa: PLW1509
         assert server.stdout
         address = server.stdout.readline().split()[0]
         before = Page(urlopen(address).read().decode())

@@ -25,4 +25,4 @@ def open_folder(path: Location) -> Checkpoint:
     return open_huggingface(path)
 
 
-EXTENSION = Extension(formats=(CheckpointFormat(recognizes, open_folder),))
+EXTENSION = Extension(checkpoint_formats=(CheckpointFormat(recognizes, open_folder),))

@@ -100,9 +100,9 @@ def _fp8(value: Any, source: ForeignConfig) -> Conversion:
 
 
 def _other_fp8(value: Any, source: ForeignConfig) -> Conversion:
-    return (
-        unsupported_value("not known with fp8") if value and source.get("model.fp8") else ignored("off, or without fp8")
-    )
+    if value and source.get("model.fp8"):
+        return unsupported_value("not known with fp8")
+    return ignored("off, or without fp8")
 
 
 FORMAT = TrainerFormat(
