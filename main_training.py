@@ -13,7 +13,6 @@ from pretraining.config.extension import Extension, configuration_of, installed
 from pretraining.config.flags import run as run_main
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
-from pretraining.data.checks import INPUTS
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
 from pretraining.run import configure as configuring
@@ -60,7 +59,7 @@ def train(
     check_environment()
 
     # Configuration: every mistake at once, before torch is imported
-    config = configuring.configure(settings, extensions, without=INPUTS if data else ())
+    config = configuring.configure(settings, extensions, own_data=bool(data))
     if (code := configuring.do_instead(config, extensions)) is not None:  # a plan, or the report of an imported file
         return TrainingResult(config, code, [])
 

@@ -76,6 +76,8 @@ class Extension:
     """Value of file_type, and the pretraining.storage.ShardFormat of such token shards."""
     inputs: tuple[Callable[[Any], None], ...] = ()
     """Checks of what the run reads and writes, before torch is imported. Each raises UserError; all are reported."""
+    stored_data: tuple[Callable[[Any], None], ...] = ()
+    """Such checks of data that a caller may replace by data of its own."""
     agree: Callable[[Any, Mapping[str, str]], None] | None = None
     """Compare the configuration, and fingerprints of the data by name, with those of the run's other processes, before
     a device is opened. Raises UserError."""

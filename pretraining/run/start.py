@@ -42,7 +42,6 @@ SWITCHES = {
     "val_interval": ("valid_data_path", "valid_datasets", "valid_weights", "val_steps"),
     "test_steps": ("test_data_path",),
 }
-IGNORED_BY_DUMMY = ("data_path", "num_epochs")
 VISIBLE_WITHIN = 10.0  # seconds in which a new file is visible on every host
 
 
@@ -175,7 +174,7 @@ def settings_without_effect(config: TrainConfig, extensions: Sequence[Extension]
     switches = [item for table in (SWITCHES, *(each.switches for each in extensions)) for item in table.items()]
     reasons = {name: f"without {switch}" for switch, names in switches if not getattr(config, switch) for name in names}
     if config.use_dummy_dataset:
-        reasons |= dict.fromkeys(IGNORED_BY_DUMMY, "with use_dummy_dataset")
+        reasons |= dict.fromkeys(("data_path", "num_epochs"), "with use_dummy_dataset")
     changed = (name for name in reasons if getattr(config, name) != settings_of(type(config))[name].default)
     return [f"{name}: no effect {reasons[name]}" for name in changed]
 
@@ -201,7 +200,6 @@ def open_run_folder(config: TrainConfig, resumed: Facts | None, account: Account
     if start_step and (lost := missing_history(folder / METRICS_FILE, start_step, config.report_interval)):
         print(f"note: {lost}", flush=True)
     with writing_to("log_dir", folder):
-        trains = start_step < config.num_steps
-        metrics = open_metrics(folder, start_step, account.began if trains else None)
+        metrics = open_metrics(folder, start_step, account.began if start_step < config.num_steps else None)
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
     return metrics

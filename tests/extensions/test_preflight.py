@@ -43,9 +43,17 @@ def test_check_reports_a_missing_folder_of_data_once(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith("1 problem with"), done.stderr
 
 
+def test_own_data_need_no_stored_ones(tmp_path: Path) -> None:
+    flags = {"model_variant": "tiny", "data_path": str(tmp_path / "nowhere"), "check": True}
+    with pytest.raises(ConfigError, match=r"^1 problem(.|\n)*no such folder"):
+        configure(flags)
+    assert configure(flags, own_data=True)
+
+
 def test_check_stops_with_code_0_where_nothing_is_wrong_and_writes_nothing(tmp_path: Path) -> None:
     done = check("--check", "--use_dummy_dataset", "--model_variant=tiny", "--log_dir=run", folder=tmp_path)
-    assert done.returncode == 0 and "checked: no mistakes" in done.stdout, done.stderr
+    assert done.returncode == 0 and done.stdout.startswith("checked: no mistakes"), done.stderr
+    assert len(done.stdout.splitlines()) == 1  # settings are listed where a run begins
     assert not (tmp_path / "run").exists()
 
 
@@ -86,3 +94,10 @@ def test_a_missing_key_of_the_tracker_is_a_mistake(tmp_path: Path) -> None:
     flags = ("--check", "--use_dummy_dataset", "--model_variant=tiny", "--tracker=wandb")
     assert "no API key: `wandb login`" in check(*flags, folder=tmp_path, WANDB_MODE="online").stderr
     assert check(*flags, folder=tmp_path, WANDB_MODE="offline").returncode == 0
+
+
+@needs("trackers")
+def test_aim_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretraining.extensions.trackers.settings.find_spec", lambda name: object())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert configure({**DUMMY, "log_dir": str(tmp_path), "tracker": "aim"})

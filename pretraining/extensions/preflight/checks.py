@@ -166,13 +166,10 @@ def _check_written(name: str, config: TrainConfig) -> None:
 INPUTS = (
     check_run_folder,
     check_output_folders,
-    check_training_folder,
-    check_validation_folder,
-    check_test_folder,
     check_tokenizer_file,
     check_checkpoint_folder,
     check_packages,
-    check_content,
     check_storage,
     check_first_process,
 )
+STORED_DATA = (check_training_folder, check_validation_folder, check_test_folder, check_content)

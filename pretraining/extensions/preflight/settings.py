@@ -17,3 +17,8 @@ class PreflightConfig(TrainConfig):
     check: Annotated[bool, Resume.FREE, Common()] = False
     """Check settings, paths, tokenizer, data, packages, storage and the address of the first process, print every
     mistake, and stop: code 0 if there is none, otherwise 2. No device is opened."""
+
+    @property
+    def trains(self) -> bool:
+        """See TrainConfig."""
+        return super().trains and not self.check

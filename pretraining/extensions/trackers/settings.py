@@ -52,9 +52,9 @@ def check_tracker(config: TrackersConfig) -> Iterator[Problem]:
 def check_key(config: TrackersConfig) -> None:
     """Raise UserError if Weights & Biases has no key, and process 0 cannot ask for one."""
     asks = not first_rank() or sys.stdin.isatty() or "wandb" in sys.modules  # a notebook may have logged in
-    if config.tracker and find_spec(config.tracker) and not asks and not has_key(os.environ):
+    if config.tracker == "wandb" and find_spec("wandb") and not asks and not has_key(os.environ):
         remedy = "`wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to send the run later"
-        raise UserError(f"--tracker={config.tracker}: no API key: {remedy}")
+        raise UserError(f"--tracker=wandb: no API key: {remedy}")
 
 
 def has_key(environment: Mapping[str, str]) -> bool:
