@@ -769,6 +769,10 @@ class TrainConfig:
         """Further facts to print before the first step: name, of at most 14 letters -> text."""
         return {}
 
+    def printed(self, text: str, record: Mapping[str, Any] | None = None) -> str:
+        """Return `text` as the run prints it. record: of metrics.jsonl, if `text` is its line."""
+        return text
+
     @property
     def precision_mode(self) -> str:
         """`precision`, with "auto" resolved by mixed_precision."""

@@ -82,8 +82,7 @@ def _memory(per_device: Mapping[str, int]) -> str:
 
 
 def _mask(recompute: Sequence[bool]) -> str:
-    letters = " ".join("FT"[chosen] for chosen in recompute)
-    return f"{sum(recompute)} of {len(recompute)} blocks: {letters}"
+    return f"{sum(recompute)} of {len(recompute)} blocks: {' '.join('FT'[chosen] for chosen in recompute)}"
 
 
 def _rates(config: TrainConfig, rates: Mapping[int, float]) -> str:
@@ -99,8 +98,7 @@ def _peak(kind: DeviceKind | None) -> str:
 
 def data_lines(facts: Mapping[str, Any]) -> str:
     """Return one line per dataset and per note on how they are read, from a stream's `facts()`."""
-    lines = [*map(_dataset, facts["datasets"]), *facts.get("notes", [])]
-    return "\n".join(f"{'data':<14} {line}" for line in lines)
+    return "\n".join(f"{'data':<14} {line}" for line in [*map(_dataset, facts["datasets"]), *facts.get("notes", [])])
 
 
 def _dataset(dataset: Mapping[str, Any]) -> str:

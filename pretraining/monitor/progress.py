@@ -1,6 +1,7 @@
 """What a run prints while it trains: the line of a report, and signs of life.
 
-The same in a terminal and in a log file: no colours, no carriage returns, columns of fixed width.
+As a file has it: no colours, no carriage returns, columns of fixed width. TrainConfig.printed may change it for a
+terminal.
 """
 
 from __future__ import annotations
@@ -51,9 +52,8 @@ def evaluation_line(record: Mapping[str, Any], num_steps: int) -> str:
 
 def position(step: int, num_steps: int) -> str:
     """Return "step 20/100  20.0%"."""
-    width = len(str(num_steps))
     share = math.floor(1000 * step / num_steps) / 10  # rounded down: only the last step is 100 %
-    return f"step {step:>{width}}/{num_steps} {share:>5.1f}%"
+    return f"step {step:>{len(str(num_steps))}}/{num_steps} {share:>5.1f}%"
 
 
 @contextmanager

@@ -30,7 +30,8 @@ def open_engine(config: TrainConfig) -> Engine:
         refuse_variables()
     engine: Engine = engine_class(config, name)(config)
     if engine.process_index == 0:
-        print(f"engine: {name} on {engine.device_name} ({reason})", *engine.remarks, sep="\n  ", flush=True)
+        lines = (f"engine: {name} on {engine.device_name} ({reason})", *engine.remarks)
+        print(config.printed("\n  ".join(lines)), flush=True)
     return engine
 
 

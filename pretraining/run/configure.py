@@ -50,7 +50,7 @@ def configure(
         found = FileFlags(more.values, {**found.origins, **more.origins}, [*found.problems, *more.problems])
     config = config_from_flags(found.values, checks, configuration, found.origins, found.problems)
     if report and config.trains and first_rank():
-        print("\n".join(describe_settings(config, flags, found.origins, origin)), flush=True)
+        print(config.printed("\n".join(describe_settings(config, flags, found.origins, origin))), flush=True)
     return config
 
 

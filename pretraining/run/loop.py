@@ -163,8 +163,7 @@ def _first_step(run: TrainingRun, step: int, batch: Batch, rate: float) -> StepR
     """Run a step that may be traced and compiled, with a sign of life while that lasts."""
     began, length = time.perf_counter(), run.config.row_length(step)
     name = "first step" + (f" with rows of {length} tokens" if len(run.config.row_lengths) > 1 else "")
-    layers = counted(model_shape(run.config).num_layers, "layer")
-    with run.heartbeat(f"{run.first} the {name}, {layers}"):
+    with run.heartbeat(f"{run.first} the {name}, {counted(model_shape(run.config).num_layers, 'layer')}"):
         result = run.trainee.train_step(batch, rate)
         result.read()
     # What torch and its compilers have made by now stays: 300,000 to 500,000 objects, which a full collection looks

@@ -184,14 +184,15 @@ def print_run(
 ) -> None:
     """Print what follows from the configuration, the devices and the data, in process 0."""
     if engine.process_index == 0:
-        print(describe_run(config, engine, extensions), data_lines(streams["train"].facts()), sep="\n", flush=True)
+        data = data_lines(streams["train"].facts())
+        print(config.printed(f"{describe_run(config, engine, extensions)}\n{data}"), flush=True)
 
 
 def print_placement(config: TrainConfig, engine: Engine, trainee: Trainee) -> None:
     """Print the bytes that were measured on one device, and their share of one copy, in process 0."""
     measured = trainee.bytes_per_device()
     if engine.process_index == 0:
-        print(placed_line(measured, unsharded_state_bytes(config)), flush=True)
+        print(config.printed(placed_line(measured, unsharded_state_bytes(config))), flush=True)
 
 
 def open_run_folder(config: TrainConfig, resumed: Facts | None, account: Account) -> Metrics:

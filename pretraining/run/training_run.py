@@ -104,7 +104,7 @@ class TrainingRun:
             with self.metrics.named():
                 for watcher in self.watchers:
                     watcher.record(clean)
-        self.print(line)
+        self.print(self.config.printed(line, record))
 
     def write_account(self, **more: float) -> None:
         """Write where the time since the last record went, in process 0."""
