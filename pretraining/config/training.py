@@ -196,7 +196,8 @@ class TrainConfig:
     Elsewhere: context_parallel_degree."""
     low_cpu_fsdp: Annotated[bool, Resume.FREE] = False
     """True: build the model on the meta device and create each shard in place, so that host memory grows by one
-    parameter at a time. False: build the whole model in host memory first. The initial weights are the same."""
+    parameter at a time. False: build the whole model in host memory first. The initial weights are the same.
+    With every sharding_strategy."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP2's offload policy). CUDA only."""
     collective_timeout: Annotated[int, AtLeast(1, below=10**9), Resume.FREE] = 600
@@ -229,19 +230,21 @@ class TrainConfig:
     # ---- Activation checkpointing
     fsdp_activation_checkpointing: Annotated[bool, COMMON] = False
     """Recompute the activations of the blocks that selective_checkpointing chooses in the backward pass instead of
-    storing them. Elsewhere: gradient_checkpointing, activation_checkpoint, recompute_activations."""
+    storing them, with every sharding_strategy. Elsewhere: gradient_checkpointing, activation_checkpoint,
+    recompute_activations."""
     selective_checkpointing: Annotated[str, BLOCKS, COMMON] = "1"
     """Blocks that are recomputed: an integer k (every k-th block; 1 is all) or a fraction between 0 and 1, such as
     "1/3" or "0.5" (that fraction of the blocks, evenly spaced and centred)."""
     checkpoint_granularity: Annotated[Literal["full", "selective"], Needs("fsdp_activation_checkpointing")] = "full"
     """What is recomputed of a chosen block: "full" (all of it), or "selective" (the modules that checkpoint_modules
-    names, and operations that are cheap compared with the memory of their results)."""
+    names, and operations that are cheap compared with the memory of their results). Also: --recompute_granularity."""
     checkpoint_modules: Annotated[str, MODULES, Needs("checkpoint_granularity", "selective")] = ""
     """"attention" (with its projections), "mlp", "norm", "mlp_activation" (the activation and its product with the
-    gate) and "core_attention", comma-separated. Attention scores are always recomputed, as they are never stored."""
+    gate) and "core_attention", comma-separated. Attention scores are always recomputed, as they are never stored.
+    Also: --recompute_modules."""
     checkpoint_num_layers: Annotated[int, AtLeast(1), Needs("fsdp_activation_checkpointing")] = 1
     """Blocks that are recomputed together from the input of the first, which alone is stored; for
-    checkpoint_granularity=full with every block chosen."""
+    checkpoint_granularity=full with every block chosen. Also: --recompute_num_layers."""
     save_attention: Annotated[bool, Needs("fsdp_activation_checkpointing")] = False
     """Store the results of attention's kernel in recomputed blocks (the output, and one fp32 number for each query and
     head), so that it does not run twice: faster for long sequences, with the memory of two block inputs per block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ from pretraining.config.errors import Problem
 from pretraining.config.grammar import parse_steps
 from pretraining.config.training import STEPS, TrainConfig
 from pretraining.config.validate import problem
+from pretraining.monitor.figures import size
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,23 @@ class SaveScheduleConfig(TrainConfig):
         if self.checkpoint_scale == "log":
             return step == self.num_steps or is_power(step, self.checkpoint_interval)
         return super().saves_at(step)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """See TrainConfig: the disk that checkpoints need, where nobody has said how many there are."""
+        defaults = TrainConfig()
+        names = [
+            name for name in ("num_steps", "checkpoint_interval") if getattr(self, name) == getattr(defaults, name)
+        ]
+        if not (names and self.checkpoint_interval) or self.checkpoint_scale == "log":
+            return super().facts
+        from pretraining.parallel.state_bytes import unsharded_state_bytes  # torch takes 3 s
+
+        count, state = math.ceil(self.num_steps / self.checkpoint_interval), unsharded_state_bytes(self)
+        kept, each = min(count, self.keep_last_n_checkpoints or count), state["parameters"] + state["moments"]
+        steps = f"every {self.checkpoint_interval:,} steps up to {self.num_steps:,} (default: {', '.join(names)})"
+        disk = f"{kept} x {size(each)} = {size(kept * each)} of disk; --keep_last_n_checkpoints=N keeps fewer"
+        return super().facts | {"checkpoints": f"{steps}, {disk}"}
 
 
 def is_power(step: int, base: int) -> bool:

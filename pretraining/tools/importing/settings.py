@@ -12,6 +12,7 @@ from pretraining.config.training import PER_HOST, STEPS, TrainConfig
 
 COMMON = Common()
 _OVERRIDE = re.compile(r"(--|\+{0,2})[A-Za-z]\w*(\.\w+)+=")  # Hydra's, with a + where the file lacks the key
+_RECOMPUTE = re.compile(r"--recompute[-_](?=(granularity|modules|num[-_]layers)(=|$))")  # Megatron's names
 # fms-fsdp's defaults, which its launch scripts spell out
 _FMS = {
     "--tracker=None": "--tracker=",
@@ -66,9 +67,11 @@ class FileConfig(TrainConfig):
 
     @classmethod
     def rewrite(cls, words: Sequence[str]) -> Sequence[str]:
-        """See TrainConfig: keys of import_config with dots, and fms-fsdp's spellings of what is so here anyway."""
+        """See TrainConfig: keys of import_config with dots, fms-fsdp's spellings of what is so here anyway, and
+        Megatron's names of recomputation, which is called a checkpoint here."""
         overrides = [word for word in words if _OVERRIDE.match(word)]
         others = [_FMS.get(word, word) for word in super().rewrite(words) if word not in overrides]
+        others = [_RECOMPUTE.sub("--checkpoint_", word) for word in others]
         keys = "\n".join(word.lstrip("-+") for word in overrides)
         return [*filter(None, others), *([f"--import_overrides={keys}"] if keys else [])]
 

@@ -412,6 +412,12 @@ def test_keys_of_the_file_are_overridden_as_in_hydra(tmp_path: Path) -> None:
         from_flags(alone.flags)
 
 
+def test_megatron_s_names_of_recomputation_are_flags() -> None:
+    line = read(["--recompute-num-layers=2", "--recompute_granularity", "full", "--recompute_method=x"], CONFIGURATION)
+    assert line.flags == {"checkpoint_num_layers": "2", "checkpoint_granularity": "full"}
+    assert [problem.subject for problem in line.problems] == ["--recompute_method=x"]
+
+
 def test_a_schedule_that_is_not_indented_is_refused(tmp_path: Path) -> None:
     node = put(put(tree("nxdt"), "model.optim.sched", None), "model.optim.warmup_steps", 3)
     assert "indent model.optim.warmup_steps under it" in refusal(node, tmp_path)
