@@ -13,7 +13,6 @@ from pretraining.config.extension import Extension, configuration_of, installed
 from pretraining.config.flags import run as run_main
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
-from pretraining.data.checks import INPUTS
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
 from pretraining.run import configure as configuring
@@ -34,11 +33,12 @@ NAMES = (
     "extensions.schedules", "extensions.splash", "extensions.fp8", "extensions.fp16", "extensions.manual_precision",
     "extensions.skip_step", "extensions.report_figures", "extensions.sharding_report", "extensions.profiler",
     "extensions.questions", "extensions.preemption", "extensions.benchmark", "extensions.history",
-    "extensions.trackers",
+    "extensions.trackers", "extensions.preflight",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths
 CHECKS, REPORT = configuring.checks_of(EXTENSIONS), configuring.report_of(EXTENSIONS)
+START = (*CHECKS, *configuring.start_checks_of(EXTENSIONS))
 CONFIGURATION: Any = configuration_of(EXTENSIONS)  # TrainConfig with the settings of the extensions
 configure: Callable[..., Any] = partial(configuring.configure, extensions=EXTENSIONS)
 
@@ -59,7 +59,7 @@ def train(
     check_environment()
 
     # Configuration: every mistake at once, before torch is imported
-    config = configuring.configure(settings, extensions, without=INPUTS if data else ())
+    config = configuring.configure(settings, extensions, own_data=bool(data))
     if (code := configuring.do_instead(config, extensions)) is not None:  # a plan, or the report of an imported file
         return TrainingResult(config, code, [])
 
@@ -67,7 +67,7 @@ def train(
     with starting():
         from pretraining.run import start  # imports torch, which takes 3 s
 
-        checkpoint, fingerprints = start.check_inputs(config, data, extensions)
+        checkpoint, fingerprints = start.check_inputs(config, data)
     configuring.compare_processes(config, fingerprints, extensions)
 
     with starting():
@@ -108,4 +108,4 @@ def main(**flags: str) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(lambda: run_main(main, checks=CHECKS, configuration=CONFIGURATION, report=REPORT))
+    exit_with(lambda: run_main(main, checks=START, configuration=CONFIGURATION, report=REPORT))

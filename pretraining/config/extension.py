@@ -66,8 +66,6 @@ class Extension:
     """Rules across settings."""
     resolve: Callable[[Mapping[str, object], type[TrainConfig], Iterable[Check], bool], FileFlags] | None = None
     """Merge flags with files that they name, before validation; the last argument: print a report."""
-    folders: tuple[str, ...] = ()
-    """Settings that name folders which the run writes."""
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Settings that do nothing while the first is 0, False or empty."""
     stores: Mapping[str, Any] = field(default_factory=dict)
@@ -76,8 +74,10 @@ class Extension:
     """pretraining.storage.CheckpointFormat of other programs' checkpoints that a run can start from."""
     shard_formats: Mapping[str, Any] = field(default_factory=dict)
     """Value of file_type, and the pretraining.storage.ShardFormat of such token shards."""
-    inputs: Callable[[Any], None] | None = None
-    """Check what is read or written besides the data and checkpoints, before a device is opened. Raises UserError."""
+    inputs: tuple[Callable[[Any], None], ...] = ()
+    """Checks of what the run reads and writes, before torch is imported. Each raises UserError; all are reported."""
+    stored_data: tuple[Callable[[Any], None], ...] = ()
+    """Such checks of data that a caller may replace by data of its own."""
     agree: Callable[[Any, Mapping[str, str]], None] | None = None
     """Compare the configuration, and fingerprints of the data by name, with those of the run's other processes, before
     a device is opened. Raises UserError."""

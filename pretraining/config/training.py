@@ -562,7 +562,16 @@ class TrainConfig:
         """Whether the run gets as far as opening data and paths."""
         return True
 
+    @property
+    def trains(self) -> bool:
+        """Whether the run gets as far as a step."""
+        return self.reads_data
+
     # Tables to which extensions add: they override these methods, and add to super()'s.
+
+    def output_folders(self) -> tuple[str, ...]:
+        """Return the settings that name folders which the run writes."""
+        return ("ckpt_save_path", "compile_cache_dir")
 
     @classmethod
     def optimizers(cls) -> Mapping[str, Hyperparameters]:

@@ -69,5 +69,5 @@ def _holds(config: TrainConfig, split: str) -> bool:
     return layout is not None and split in layout.folders
 
 
-INPUTS = (check_training_data, check_validation_data, check_test_data)  # what data of one's own replace
-CHECKS = (check_mixture, check_special_tokens, *INPUTS)
+OF_STORED_DATA = (check_training_data, check_validation_data, check_test_data)
+CHECKS = (check_mixture, check_special_tokens, *OF_STORED_DATA)

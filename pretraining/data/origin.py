@@ -12,6 +12,7 @@ from pretraining.storage import location
 def check_tokenizer(path: str, flag: str = "--tokenizer_path") -> None:
     """Raise UserError if there is no file at `path`, which `flag` names."""
     if not location(path).is_file():
+        path = str(location(path).resolve())
         raise UserError(f"{flag}={path}: no such file; give the tokenizer of the data, tokenizer.model or .json")
 
 

@@ -97,10 +97,10 @@ def refuse_unusable(path: Path) -> None:
         return
     if not path.is_file():
         found = "a folder" if path.is_dir() else "not a regular file"
-        raise UserError(f"{path} is {found}, where this run writes a file; move it away")
+        raise UserError(f"{path}: is {found}, where this run writes a file; move it away")
     if not os.access(path, os.R_OK | os.W_OK):
         remedy = "change its permissions (chattr -i if it is immutable), or move it away"
-        raise UserError(f"{path} cannot be read and written; {remedy}")
+        raise UserError(f"{path}: cannot be read and written; {remedy}")
 
 
 def missing_history(path: Path, step: int, interval: int) -> str | None:

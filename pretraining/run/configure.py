@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 from pretraining.checkpoint.checks import CHECKS as CHECKPOINT
-from pretraining.config.errors import UserError
+from pretraining.config.errors import Problem, UserError
 from pretraining.config.extension import Extension, FileFlags, configuration_of
 from pretraining.config.flags import config_from_flags, first_rank, is_script_setting, print_mistake
 from pretraining.config.grammar import without_credentials
+from pretraining.config.script import USER_MISTAKE
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check
 from pretraining.data.checks import CHECKS as DATA
+from pretraining.data.checks import OF_STORED_DATA
 from pretraining.models.checks import CHECKS as MODELS
 from pretraining.optim.checks import CHECKS as OPTIM
 from pretraining.parallel.checks import CHECKS as PARALLEL
@@ -25,24 +30,26 @@ def configure(
     extensions: Sequence[Extension] = (),
     *,
     report: bool = True,
-    without: Collection[Check] = (),
+    own_data: bool = False,
 ) -> TrainConfig:
     """Return the configuration of flags, or of a configuration, and of the files that they name.
 
-    report: print the report of --import_config, and the settings of a run that are not the default. without: checks
-    that do not apply. Raises ConfigError with every mistake.
+    report: this is the start of a run: check what it reads and writes too, and print the report of --import_config and
+    the settings that are not the default. own_data: the caller has data, so that settings need not name stored ones.
+    Raises ConfigError with every mistake.
     """
     use_files_of(extensions)  # some checks look into folders
     flags = changed_settings(settings) if isinstance(settings, TrainConfig) else settings
     origin = "TrainConfig" if isinstance(settings, TrainConfig) else "command line"
     configuration = configuration_of(tuple(extensions))
-    checks = [check for check in checks_of(extensions) if check not in without]
+    rules = [check for check in checks_of(extensions) if not (own_data and check in OF_STORED_DATA)]
+    checks = [*rules, *start_checks_of(extensions, own_data) * report]
     found = FileFlags(dict(flags), {}, [])
     for resolve in (extension.resolve for extension in extensions if extension.resolve):
         more = resolve(found.values, configuration, checks, report)
         found = FileFlags(more.values, {**found.origins, **more.origins}, [*found.problems, *more.problems])
     config = config_from_flags(found.values, checks, configuration, found.origins, found.problems)
-    if report and config.reads_data and first_rank():
+    if report and config.trains and first_rank():
         print("\n".join(describe_settings(config, flags, found.origins, origin)), flush=True)
     return config
 
@@ -50,6 +57,32 @@ def configure(
 def checks_of(extensions: Sequence[Extension]) -> tuple[Check, ...]:
     """Return the rules across settings of every room and extension."""
     return (*CHECKS, *(check for extension in extensions for check in extension.checks))
+
+
+def start_checks_of(extensions: Sequence[Extension], own_data: bool = False) -> list[Check]:
+    """Return the rules about files and folders of a run that starts."""
+    tables = [(extension.inputs, () if own_data else extension.stored_data) for extension in extensions]
+    return [partial(check_input, check=check) for table in tables for checks in table for check in checks]
+
+
+def check_input(config: TrainConfig, check: Callable[[TrainConfig], None]) -> Iterator[Problem]:
+    """`check` raises no UserError. One that asks to try again ends the start."""
+    try:
+        if config.reads_data:
+            check(config)
+    except UserError as error:
+        if error.code != USER_MISTAKE:
+            raise
+        yield from getattr(error, "problems", [Problem(*str(error).partition(": ")[::2])])  # of a ConfigError
+
+
+def check_folder(subject: str, folder: Path) -> None:
+    """Raise UserError if this process cannot write to `folder`, or cannot create it."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise UserError(f"{subject}: {there} is not a folder; give another one")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{subject}: {there} cannot be written; change its permissions, or give another folder")
 
 
 def report_of(extensions: Sequence[Extension]) -> Callable[[UserError], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 import uuid
@@ -20,7 +19,6 @@ from pretraining.checkpoint.restoring import check_starting_point, checkpoint_fo
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import UserError
 from pretraining.config.extension import Extension
-from pretraining.config.flags import first_rank
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data import NO_ROWS, Rows, Stream, check_data, open_stream, splits_of
@@ -29,7 +27,7 @@ from pretraining.monitor.account import Account
 from pretraining.monitor.facts import data_lines, describe, placed_line
 from pretraining.monitor.memory import check_memory
 from pretraining.monitor.metrics import FILE_NAME as METRICS_FILE
-from pretraining.monitor.metrics import Metrics, missing_history, open_metrics, read_metrics, refuse_unusable
+from pretraining.monitor.metrics import Metrics, missing_history, open_metrics, read_metrics
 from pretraining.optim.precision import describe_dtypes
 from pretraining.optim.schedule import learning_rate, milestone_steps
 from pretraining.parallel.engine import Engine, Trainee
@@ -39,56 +37,24 @@ from pretraining.parallel.state_bytes import state_bytes, unsharded_state_bytes
 from pretraining.storage import is_remote
 
 CONFIG_FILE = "config.json"
-OUTPUT_FOLDERS = ("ckpt_save_path", "compile_cache_dir")
 # Settings that do nothing while the first is 0, False or empty
 SWITCHES = {
     "val_interval": ("valid_data_path", "valid_datasets", "valid_weights", "val_steps"),
     "test_steps": ("test_data_path",),
 }
-IGNORED_BY_DUMMY = ("data_path", "num_epochs")
 VISIBLE_WITHIN = 10.0  # seconds in which a new file is visible on every host
 
 
-def check_inputs(
-    config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS, extensions: Sequence[Extension] = ()
-) -> tuple[Facts | None, dict[str, str]]:
+def check_inputs(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> tuple[Facts | None, dict[str, str]]:
     """Return the facts of the checkpoint that the run continues from, and the fingerprints of its data, before any
     device is opened.
 
-    Raises UserError if a checkpoint, the data or a place that the run writes to would stop the run.
+    Raises UserError if a checkpoint or the data would stop the run.
     """
-    metrics = config.run_folder / METRICS_FILE
-    if first_rank():
-        check_outputs(config, [*OUTPUT_FOLDERS, *(name for extension in extensions for name in extension.folders)])
     facts = check_starting_point(config, config.run_folder, parameter_shapes(config))
     if facts and facts.step:
-        read_metrics(metrics)
-    for extension in extensions:
-        if extension.inputs:
-            extension.inputs(config)
+        read_metrics(config.run_folder / METRICS_FILE)
     return facts, check_data(config, own)
-
-
-def check_outputs(config: TrainConfig, settings: Sequence[str] = OUTPUT_FOLDERS) -> None:
-    """Raise UserError that names a folder or file which this process cannot write. settings: that name folders."""
-    files, folders = [config.run_folder / name for name in (METRICS_FILE, CONFIG_FILE)], {"log_dir": config.run_folder}
-    for name in settings:
-        is_used = config.checkpoint_interval or name != "ckpt_save_path"  # which a run may only read
-        if is_used and (folder := getattr(config, name)) and not is_remote(folder):
-            folders[name] = Path(folder)
-    for name, folder in folders.items():
-        check_folder(f"--{name}={getattr(config, name) or folder}", folder)
-    for file in files:
-        refuse_unusable(file)
-
-
-def check_folder(subject: str, folder: Path) -> None:
-    """Raise UserError if this process cannot write to `folder`, or cannot create it."""
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir():
-        raise UserError(f"{subject}: {there} is not a folder; give another one")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{subject}: {there} cannot be written; change its permissions, or give another folder")
 
 
 def parameter_shapes(config: TrainConfig) -> dict[str, tuple[int, ...]]:
@@ -208,7 +174,7 @@ def settings_without_effect(config: TrainConfig, extensions: Sequence[Extension]
     switches = [item for table in (SWITCHES, *(each.switches for each in extensions)) for item in table.items()]
     reasons = {name: f"without {switch}" for switch, names in switches if not getattr(config, switch) for name in names}
     if config.use_dummy_dataset:
-        reasons |= dict.fromkeys(IGNORED_BY_DUMMY, "with use_dummy_dataset")
+        reasons |= dict.fromkeys(("data_path", "num_epochs"), "with use_dummy_dataset")
     changed = (name for name in reasons if getattr(config, name) != settings_of(type(config))[name].default)
     return [f"{name}: no effect {reasons[name]}" for name in changed]
 
@@ -234,7 +200,6 @@ def open_run_folder(config: TrainConfig, resumed: Facts | None, account: Account
     if start_step and (lost := missing_history(folder / METRICS_FILE, start_step, config.report_interval)):
         print(f"note: {lost}", flush=True)
     with writing_to("log_dir", folder):
-        trains = start_step < config.num_steps
-        metrics = open_metrics(folder, start_step, account.began if trains else None)
+        metrics = open_metrics(folder, start_step, account.began if start_step < config.num_steps else None)
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
     return metrics

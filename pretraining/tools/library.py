@@ -19,7 +19,6 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import HostBuffer, PendingSave, load
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.data.checks import INPUTS
 from pretraining.data.stream import Rows
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
@@ -54,7 +53,7 @@ class Training:
         Raises UserError with every mistake, before a device is opened.
         """
         check_environment()
-        config = configure(settings, report=False, without=INPUTS if data else ())
+        config = configure(settings, report=False, own_data=bool(data))
         compare_processes(config, {}, EXTENSIONS)
         self.engine = open_engine(config)
         self.config, self.streams = open_streams(self.engine, None, data or {})

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,6 @@ def test_an_id_outside_the_vocabulary_and_missing_data_are_named(page: dict[str,
 
     config = TrainConfig(**page["tiny"], log_dir=str(tmp_path))
     with pytest.raises(UserError, match="Large: token id 64, but the model's vocabulary is 64"):
-        train(config, data={"train": Large()})
+        train(replace(config, data_path="nowhere"), data={"train": Large()})
     with pytest.raises(UserError, match="--data_path  is not set"):
         train(config)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from main_training import EXTENSIONS
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
 from pretraining.config.validate import problems
 from pretraining.extensions.local_tier import EXTENSION
-from pretraining.extensions.local_tier.settings import LocalTierConfig
-from pretraining.run.start import check_inputs, parameter_shapes
+from pretraining.extensions.local_tier.settings import LocalTierConfig, check_local_folder
+from pretraining.run.start import parameter_shapes
 from tests.checkpoint.small_run import small_config, train
 from tests.checkpoint.test_checkpoints import flip
 from tests.checkpoint.two_processes import HERE, processes
@@ -82,7 +81,7 @@ def test_local_checkpoints_alone_count_for_resume_and_the_folder_is_another_one(
     assert list(run(tmp_path, 3, resume="must")) == [3]
     config = small_config(tmp_path, **settings(tmp_path, ckpt_local_path=str(tmp_path / "checkpoints")))
     with pytest.raises(UserError, match=r"--ckpt_local_path=.*: is the folder of the other checkpoints"):
-        check_inputs(config, extensions=EXTENSIONS)
+        check_local_folder(cast(LocalTierConfig, config))
 
 
 @pytest.mark.parametrize(

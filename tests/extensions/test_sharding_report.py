@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from main_training import CONFIGURATION, EXTENSIONS
+from main_training import CONFIGURATION
 from pretraining.config.errors import UserError
-from pretraining.extensions.sharding_report.report import watch
+from pretraining.extensions.sharding_report.report import check_file, watch
 from pretraining.models.init import build_model
 from pretraining.parallel.torch.engine import TorchEngine
-from pretraining.run import start
 from tests.parallel.toy import TOY
 
 
@@ -26,11 +25,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_a_device_is_opened(
     fields: dict[str, Any] = {"use_dummy_dataset": True, "checkpoint_interval": 1, "log_dir": str(tmp_path / "run")}
     wrong = str(tmp_path / "file" / "deep" / "name")
     with pytest.raises(UserError, match=f"--dump_sharding={wrong}: {tmp_path / 'file'} is not a folder"):
-        start.check_inputs(CONFIGURATION(**fields, dump_sharding=wrong), extensions=EXTENSIONS)
+        check_file(CONFIGURATION(**fields, dump_sharding=wrong))
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "folder")  # root may write everywhere
     new = str(tmp_path / "folder" / "new" / "name")
     with pytest.raises(UserError, match=f"--dump_sharding={new}: {tmp_path / 'folder'} cannot be written"):
-        start.check_inputs(CONFIGURATION(**fields, dump_sharding=new), extensions=EXTENSIONS)
+        check_file(CONFIGURATION(**fields, dump_sharding=new))
 
 
 def test_the_report_has_every_parameter_and_one_moment_of_each(tmp_path: Path) -> None:

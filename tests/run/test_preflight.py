@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from main_training import CONFIGURATION, EXTENSIONS
+from main_training import CONFIGURATION
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
@@ -23,7 +23,6 @@ from pretraining.parallel.torch import engine as torch_engine
 from pretraining.parallel.torch.engine import TorchEngine
 from pretraining.run import start as preflight
 from tests.parallel.launch import ROOT, environment
-from tests.selection import needs
 
 GIB = 2**30
 
@@ -66,32 +65,6 @@ def test_the_facts_show_the_memory_that_the_engine_s_layout_shards(monkeypatch: 
     assert f"parameters {whole / 8 / 2**20:.2f} MiB" in line
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
-def test_a_run_folder_that_cannot_be_written_is_refused_before_a_device_is_opened(tmp_path: Path, name: str) -> None:
-    config = CONFIGURATION(log_dir=str(tmp_path), use_dummy_dataset=True)
-    (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match=f"{name} is a folder, where this run writes a file"):
-        preflight.check_inputs(config)
-
-
-@pytest.mark.parametrize(
-    "name", ["log_dir", pytest.param("tensorboard_dir", marks=needs("trackers")), "ckpt_save_path"]
-)
-def test_a_folder_that_cannot_be_written_is_refused_before_a_device_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder").mkdir()
-    fields: dict[str, Any] = {"use_dummy_dataset": True, "checkpoint_interval": 1, "log_dir": str(tmp_path / "run")}
-    wrong = str(tmp_path / "file" / "deep" / "name")
-    with pytest.raises(UserError, match=f"--{name}={wrong}: {tmp_path / 'file'} is not a folder"):
-        preflight.check_inputs(CONFIGURATION(**{**fields, name: wrong}), extensions=EXTENSIONS)
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "folder")  # root may write everywhere
-    new = str(tmp_path / "folder" / "new" / "name")
-    with pytest.raises(UserError, match=f"--{name}={new}: {tmp_path / 'folder'} cannot be written"):
-        preflight.check_inputs(CONFIGURATION(**{**fields, name: new}), extensions=EXTENSIONS)
-
-
 def test_settings_without_effect_are_named() -> None:
     config = CONFIGURATION(val_steps=5, test_data_path="held", num_epochs=2, use_dummy_dataset=True)
     assert preflight.settings_without_effect(config) == [
@@ -131,7 +104,6 @@ from pathlib import Path
 import torch.distributed as dist
 from pretraining.run import start as preflight
 from pretraining.config.errors import UserError
-from tests.selection import needs
 
 preflight.VISIBLE_WITHIN = 0.5
 dist.init_process_group("gloo")

@@ -65,7 +65,7 @@ def test_every_command_of_the_pages_is_valid(words: list[str]) -> None:
     line = read(words, CONFIGURATION)
     assert not line.problems
     if "import_config" not in line.flags:
-        configure(line.flags)
+        configure(line.flags, report=False)
 
 
 def test_the_sizes_of_the_variants_are_their_parameters() -> None:

@@ -28,7 +28,7 @@ def find_datasets(root: Location, names: str) -> list[str]:
     UserError with the nearest names if one does not exist.
     """
     if not root.exists():
-        raise UserError(f"{root}: no such folder; {_suggest(root.parent, root.name)}")
+        raise UserError(f"{root.resolve()}: no such folder; {_suggest(root.resolve().parent, root.name)}")
     listed = [name.strip() for name in names.split(",") if name.strip()]
     repeated = sorted({name for name in listed if listed.count(name) > 1})
     if repeated:

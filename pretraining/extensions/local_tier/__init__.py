@@ -5,6 +5,4 @@ from __future__ import annotations
 from pretraining.config.extension import Extension
 from pretraining.extensions.local_tier.settings import CHECKS, LocalTierConfig, check_local_folder
 
-EXTENSION = Extension(
-    configuration=LocalTierConfig, checks=CHECKS, folders=("ckpt_local_path",), inputs=check_local_folder
-)
+EXTENSION = Extension(configuration=LocalTierConfig, checks=CHECKS, inputs=(check_local_folder,))

@@ -26,6 +26,10 @@ class LocalTierConfig(TrainConfig):
     ckpt_local_interval: Annotated[int, AtLeast(1), Needs("ckpt_local_path"), Resume.FREE] = 100
     """Optimizer steps between checkpoints in ckpt_local_path."""
 
+    def output_folders(self) -> tuple[str, ...]:
+        """See TrainConfig."""
+        return (*super().output_folders(), "ckpt_local_path")
+
     def checkpoint_places(self) -> list[Any]:
         """See TrainConfig."""
         if not self.ckpt_local_path:
@@ -42,10 +46,12 @@ def check_local_path(config: LocalTierConfig) -> Iterator[Problem]:
 
 def check_local_folder(config: LocalTierConfig) -> None:
     """Raise UserError if ckpt_local_path is the folder of the run's other checkpoints."""
+    if not config.ckpt_local_path:
+        return
     from pretraining.checkpoint.restoring import checkpoint_folder
 
     folder = checkpoint_folder(config, config.run_folder)
-    if config.ckpt_local_path and Path(config.ckpt_local_path).resolve() == folder.resolve():
+    if Path(config.ckpt_local_path).resolve() == folder.resolve():
         raise UserError(f"--ckpt_local_path={folder}: is the folder of the other checkpoints; give another one")
 
 

@@ -15,4 +15,4 @@ def check_adapter(config: LoraConfig) -> None:
         check_files(config.adapter_folder)
 
 
-EXTENSION = Extension(configuration=LoraConfig, checks=CHECKS, inputs=check_adapter)
+EXTENSION = Extension(configuration=LoraConfig, checks=CHECKS, inputs=(check_adapter,))

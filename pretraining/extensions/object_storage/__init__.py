@@ -9,6 +9,5 @@ from pretraining.extensions.object_storage.store import OBJECTS
 
 EXTENSION = Extension(
     configuration=ObjectStorageConfig,
-    folders=("data_cache_dir",),
     stores=dict.fromkeys(OBJECT_STORAGE, OBJECTS),
 )

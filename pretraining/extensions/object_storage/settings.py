@@ -20,3 +20,7 @@ class ObjectStorageConfig(TrainConfig):
     data_cache_gib: Annotated[float, Above(0), Resume.FREE, PER_HOST] = 1.0
     """GiB of data in object storage that are kept in data_cache_dir, or in the memory of each process. Where it has
     room for a block of documents of every logical shard, each block is read once per epoch."""
+
+    def output_folders(self) -> tuple[str, ...]:
+        """See TrainConfig."""
+        return (*super().output_folders(), "data_cache_dir")

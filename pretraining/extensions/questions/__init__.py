@@ -27,4 +27,4 @@ def watch(run: TrainingRun) -> Questions | None:
     return questions if questions.tasks else None
 
 
-EXTENSION = Extension(configuration=QuestionsConfig, checks=CHECKS, inputs=read_tasks, watch=watch)
+EXTENSION = Extension(configuration=QuestionsConfig, checks=CHECKS, inputs=(read_tasks,), watch=watch)

@@ -32,7 +32,7 @@ def watch(run: Any) -> ShardingReport | None:
 def check_file(config: ShardingReportConfig) -> None:
     """Raise UserError if this process cannot write the file."""
     from pretraining.monitor.metrics import refuse_unusable
-    from pretraining.run.start import check_folder
+    from pretraining.run.configure import check_folder
 
     if config.dump_sharding and first_rank():
         path = Path(config.dump_sharding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pretraining.config.extension import Extension
-from pretraining.extensions.trackers.settings import CHECKS, TrackersConfig
+from pretraining.extensions.trackers.settings import CHECKS, TrackersConfig, check_key
 
 if TYPE_CHECKING:
     from pretraining.extensions.trackers.sinks import Trackers
@@ -22,8 +22,8 @@ def watch(run: TrainingRun) -> Trackers:
 EXTENSION = Extension(
     configuration=TrackersConfig,
     checks=CHECKS,
+    inputs=(check_key,),
     watch=watch,
-    folders=("tensorboard_dir", "tracker_dir"),
     switches={
         "tensorboard": ("tensorboard_dir",),
         "tracker": ("tracker_dir", "tracker_project_name", "tracker_run_id"),

@@ -1,0 +1,103 @@
+"""What would end a start later is reported with the mistakes in the settings, before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from main_training import configure
+from pretraining.config.errors import ConfigError
+from tests.parallel.launch import ROOT, environment
+from tests.selection import needs
+
+DUMMY: dict[str, Any] = {"use_dummy_dataset": True, "model_variant": "tiny", "checkpoint_interval": 1}
+
+
+def check(*flags: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the main script in `folder`, where an import of torch fails."""
+    (folder / "torch.py").write_text("raise AssertionError('torch is imported')")
+    variables = {"HOME": str(folder), **variables}
+    command = [sys.executable, "-c", f"import sys, runpy; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]; "
+               f"runpy.run_path({str(ROOT / 'main_training.py')!r}, run_name='__main__')", *flags]  # fmt: skip
+    return subprocess.run(
+        command, cwd=folder, env=environment(**variables), capture_output=True, text=True, check=False, stdin=-3
+    )
+
+
+def test_mistakes_about_files_are_reported_with_those_in_settings_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    flags = ["--data_path=nowhere", "--tokenizer_path=no.model", "--log_dir=file/run", "--ckpt_load_path=none"]
+    done = check(*flags, "--tensorboard_dir=file/x", "--seq_length=two", "--batch_sise=4", folder=tmp_path)
+    assert done.returncode == 2 and "7 problems" in done.stderr, done.stderr
+    for text in (f"{tmp_path}/nowhere", f"{tmp_path}/no.model", f"{tmp_path}/file is not a folder", f"{tmp_path}/none"):
+        assert text in done.stderr, done.stderr
+    assert "--seq_length=two" in done.stderr and "--batch_size" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_check_reports_a_missing_folder_of_data_once(tmp_path: Path) -> None:
+    done = check("--check", "--data_path=nowhere", folder=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("1 problem with"), done.stderr
+
+
+def test_own_data_need_no_stored_ones(tmp_path: Path) -> None:
+    flags = {"model_variant": "tiny", "data_path": str(tmp_path / "nowhere"), "check": True}
+    with pytest.raises(ConfigError, match=r"^1 problem(.|\n)*no such folder"):
+        configure(flags)
+    assert configure(flags, own_data=True)
+
+
+def test_check_stops_with_code_0_where_nothing_is_wrong_and_writes_nothing(tmp_path: Path) -> None:
+    done = check("--check", "--use_dummy_dataset", "--model_variant=tiny", "--log_dir=run", folder=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("checked: no mistakes"), done.stderr
+    assert len(done.stdout.splitlines()) == 1  # settings are listed where a run begins
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_finds_out_that_a_host_has_no_address(tmp_path: Path) -> None:
+    processes = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables = {**processes, "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500"}
+    flags = ("--check", "--use_dummy_dataset", "--model_variant=tiny", "--engine=torch")
+    done = check(*flags, folder=tmp_path, **variables)
+    assert done.returncode == 2 and "MASTER_ADDR=no.such.host.invalid" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
+def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{name} +is a folder, where this run writes a file"):
+        configure({**DUMMY, "log_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    "name", ["log_dir", pytest.param("tensorboard_dir", marks=needs("trackers")), "ckpt_save_path"]
+)
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    fields: dict[str, Any] = {**DUMMY, "log_dir": str(tmp_path / "run")}
+    wrong = str(tmp_path / "file" / "deep" / "name")
+    with pytest.raises(ConfigError, match=f"--{name}={wrong} +{tmp_path / 'file'} is not a folder"):
+        configure({**fields, name: wrong})
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "folder")  # root may write everywhere
+    new = str(tmp_path / "folder" / "new" / "name")
+    with pytest.raises(ConfigError, match=f"--{name}={new} +{tmp_path / 'folder'} cannot be written"):
+        configure({**fields, name: new})
+
+
+@needs("trackers")
+def test_a_missing_key_of_the_tracker_is_a_mistake(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="the optional wandb package is not installed")
+    flags = ("--check", "--use_dummy_dataset", "--model_variant=tiny", "--tracker=wandb")
+    assert "no API key: `wandb login`" in check(*flags, folder=tmp_path, WANDB_MODE="online").stderr
+    assert check(*flags, folder=tmp_path, WANDB_MODE="offline").returncode == 0
+
+
+@needs("trackers")
+def test_aim_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretraining.extensions.trackers.settings.find_spec", lambda name: object())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert configure({**DUMMY, "log_dir": str(tmp_path), "tracker": "aim"})
