@@ -18,6 +18,7 @@ from benchmarks.code_size import code_lines
 from main_training import train
 from tests.data.corpora import numbered, write_flat
 from tests.end_to_end.small import FLAGS, ROOT, environment, figures
+from tests.warm import python
 
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
 SMALL = {**FLAGS, "vocab_size": 2000, "num_steps": 10, "checkpoint_interval": 2, "global_batch_size": 8}
@@ -34,7 +35,7 @@ def copy_core(folder: Path, *left_out: str) -> Path:
 
 def command(log_dir: Path, **flags: Any) -> list[str]:
     words = [f"--{name}={value}" for name, value in {**SMALL, "log_dir": log_dir, **flags}.items()]
-    return [sys.executable, "main_training.py", *words]
+    return [*python(), "main_training.py", *words]
 
 
 def run(folder: Path, log_dir: Path, **flags: Any) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from pretraining.checkpoint.store import read_tensors
 from tests.checkpoint.dtensor_driver import reference
 from tests.checkpoint.two_processes import HERE, processes
+from tests.warm import python
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def drive(folder: Path, devices: int) -> dict[str, Any]:
     """What the driver found on this many virtual devices."""
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
     driver = Path(__file__).with_name("mesh_driver.py")
-    done = subprocess.run([sys.executable, driver, folder], env=environment, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run([*python(), driver, folder], env=environment, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.warm import python
 
 HERE = Path(__file__).parent
 
@@ -19,7 +20,7 @@ def processes(*command: str | Path, **environment: str) -> list[tuple[int, list[
     common["PYTHONPATH"] = str(HERE.parents[1])
     started = [
         subprocess.Popen(
-            [sys.executable, *command],
+            [*python(), *map(str, command)],
             env={**os.environ, **common, **environment, "RANK": rank, "LOCAL_RANK": rank},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

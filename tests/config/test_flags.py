@@ -100,7 +100,7 @@ def test_text_is_taken_as_it_stands(text: str) -> None:
 @needs("trackers")
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0")))
 def test_any_text_reaches_the_field_unchanged(text: str) -> None:
-    assert parse(DUMMY, f"--tracker_project_name={text}", "--tracker=wandb").tracker_project_name == text
+    assert parse(DUMMY, f"--tracker_project_name={text}").tracker_project_name == text
 
 
 def test_a_field_whose_name_begins_with_no_is_not_a_negation() -> None:

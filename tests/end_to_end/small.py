@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
 FLAGS = {
@@ -37,7 +38,7 @@ def command(folder: Path, **fields: Any) -> list[str]:
     """Return the command line of a run that writes to `folder`; a flag whose value is None is omitted."""
     flags = {**FLAGS, "log_dir": folder, **fields}
     words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-    return [sys.executable, "main_training.py", *words]
+    return [*python(), "main_training.py", *words]
 
 
 def environment(devices: int = 8) -> dict[str, str]:

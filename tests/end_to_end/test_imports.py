@@ -12,6 +12,7 @@ import pytest
 
 from tests.end_to_end.small import ROOT, environment
 from tests.tools.importing.files import put, tree, write
+from tests.warm import python
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +67,7 @@ def train(folder: Path, runs: dict[str, list[str]]) -> dict[str, list[dict[str, 
     """Train with each list of flags; return what each step of each run reports."""
     commands = [[*words, *COMMON, f"--log_dir={folder / name}"] for name, words in runs.items()]
     one_thread = {**environment(), "OMP_NUM_THREADS": "1"}  # two threads take four times the CPU time of a busy machine
-    subprocess.run([sys.executable, "-c", DRIVER, json.dumps(commands)], cwd=ROOT, env=one_thread, check=True)
+    subprocess.run([*python(), "-c", DRIVER, json.dumps(commands)], cwd=ROOT, env=one_thread, check=True)
     return {name: reported_steps(folder / name / "metrics.jsonl") for name in runs}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.optim.schedule import learning_rate
 from tests.parallel.launch import ROOT, environment
 from tests.parallel.toy import TOY
+from tests.warm import python
 
 pytestmark = pytest.mark.slow
 CURVE = {"lr_schedule": "wsd", "lr_warmup_steps": 3, "lr_hold_steps": 2, "num_steps": 9}
@@ -23,7 +23,7 @@ CURVE = {"lr_schedule": "wsd", "lr_warmup_steps": 3, "lr_hold_steps": 2, "num_st
 def train(folder: Path, **fields: Any) -> list[dict[str, Any]]:
     """Train in one CPU process, and return the lines of metrics.jsonl."""
     flags = {**TOY, "engine": "torch", "device": "cpu", "log_dir": folder, **fields}
-    command = [sys.executable, "main_training.py", *(f"--{name}={value}" for name, value in flags.items())]
+    command = [*python(), "main_training.py", *(f"--{name}={value}" for name, value in flags.items())]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=300
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.end_to_end.small import ROOT, environment
+from tests.warm import python
 
 SPIKE, STEPS = 100, 120
 TRAIN = f"""
@@ -56,7 +56,7 @@ def test_a_spike_leaves_no_trace(engine: str, tmp_path: Path) -> None:
     runs = [({"num_steps": STEPS, "log_dir": "sound"}, False), *runs]
     flags = [({**TINY, **run, "log_dir": str(tmp_path / run["log_dir"]), "engine": engine}, hit) for run, hit in runs]
     one_thread = {**environment(2), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", TRAIN, json.dumps(flags)], cwd=ROOT, env=one_thread, check=True)
+    subprocess.run([*python(), "-c", TRAIN, json.dumps(flags)], cwd=ROOT, env=one_thread, check=True)
     sound, hit = losses_and_outliers(tmp_path / "sound"), losses_and_outliers(tmp_path / "hit")
     assert all(hit[step] == sound[step] for step in range(1, SPIKE))
     assert hit[SPIKE][0] > sound[SPIKE][0] + 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from pretraining.models.llama import Llama
 from pretraining.models.ops import next_token_loss
 from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.generate import base_weights, load_model
+from tests.warm import python
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ LORA = ("--lora_rank=4", "--lora_target_modules=q_proj,v_proj,down_proj", "--lor
 
 def train(folder: Path, *flags: str) -> None:
     """Run the script."""
-    command = [sys.executable, "main_training.py", *TOY, f"--log_dir={folder}", *flags]
+    command = [*python(), "main_training.py", *TOY, f"--log_dir={folder}", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 from pretraining.extensions.preemption.watch import NoticeWatch, find_server
 from tests.parallel.launch import ROOT, environment
 from tests.parallel.toy import TOY
+from tests.warm import python
 
 
 class MetadataServer(ThreadingHTTPServer):
@@ -108,7 +108,7 @@ def test_a_host_is_recognized_by_its_firmware(tmp_path: Path, monkeypatch: pytes
 def test_a_run_on_a_host_that_is_taken_away_saves_its_last_step(server: MetadataServer, tmp_path: Path) -> None:
     settings = {**TOY, "engine": "torch", "device": "cpu", "num_steps": 1_000_000, "report_interval": 1}
     flags = [f"--{name}={value}" for name, value in {**settings, "checkpoint_interval": 1_000_000}.items()]
-    command = [sys.executable, "main_training.py", *flags, f"--log_dir={tmp_path}"]
+    command = [*python(), "main_training.py", *flags, f"--log_dir={tmp_path}"]
     metrics = tmp_path / "metrics.jsonl"
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(**variables(server, "gce")), stderr=subprocess.PIPE, text=True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from pretraining.extensions.rendezvous.meeting import Member, Verdict, compared_
 from tests.data.corpora import write_flat
 from tests.object_storage import free_port
 from tests.parallel.launch import ROOT, environment
+from tests.warm import python
 
 DRIVER = str(Path(__file__).with_name("rendezvous_driver.py"))
 TIMEOUT = 20  # s, collective_timeout
@@ -63,7 +63,7 @@ def train(
         if engine == "xla":
             variables = {"PJRT_DEVICE": "TPU", "TPU_SKIP_MDS_QUERY": "true", "TPU_WORKER_ID": rank}
             variables["TPU_WORKER_HOSTNAMES"] = "127.0.0.1,127.0.0.1"
-        command = [sys.executable, DRIVER, json.dumps(jobs)]
+        command = [*python(), DRIVER, json.dumps(jobs)]
         started.append(subprocess.Popen(command, cwd=ROOT, env=environment(**variables), stdout=subprocess.PIPE))
     results = [[Ending(*ending) for ending in json.loads(process.communicate(timeout=300)[0])] for process in started]
     return [list(endings) for endings in zip(*results, strict=True)]

@@ -19,6 +19,7 @@ from pretraining.extensions.splash.programs import SplashShape, lowered
 from tests.parallel.launch import ROOT, needs, run
 from tests.parallel.toy import TOY
 from tests.selection import chosen
+from tests.warm import python
 
 needs_jax = needs("torch_xla", "jax")
 CASES: dict[str, dict[str, Any]] = {
@@ -54,7 +55,7 @@ SHAPE = SplashShape(rows=1, heads=2, kv_heads=1, length=128, width=64, dtype="bf
 def differences() -> dict[str, list[float]]:
     script = str(Path(__file__).with_name("splash_driver.py"))
     variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
-    return run([sys.executable, script, json.dumps(CASES)], **variables)[0]
+    return run([*python(), script, json.dumps(CASES)], **variables)[0]
 
 
 @pytest.mark.slow

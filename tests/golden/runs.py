@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from tests.warm import python
+
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("losses.json")
 CHECKPOINT = Path(__file__).with_name("checkpoint")
@@ -68,7 +70,7 @@ def train(folder: Path, xla_flags: str | None = "", **fields: Any) -> list[dict[
     output.txt."""
     folder.mkdir(exist_ok=True)
     flags = [f"--{name}={value}" for name, value in {**FLAGS, **fields}.items()]
-    command = [sys.executable, str(ROOT / "main_training.py"), *flags]
+    command = [*python(), str(ROOT / "main_training.py"), *flags]
     done = subprocess.run(command, cwd=folder, env=environment(xla_flags), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "output.txt").write_text(done.stdout)

@@ -6,13 +6,15 @@ import functools
 import json
 import os
 import subprocess
-import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
 ALONE = 0  # without torchrun; 1 is a process group of one, which is how a single GPU trains
@@ -31,12 +33,13 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not all(map(find_spec, packages)), reason="needs requirements/tpu-aot.txt")
 
 
-def launched(processes: int, *arguments: str) -> list[str]:
+def launched(processes: int, *arguments: str, interpreter: Sequence[str] = ()) -> list[str]:
     """The command that runs a script with this many processes."""
+    program = [*(interpreter or python()), *arguments]
     if processes == ALONE:
-        return [sys.executable, *arguments]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return [sys.executable, *torchrun, *arguments]
+        return program
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--no-python"]
+    return [*(interpreter or python()), *torchrun, *program]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -60,7 +63,7 @@ def run_on_xla(devices: int, cases: dict[str, dict[str, Any]], **variables: str)
     """Train every case on this many virtual devices in one process; see xla_driver.py. Returns also its stderr."""
     script = str(Path(__file__).with_name("xla_driver.py"))
     devices_variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
-    return run([sys.executable, script, json.dumps(cases)], **devices_variables, **variables)
+    return run([*python(), script, json.dumps(cases)], **devices_variables, **variables)
 
 
 def run(command: list[str], **variables: str) -> tuple[dict[str, Any], str]:

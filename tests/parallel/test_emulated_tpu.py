@@ -53,13 +53,14 @@ CASES: dict[int, dict[str, tuple[str, Fields]]] = {
 def emulated(processes: int, cases: dict[str, Fields]) -> dict[str, Any]:
     """Train every case in one start of torchtpu/driver.py."""
     driver = str(Path(__file__).with_name("torchtpu") / "driver.py")
-    command = launched(processes, driver, json.dumps({case: {**SMALL, **fields} for case, fields in cases.items()}))
+    words = driver, json.dumps({case: {**SMALL, **fields} for case, fields in cases.items()})
+    command = launched(processes, *words, interpreter=[PYTHON])
     # Another version of XLA, which does not know all flags of the other tests.
     variables = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "XLA_FLAGS": ""}
     if processes > 1:
         addresses = ",".join(f"localhost:{8476 + index}" for index in range(processes))
         variables |= {"TORCH_TPU_TOPOLOGY": f"2,{processes // 2},1", "TORCH_TPU_SLICEBUILDER_ADDRESSES": addresses}
-    return run([PYTHON, *command[1:]], **variables)[0]
+    return run(command, **variables)[0]
 
 
 @functools.cache

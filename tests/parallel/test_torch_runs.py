@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def flags(folder: Path, **fields: Any) -> list[str]:
 
 
 def train_command(folder: Path, processes: int, **fields: Any) -> list[str]:
-    return launched(processes, "main_training.py", *flags(folder, **fields))
+    interpreter = [] if processes == ALONE else [sys.executable]  # which has the processes as its children
+    return launched(processes, "main_training.py", *flags(folder, **fields), interpreter=interpreter)
 
 
 def call(command: list[str], **more: str) -> None:

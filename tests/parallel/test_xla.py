@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from tests.parallel.launch import ALONE, HAS_SHARDING_REPORT, HAS_SPLASH, dump_of, run, run_on_torch, run_on_xla
 from tests.parallel.toy import RAMP, instruction_cases
 from tests.selection import Outcomes, chosen, runs_all
+from tests.warm import python
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
@@ -302,7 +302,7 @@ def test_dump_sharding_names_the_axes_and_bytes_of_every_parameter() -> None:
 
 def test_programs_in_flight_do_not_take_all_threads_from_one_another() -> None:
     script = str(Path(__file__).with_name("in_flight_driver.py"))
-    done, _ = run([sys.executable, script, "1500"], PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
+    done, _ = run([*python(), script, "1500"], PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
     assert done == {"pairs": 1500}
 
 

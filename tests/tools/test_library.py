@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from pretraining import train
 from pretraining.config.errors import UserError
 from pretraining.tools.library import Training
 from tests.object_storage import free_port
+from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
 CODE = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL))
@@ -56,9 +56,7 @@ def started(folder: Path, code: str, **variables: str) -> subprocess.Popen[str]:
     """Start a process that runs the page's definitions and then `code` in `folder`."""
     program = f"import json, sys; sys.path.insert(0, {str(ROOT)!r})\n{DEFINITIONS}\n{code}"
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", **variables}
-    return subprocess.Popen(
-        [sys.executable, "-c", program], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([*python(), "-c", program], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def losses_of(process: subprocess.Popen[str]) -> dict[int, float]:

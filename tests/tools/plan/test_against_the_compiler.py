@@ -6,7 +6,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.parallel.hlo import LENGTH, saved_for_backward, sent
 from tests.parallel.launch import environment
 from tests.parallel.toy import TOY
 from tests.selection import chosen
+from tests.warm import python
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
     cases = {name: {"num_kv_heads": 4, **fields} for name, fields in HELD.items()}
     flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to={folder} --xla_dump_hlo_as_text"
     variables = environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", XLA_FLAGS=flags)
-    command = [sys.executable, str(Path(__file__).with_name("xla_driver.py")), str(folder)]
+    command = [*python(), str(Path(__file__).with_name("xla_driver.py")), str(folder)]
     command += [json.dumps(cases), json.dumps(list(PROGRAMS))]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
