@@ -237,14 +237,14 @@ class TrainConfig:
     "1/3" or "0.5" (that fraction of the blocks, evenly spaced and centred)."""
     checkpoint_granularity: Annotated[Literal["full", "selective"], Needs("fsdp_activation_checkpointing")] = "full"
     """What is recomputed of a chosen block: "full" (all of it), or "selective" (the modules that checkpoint_modules
-    names, and operations that are cheap compared with the memory of their results). Also: --recompute_granularity."""
+    names, and operations that are cheap compared with the memory of their results). Also: recompute_granularity."""
     checkpoint_modules: Annotated[str, MODULES, Needs("checkpoint_granularity", "selective")] = ""
     """"attention" (with its projections), "mlp", "norm", "mlp_activation" (the activation and its product with the
     gate) and "core_attention", comma-separated. Attention scores are always recomputed, as they are never stored.
-    Also: --recompute_modules."""
+    Also: recompute_modules."""
     checkpoint_num_layers: Annotated[int, AtLeast(1), Needs("fsdp_activation_checkpointing")] = 1
     """Blocks that are recomputed together from the input of the first, which alone is stored; for
-    checkpoint_granularity=full with every block chosen. Also: --recompute_num_layers."""
+    checkpoint_granularity=full with every block chosen. Also: recompute_num_layers."""
     save_attention: Annotated[bool, Needs("fsdp_activation_checkpointing")] = False
     """Store the results of attention's kernel in recomputed blocks (the output, and one fp32 number for each query and
     head), so that it does not run twice: faster for long sequences, with the memory of two block inputs per block."""

@@ -63,7 +63,7 @@ def test_lines_fit_the_terminal_and_a_status_line_updates_itself(tmp_path: Path)
     lines = shown(written)
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == ["1/40", "30/40", "40/40"]
-    header = lines[: lines.index(steps[0])]
+    header = lines[lines.index("engine: torch on CPU (--engine)") : lines.index(steps[0])]
     assert max(map(len, [*header, *steps])) <= 80 and any(line.startswith(" " * 15) for line in header), header
     states = re.findall(re.escape(ERASE) + r"\x1b\[2m(.*?)\x1b", written)
     assert re.match(r"step  2/40   5\.0%  loss \d\.\d+ at step 1", states[0]), written
@@ -76,40 +76,40 @@ def test_no_color_switches_colours_off_and_not_the_status_line(tmp_path: Path) -
     assert f"{ERASE}step  2/40" in written and not re.search(r"\x1b\[\d*m", written)
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The standard output as a terminal without colours; COLUMNS is its width."""
-    monkeypatch.setattr("sys.stdout", Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
-    return monkeypatch
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-def test_a_narrow_terminal_has_shorter_reports_and_a_wide_one_longer_ones(terminal: pytest.MonkeyPatch) -> None:
+def use_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Terminal:
+    """Make the standard output a terminal without colours, of this width."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    for name, value in {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": str(columns)}.items():
+        monkeypatch.setenv(name, value)
+    return terminal
+
+
+def test_a_narrow_terminal_has_shorter_reports_and_a_wide_one_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = {}
-    for width in (80, 103, 104, 200):
-        terminal.setenv("COLUMNS", str(width))
+    for width in (80, len(REPORT) - 1, len(REPORT), 200):
+        use_terminal(monkeypatch, width)
         lines[width] = CONFIGURATION().printed(REPORT, RECORD)
-    assert lines[104] == REPORT and "loss" in lines[80]
-    assert "grad norm" not in lines[103] and "lr" in lines[103] and "ETA 3m21s" in lines[80]
+    assert lines[len(REPORT)] == REPORT and "loss" in lines[80]
+    assert "grad norm" not in lines[len(REPORT) - 1] and "ETA 3m21s" in lines[80]
     assert all(len(line) <= width for width, line in lines.items())
     assert re.fullmatch(re.escape(REPORT) + r"  0\.25 s/step  \d+\.\d+ TFLOP/s/device", lines[200])
 
 
-def test_facts_continue_below_their_value(terminal: pytest.MonkeyPatch) -> None:
-    terminal.setenv("COLUMNS", "60")
+def test_facts_continue_below_their_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_terminal(monkeypatch, 60)
     text = "learning rate  fms_cosine: 0.000796 at step 1, 0.00298 at step 8, 0.00162 at step 71"
-    assert facts_on_terminal(f"{text}\n--num_steps=3  command line").splitlines() == [
+    assert facts_on_terminal(f"{text}\n--num_steps=3{' ' * 60}command line").splitlines() == [
         "learning rate  fms_cosine: 0.000796 at step 1, 0.00298 at",
         "               step 8, 0.00162 at step 71",
         "--num_steps=3  command line",
     ]
-    terminal.delenv("NO_COLOR")
+    monkeypatch.delenv("NO_COLOR")
     assert facts_on_terminal(text).startswith("\x1b[36mlearning rate  \x1b[0mfms_cosine")
     assert report_on_terminal("x", {"loss_spike": True}, CONFIGURATION()) == "\x1b[33mx\x1b[0m"
 
@@ -119,8 +119,9 @@ def test_a_file_has_the_lines_as_they_are(capsys: pytest.CaptureFixture[str], mo
     assert CONFIGURATION().printed(REPORT, RECORD) == REPORT and CONFIGURATION().printed(REPORT) == REPORT
 
 
-def test_what_is_printed_stands_above_the_status_line(terminal: pytest.MonkeyPatch) -> None:
-    before, screen = sys.stdout, LastLine()
+def test_what_is_printed_stands_above_the_status_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch, 80)
+    screen = LastLine()
     screen.show("state 1")
     print("saved")
     print("begun ", end="")
@@ -128,5 +129,5 @@ def test_what_is_printed_stands_above_the_status_line(terminal: pytest.MonkeyPat
     print("done")
     screen.show("state 3")
     screen.close()
-    assert sys.stdout is before and isinstance(before, Terminal)
-    assert before.getvalue() == f"{ERASE}state 1{ERASE}saved\nbegun done\n{ERASE}state 3{ERASE}"
+    assert sys.stdout is terminal
+    assert terminal.getvalue() == f"{ERASE}state 1{ERASE}saved\nbegun done\n{ERASE}state 3{ERASE}"

@@ -22,7 +22,7 @@ FACT = re.compile(r"(?=.{14} \S)[\w/]+( \w+)? {2,}")  # name of a fact, in its c
 LEAST_NEEDED = ("  MFU n/a", r"  grad norm +\S+", r"  lr \S+", r"  MFU \S+")
 
 
-def columns() -> int:
+def terminal_width() -> int:
     """Return the width of the terminal."""
     return max(shutil.get_terminal_size().columns, NARROWEST)
 
@@ -41,8 +41,10 @@ def facts_on_terminal(text: str) -> str:
 def _fact(line: str) -> str:
     name = FACT.match(line)
     indent = len(name[0]) if name else len(line) - len(line.lstrip()) + 4
+    if not name and len(line) > terminal_width():
+        line = re.sub(r"(?<=\S) {3,}", "  ", line)  # a column that ends beyond the terminal is none
     lines = textwrap.wrap(
-        line, columns(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        line, terminal_width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
     if name:
         lines[0] = coloured(name[0], CYAN) + lines[0][len(name[0]) :]
@@ -52,10 +54,10 @@ def _fact(line: str) -> str:
 def report_on_terminal(line: str, record: Mapping[str, Any], config: TrainConfig) -> str:
     """Return the line of a record of metrics.jsonl: shorter on a narrow terminal, with more figures on a wide one."""
     for pattern in LEAST_NEEDED:
-        if len(line) > columns():
+        if len(line) > terminal_width():
             line = re.sub(pattern, "", line)
     speed = _speed(record, config)
-    if len(line) + len(speed) <= columns():
+    if len(line) + len(speed) <= terminal_width():
         line += speed
     return coloured(line, colour) if (colour := _colour(record)) else line
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO, cast
 
 from pretraining.config.extension import Watcher
-from pretraining.extensions.terminal.lines import DIM, coloured, columns
+from pretraining.extensions.terminal.lines import DIM, coloured, terminal_width
 from pretraining.monitor.figures import duration, format_number
 from pretraining.monitor.progress import position
 from pretraining.run.reports import begins_rows
@@ -72,13 +72,13 @@ class LastLine:
             sys.stderr = self._above(sys.stderr)
 
     def _above(self, stream: TextIO) -> TextIO:
-        return cast(TextIO, Above(self, stream))
+        return cast(TextIO, StreamAbove(self, stream))
 
     def show(self, text: str) -> None:
         """Replace the line, unless a line that something else prints is not complete."""
         with self._lock:
             if self._at_start:
-                self._write(f"\r\x1b[K{coloured(text[: columns() - 1], DIM)}")
+                self._write(f"\r\x1b[K{coloured(text[: terminal_width() - 1], DIM)}")
                 self._is_shown = True
 
     def write_above(self, stream: TextIO, text: str) -> int:
@@ -100,7 +100,7 @@ class LastLine:
         self._terminal.flush()
 
 
-class Above:
+class StreamAbove:
     """A stream whose text goes above the last line."""
 
     def __init__(self, last_line: LastLine, stream: TextIO) -> None:
