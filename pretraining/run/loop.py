@@ -240,12 +240,12 @@ def _print_where_to_look(run: TrainingRun, code: int) -> None:
         run.print(f"complete: {counted(run.step, 'step')}{more}")
     else:
         newest = "there is no checkpoint" if saved is None else f"the newest checkpoint is that of step {saved}"
-        run.print(f"{newest}: the same command {'starts again' if saved is None else 'continues from it'}")
+        who = "next start" if code == STOPPED_ITSELF else "same command"  # which may stop there again
+        run.print(f"{newest}: the {who} {'begins anew' if saved is None else 'continues from it'}")
     run.print(f"  metrics      {folder / 'metrics.jsonl'}")
     python = sys.executable.removeprefix(f"{Path.cwd()}/")
     run.print(f"  curves       {shlex.join([python, '-m', 'pretraining.tools.report', str(folder)])}")
-    for watcher in run.watchers:
-        for line in watcher.where_to_look():
-            run.print(line)
+    for line in [line for watcher in run.watchers for line in watcher.where_to_look()]:
+        run.print(line)
     if config.checkpoint_interval:
         run.print(f"  checkpoints  {run.checkpoints.folder}")

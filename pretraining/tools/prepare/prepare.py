@@ -148,9 +148,10 @@ def prepare(options: Options) -> list[str]:
     if not (place / FLAGS).is_file():  # other parts are missing
         return []
     flags = (place / FLAGS).read_bytes().decode(errors="replace").splitlines()
-    own = flags if is_remote(place) or options.stdlib else [f"--data_path={place}"]  # implied.py
+    own = flags if is_remote(place) else [f"--data_path={place}"]  # implied.py
     words = ["bash scripts/train.sh", *map(shlex.quote, own)]
-    print(f"prepared in {place}; train on it with:\n  " + " \\\n    ".join(words))
+    command = "; train on it with:\n  " + " \\\n    ".join(words)
+    print(f"prepared in {place}{'' if options.stdlib else command}")  # scripts/train.sh prepares stdlib, and trains
     return flags
 
 
