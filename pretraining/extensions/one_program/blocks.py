@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 
 from pretraining.extensions.one_program.gathering import Ranks, replaced
-from pretraining.models.llama import BatchInputs, Block
+from pretraining.models.llama import BatchInputs
 
 Body = Callable[..., list[Tensor]]
 
@@ -39,7 +39,7 @@ class LoopedBlocks:
             given = iter(constants)
             of_first = pytree.tree_unflatten([next(given) if isinstance(v, Tensor) else v for v in values], structure)
             with replaced(first, dict(zip(weights[0], shards, strict=True))):
-                y: Tensor = Block.forward(first, x, of_first.next_block(layer))
+                y: Tensor = type(first).forward(first, x, of_first.next_block(layer))
             return y
 
         loop = _Loop(run, self.ranks, len(layers), len(constants), [w.requires_grad for w in weights[0].values()])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pretraining.config.declaration import Resume
+from pretraining.config.errors import Problem
 from pretraining.config.support import XLA, Limit
 from pretraining.config.training import TrainConfig
 
@@ -20,8 +22,8 @@ class OneProgramConfig(TrainConfig):
     one_program: Annotated[Literal["auto", "always", "never"], Resume.FREE] = "auto"
     """Whether the torch engine traces a micro-batch's forward and backward pass, with the collectives, and after the
     last one the update, and runs them as one program. "auto": on TPUs. "always": also where nothing compiles it, for
-    tests. "never": FSDP2 communicates between programs. Where a setting does not allow it, FSDP2 does so, too, and the
-    first lines of the run say why."""
+    tests. "never": FSDP2 communicates between programs, as it always does in a pipeline. Where another setting does not
+    allow one program, FSDP2 does so, too, and the first lines of the run say why."""
 
     def engine_class(self, name: str) -> Any:
         """See TrainConfig."""
@@ -36,3 +38,12 @@ class OneProgramConfig(TrainConfig):
     def limits(cls) -> tuple[Any, ...]:
         """See TrainConfig."""
         return (*super().limits(), *LIMITS)
+
+
+def stages(config: OneProgramConfig) -> Iterator[Problem]:
+    """Yield a problem where one program is asked for in a pipeline."""
+    if config.one_program == "always" and config.division.stages > 1:
+        yield Problem("--one_program=always", 'a stage of a pipeline is several programs; use "auto"')
+
+
+CHECKS = (stages,)
