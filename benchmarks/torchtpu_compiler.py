@@ -6,8 +6,8 @@
 Nothing runs: the case, the columns and other flags are those of benchmarks/tpu_compiler.py. torch_tpu runs a step as
 many programs: benchmarks/torchtpu_trace.py lowers them, and libtpu compiles each that differs. Bytes and operations are
 summed over the programs that a step runs. Peak is the largest sum of what exists before a program and what it adds;
-temporaries are the peak without what exists between steps. Programs of one chip run one after another, so that no
-collective overlaps with products of another program.
+temporaries are the peak without what exists between steps. Programs of one chip run one after another, so that with
+--one_program=never no collective overlaps with products.
 """
 
 from __future__ import annotations

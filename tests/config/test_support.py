@@ -32,6 +32,7 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("pipeline_schedule", {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"}),
     ("kv_replication", {"kv_replication": 2}),
     ("memory_profiling", {"memory_profiling": True}),
+    ("one_program", {"one_program": "always"}),
 ]
 EXAMPLES = [(setting, fields) for setting, fields in EXAMPLES if setting in SETTINGS]  # of extensions that are there
 
