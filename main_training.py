@@ -33,7 +33,7 @@ NAMES = (
     "extensions.schedules", "extensions.splash", "extensions.fp8", "extensions.fp16", "extensions.manual_precision",
     "extensions.skip_step", "extensions.report_figures", "extensions.sharding_report", "extensions.profiler",
     "extensions.questions", "extensions.preemption", "extensions.benchmark", "extensions.history",
-    "extensions.trackers", "extensions.preflight", "extensions.terminal", "tools.completion",
+    "extensions.trackers", "extensions.one_program", "extensions.preflight", "extensions.terminal", "tools.completion",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths

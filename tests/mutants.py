@@ -55,7 +55,7 @@ MUTANTS = {
         "parallel/step.py", "if limit := self.config.grad_clip_thresh:", "if limit := 0:", "golden"
     ),
     "the norm is a rank's": Mutant(
-        "parallel/torch/step.py", "        sum_over_processes(sums)\n", "", "parallel golden"
+        "parallel/torch/step.py", "        reduce_over_processes(sums)\n", "", "parallel golden"
     ),
     "gradients are a sum": Mutant(
         "parallel/torch/step.py", "count / mesh.data_ranks *", "1 / mesh.data_ranks *", "golden"

@@ -74,19 +74,19 @@ class Checkpoints:
 
         Those of ckpt_load_path are at step 0 without data state. None if there is nothing to load.
         """
-        found = self._peers.lead(lambda: find_checkpoints(self.folder))
-        for path in found.uncommitted:
+        checkpoints = self._peers.lead(lambda: find_checkpoints(self.folder))
+        for path in checkpoints.uncommitted:
             self._peers.say(f"{path} has no marker: its save was never finished, and it is ignored")
         local = [path for place in self._places for path in place.common()]
-        found, config = found._replace(committed=newest_first(local, found.committed)), self._config
-        check_policy(config, found)
-        load_path, source = self._peers.lead(partial(starting_point, config, self.folder, found))
-        found = found if found.committed else source  # each host continues from its own copy
+        checkpoints, config = checkpoints._replace(committed=newest_first(local, checkpoints.committed)), self._config
+        check_policy(config, checkpoints)
+        load_path, source = self._peers.lead(partial(starting_point, config, self.folder, checkpoints))
+        checkpoints = checkpoints if checkpoints.committed else source  # each host continues from its own copy
         if load_path != config.ckpt_load_path:
             self._peers.say(f"--ckpt_load_path={config.ckpt_load_path} is this run's own folder and has no checkpoint")
             config = replace(config, ckpt_load_path=load_path)
         restoring = Restoring(config, self._peers, trainee.state())
-        facts = self._continue(restoring, found.committed, local) if found.committed else restoring.start()
+        facts = self._continue(restoring, checkpoints.committed, local) if checkpoints.committed else restoring.start()
         if self._config.checkpoint_interval:
             self._base = self._peers.lead(partial(base_digest, config))
         for place in self._places:
@@ -122,10 +122,10 @@ class Checkpoints:
         self.wait()
         if not self._config.checkpoint_interval or step == self.newest:
             return
-        kept = {name: value for name, value in state.items() if self._is_kept(name)}
+        saved_state = {name: value for name, value in state.items() if self._is_kept(name)}
         began, place = time.perf_counter(), None if asked or self._config.saves_at(step) else self._place(step)
         try:
-            pending = self._planned(kept, replace(facts, step=step, base=self._base), place)
+            pending = self._planned(saved_state, replace(facts, step=step, base=self._base), place)
             if self._config.async_checkpointing and self._has_room(pending):
                 pending.stage(self._buffer)
                 self._writing = self._writer.submit(self._finish, pending, began, place)

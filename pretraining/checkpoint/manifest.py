@@ -156,9 +156,9 @@ def open_checkpoint(path: Location) -> Checkpoint:
 
 
 def _read_marker(path: Location) -> dict[str, Any]:
-    whole = read_file(path)
-    text = whole[: whole.find(b"\n") + 1]
-    if whole != _signed(text):
+    content = read_file(path)
+    text = content[: content.find(b"\n") + 1]
+    if content != _signed(text):
         raise UnreadableError(f"{path}: differs from what was saved")
     marker = parse_json(text, path)
     if marker.get("format") != FORMAT:

@@ -40,18 +40,18 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
     """
     folder = checkpoint_folder(config, log_dir)
     local = [path for place in config.checkpoint_places() for path in place.committed()]
-    found = find_checkpoints(folder)
-    found = found._replace(committed=newest_first(local, found.committed))
-    check_policy(config, found)
-    load_path, found = starting_point(config, folder, found)
+    checkpoints = find_checkpoints(folder)
+    checkpoints = checkpoints._replace(committed=newest_first(local, checkpoints.committed))
+    check_policy(config, checkpoints)
+    load_path, checkpoints = starting_point(config, folder, checkpoints)
     config = replace(config, ckpt_load_path=load_path)
-    if not found.committed and (added := config.open_added()):
+    if not checkpoints.committed and (added := config.open_added()):
         config.check_trained(added, shapes)
     if load_path and not location(load_path).exists():
         raise UserError(f"--ckpt_load_path={load_path}: there is no such folder; give another one")
-    if load_path and not (config.saves_frozen and found.committed):
+    if load_path and not (config.saves_frozen and checkpoints.committed):
         check_other_run(config, shapes)
-    for path in found.committed:
+    for path in checkpoints.committed:
         try:
             checkpoint = open_any_checkpoint(path)
         except UnreadableError:
@@ -68,19 +68,19 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
     return None  # there is none, or `restore` raises the error
 
 
-def starting_point(config: TrainConfig, folder: Location, found: CheckpointList) -> tuple[str, CheckpointList]:
-    """Return ckpt_load_path, and the checkpoints to continue from, of a run with those `found` in its own `folder`.
+def starting_point(config: TrainConfig, folder: Location, checkpoints: CheckpointList) -> tuple[str, CheckpointList]:
+    """Return ckpt_load_path, and the checkpoints to continue from, of a run with `checkpoints` in its own `folder`.
 
     That folder is no path to load as long as it is empty: the command of a first start may name it. With load_step,
     a run without checkpoints of its own continues from that in ckpt_load_path, unless that is at step 0.
     """
-    path, starts = location(config.ckpt_load_path), not found.committed and bool(config.ckpt_load_path)
+    path, starts = location(config.ckpt_load_path), not checkpoints.committed and bool(config.ckpt_load_path)
     if starts and path.resolve() == folder.resolve() and not is_of_other_program(path):
-        return "", found
+        return "", checkpoints
     continues = starts and config.load_step and not config.load_weights_only
     if continues and (source := open_any_checkpoint(path)).facts.step:
-        found = found._replace(committed=[source.path])
-    return config.ckpt_load_path, found
+        checkpoints = checkpoints._replace(committed=[source.path])
+    return config.ckpt_load_path, checkpoints
 
 
 def check_other_run(config: TrainConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:

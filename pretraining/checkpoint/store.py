@@ -201,11 +201,11 @@ class LiveTensors:
 def plans_of_hosts(plans: list[SavePlan], hosts: list[int]) -> list[SavePlan]:
     """Return the plans without what an earlier process of the same host writes. hosts: of every process."""
     planned: set[tuple[int, MetadataIndex]] = set()
-    kept = []
+    reduced_plans = []
     for plan, host in zip(plans, hosts, strict=True):
-        kept.append(replace(plan, items=[item for item in plan.items if (host, item.index) not in planned]))
+        reduced_plans.append(replace(plan, items=[item for item in plan.items if (host, item.index) not in planned]))
         planned |= {(host, item.index) for item in plan.items}
-    return kept
+    return reduced_plans
 
 
 def of_hosts(parts: list[T], hosts: list[int]) -> list[list[T]]:

@@ -220,16 +220,16 @@ def config_from_flags(
     the field name it. problems: mistakes in those files, reported with all others.
     """
     values = read_values(flags, checks, configuration)
-    mistakes = [*problems, *(with_origin(found, origins or {}) for found in values.problems)]
+    mistakes = [*problems, *(with_origin(problem, origins or {}) for problem in values.problems)]
     if mistakes:
         raise ConfigError(mistakes)
     return values.config
 
 
-def with_origin(found: Problem, origins: Mapping[str, str]) -> Problem:
+def with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
     """Return the problem with the key and file that the value of its field came from, if there is one."""
-    origin = origins.get(found.subject.removeprefix("--").partition("=")[0])
-    return found._replace(remedy=f"{found.remedy} [from {origin}]") if origin else found
+    origin = origins.get(problem.subject.removeprefix("--").partition("=")[0])
+    return problem._replace(remedy=f"{problem.remedy} [from {origin}]") if origin else problem
 
 
 def read_values(

@@ -45,17 +45,17 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """ "momentum=0.9,etas=(0.5,1.2)" or "{'momentum': 0.9}" by name. Raises ValueError for anything else."""
     try:
         if text.lstrip().startswith("{"):
-            given = ast.literal_eval(text)
+            arguments = ast.literal_eval(text)
         else:
             call = ast.parse(f"f({text})", mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
                 raise ValueError(text)
-            given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+            arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, TypeError) as error:
         raise ValueError(text) from error
-    if not all(isinstance(name, str) for name in given):
+    if not all(isinstance(name, str) for name in arguments):
         raise ValueError(text)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
 
 
 def is_like(value: Any, default: Any) -> bool:

@@ -30,9 +30,9 @@ def problems(
     faults = {name: setting.fault(getattr(config, name)) for name, setting in settings_of(type(config)).items()}
     own = {name: problem(config, name, fault) for name, fault in faults.items() if fault and name not in unreadable}
     known = guarded(config, {*unreadable, *own})
-    across = [found for check in (check_needs, *checks) for found in _until_unknown(check(known))]
+    across = [each for check in (check_needs, *checks) for each in _until_unknown(check(known))]
     missing_matters = missing_matters and config.reads_data
-    return [found for found in (*own.values(), *across) if missing_matters or not found.is_missing]
+    return [each for each in (*own.values(), *across) if missing_matters or not each.is_missing]
 
 
 def check_needs(config: TrainConfig) -> Iterator[Problem]:
@@ -72,9 +72,9 @@ def _guarded_class(configuration: type) -> type:
     return type(configuration.__name__, (configuration,), {"__getattribute__": read})
 
 
-def _until_unknown(found: Iterable[Problem]) -> Iterator[Problem]:
+def _until_unknown(problems: Iterable[Problem]) -> Iterator[Problem]:
     with suppress(UnknownValueError):
-        yield from found
+        yield from problems
 
 
 # ---- for the wording of remedies

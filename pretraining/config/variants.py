@@ -134,17 +134,17 @@ def model_shape(config: TrainConfig) -> ModelShape:
     """
     if missing := missing_dimensions(config):
         raise UnknownValueError(f"model_variant=custom needs {', '.join(missing)}")
-    given = {f.name: getattr(config, f.name) for f in fields(ModelShape) if getattr(config, f.name) is not None}
+    dimensions = {f.name: getattr(config, f.name) for f in fields(ModelShape) if getattr(config, f.name) is not None}
     if config.model_variant != CUSTOM:
         base = VARIANTS[config.model_variant]
-        if "head_dim" not in given and given.keys() & {"hidden_size", "num_attention_heads"}:
-            wide = replace(base, **given)
-            given["head_dim"] = wide.hidden_size // wide.num_attention_heads
-        return replace(base, **given)
+        if "head_dim" not in dimensions and dimensions.keys() & {"hidden_size", "num_attention_heads"}:
+            wide = replace(base, **dimensions)
+            dimensions["head_dim"] = wide.hidden_size // wide.num_attention_heads
+        return replace(base, **dimensions)
     defaults = {
-        "num_kv_heads": given["num_attention_heads"],
-        "head_dim": given["hidden_size"] // given["num_attention_heads"],
+        "num_kv_heads": dimensions["num_attention_heads"],
+        "head_dim": dimensions["hidden_size"] // dimensions["num_attention_heads"],
         "max_position_embeddings": config.seq_length,
         "rope_theta": 1e4,
     }
-    return ModelShape(**{**defaults, **given})
+    return ModelShape(**{**defaults, **dimensions})

@@ -45,17 +45,17 @@ def split_folders(folder: Location) -> SplitFolders | None:
         kind, names = "a DatasetDict", list(read_dataset_json(folder / DATASET_DICT).get("splits", []))
     else:
         return None
-    found = {}
+    folders = {}
     for split, choices in _FOLDERS.items():
         name = next((name for name in choices if name in names), None)
         if name:
-            found[split] = folder / name
-    if "train" not in found:
+            folders[split] = folder / name
+    if "train" not in folders:
         listed = ", ".join(map(str, names)) or "none"
         raise UserError(
             f"{folder}: {kind} without a train split, it has {listed}: give the folder of one, {folder}/..."
         )
-    return SplitFolders(kind, found)
+    return SplitFolders(kind, folders)
 
 
 def read_dataset_json(path: Location) -> dict[str, Any]:

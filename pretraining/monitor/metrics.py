@@ -96,8 +96,8 @@ def refuse_unusable(path: Path) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_file():
-        found = "a folder" if path.is_dir() else "not a regular file"
-        raise UserError(f"{path}: is {found}, where this run writes a file; move it away")
+        kind = "a folder" if path.is_dir() else "not a regular file"
+        raise UserError(f"{path}: is {kind}, where this run writes a file; move it away")
     if not os.access(path, os.R_OK | os.W_OK):
         remedy = "change its permissions (chattr -i if it is immutable), or move it away"
         raise UserError(f"{path}: cannot be read and written; {remedy}")
@@ -108,9 +108,9 @@ def missing_history(path: Path, step: int, interval: int) -> str | None:
     last = max((record["step"] for record in read_metrics(path) if record["step"] <= step), default=0)
     if last >= max(1, step // interval * interval):
         return None
-    found = f"ends at step {last}" if last else "has no reports" if path.exists() else "is missing"
-    kept = f"the lines up to step {last} are kept" if last else "nothing of it is kept"
-    return f"{path} {found}, but the run continues from step {step}: the reports in between are lost; {kept}"
+    defect = f"ends at step {last}" if last else "has no reports" if path.exists() else "is missing"
+    remaining = f"the lines up to step {last} are kept" if last else "nothing of it is kept"
+    return f"{path} {defect}, but the run continues from step {step}: the reports in between are lost; {remaining}"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -134,12 +134,12 @@ def cut_back(path: Path, step: int, began: float | None = None) -> None:
         return
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is incomplete
     records = [_parse(path, number, line) for number, line in enumerate(lines, 1)] if step or is_restarted() else []
-    kept = [line for record, line in zip(records, lines, strict=False) if step and record["step"] <= step]
+    remaining_lines = [line for record, line in zip(records, lines, strict=False) if step and record["step"] <= step]
     if began is not None and (account := carried(records, step, path.stat().st_mtime, began)):
-        kept.append(json.dumps({"step": step, "account": account}).encode())
+        remaining_lines.append(json.dumps({"step": step, "account": account}).encode())
     fresh = path.with_name(f".{path.name}.cut")
     with fresh.open("wb") as file:
-        file.writelines(line + b"\n" for line in kept)
+        file.writelines(line + b"\n" for line in remaining_lines)
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)

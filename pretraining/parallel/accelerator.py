@@ -89,10 +89,10 @@ HOST = torch.device("cpu")
 
 def find_devices() -> tuple[str, int]:
     """Return the type of this host's accelerator, of those that --device offers, and how many this process can use."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or SETTINGS["device"].fault(found.type):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or SETTINGS["device"].fault(accelerator.type):
         return HOST.type, 0
-    return found.type, torch.accelerator.device_count()
+    return accelerator.type, torch.accelerator.device_count()
 
 
 def device_type(name: str) -> str:

@@ -132,8 +132,8 @@ def xla_layout(config: TrainConfig, mesh: Mesh) -> XlaLayout:
     """Return the XLA engine's layout of `config` on `mesh`."""
     shape = model_shape(config)
     repeated = shape.num_kv_heads % mesh.tensor != 0
-    whole = shape.num_kv_heads * kv_repeats(config, shape) % mesh.tensor != 0
-    return XlaLayout(mesh, STRATEGIES[config.sharding_strategy], repeated, whole, config.sequence_parallel)
+    unsharded = shape.num_kv_heads * kv_repeats(config, shape) % mesh.tensor != 0
+    return XlaLayout(mesh, STRATEGIES[config.sharding_strategy], repeated, unsharded, config.sequence_parallel)
 
 
 class TorchLayout(NamedTuple):

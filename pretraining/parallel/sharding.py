@@ -120,8 +120,8 @@ def without_single(spec: Spec, shape: Iterable[int]) -> Spec:
 
 
 def _without(axis: Axis, dropped: tuple[str, ...] | list[str]) -> Axis:
-    kept = tuple(name for name in axes_of(axis) if name not in dropped)
-    return kept if len(kept) > 1 else kept[0] if kept else None
+    remaining = tuple(name for name in axes_of(axis) if name not in dropped)
+    return remaining if len(remaining) > 1 else remaining[0] if remaining else None
 
 
 def axes_of(axis: Axis) -> tuple[str, ...]:

@@ -141,8 +141,8 @@ class OptimizerStep(ABC):
     def _accept(self, gradients: Gradients) -> Tensor:
         """Return whether the update may be applied. An overflow that fp16's loss scale caused does not count."""
         is_finite = torch.isfinite(gradients.loss) & torch.isfinite(gradients.norm)
-        is_excused = self.loss_scale.can_back_off(gradients.loss) if self.loss_scale else torch.zeros_like(is_finite)
-        is_accepted = self._count(is_finite | is_excused) & is_finite
+        is_overflow = self.loss_scale.can_back_off(gradients.loss) if self.loss_scale else torch.zeros_like(is_finite)
+        is_accepted = self._count(is_finite | is_overflow) & is_finite
         if self.loss_scale:
             self.loss_scale.update(is_finite)
         if self.recent:

@@ -44,13 +44,13 @@ def configure(
     configuration = configuration_of(tuple(extensions))
     rules = [check for check in checks_of(extensions) if not (own_data and check in OF_STORED_DATA)]
     checks = [*rules, *start_checks_of(extensions, own_data) * report]
-    found = FileFlags(dict(flags), {}, [])
+    inputs = FileFlags(dict(flags), {}, [])
     for resolve in (extension.resolve for extension in extensions if extension.resolve):
-        more = resolve(found.values, configuration, checks, report)
-        found = FileFlags(more.values, {**found.origins, **more.origins}, [*found.problems, *more.problems])
-    config = config_from_flags(found.values, checks, configuration, found.origins, found.problems)
+        more = resolve(inputs.values, configuration, checks, report)
+        inputs = FileFlags(more.values, {**inputs.origins, **more.origins}, [*inputs.problems, *more.problems])
+    config = config_from_flags(inputs.values, checks, configuration, inputs.origins, inputs.problems)
     if report and config.trains and first_rank():
-        print(config.printed("\n".join(describe_settings(config, flags, found.origins, origin))), flush=True)
+        print(config.printed("\n".join(describe_settings(config, flags, inputs.origins, origin))), flush=True)
     return config
 
 

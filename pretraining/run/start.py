@@ -141,14 +141,14 @@ def check_shared_folder(folder: Path, process: int, processes: int) -> None:
             error = str(failure.strerror)
     dist.barrier()
     deadline = time.monotonic() + VISIBLE_WITHIN
-    while not (found := path.exists()) and time.monotonic() < deadline:
+    while not (is_visible := path.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
     answers: list[Any] = [None] * processes
-    dist.all_gather_object(answers, (socket.gethostname(), found, error))
+    dist.all_gather_object(answers, (socket.gethostname(), is_visible, error))
     path.unlink(missing_ok=True)
     if answers[0][2]:
         raise UserError(f"{folder}: cannot be written ({answers[0][2]}); give another --ckpt_save_path or --log_dir")
-    if blind := sorted({host for host, found, _ in answers if not found}):
+    if blind := sorted({host for host, is_visible, _ in answers if not is_visible}):
         remedy = "give a --log_dir or --ckpt_save_path that all hosts share, or --checkpoint_interval=0 to save nothing"
         raise UserError(f"{folder} on {answers[0][0]} is not visible on {', '.join(blind)}; {remedy}")
 

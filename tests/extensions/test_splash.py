@@ -16,6 +16,7 @@ from main_training import configure
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.extensions.splash.choice import SplashConfig
 from pretraining.extensions.splash.programs import SplashShape, lowered
+from tests import selection
 from tests.parallel.launch import ROOT, needs, run
 from tests.parallel.toy import TOY
 from tests.selection import chosen
@@ -110,10 +111,14 @@ def test_a_cache_that_cannot_be_written_is_one_error(tmp_path: Path, monkeypatch
 
 
 TINY = {"model_variant": "tiny", "use_dummy_dataset": True}
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     ({"attention_dropout": 0.1}, "has no dropout, and attention_dropout is 0.1"),
     ({"context_parallel_size": 2, "seq_length": 66}, "equal chunks of a row for context ranks, and one has 66 tokens"),
-    ({"tensor_parallel_size": 2, "num_kv_heads": 1, "kv_replication": 1}, "kv_replication is 1"),
+    pytest.param(
+        {"tensor_parallel_size": 2, "num_kv_heads": 1, "kv_replication": 1},
+        "kv_replication is 1",
+        marks=selection.needs("kv_replication"),
+    ),
 ]
 
 

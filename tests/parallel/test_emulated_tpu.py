@@ -34,6 +34,7 @@ DROPOUT: Fields = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 BF16: Fields = {"mixed_precision": True}
 REFERENCES: dict[str, Fields] = {"fp32": {}, "dropout": DROPOUT, "bf16": BF16}
 RECOMPUTE: Fields = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2", "save_attention": True}
+ONE_PROGRAM: Fields = {"fsdp_activation_checkpointing": True, "batch_size": 1}  # extensions/one_program
 TENSOR: Fields = {"sharding_strategy": "ddp", "tensor_parallel_size": 2, "sequence_parallel": True, "batch_size": 2}
 # Processes -> case -> its reference on the CPU, and its fields
 CASES: dict[int, dict[str, tuple[str, Fields]]] = {
@@ -42,9 +43,11 @@ CASES: dict[int, dict[str, tuple[str, Fields]]] = {
         "recomputed, accumulated": ("fp32", {**RECOMPUTE, "batch_size": 1}),
         "bf16": ("bf16", BF16),
         "dropout, resumed": ("dropout", DROPOUT),
+        "one program, accumulated": ("dropout", {**DROPOUT, **ONE_PROGRAM}),
     },
     4: {
         "hsdp": ("fp32", {"sharding_strategy": "hsdp", "sharding_group_size": 2, "batch_size": 1}),
+        "one program, hsdp": ("fp32", {**ONE_PROGRAM, "sharding_strategy": "hsdp", "sharding_group_size": 2}),
         "ddp x tensor, sequence": ("fp32", TENSOR),
     },
 }

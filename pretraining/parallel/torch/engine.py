@@ -45,7 +45,7 @@ from pretraining.parallel.torch import tensor as torch_tensor
 from pretraining.parallel.torch.blocks import TorchBlocks
 from pretraining.parallel.torch.context import ContextRanks
 from pretraining.parallel.torch.state import LocalShards, to_local
-from pretraining.parallel.torch.step import TorchStep, sum_over_processes
+from pretraining.parallel.torch.step import TorchStep, reduce_over_processes
 
 
 class TorchEngine:
@@ -330,7 +330,7 @@ class TorchTrainee:
         totals = torch.zeros(2, device=self.engine.device)
         for micro_batch, _ in self._micro_batches(batch):
             totals += self.evaluated(micro_batch)
-        sum_over_processes(totals)
+        reduce_over_processes(totals)
         for module in (module for root in self.roots for module in root.modules()):
             if isinstance(module, FSDPModule):  # without a backward pass, what was gathered for the step stays gathered
                 module.reshard()
@@ -345,7 +345,7 @@ class TorchTrainee:
     def parameter_norm(self) -> float:
         """See engine.Trainee."""
         square = self.step.power_sum({name: self.shards.local(name) for name in self.shards.weights})
-        sum_over_processes(square)
+        reduce_over_processes(square)
         return square.sqrt().item()
 
     # ---- Logical state

@@ -100,7 +100,7 @@ class LocalShards:
         Dimensions that the parameter has and `shard` has not, such as those that a moment reduces, have extent 1.
         """
         extents = zip(self.shapes[name], self.local(name).shape, shard.shape, strict=True)
-        return torch.Size(full if whole == part else 1 for full, whole, part in extents)
+        return torch.Size(full if local_extent == shard_extent else 1 for full, local_extent, shard_extent in extents)
 
     def as_dtensor(self, name: str, shard: Tensor) -> Tensor:
         """Return the DTensor of which `shard`, sharded like the parameter `name`, is this process's shard.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -89,7 +90,7 @@ class TorchStep(OptimizerStep):
         self.complete(gradients)
         order = self.config.grad_clip_norm_type or math.inf
         sums = torch.cat((self.totals, self.power_sum(gradients, order)))
-        sum_over_processes(sums)
+        reduce_over_processes(sums)
         trained = sums[1].clamp(min=1)  # a global batch without trained tokens has a loss and gradients of 0
         count = trained / mesh.tensor  # tensor ranks count the same tokens
         divisor = count / mesh.data_ranks * (self.loss_factor() if self.loss_scale else 1)
@@ -123,8 +124,7 @@ class TorchStep(OptimizerStep):
     def _largest(self, shards: dict[str, Tensor]) -> Tensor:
         """Infinity norm of the unsharded tensors."""
         largest = nn.utils.get_total_norm(list(shards.values()), math.inf).to(self.device)
-        if dist.is_initialized():
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        reduce_over_processes(largest, "max")
         return largest
 
     def update(self, gradients: Gradients, clip: Tensor | None, rate: Tensor | float, is_accepted: Tensor) -> None:
@@ -208,7 +208,7 @@ class TorchStep(OptimizerStep):
         super().finish_loading(restart_optimizer)
 
 
-def sum_over_processes(sums: Tensor) -> None:
-    """All-reduce `sums` in place, where there are several processes."""
+def reduce_over_processes(values: Tensor, operation: str = "sum") -> None:
+    """All-reduce `values` in place, where there are several processes; an operation that can be traced."""
     if dist.is_initialized():
-        dist.all_reduce(sums)
+        funcol.all_reduce_inplace(values, operation, dist.group.WORLD)

@@ -57,8 +57,9 @@ LEFT_OPEN = {"data_path", "datasets", "weights", "tokenizer_path"}
 # Fields that TrainConfig does not have -> the values that describe this recipe. Any other value is unsupported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "transformer_block_type": ("pre_ln",),
-    "pipeline_parallel_size": (1,),  # a field where its extension is installed, as the next
+    "pipeline_parallel_size": (1,),  # a field where its extension is installed, as the others
     "virtual_pipeline_size": (1,),
+    "log_param_norm": (False,),
 }
 
 

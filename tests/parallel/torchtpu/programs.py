@@ -39,7 +39,7 @@ ELEMENT_TYPES: dict[str, tuple[str, Any]] = {
 }
 DTYPES = {name: np.dtype(dtype) for name, dtype in ELEMENT_TYPES.values()}  # by MLIR's name
 COLLECTIVE = re.compile(r"stablehlo\.(all_|reduce_scatter|collective_|partition_id)")
-LAYOUT = re.compile(r'mhlo\.layout_mode = "[^"]*"(, )?')
+LAYOUT = re.compile(r', mhlo\.layout_mode = "[^"]*"|mhlo\.layout_mode = "[^"]*"(, )?')
 jax.config.update("jax_platforms", "cpu")  # otherwise jax, too, finds the emulated TPU
 jax.config.update("jax_enable_x64", True)
 

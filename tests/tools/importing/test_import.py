@@ -252,7 +252,7 @@ REFUSED = [
     ("nxdt", "model_alignment_strategy.dpo.beta", 0.1, "alignment"),
     ("nxdt", "model.moe.num_experts", 8, "experts"),
     ("nxdt", "model.normalization", "scalenorm", "known are rmsnorm"),
-    ("nemo", "model.rampup_batch_size", [16, 16], "three whole numbers"),
+    pytest.param("nemo", "model.rampup_batch_size", [16, 16], "three whole numbers", marks=needs("batch_rampup")),
     ("nemo", "model.num_layer", 0, "did you mean model.num_layers"),
     ("nxdt", "model.transformer_block_type", "normformer", "norms come before"),
     ("nxdt", "model.activations_checkpoint_granularity", "some", "known are full"),
@@ -868,6 +868,7 @@ def test_every_default_has_a_rule(kind: str) -> None:
     assert FORMATS[kind].defaults.keys() <= FORMATS[kind].mappings.keys()
 
 
+@needs("report_figures")
 @pytest.mark.parametrize("kind", ["nemo", "nxdt"])
 def test_absent_keys_of_lightning_and_exp_manager_have_the_trainers_defaults(kind: str, tmp_path: Path) -> None:
     """Each with its source: NeMo's exp_manager.py, Lightning's Trainer, and what NxD Training's code does."""
