@@ -100,7 +100,7 @@ def test_what_is_no_file_is_named_and_never_waited_for(tmp_path: Path, kind: str
     {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link to nothing": lambda: path.symlink_to("x")}[kind]()
     for read in (read_metrics, refuse_unusable):
         with pytest.raises(
-            UserError, match=rf"metrics\.jsonl is {'a folder' if kind == 'folder' else 'not a regular'}"
+            UserError, match=rf"metrics\.jsonl: is {'a folder' if kind == 'folder' else 'not a regular'}"
         ):
             read(path)
 
