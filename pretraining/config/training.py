@@ -670,6 +670,18 @@ class TrainConfig:
         """Copies of each key/value head in use if tensor ranks do not divide them; 0: as few as possible."""
         return 0
 
+    def recomputed_modules(self, block: Any) -> list[str]:
+        """Return the modules of a chosen block that checkpoint_modules names, none inside another; none for whole
+        blocks. "core_attention" adds none: see parallel.recompute.block_mask."""
+        if self.checkpoint_granularity == "full":
+            return []
+        chosen = parse_modules(self.checkpoint_modules)
+        named = {"attention": "self_attn", "mlp": "mlp", "mlp_activation": "mlp.act_fn"}
+        paths = [path for name, path in named.items() if name in chosen]
+        if "norm" in chosen:
+            paths += [path for path, _ in block.named_modules() if path.endswith("norm")]
+        return [path for path in paths if path.rpartition(".")[0] not in paths]
+
     def engine_class(self, name: str) -> Any:
         """Return the class of the engine "xla" or "torch" that runs this configuration; None: the core's."""
         return None

@@ -76,6 +76,7 @@ class XlaLayout(NamedTuple):
     repeated_heads: bool  # key/value heads that tensor ranks do not divide
     whole_heads: bool  # of which every tensor rank computes all
     sequence_parallel: bool
+    table: Callable[..., Spec] = spec_of  # the sharding table
     is_stacked: bool = True
 
     def parameter(self, name: str) -> Spec:
@@ -124,7 +125,7 @@ class XlaLayout(NamedTuple):
         return self.of_module(spec)
 
     def _spec(self, name: str, split: bool) -> Spec:
-        spec = spec_of(name, repeated_heads=self.repeated_heads, tensor_ranks=self.mesh.tensor)
+        spec = self.table(name, repeated_heads=self.repeated_heads, tensor_ranks=self.mesh.tensor)
         return on_mesh(spec if split else replicated_along_shard(spec), self.mesh._asdict())
 
 
@@ -145,6 +146,7 @@ class TorchLayout(NamedTuple):
     mesh: Mesh
     strategy: str
     repeated_heads: bool = False  # key/value heads that tensor ranks do not divide: every rank has all their weights
+    table: Callable[..., Spec] = spec_of  # the sharding table
     is_stacked: bool = False
 
     @property
@@ -170,7 +172,7 @@ class TorchLayout(NamedTuple):
         along, rank = (shard_dimension(name), self.tensor_dimension(name)) if self.mesh.tensor > 1 else (0, None)
         shards = () if self.strategy == "ddp" else SHARD
         split = [(rank, "tensor"), *((along, axis) for axis in shards)]  # FSDP shards what a tensor rank has
-        axes = [tuple(axis for dim, axis in split if dim == i) for i in range(len(spec_of(name)))]
+        axes = [tuple(axis for dim, axis in split if dim == i) for i in range(len(self.table(name)))]
         return on_mesh(tuple(axes), self.mesh._asdict())
 
     def gradient(self, name: str) -> Spec:
@@ -186,13 +188,12 @@ class TorchLayout(NamedTuple):
         """Return the dimension of a parameter that tensor ranks split; None: each of them has all of it."""
         if self.repeated_heads and fnmatchcase(name, KEYS_AND_VALUES):
             return None
-        return next((i for i, axis in enumerate(spec_of(name)) if "tensor" in axes_of(axis)), None)
+        return next((i for i, axis in enumerate(self.table(name)) if "tensor" in axes_of(axis)), None)
 
 
 def torch_layout(config: TrainConfig, mesh: Mesh) -> TorchLayout:
     """Return the torch engine's layout of `config` on `mesh`."""
-    repeated = model_shape(config).num_kv_heads % mesh.tensor != 0
-    return TorchLayout(mesh, config.sharding_strategy, repeated)
+    return TorchLayout(mesh, config.sharding_strategy, model_shape(config).num_kv_heads % mesh.tensor != 0)
 
 
 def uneven_shards(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from torch import nn
-
 from pretraining.config.grammar import parse_modules, parse_selective
 from pretraining.config.training import TrainConfig
 
@@ -46,21 +44,6 @@ def _centered(share: Fraction, layers: int) -> tuple[bool, ...]:
         mask.append(is_selected)
         threshold += is_selected
     return tuple(mask)
-
-
-def recomputed_modules(config: TrainConfig, block: nn.Module) -> list[str]:
-    """Return the modules of a chosen block that checkpoint_modules names, none inside another; none for whole blocks.
-
-    "core_attention" adds none: see block_mask.
-    """
-    if config.checkpoint_granularity == "full":
-        return []
-    chosen = parse_modules(config.checkpoint_modules)
-    named = {"attention": "self_attn", "mlp": "mlp", "mlp_activation": "mlp.act_fn"}
-    paths = [path for name, path in named.items() if name in chosen]
-    if "norm" in chosen:
-        paths += [path for path, _ in block.named_modules() if path.endswith("norm")]
-    return [path for path in paths if path.rpartition(".")[0] not in paths]
 
 
 class ScanGroup(NamedTuple):

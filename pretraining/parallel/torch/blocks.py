@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from pretraining.config.training import TrainConfig
 from pretraining.models.llama import BatchInputs, Block, Llama
-from pretraining.parallel.recompute import model_mask, recomputed_modules
+from pretraining.parallel.recompute import model_mask
 from pretraining.parallel.torch.tensor import gather_from_sequence, scatter_to_sequence
 
 # Arguments of torch.utils.checkpoint. Dropout is a hash, so there is no random state to preserve.
@@ -43,10 +43,10 @@ class TorchBlocks:
             return
         recompute = _recompute_around_attention if self.config.save_attention else _recompute
         for block, is_selected in zip(model.model.layers, model_mask(self.config), strict=True):
-            for path in recomputed_modules(self.config, block) if is_selected else []:
+            for path in (paths := self.config.recomputed_modules(block) if is_selected else []):
                 module = block.get_submodule(path)
                 module.forward = partial(checkpoint, module.forward, **RECOMPUTE)
-            if is_selected and self.config.checkpoint_granularity == "full":
+            if is_selected and not paths:
                 block.forward = MethodType(recompute, block)
 
     def __call__(self, blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:

@@ -113,7 +113,8 @@ class TorchEngine:
         options: dict[str, Any] = {}
         if not processes.is_launched:
             options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-        if self.device.index is not None:
+        # torch 2.9 looks up the bound device in every group, also in those of gloo, which has none for other devices.
+        if self.device.index is not None and self.device.type in dist.Backend.backend_capability["gloo"]:
             options["device_id"] = self.device
         timeout = timedelta(seconds=self.config.collective_timeout)
         dist.init_process_group(accelerator.backend_of(self.device), timeout=timeout, **options)

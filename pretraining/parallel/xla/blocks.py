@@ -36,7 +36,7 @@ from pretraining.noise import upper_bits
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import STACK, XlaLayout
 from pretraining.parallel.mesh import kv_repeats
-from pretraining.parallel.recompute import ScanGroup, block_mask, recomputed_modules, scan_plan
+from pretraining.parallel.recompute import ScanGroup, block_mask, scan_plan
 from pretraining.parallel.sharding import ACTIVATIONS, KERNEL_ACTIVATIONS, REPLICAS, Activations, Spec, on_mesh
 from pretraining.parallel.xla.grouped import multiply
 
@@ -93,7 +93,7 @@ class ScannedBlocks:
         markers = 1 + place_activations(block, table, mesh, layout)
         markers += 2 * sum(self._is_repeated(name) for name in self.names)
         markers += 2 * sum(self._is_gathered(name) for name in self.names)
-        modules = recomputed_modules(config, block)
+        modules = config.recomputed_modules(block)
         for path in modules:
             mark_boundaries(block.get_submodule(path))
         self.partitions = [

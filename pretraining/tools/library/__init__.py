@@ -29,6 +29,9 @@ from pretraining.run.configure import compare_processes
 from pretraining.run.environment import check_environment
 from pretraining.run.start import open_streams
 from pretraining.storage import location
+from pretraining.tools.library.own_model import OwnModel
+
+__all__ = ["OwnModel", "Training"]
 
 
 class Loaded(NamedTuple):
@@ -47,17 +50,20 @@ class Training:
         *,
         data: Mapping[str, Rows] | None = None,
         build: Callable[[TrainConfig], Llama] | None = None,
+        model: OwnModel | None = None,
     ) -> None:
         """Open everything, as `pretraining.train` does with the same arguments.
 
-        Raises UserError with every mistake, before a device is opened.
+        model: instead of a Llama. Raises UserError with every mistake, before a device is opened, but for those of a
+        model that `build` returns.
         """
         check_environment()
-        config = configure(settings, report=False, own_data=bool(data))
-        compare_processes(config, {}, EXTENSIONS)
+        extensions = (*EXTENSIONS, model.extension()) if model else EXTENSIONS
+        config = configure(settings, report=False, own_data=bool(data), extensions=extensions)
+        compare_processes(config, {}, extensions)
         self.engine = open_engine(config)
         self.config, self.streams = open_streams(self.engine, None, data or {})
-        self.trainee = self.engine.place((build or build_model)(self.config))
+        self.trainee = self.engine.place((model.build if model else build or build_model)(self.config))
         self._peers, self._buffer = Peers(timeout=self.config.collective_timeout), HostBuffer()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
