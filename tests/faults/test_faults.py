@@ -130,7 +130,7 @@ def test_what_the_system_refuses_is_a_sentence(programs: Programs, tmp_path: Pat
 
 def test_a_limit_of_memory_is_a_sentence(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, *training(tmp_path)],
+        [sys.executable, *training(tmp_path), "--use_dummy_dataset"],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)),  # torch's libraries need more
         capture_output=True,
         text=True,

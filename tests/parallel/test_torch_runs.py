@@ -19,6 +19,7 @@ import torch
 from pretraining.checkpoint.store import read_tensors
 from tests.parallel.launch import ALONE, ROOT, environment, launched
 from tests.parallel.toy import HALFWAY, TOY
+from tests.warm import python
 
 pytestmark = pytest.mark.slow
 SAVED = f"step_{HALFWAY}"
@@ -34,8 +35,9 @@ def flags(folder: Path, **fields: Any) -> list[str]:
 
 
 def train_command(folder: Path, processes: int, **fields: Any) -> list[str]:
-    interpreter = [] if processes == ALONE else [sys.executable]  # which has the processes as its children
-    return launched(processes, "main_training.py", *flags(folder, **fields), interpreter=interpreter)
+    command = launched(processes, "main_training.py", *flags(folder, **fields))
+    # The launcher itself, whose children the processes are
+    return command if processes == ALONE else [sys.executable, *command[len(python()) :]]
 
 
 def call(command: list[str], **more: str) -> None:

@@ -56,7 +56,7 @@ def counted_functional(sent: Counter[str], name: str, operation: str) -> None:
     real: Callable[..., Tensor] = getattr(funcol, name)
 
     def call(part: Tensor, *how: Any) -> Tensor:
-        ranks = how[-1].size()
+        ranks = next(group for group in how if isinstance(group, dist.ProcessGroup)).size()
         whole = part.numel() * part.element_size() * (ranks if operation == "all-gather" else 1)
         if whole > SMALL:
             sent[operation] += ring(whole, ranks, both=operation == "all-reduce")
