@@ -140,7 +140,7 @@ class Setting(NamedTuple):
     def expected(self) -> str:
         """The type in words, with the default as an example: "expected a whole number, such as 4096"."""
         words = TYPE_WORDS[self.kind] + (" or none" if self.optional else "")
-        has_example = self.kind in (int, float) and self.default  # 0 and None mean something special
+        has_example = type(self.default) in (int, float) and self.default  # 0 and None mean something special
         return f"expected {words}" + (f", such as {self.default}" if has_example else "")
 
     def read(self, raw: object) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,23 @@ def test_mistakes_about_files_are_reported_with_those_in_settings_without_torch(
     for text in (f"{tmp_path}/nowhere", f"{tmp_path}/no.model", f"{tmp_path}/file is not a folder", f"{tmp_path}/none"):
         assert text in done.stderr, done.stderr
     assert "--seq_length=two" in done.stderr and "--batch_size" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_default_that_was_edited_to_something_else_is_named_with_its_line(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "pretraining", tmp_path / "pretraining", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "main_training.py", tmp_path)
+    declaration = tmp_path / "pretraining/config/training.py"
+    lines = declaration.read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if line.startswith("    num_steps:"))
+    lines[number - 1] += ","  # makes a tuple of it
+    declaration.write_text("\n".join(lines))
+    command = [sys.executable, "main_training.py", "--use_dummy_dataset"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"{declaration}:{number}  the default of num_steps: expected a whole number, not the tuple" in done.stderr
+    command.append("--num_steps=5")
+    done = subprocess.run([*command, "--check"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_check_reports_a_missing_folder_of_data_once(tmp_path: Path) -> None:

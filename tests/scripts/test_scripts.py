@@ -400,6 +400,7 @@ class Attended:
                 process.kill()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_account_of_a_run_that_was_killed_twice_adds_up_to_its_time(installed: Path) -> None:
     """Training, what was lost and what was idle, measured by the run and from outside."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pretraining.config.extension import Extension
 from pretraining.config.flags import first_rank
-from pretraining.extensions.preflight.checks import INPUTS, STORED_DATA
+from pretraining.extensions.preflight.checks import INPUTS, STORED_DATA, check_defaults
 from pretraining.extensions.preflight.settings import PreflightConfig
 
 
@@ -20,4 +20,10 @@ def stop_after_checks(config: PreflightConfig) -> int | None:
     return 0
 
 
-EXTENSION = Extension(configuration=PreflightConfig, inputs=INPUTS, stored_data=STORED_DATA, instead=stop_after_checks)
+EXTENSION = Extension(
+    configuration=PreflightConfig,
+    checks=(check_defaults,),
+    inputs=INPUTS,
+    stored_data=STORED_DATA,
+    instead=stop_after_checks,
+)

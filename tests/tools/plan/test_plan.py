@@ -28,6 +28,7 @@ from pretraining.tools.plan.page import VARIED, compiled_page, flags_of, page, r
 from pretraining.tools.plan.plan import USABLE, Plan, best_cuts, nearest_fit, plan_of, refusals, search
 from pretraining.tools.plan.stages import planned_idle_share
 from pretraining.tools.plan.traffic import ring
+from tests.selection import chosen
 
 ROOT = Path(__file__).parents[3]
 
@@ -260,9 +261,9 @@ def test_the_search_ranks_what_fits_for_one_global_batch() -> None:
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
+SEARCHED: dict[str, dict[str, Any]] = {
+    f"{fields['plan_devices']}-{fields['plan_device_kind']}": fields
+    for fields in (
         {"plan_devices": 8, "plan_device_kind": "h100"},
         {"plan_devices": 8, "plan_device_kind": "A100-80"},  # kinds are read in any case
         {"plan_devices": 8, "plan_device_kind": "tpu-v6e"},
@@ -277,11 +278,13 @@ def test_the_search_ranks_what_fits_for_one_global_batch() -> None:
             **{"plan_devices": 16, "plan_device_kind": "tpu-v5p", "gradient_accumulation_steps": 8, "batch_size": 1},
             **{"pipeline_parallel_size": 2, "pipeline_cuts": "14"},
         },
-    ],
-    ids=lambda fields: f"{fields['plan_devices']}-{fields['plan_device_kind']}",
-)
-def test_the_flags_of_every_row_give_its_figures_and_train_on_its_engine(fields: dict[str, Any]) -> None:
-    asked = {"model_variant": "llama3_8b", "batch_size": 2, "seq_length": 4096, **fields, "plan": True}
+    )
+}
+
+
+@pytest.mark.parametrize("case", chosen(SEARCHED, ("8-A100-80", "16-h100", "16-tpu-v5p")))
+def test_the_flags_of_every_row_give_its_figures_and_train_on_its_engine(case: str) -> None:
+    asked = {"model_variant": "llama3_8b", "batch_size": 2, "seq_length": 4096, **SEARCHED[case], "plan": True}
     base = configure(asked)
     plans = search(base)
     lines = ranking(plans, base).splitlines()
