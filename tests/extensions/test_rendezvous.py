@@ -128,6 +128,14 @@ def test_a_process_that_comes_late_is_waited_for_with_a_sign_of_life_and_hears_o
     assert late[0].output.count("no such flag") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("delays", [(0, 7), (7, 0)])
+def test_a_mistake_that_was_printed_before_the_others_came_is_not_printed_again(delays: tuple[int, int]) -> None:
+    (endings,) = train("torch", [(["--batch_sise=2"], ["--batch_sise=2"])], delays=delays)
+    assert [ending.code for ending in endings] == [2, 2]
+    assert [ending.output.count("no such flag") for ending in endings] == [int(not delay) for delay in delays]
+
+
 def test_settings_that_may_differ_are_left_out_and_secrets_are_not_written() -> None:
     config = TrainConfig(data_path="/a", index_dir="/b", ckpt_save_path="s3://KEY:SECRET@bucket/name", seed=3)
     settings = compared_settings(config)

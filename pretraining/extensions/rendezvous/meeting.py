@@ -62,6 +62,7 @@ class Member(NamedTuple):
     host: str
     facts: dict[str, str]  # by the name under which a difference is printed
     mistake: str = ""
+    has_printed: bool = False  # the mistake, because others took long to come
 
 
 class Verdict(NamedTuple):
@@ -149,14 +150,16 @@ def _judge_mistakes(members: Mapping[int, Member], size: int) -> dict[int, Verdi
     """Return verdicts with which the first process of a host prints a mistake that several of them have."""
     first = members[0].mistake
     if all(member.mistake == first for member in members.values()):
-        return {rank: Verdict(first, USER_MISTAKE, is_printed=not rank) for rank in members}
+        is_known = any(member.has_printed for member in members.values())
+        return {rank: Verdict(first, USER_MISTAKE, is_printed=not rank and not is_known) for rank in members}
     wrong = [rank for rank, member in members.items() if member.mistake]
     elsewhere = f"this run ends, because of the mistake that {describe_processes(wrong, size)} printed"
     verdicts: dict[int, Verdict] = {}
     for rank, member in members.items():
         alike = [other for other, each in members.items() if (each.host, each.mistake) == (member.host, member.mistake)]
         text = f"{describe_processes(alike, size)} on {member.host}: {member.mistake}" if member.mistake else elsewhere
-        verdicts[rank] = Verdict(text, USER_MISTAKE, is_printed=rank == alike[0])
+        is_known = any(members[other].has_printed for other in alike)
+        verdicts[rank] = Verdict(text, USER_MISTAKE, is_printed=rank == alike[0] and not is_known)
     return verdicts
 
 
@@ -201,9 +204,11 @@ def describe_processes(ranks: Sequence[int], size: int) -> str:
 class _Meeting:
     """An exchange through the store, whose server is in process 0 or in torchrun's agent."""
 
-    def __init__(self, processes: Processes, timeout: float, on_wait: Callable[[], None] = lambda: None) -> None:
-        """timeout: seconds for which others are waited for. on_wait: called while this process waits."""
-        self._processes, self._on_wait, self._timeout = processes, on_wait, timeout
+    def __init__(self, processes: Processes, timeout: float, mistake: str = "") -> None:
+        """timeout: seconds for which others are waited for. mistake: printed if they take long to come."""
+        self._processes, self._mistake, self._timeout = processes, mistake, timeout
+        self._member: Member | None = None  # as the others can read it
+        self.has_printed = False
         self._began = self._printed = time.monotonic()
         self._deadline = self._began + timeout
         self._prefix = f"meeting{len(_MEETINGS)}/"
@@ -213,7 +218,7 @@ class _Meeting:
         rank = self._processes.rank
         with raise_process_error(self._processes, self._timeout):
             self._store = open_store(self._processes, self._wait)
-            self._store.set(self._key("member", rank), json.dumps(member))
+            self._write(member._replace(has_printed=self.has_printed))
             self._store.add(self._key("came"), 1)
             self._store.add(self._key("mistakes"), int(bool(member.mistake)))
             if rank == 0:
@@ -226,6 +231,10 @@ class _Meeting:
         if verdict.code:
             raise PeersError(*verdict)
         _MEETINGS.append(self._prefix)
+
+    def _write(self, member: Member) -> None:
+        self._member = member
+        self._store.set(self._key("member", self._processes.rank), json.dumps(member))
 
     def _judge(self) -> None:
         """Wait for all members, after a mistake for a minute, and write a verdict to each."""
@@ -260,7 +269,8 @@ class _Meeting:
     def _wait(self, missing: Callable[[], str]) -> None:
         """Wait a moment; print a line every few seconds. Raises NoPeersError when the time is up."""
         now, processes = time.monotonic(), self._processes
-        self._on_wait()
+        if self._mistake and not self.has_printed and now > self._began + GRACE:
+            self._print_mistake()
         if now > self._deadline:
             raise no_peers(processes, self._timeout, f"{missing()} did not come", "no answer")
         if now > self._printed + SIGN_OF_LIFE:
@@ -270,6 +280,12 @@ class _Meeting:
                 where = f"{processes.address}:{processes.port}"
                 print(f"waiting for {missing()} at {where} ... {now - self._began:.0f}s, until {until}", flush=True)
         time.sleep(0.05)
+
+    def _print_mistake(self) -> None:
+        self.has_printed = True
+        print(self._mistake, file=sys.stderr, flush=True)
+        if self._member:
+            self._write(self._member._replace(has_printed=True))
 
     def _key(self, name: str, rank: int | str = "") -> str:
         return f"{self._prefix}{name}{rank}"
@@ -321,25 +337,18 @@ def _answers(processes: Processes) -> bool:
 
 
 def _share(processes: Processes, error: UserError) -> PeersError | None:
-    """Write the mistake for the others, and return what this process prints; None if it did, because they took long."""
-    began, host, has_printed = time.monotonic(), socket.gethostname(), False
+    """Write the mistake for the others, and return what this process prints; None if it or another has."""
+    host = socket.gethostname()
     own = f"{describe_processes([processes.rank], processes.world_size)} on {host}: {error}"
-
-    def print_soon() -> None:
-        nonlocal has_printed
-        if not has_printed and time.monotonic() > began + GRACE:
-            has_printed = True
-            print(own, file=sys.stderr, flush=True)
-
-    verdict = own, True
+    stay = GRACE if _MEETINGS else STAY  # once they have met, the others are in their first steps
+    meeting, text, is_printed = _Meeting(processes, stay, own), own, True
     try:
-        stay = GRACE if _MEETINGS else STAY  # once they have met, the others are in their first steps
-        _Meeting(processes, stay, print_soon).hold(Member(host, {}, str(error)))
+        meeting.hold(Member(host, {}, str(error)))
     except PeersError as shared:
-        verdict = str(shared), shared.is_printed_by_all
+        text, is_printed = str(shared), shared.is_printed_by_all
     except NoPeersError:
         pass
-    return None if has_printed else PeersError(verdict[0], error.code, verdict[1])
+    return PeersError(text, error.code, True) if is_printed and not meeting.has_printed else None
 
 
 def _leave_together(processes: Processes) -> None:
