@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.ports import free_port
+
 BUCKET = "bucket"
 LOG = "server.log"
 # What a client needs. AWS_EC2_METADATA_DISABLED: a test on a cloud's machine must not use that machine's role.
@@ -76,12 +78,6 @@ def _server(folder: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def _wait_for(request: urllib.request.Request, process: subprocess.Popen[bytes]) -> None:

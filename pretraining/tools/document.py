@@ -2,8 +2,8 @@
 
     python -m pretraining.tools.document --write
 
-puts each table between its two markers; without --write it prints the pages. The text outside the markers is written by
-hand and kept.
+puts each table between its two markers, and the defaults into a file of extensions/preflight, which compares those that
+people edit with them; without --write it prints the pages. The text outside the markers is written by hand and kept.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,11 @@ def main(arguments: list[str]) -> int:
             page.write_text(text, encoding="utf-8")
         else:
             print(text, end="")
+    if arguments:
+        with suppress(ModuleNotFoundError):
+            from pretraining.extensions.preflight.defaults import PUBLISHED, published_defaults
+
+            PUBLISHED.write_text(published_defaults(CONFIGURATION), encoding="utf-8")
     return 0
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from pathlib import Path
 
+from tests.ports import free_port
 from tests.warm import python
 
 HERE = Path(__file__).parent
@@ -14,9 +14,7 @@ HERE = Path(__file__).parent
 
 def processes(*command: str | Path, **environment: str) -> list[tuple[int, list[str]]]:
     """Exit status and output lines of `python COMMAND` as rank 0 and as rank 1."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     common["PYTHONPATH"] = str(HERE.parents[1])
     started = [
         subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from main_training import configure
+from main_training import CONFIGURATION, configure
 from pretraining.config.errors import ConfigError
+from pretraining.extensions.preflight import EXTENSION, defaults
 from tests.parallel.launch import ROOT, environment
-from tests.selection import needs
+from tests.selection import complete, needs
 
 DUMMY: dict[str, Any] = {"use_dummy_dataset": True, "model_variant": "tiny", "checkpoint_interval": 1}
 
@@ -54,6 +56,26 @@ def test_a_default_that_was_edited_to_something_else_is_named_with_its_line(tmp_
     command.append("--num_steps=5")
     done = subprocess.run([*command, "--check"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@complete
+def test_the_published_defaults_are_those_of_the_code() -> None:
+    published = defaults.published_defaults(CONFIGURATION)
+    assert defaults.PUBLISHED.read_text() == published, "run python -m pretraining.tools.document --write"
+
+
+def test_an_edited_default_is_listed_with_its_line_and_the_published_one(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    published = json.loads(defaults.PUBLISHED.read_text()) | {"num_steps": "7", "no_such_setting": "1"}
+    monkeypatch.setattr(defaults, "PUBLISHED", tmp_path / "defaults.json")
+    defaults.PUBLISHED.write_text(json.dumps(published))
+    assert EXTENSION.instead and EXTENSION.instead(CONFIGURATION()) is None
+    path, line = defaults.place_of_default(CONFIGURATION, "num_steps")
+    assert capfd.readouterr().out == f"--num_steps=1000000  {path.name}:{line}, edited from 7\n"
+    assert path.read_text().splitlines()[line - 1].startswith("    num_steps: ")
+    EXTENSION.instead(CONFIGURATION(num_steps=8))
+    assert not capfd.readouterr().out
 
 
 def test_check_reports_a_missing_folder_of_data_once(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from pretraining.config.training import TrainConfig
 from pretraining.extensions.rendezvous.meeting import Member, Verdict, compared_settings, judge
 from tests.data.corpora import write_flat
-from tests.object_storage import free_port
 from tests.parallel.launch import ROOT, environment
+from tests.ports import free_port
 from tests.warm import python
 
 DRIVER = str(Path(__file__).with_name("rendezvous_driver.py"))

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from tests.faults.server import WITHIN
-from tests.object_storage import free_port
 from tests.parallel.launch import CHEAP_TO_COMPILE, ROOT
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 REFUSED = (2, 3)  # exit codes

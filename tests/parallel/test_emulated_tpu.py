@@ -14,8 +14,8 @@ import pytest
 
 from pretraining.config.devices import DEVICE_KINDS
 from pretraining.parallel.accelerator import ACCELERATORS
-from tests.object_storage import free_port
 from tests.parallel.launch import ALONE, ROOT, environment, launched, run
+from tests.ports import free_port
 
 VENV = ROOT / ".venv-torchtpu"
 IS_INSTALLED = (VENV / "installed-requirements-torchtpu-emulator.txt").exists() and which("cc")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pretraining.config.errors import UserError
 from pretraining.parallel.processes import COUNTS, VARIABLES, ProcessError, Processes, read_processes
 from pretraining.run.supervision import check_launch_time
 from tests.parallel.launch import ROOT
+from tests.ports import free_port
 
 COMPLETE = {
     "RANK": "1",
@@ -124,10 +124,8 @@ def test_the_script_refuses_a_wrong_environment_before_it_imports_torch() -> Non
     ],
 )
 def test_a_peer_that_never_comes_and_an_unknown_master_are_one_sentence(rank: str, address: str) -> None:
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
     environment = {**COMPLETE, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
-    code, output, seconds = start(**{**environment, "MASTER_ADDR": address, "MASTER_PORT": str(port)})
+    code, output, seconds = start(**{**environment, "MASTER_ADDR": address, "MASTER_PORT": str(free_port())})
     assert code == 5 and "Traceback" not in output, output  # the script starts it again: a host may come later
     assert seconds < 45
     assert address in output.splitlines()[-1]

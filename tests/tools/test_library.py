@@ -14,7 +14,7 @@ import pytest
 from pretraining import train
 from pretraining.config.errors import UserError
 from pretraining.tools.library import Training
-from tests.object_storage import free_port
+from tests.ports import free_port
 from tests.warm import python
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.models.ops import next_token_loss
 from pretraining.tools.library import OwnModel, Training
 from pretraining.tools.library.own_llama import as_llama, unlike_blocks
-from tests.object_storage import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 CODE = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_model.md").read_text(), re.DOTALL))

@@ -1,4 +1,7 @@
-"""What would end a start later, reported with the mistakes in the settings; --check stops there."""
+"""What would end a start later, reported with the mistakes in the settings; --check stops there.
+
+A start also lists the defaults that people have edited, beside the flags.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ from dataclasses import replace
 
 from pretraining.config.extension import Extension
 from pretraining.config.flags import first_rank
-from pretraining.extensions.preflight.checks import INPUTS, STORED_DATA, check_defaults
+from pretraining.extensions.preflight.checks import INPUTS, STORED_DATA
+from pretraining.extensions.preflight.defaults import check_defaults, edited_defaults
 from pretraining.extensions.preflight.settings import PreflightConfig
 
 
 def stop_after_checks(config: PreflightConfig) -> int | None:
     """Print that nothing is wrong, and return 0, if the configuration asks for the checks alone."""
     if not config.check:
+        if config.trains and first_rank() and (edited := edited_defaults(config)):
+            print("\n".join(edited), flush=True)
         return None
     if first_rank():
         folder = replace(config, check=False).run_folder.absolute()  # a dummy run's name has every setting

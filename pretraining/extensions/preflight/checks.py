@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import runpy
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from inspect import getsourcefile
 from pathlib import Path
 from threading import Thread
 
-from pretraining.config.declaration import settings_of
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.flags import first_rank
 from pretraining.config.grammar import OBJECT_STORAGE
@@ -27,21 +25,6 @@ from pretraining.storage import is_remote, location
 
 PATIENCE = 2.5  # seconds that --check waits for another host
 STORED = ("data_path", "valid_data_path", "test_data_path", "ckpt_load_path", "ckpt_save_path")
-
-
-def check_defaults(config: TrainConfig) -> Iterator[Problem]:
-    """A default, which users edit, is a value of its setting: otherwise its file and line are named."""
-    for name, setting in settings_of(type(config)).items():
-        if (fault := setting.fault(setting.default)) and vars(config)[name] == setting.default:
-            yield Problem(place_of_default(type(config), name), f"the default of {name}: {fault}")
-
-
-def place_of_default(configuration: type[TrainConfig], name: str) -> str:
-    """Return the file and the line that declare a setting."""
-    owner = next(kind for kind in configuration.__mro__ if name in vars(kind).get("__annotations__", ()))
-    path = getsourcefile(owner) or owner.__module__
-    lines = Path(path).read_text().splitlines()
-    return f"{path}:{next(number for number, line in enumerate(lines, 1) if line.startswith(f'    {name}:'))}"
 
 
 def check_tokenizer_file(config: TrainConfig) -> None:
