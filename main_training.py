@@ -31,9 +31,10 @@ NAMES = (
     "extensions.save_schedule", "extensions.huggingface", "extensions.tokenizers", "extensions.mup", "extensions.lora",
     "extensions.moving_average", "extensions.batch_rampup", "extensions.length_stages", "extensions.optimizers",
     "extensions.schedules", "extensions.splash", "extensions.fp8", "extensions.fp16", "extensions.manual_precision",
-    "extensions.skip_step", "extensions.report_figures", "extensions.sharding_report", "extensions.profiler",
-    "extensions.questions", "extensions.preemption", "extensions.benchmark", "extensions.history",
-    "extensions.trackers", "extensions.one_program", "extensions.preflight", "extensions.terminal", "tools.completion",
+    "extensions.skip_step", "extensions.report_figures", "extensions.stragglers", "extensions.sharding_report",
+    "extensions.profiler", "extensions.questions", "extensions.preemption", "extensions.benchmark",
+    "extensions.history", "extensions.trackers", "extensions.one_program", "extensions.preflight",
+    "extensions.terminal", "tools.completion",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths

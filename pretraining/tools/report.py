@@ -84,7 +84,14 @@ CHARTS = (
     Chart("Gradient norm", "norm before clipping", (("grad_norm", "", "solid"),), scale="log"),
     Chart("Parameter norm", "norm", (("param_norm", "", "solid"),)),
     Chart("Throughput", "tokens per second", (("tokens_per_second", "", "solid"),), form=".3~s"),
-    Chart("Peak memory of a device", "GiB", (("memory_bytes", "", "solid"),), smooth=False, divisor=2**30),
+    Chart(
+        "Peak memory of a device",
+        "GiB",
+        (("memory_bytes", "", "solid"), ("memory_bytes_max", " fullest", "dash")),
+        smooth=False,
+        divisor=2**30,
+    ),
+    Chart("Slowest process", "times the median process", (("straggler_ratio", "", "solid"),)),
 )
 MIXTURE = Chart("Data mixture", "sequences so far", (), form=".3~s", smooth=False)
 

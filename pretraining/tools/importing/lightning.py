@@ -262,6 +262,7 @@ EXP_MANAGER = {
     "exp_manager.log_parameter_norm": to("log_param_norm"),
     "exp_manager.log_gradient_norm": to("log_grad_norm"),
     "exp_manager.log_step_timing": to("log_step_timing"),
+    "exp_manager.create_straggler_detection_callback": to("log_stragglers"),
     "exp_manager.enable_recovery_time_instrumentation": choice(
         {True: implied("checkpoints are timed too", log_step_timing=True), False: unchanged("off")}
     ),
@@ -288,7 +289,7 @@ EXP_MANAGER = {
         "ckpt_ptl_version resume_past_end summary_writer_kwargs files_to_copy "
         "step_timing_kwargs step_timing_kwargs.* ema.* *_logger_kwargs *_logger_kwargs.* disable_validation_on_resume "
         "early_stopping_callback_params early_stopping_callback_params.* seconds_to_sleep log_tflops_per_sec_per_gpu "
-        "log_delta_step_timing create_straggler_detection_callback straggler_detection_params.* "
+        "log_delta_step_timing straggler_detection_params.* "
         "create_fault_tolerance_callback create_preemption_callback",
         ignore("of NeMo's own logs and processes"),
         "exp_manager.",
