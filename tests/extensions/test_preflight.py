@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from main_training import CONFIGURATION, configure
 from pretraining.config.errors import ConfigError
 from pretraining.extensions.preflight import EXTENSION, defaults
 from tests.parallel.launch import ROOT, environment
+from tests.ports import free_port
 from tests.selection import complete, needs
 
 DUMMY: dict[str, Any] = {"use_dummy_dataset": True, "model_variant": "tiny", "checkpoint_interval": 1}
@@ -134,6 +138,26 @@ def test_a_missing_key_of_the_tracker_is_a_mistake(tmp_path: Path) -> None:
     flags = ("--check", "--use_dummy_dataset", "--model_variant=tiny", "--tracker=wandb")
     assert "no API key: `wandb login`" in check(*flags, folder=tmp_path, WANDB_MODE="online").stderr
     assert check(*flags, folder=tmp_path, WANDB_MODE="offline").returncode == 0
+
+
+@needs("trackers")
+def test_a_tracker_that_cannot_be_reached_is_a_mistake(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="the optional wandb package is not installed")
+    flags = ("--check", "--use_dummy_dataset", "--model_variant=tiny", "--tracker=wandb")
+    variables = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
+    refused = check(*flags, folder=tmp_path, **variables)
+    assert refused.returncode == 2 and "127.0.0.1" in refused.stderr and "cannot be reached" in refused.stderr
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        variables["WANDB_BASE_URL"] = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert check(*flags, folder=tmp_path, **variables).returncode == 0
+
+
+def test_a_device_without_a_driver_is_a_mistake(tmp_path: Path) -> None:
+    built, has_driver = torch.version.cuda, find_library("cuda")
+    if not built or has_driver:
+        pytest.skip("this torch is not for NVIDIA's devices, or there is a driver")
+    with pytest.raises(ConfigError, match=r"--device=cuda +no NVIDIA driver .*; use --device=auto"):
+        configure({**DUMMY, "log_dir": str(tmp_path), "engine": "torch", "device": "cuda"})
 
 
 @needs("trackers")

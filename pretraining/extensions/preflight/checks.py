@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import runpy
 import socket
+import sys
 from collections.abc import Callable
+from ctypes import CDLL
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +25,7 @@ from pretraining.parallel.processes import read_processes
 from pretraining.run.configure import check_folder, check_input
 from pretraining.storage import is_remote, location
 
+DRIVER = "libcuda.so.1"  # which torch loads, too
 PATIENCE = 2.5  # seconds that --check waits for another host
 STORED = ("data_path", "valid_data_path", "test_data_path", "ckpt_load_path", "ckpt_save_path")
 
@@ -79,7 +82,7 @@ def check_checkpoint_folder(config: TrainConfig) -> None:
 
 
 def check_packages(config: TrainConfig) -> None:
-    """Raise UserError if the engine is not installed, or torch was built without the device."""
+    """Raise UserError if the engine is not installed, torch was built without the device, or there is no driver."""
     if config.engine == "xla" and not find_spec("torch_xla"):
         remedy = "the package torch_xla is not installed: it is made for Linux on x86-64; use --engine=torch"
         raise UserError(f"--engine=xla: {remedy}")
@@ -89,6 +92,11 @@ def check_packages(config: TrainConfig) -> None:
         if built.get(config.device, "") is None and not built.get("hip"):
             has = f"torch {built['__version__']} was built without {config.device}"
             raise UserError(f"--device={config.device}: {has}; install another build, or --device=auto")
+        try:
+            if built.get(config.device) and sys.platform == "linux":  # only builds for NVIDIA's devices have a version
+                CDLL(DRIVER)
+        except OSError as error:
+            raise UserError(f"--device={config.device}: no NVIDIA driver ({error}); use --device=auto") from error
 
 
 def check_content(config: PreflightConfig) -> None:

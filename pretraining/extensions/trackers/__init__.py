@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pretraining.config.extension import Extension
-from pretraining.extensions.trackers.settings import CHECKS, TrackersConfig, check_key
+from pretraining.extensions.trackers.settings import CHECKS, TrackersConfig, check_key, check_server
 
 if TYPE_CHECKING:
     from pretraining.extensions.trackers.sinks import Trackers
@@ -22,7 +22,7 @@ def watch(run: TrainingRun) -> Trackers:
 EXTENSION = Extension(
     configuration=TrackersConfig,
     checks=CHECKS,
-    inputs=(check_key,),
+    inputs=(check_key, check_server),
     watch=watch,
     switches={
         "tensorboard": ("tensorboard_dir",),

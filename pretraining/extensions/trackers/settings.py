@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import netrc
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.flags import first_rank
 from pretraining.config.training import PER_HOST, TrainConfig
 from pretraining.config.validate import problem
+
+PATIENCE = 2.5  # s for which Weights & Biases may take to answer
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,42 @@ def check_key(config: TrackersConfig) -> None:
         raise UserError(f"--tracker=wandb: no API key: {remedy}")
 
 
+def check_server(config: TrackersConfig) -> None:
+    """Raise UserError if process 0 does not reach Weights & Biases, which its package says after a minute and a half.
+
+    Where the environment names a proxy, nothing is tried.
+    """
+    url = server(os.environ)
+    if config.tracker != "wandb" or not find_spec("wandb") or not (first_rank() and is_online(os.environ)):
+        return
+    from urllib.request import getproxies  # takes 0.1 s
+
+    try:
+        if url.hostname and not (getproxies().keys() & {url.scheme, "all"}):
+            port = url.port or {"http": 80}.get(url.scheme, 443)
+            socket.create_connection((url.hostname, port), timeout=PATIENCE).close()
+    except OSError as error:
+        remedy = "check WANDB_BASE_URL and the network, or set WANDB_MODE=offline to send the run later"
+        raise UserError(f"--tracker=wandb: {url.netloc} cannot be reached ({error}): {remedy}") from error
+
+
+def is_online(environment: Mapping[str, str]) -> bool:
+    """Return whether Weights & Biases is sent the records as they come."""
+    return environment.get("WANDB_MODE", "online") == "online"
+
+
+def server(environment: Mapping[str, str]) -> SplitResult:
+    """Return where Weights & Biases is."""
+    return urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+
+
 def has_key(environment: Mapping[str, str]) -> bool:
     """Return whether Weights & Biases is given a key, or needs none."""
-    if environment.get("WANDB_MODE", "online") != "online":
+    if not is_online(environment):
         return True
     if any(environment.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
-    host = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    host = server(environment).hostname or ""
     file = next((path for path in map(Path.expanduser, netrc_files(environment)) if path.is_file()), None)
     try:
         return file is not None and netrc.netrc(file).authenticators(host) is not None
