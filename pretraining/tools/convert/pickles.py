@@ -167,6 +167,7 @@ def open_pickles(
     by_name = _by_name(layout.read(path), layers if layout.counts_from_stage else 0)
     if others := [f"{name} in {len(tensors)}" for name, tensors in by_name.items() if len(tensors) != expected]:
         raise UserError(f"{path}: {others[0]} tensor ranks; the configuration has {expected}")
+    layout = _with_order_of_copies(layout, config, by_name)
     tensors = ranks.merge(by_name, layout.table(config), layers)
     if config.tie_word_embeddings:
         tensors.pop(HEAD, None)
@@ -218,6 +219,25 @@ def _with_order_of_queries(layout: TrainerFolders, config: TrainConfig, neox_gqa
             "of that day or later, --neox_gqa=legacy if it is older"
         )
     return layout if neox_gqa == "legacy" else layout._replace(table=partial(ranks.neox, queries=ranks.by_rank))
+
+
+def _with_order_of_copies(
+    layout: TrainerFolders, config: TrainConfig, by_name: Mapping[str, ranks.Ranks]
+) -> TrainerFolders:
+    """Return the layout with the order in which NxD Training's ranks have the copies of keys, which depends on the
+    hardware and is not written down anywhere.
+    """
+    if layout.table is not ranks.nxdt or config.kv_copies <= 1 or model_shape(config).num_kv_heads == 1:
+        return layout
+    for name, tensors in by_name.items():
+        if name.endswith("qkv_proj.weight_k"):
+            keys = ranks.rows(tensors)[0]
+        elif name.endswith(("qkv_proj.weight", "qkv_proj.weight_qkv")):
+            keys = ranks.split_fused(config, tensors)[1]
+        else:
+            continue
+        return layout._replace(table=partial(ranks.nxdt, are_adjacent=ranks.copies_are_adjacent(config, keys)))
+    return layout
 
 
 def _imported(layout: TrainerFolders, import_config: str, more: Mapping[str, str]) -> TrainConfig:

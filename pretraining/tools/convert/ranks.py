@@ -1,8 +1,9 @@
 """Tensors of other trainers' ranks, merged into ours: for each format a table of name patterns, names here and a rule.
 
 A rule gets one tensor of each tensor rank, in their order, and returns one tensor for each name here. Tensors keep
-their dtype. Layouts: GPT-NeoX `tools/ckpts/convert_neox_to_hf.py`, NxD Core `scripts/checkpoint_converter.py`, NeMo
-1.14's `query_key_value` and megatron-core's `linear_qkv`. Does not depend on files.
+their dtype. Layouts: GPT-NeoX `tools/ckpts/convert_neox_to_hf.py`, NxD Core `scripts/checkpoint_converter.py` and
+`parallel_state.arrange_kv_groups`, NeMo 1.14's `query_key_value` and megatron-core's `linear_qkv`. Does not depend on
+files.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pretraining.config.variants import ModelShape, model_shape
 
 Ranks = Sequence[Tensor]
 Rule = Callable[[Ranks], Sequence[Tensor]]
+COPIES_DIFFER = 0.3  # of their norm; two heads that are no copies of one another differ by 1.4
 LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
@@ -197,28 +199,64 @@ def nemo(config: TrainConfig) -> tuple[TensorRule, ...]:
     return _megatron(config, TensorRule(r"self_attention\.(?:query_key_value|linear_qkv)\.(\w+)", QKV, fused))
 
 
-def nxdt(config: TrainConfig) -> tuple[TensorRule, ...]:
+def split_fused(config: TrainConfig, ranks: Ranks) -> Sequence[Tensor]:
+    """Queries, keys and values of NxD Training's fused projections, with all copies of keys and values."""
+    shape, copies = model_shape(config), max(config.kv_copies, 1)
+    heads, groups = shape.num_attention_heads // len(ranks), shape.num_kv_heads * copies // len(ranks)
+    return blocks(1, [count * shape.head_dim for count in (heads, groups, groups)], ranks)
+
+
+def by_copy(config: TrainConfig, keys: Tensor, are_adjacent: bool) -> Tensor:
+    """Return the keys, or the values, of all ranks as [head, copy, rows of a head, ...]. are_adjacent: see nxdt."""
+    heads, copies = model_shape(config).num_kv_heads, max(config.kv_copies, 1)
+    if are_adjacent:
+        return keys.unflatten(0, (heads, copies, -1))
+    return keys.unflatten(0, (copies, heads, -1)).transpose(0, 1)
+
+
+def copies_are_adjacent(config: TrainConfig, keys: Tensor) -> bool:
+    """Return in which of nxdt's two orders the copies of these keys are. Raises UserError if they are no copies.
+
+    A run keeps its copies equal but for the rounding of each rank.
+    """
+
+    def difference(are_adjacent: bool) -> float:
+        copies = by_copy(config, keys.float(), are_adjacent)
+        return float((copies - copies[:, :1]).norm() / keys.float().norm())
+
+    on_trn1, on_trn2 = difference(False), difference(True)
+    if min(on_trn1, on_trn2) > COPIES_DIFFER:
+        raise UserError(
+            f"the {config.kv_copies} copies of the keys differ, by {on_trn1:.0%} of their norm in the order of Trn1 "
+            f"and by {on_trn2:.0%} in that of Trn2: each tensor rank has keys of its own, which is another model"
+        )
+    return on_trn2 < on_trn1
+
+
+def nxdt(config: TrainConfig, are_adjacent: bool = False) -> tuple[TensorRule, ...]:
     """NxD Training's: Hugging Face's names with fused projections, and Megatron's.
 
-    With kv_replication the ranks hold several copies of the keys and values, and the query heads, in o_proj too, are in
-    the order that puts each next to a copy of its own.
+    With kv_replication the ranks hold several copies of the keys and values. On Trn1 all heads are followed by all of
+    them again, and the query heads, in o_proj too, are in the order that puts each next to a copy of its own.
+    are_adjacent: as on Trn2, where the copies of a head are neighbours, and the query heads are in their own order.
     """
     shape, copies = model_shape(config), max(config.kv_copies, 1)
 
     def fused(ranks: Ranks) -> Sequence[Tensor]:
-        heads, groups = shape.num_attention_heads // len(ranks), shape.num_kv_heads * copies // len(ranks)
-        widths = [count * shape.head_dim for count in (heads, groups, groups)]
-        query, key, value = blocks(1, widths, ranks)
-        return in_order(query), key.chunk(copies)[0], value.chunk(copies)[0]
+        query, key, value = split_fused(config, ranks)
+        return in_order(query), once(key), once(value)
 
     def in_order(x: Tensor) -> Tensor:
-        return x.unflatten(0, (copies, shape.num_kv_heads, -1)).transpose(0, 1).flatten(0, 2)
+        return x if are_adjacent else x.unflatten(0, (copies, shape.num_kv_heads, -1)).transpose(0, 1).flatten(0, 2)
+
+    def once(x: Tensor) -> Tensor:
+        return by_copy(config, x, are_adjacent)[:, 0].flatten(0, 1)
 
     def queries(ranks: Ranks) -> Sequence[Tensor]:
         return (in_order(rows(ranks)[0]),)
 
     def keys(ranks: Ranks) -> Sequence[Tensor]:
-        return (rows(ranks)[0].chunk(copies)[0],)
+        return (once(rows(ranks)[0]),)
 
     def outputs(ranks: Ranks) -> Sequence[Tensor]:
         return (in_order(columns(ranks)[0].mT).mT,)

@@ -309,11 +309,13 @@ def test_weights_that_mean_another_function_here_are_refused(
     assert reason in capsys.readouterr().err
 
 
-def nxdt_shards(state: dict[str, Tensor], ranks: int, copies: int) -> list[dict[str, Tensor]]:
-    """NxD Training's shards of Hugging Face's names, for `copies` of the keys and values."""
+def nxdt_shards(
+    state: dict[str, Tensor], ranks: int, copies: int, are_adjacent: bool = False
+) -> list[dict[str, Tensor]]:
+    """NxD Training's shards of Hugging Face's names, for `copies` of the keys and values; are_adjacent: on Trn2."""
 
     def ordered(weight: Tensor) -> Tensor:
-        return weight.unflatten(0, (2, copies, -1)).transpose(0, 1).flatten(0, 2)
+        return weight if are_adjacent else weight.unflatten(0, (2, copies, -1)).transpose(0, 1).flatten(0, 2)
 
     shards: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
     for name, weight in state.items():
@@ -323,7 +325,9 @@ def nxdt_shards(state: dict[str, Tensor], ranks: int, copies: int) -> list[dict[
         elif "k_proj" in name or "v_proj" in name:
             letter = "k" if "k_proj" in name else "v"
             there = name.replace(f"{letter}_proj.weight", f"qkv_proj.weight_{letter}")
-            parts = weight.repeat(copies, 1).chunk(ranks)
+            heads = weight.unflatten(0, (2, -1))
+            adjacent = heads.repeat_interleave(copies, 0).flatten(0, 1)
+            parts = (adjacent if are_adjacent else weight.repeat(copies, 1)).chunk(ranks)
         elif "o_proj" in name:
             parts = ordered(weight.mT).mT.chunk(ranks, 1)
         elif "gate_proj" in name:
@@ -358,11 +362,17 @@ def test_nxd_training_s_megatron_models_are_read_too(tmp_path: Path) -> None:
     assert_same_function(theirs, tmp_path, tmp_path / "ours", config)
 
 
-@pytest.mark.parametrize(("ranks", "copies", "references"), [(1, 1, False), (2, 1, True), (4, 2, False)])
-def test_nxd_training_s_ranks_are_one_model(ranks: int, copies: int, references: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "copies", "references", "on_trn2"),
+    [(1, 1, False, False), (2, 1, True, False), (4, 2, False, False), (4, 2, True, False), (4, 2, True, True),
+     (4, 2, False, True)],
+)  # fmt: skip
+def test_nxd_training_s_ranks_are_one_model(
+    ranks: int, copies: int, references: bool, on_trn2: bool, tmp_path: Path
+) -> None:
     theirs, folder = llama(), tmp_path / "nxdt" / "model"
     folder.mkdir(parents=True)
-    for rank, shard in enumerate(nxdt_shards(theirs.state_dict(), ranks, copies)):
+    for rank, shard in enumerate(nxdt_shards(theirs.state_dict(), ranks, copies, on_trn2)):
         for name in [name for name in shard if name.endswith("weight_q")] if references else []:  # fuse_qkv
             shard[f"{name}kv"] = torch.cat([shard.pop(f"{name[:-1]}{letter}") for letter in "qkv"])
         for stage in range(2):
@@ -376,10 +386,26 @@ def test_nxd_training_s_ranks_are_one_model(ranks: int, copies: int, references:
                 torch.save(weight, Path(f"{file}.tensors") / f"tensor_{tid}.pt")
             torch.save({name: Foreign(tid) for tid, name in enumerate(part)}, file)
             torch.save({tid: {"dtype": torch.float32} for tid in range(len(part))}, f"{file}.info.pt")
+    assert_same_function(theirs, folder.parent, tmp_path / "ours", replicated(ranks, copies))
+
+
+def replicated(ranks: int, copies: int) -> dict[str, Any]:
+    """NxD Training's file for that many copies of keys and values on that many tensor ranks."""
     config = put(tree("nxdt"), "distributed_strategy.kv_replicator", copies)
     put(config, "distributed_strategy.tensor_model_parallel_size", ranks)
-    put(put(config, "trainer.devices", 8), "model.qkv_linear", True)
-    assert_same_function(theirs, folder.parent, tmp_path / "ours", config)
+    return put(put(config, "trainer.devices", 8), "model.qkv_linear", True)
+
+
+def test_nxd_training_s_ranks_with_keys_of_their_own_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nxdt.json").write_text(json.dumps(replicated(4, 2)))
+    for rank, shard in enumerate(nxdt_shards(llama().state_dict(), 4, 2)):
+        for name in [name for name in shard if name.endswith(("weight_k", "weight_v"))]:
+            shard[name] = shard[name] if rank else torch.randn_like(shard[name]) * shard[name].std()
+        torch.save(shard, tmp_path / f"dp_rank_00_tp_rank_{rank:02}_pp_rank_00.pt")
+    assert main([str(tmp_path), str(tmp_path / "ours"), f"--import_config={tmp_path / 'nxdt.json'}"]) == 2
+    assert "the 2 copies of the keys differ, by " in capsys.readouterr().err
 
 
 # ---- Hugging Face's pickles
