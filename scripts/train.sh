@@ -30,8 +30,9 @@ settings=(
     --seq_length=256
     --global_batch_size=16
     --batch_size=2
-    --num_steps=140
-    --learning_rate=3e-3
+    --num_steps=70
+    --optimizer=muon
+    --learning_rate=1e-2
     --init_std=0.07  # 1 / sqrt(hidden_size): 0.02 suits hidden sizes of thousands, and learns more slowly here
     # fp32, because most CPUs have no bf16 units: a step in mixed precision takes several times as long. On TPUs and
     # GPUs, remove this.

@@ -322,7 +322,7 @@ def test_the_script_trains_with_its_settings_and_passes_sigterm_on(installed: Pa
         script.send_signal(signal.SIGTERM)
         _, errors = script.communicate(timeout=60)
     assert script.returncode == 128 + signal.SIGTERM, errors
-    assert "--num_steps=140 is overridden by the later --num_steps=1000000" in errors
+    assert "--num_steps=70 is overridden by the later --num_steps=1000000" in errors
     ended = bash(installed, f"bash scripts/train.sh {TOY} --log_dir=finished --num_steps=2")
     assert ended.returncode == 0, ended.stderr
     assert (installed / "finished" / "metrics.jsonl").read_text().count("grad_norm") == 2
