@@ -129,7 +129,7 @@ def test_a_process_that_comes_late_is_waited_for_with_a_sign_of_life_and_hears_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delays", [(0, 7), (7, 0)])
+@pytest.mark.parametrize("delays", [pytest.param((0, 7), marks=pytest.mark.exhaustive), (7, 0)])
 def test_a_mistake_that_was_printed_before_the_others_came_is_not_printed_again(delays: tuple[int, int]) -> None:
     (endings,) = train("torch", [(["--batch_sise=2"], ["--batch_sise=2"])], delays=delays)
     assert [ending.code for ending in endings] == [2, 2]
