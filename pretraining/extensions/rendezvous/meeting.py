@@ -206,6 +206,8 @@ class _Meeting:
 
     def __init__(self, processes: Processes, timeout: float, mistake: str = "") -> None:
         """timeout: seconds for which others are waited for. mistake: printed if they take long to come."""
+        import torch.distributed  # noqa: F401 - may take longer than GRACE on a busy machine, in each process
+
         self._processes, self._mistake, self._timeout = processes, mistake, timeout
         self._member: Member | None = None  # as the others can read it
         self.has_printed = False
