@@ -11,29 +11,30 @@ the ratio of each to the best peer.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.peers.turns import (
+    Figures,
+    Spent,
+    options_of,
+    print_facts,
+    print_table,
+    run_program,
+    take_turns,
+    versions,
+)
 from main_training import configure
 from pretraining.config.variants import model_shape
 from pretraining.data import open_stream
 from pretraining.monitor.metrics import read_metrics
 
-ROOT = Path(__file__).parents[2]
 ROWS, LENGTH, VOCABULARY = 16, 256, 4096
 OURS: dict[str, tuple[str, ...]] = {
     "torch engine": ("--engine=torch", "--device=cpu"),
@@ -41,13 +42,6 @@ OURS: dict[str, tuple[str, ...]] = {
 }
 PEERS = {"transformers' Trainer": "trainer", "loop": "loop", "compiled loop": "compiled"}
 TOLERANCE = 1e-4  # largest difference of a loss from that of the first contender
-
-
-class Spent(NamedTuple):
-    """Seconds of one program, its start included."""
-
-    cpu: float
-    clock: float
 
 
 def flags(work: Path, steps: int) -> dict[str, object]:
@@ -114,66 +108,38 @@ def run(name: str, work: Path, steps: int) -> tuple[Spent, list[float]]:
             files = [str(work / "weights"), str(work / "batches.npz"), str(steps), str(losses)]
             words = ["-m", "benchmarks.peers.hf_loop", PEERS[name], *files]
         variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled"}
-        environment, command = {**os.environ, **variables}, [sys.executable, *words]
-        before, began = children_seconds(), time.monotonic()
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        spent = Spent(children_seconds() - before, time.monotonic() - began)
-        if done.returncode:
-            sys.exit(f"{name} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        spent, _ = run_program([sys.executable, *words], **variables)
         if name in OURS:
             return spent, [line["loss"] for line in read_metrics(Path(folder) / "run/metrics.jsonl") if "loss" in line]
         return spent, json.loads(losses.read_text())
 
 
-def children_seconds() -> float:
-    """Return the CPU seconds of all programs that have ended."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 def compare(names: list[str], steps: int, turns: int, work: Path) -> None:
     """Run the contenders in turns, and print the table."""
     prepare(work, 1 + steps)
-    starts: dict[str, list[Spent]] = {name: [] for name in names}
-    further: dict[str, list[Spent]] = {name: [] for name in names}
     reference: list[float] = []
-    for _ in range(turns):
-        for name in names:
-            start, _ = run(name, work, 1)
-            whole, losses = run(name, work, 1 + steps)
-            reference = reference or losses
-            worst = float(np.abs(np.subtract(losses, reference)).max())
-            if worst > TOLERANCE:
-                sys.exit(f"{name}: a loss differs by {worst:.2g} from that of {names[0]}")
-            starts[name].append(start)
-            further[name].append(Spent(*((a - b) / steps for a, b in zip(whole, start, strict=True))))
-            print(f"{name}: {start}, per step {further[name][-1]}, losses within {worst:.1g}", flush=True)
-    peers = [name for name in names if name in PEERS] or names
-    print("| program | step: CPU s | spread | clock s | CPU to best peer's | first loss and end: CPU s | clock s |")
-    print("|---|---|---|---|---|---|---|")
-    best = min(middle(further[name]).cpu for name in peers)
-    for name in names:
-        step, start = middle(further[name]), middle(starts[name])
-        spread = [spent.cpu for spent in further[name]]
-        print(
-            f"| {name} | {step.cpu:.3f} | {min(spread):.3f} to {max(spread):.3f} | {step.clock:.3f} "
-            f"| {step.cpu / best:.2f} | {start.cpu:.1f} | {start.clock:.1f} |"
-        )
 
+    def measure(name: str) -> Figures:
+        start, _ = run(name, work, 1)
+        whole, losses = run(name, work, 1 + steps)
+        reference[:] = reference or losses
+        worst = float(np.abs(np.subtract(losses, reference)).max())
+        if worst > TOLERANCE:
+            sys.exit(f"{name}: a loss differs by {worst:.2g} from that of {names[0]}")
+        cpu, clock = ((several - one) / steps for several, one in zip(whole, start, strict=True))
+        figures = {"step, CPU s": cpu, "step, s": clock, "first loss and end, CPU s": start.cpu}
+        return figures | {"first loss and end, s": start.clock, "loss differs by": worst}
 
-def middle(samples: list[Spent]) -> Spent:
-    """Return the medians."""
-    return Spent(*(statistics.median(sample[kind] for sample in samples) for kind in range(2)))
+    print_table(take_turns(names, turns, measure), PEERS)
 
 
 def main() -> None:
     """Measure and print; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, python=False)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--contenders", default=",".join([*OURS, *PEERS]))
     options = parser.parse_args()
-    print(", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers", "accelerate")))
+    print_facts(versions(["torch", "torch_xla", "transformers", "accelerate"]))
     with tempfile.TemporaryDirectory() as work:
         compare(options.contenders.split(","), options.steps, options.turns, Path(work))
 
