@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.spawn import spawn
@@ -41,9 +43,9 @@ PROCESSES = 2
 State = dict[str, Any]  # name -> DTensor
 PEERS = ("torch.distributed.checkpoint", "safetensors.save_file")
 NOT_DONE = {
-    "ours": "hashes every chunk on save, compares on load; commits with a marker and a rename",
-    PEERS[0]: "fsync of files, none of the folder; no hashes; its metadata file, renamed last, is the commit",
-    PEERS[1]: "a file per process for the same mesh only; no fsync, no hashes, no commit, no asynchronous save",
+    "ours": "hashes every chunk and compares on load; the earlier checkpoint stays until the new one is committed",
+    PEERS[0]: "fsync of files, none of the folder; no hashes; overwrites the earlier checkpoint",
+    PEERS[1]: "a file per process for the same mesh only; no fsync, hashes or asynchronous save; overwrites",
 }
 
 
@@ -108,18 +110,18 @@ class Dcp(Contender):
         super().__init__(folder)
         self._group = dist.new_group(backend="gloo")  # of saves in the background, as its documentation wants
 
-    def _writer(self) -> dcp.FileSystemWriter:
-        return dcp.FileSystemWriter(self.folder / "step", sync_files=True, overwrite=True)
+    def _writer(self) -> FileSystemWriter:
+        return FileSystemWriter(self.folder / "step", sync_files=True, overwrite=True)
 
     def save(self, state: State) -> None:
-        dcp.save(state, storage_writer=self._writer())
+        save(state, storage_writer=self._writer())
 
     def start(self, state: State) -> Callable[[], object]:
-        future = dcp.async_save(state, storage_writer=self._writer(), process_group=self._group)
+        future = async_save(state, storage_writer=self._writer(), process_group=self._group)
         return future.result  # type: ignore[union-attr]
 
     def load(self, state: State) -> None:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(self.folder / "step"))
+        dcp_load(state, storage_reader=FileSystemReader(self.folder / "step"))
 
 
 class SafeTensors(Contender):

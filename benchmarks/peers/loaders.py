@@ -277,7 +277,7 @@ def resume(name: str, folder: Path) -> dict[str, float]:
 
 def digest(batch: np.ndarray) -> str:
     """Return a digest of a batch."""
-    return hashlib.sha256(batch).hexdigest()
+    return hashlib.sha256(batch.tobytes()).hexdigest()
 
 
 def main(name: str, act: str, folder: Path, steps: int) -> None:

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -41,7 +42,7 @@ def write_text(folder: Path, size: int) -> int:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    settings = {"vocab_size": 32_000, "special_tokens": ["<|endoftext|>"], "show_progress": False}
+    settings: dict[str, Any] = {"vocab_size": 32_000, "special_tokens": ["<|endoftext|>"], "show_progress": False}
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(initial_alphabet=alphabet, **settings))
     for name, some in (("one", texts[:1]), ("all", texts)):
         (folder / name).mkdir()
