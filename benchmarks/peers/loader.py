@@ -24,8 +24,8 @@ PACKAGES = {"grain": "grain", "grain, documents": "grain", "litdata": "litdata"}
 PACKAGES |= {"mosaicml-streaming": "mosaicml-streaming"}
 NOT_DONE = {
     "ours": "shuffles documents, then cuts rows; checks every block that it opens and every id",
-    "grain": "rows are cut once, before the shuffle, so they never change; no check of what is read",
-    "grain, documents": "shuffles documents and cuts rows as ours; no check of what is read",
+    "grain": "rows are cut once, before the shuffle, so they never change",
+    "grain, documents": "shuffles documents, then cuts rows",
     "litdata": "rows are cut once; shuffles chunks, and rows within a chunk; no check of what is read",
     "mosaicml-streaming": "rows are cut once; checks of shards are off by default (validate_hash)",
     "memmap": "no labels, documents, mixture or checks: a permutation of rows and one copy",
