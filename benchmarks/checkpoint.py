@@ -49,8 +49,8 @@ def shapes(parameters: int) -> dict[str, tuple[int, ...]]:
 
 
 def evict(path: Path) -> None:
-    """Remove the files of a folder from the page cache."""
-    for file in path.iterdir():
+    """Remove the files below a folder from the page cache."""
+    for file in filter(Path.is_file, path.rglob("*")):
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
