@@ -206,19 +206,19 @@ class _Meeting:
 
     def __init__(self, processes: Processes, timeout: float, mistake: str = "") -> None:
         """timeout: seconds for which others are waited for. mistake: printed if they take long to come."""
-        import torch.distributed  # noqa: F401 - may take longer than GRACE on a busy machine, in each process
-
         self._processes, self._mistake, self._timeout = processes, mistake, timeout
         self._member: Member | None = None  # as the others can read it
         self.has_printed = False
-        self._began = self._printed = time.monotonic()
-        self._deadline = self._began + timeout
         self._prefix = f"meeting{len(_MEETINGS)}/"
+        self._begin_waiting()
 
     def hold(self, member: Member) -> None:
         """Write `member`, and wait for the verdict. Raises PeersError or NoPeersError."""
         rank = self._processes.rank
         with raise_process_error(self._processes, self._timeout):
+            import torch.distributed  # noqa: F401 - may take longer than GRACE on a busy machine, in each process
+
+            self._begin_waiting()
             self._store = open_store(self._processes, self._wait)
             self._write(member._replace(has_printed=self.has_printed))
             self._store.add(self._key("came"), 1)
@@ -233,6 +233,10 @@ class _Meeting:
         if verdict.code:
             raise PeersError(*verdict)
         _MEETINGS.append(self._prefix)
+
+    def _begin_waiting(self) -> None:
+        self._began = self._printed = time.monotonic()
+        self._deadline = self._began + self._timeout
 
     def _write(self, member: Member) -> None:
         self._member = member
