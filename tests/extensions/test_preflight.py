@@ -145,6 +145,7 @@ def test_a_tracker_that_cannot_be_reached_is_a_mistake(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="the optional wandb package is not installed")
     flags = ("--check", "--use_dummy_dataset", "--model_variant=tiny", "--tracker=wandb")
     variables = {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}"}
+    variables |= {"http_proxy": "", "https_proxy": "", "all_proxy": ""}  # of the machine
     refused = check(*flags, folder=tmp_path, **variables)
     assert refused.returncode == 2 and "127.0.0.1" in refused.stderr and "cannot be reached" in refused.stderr
     with socket.create_server(("127.0.0.1", 0)) as server:
