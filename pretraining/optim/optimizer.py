@@ -41,11 +41,13 @@ class ParameterState:
         for name, spec in self.moment_specs().items():
             self.moments[name] = make(self, moment_shape(self.weight.shape, spec), spec)
 
-    def compute_update(self, grad: Tensor, step: Tensor, rate: Tensor) -> tuple[Tensor, Moments]:
-        """Return the new weight and moments in fp32, whatever their stored dtypes."""
+    def compute_update(
+        self, grad: Tensor, step: Tensor, rate: Tensor, unshard: Callable[[Tensor], Tensor] = lambda matrix: matrix
+    ) -> tuple[Tensor, Moments]:
+        """Return the new weight and moments in fp32, whatever their stored dtypes. unshard: see UpdateContext."""
         moments = {name: moment.float() for name, moment in self.moments.items()}
         rate = rate if self.rate_scale == 1 else rate * self.rate_scale
-        context = UpdateContext(step, rate, self.decay / self.rate_scale, self.ndim)
+        context = UpdateContext(step, rate, self.decay / self.rate_scale, self.ndim, unshard)
         weight, updated = self.rule.update(self.weight.float(), grad.float(), moments, context)
         return weight, updated | {name: follow(moments[name], weight) for name, follow in self.followers.items()}
 

@@ -3,7 +3,8 @@
 torch.optim does not serve here: most of its optimizers read the step count or the learning rate on the host, which
 interrupts a compiled step, and none can treat a stacked tensor [layers, ...] as `layers` tensors. A rule receives
 weight, gradient and moments in fp32 as full tensors, however they are sharded (by XLA, or as DTensors), and returns new
-ones. It reduces over the last `context.ndim` dimensions, so that stacked layers stay independent.
+ones. It reduces over the last `context.ndim` dimensions, so that stacked layers stay independent. Before many products
+of one matrix it calls `context.unshard`.
 
 Formulas: torch.optim's documentation for adam and sgd; the others name their source. tests/optim/test_rules.py compares
 each with its source.
@@ -31,6 +32,7 @@ class UpdateContext(NamedTuple):
     rate: Tensor  # learning rate, fp32 scalar
     decay: float  # weight decay
     ndim: int  # dimensions of one tensor: the last ones
+    unshard: Callable[[Tensor], Tensor]  # returns its argument, sharded such that a device has full matrices
 
 
 class MomentSpec(NamedTuple):
@@ -186,13 +188,13 @@ class Muon(UpdateRule):
         buffer = self.momentum * moments["momentum_buffer"] + (1 - self.momentum) * grad
         direction = self.momentum * buffer + (1 - self.momentum) * grad if self.nesterov else buffer
         scale = 0.2 * math.sqrt(max(weight.shape[-2:]))
-        weight = weight * (1 - context.rate * context.decay) - context.rate * scale * self._orthogonal(direction)
-        return weight, {"momentum_buffer": buffer}
+        update = context.rate * scale * self._orthogonal(direction, context.unshard)
+        return weight * (1 - context.rate * context.decay) - update, {"momentum_buffer": buffer}
 
-    def _orthogonal(self, x: Tensor) -> Tensor:
+    def _orthogonal(self, x: Tensor, unshard: Callable[[Tensor], Tensor]) -> Tensor:
         """Approximate U V^T of x [.., m, n] = U S V^T by a quintic Newton-Schulz iteration on the shorter side."""
         tall = x.shape[-2] > x.shape[-1]
-        y = (x.mT if tall else x).to(self.dtype)
+        y = unshard((x.mT if tall else x).to(self.dtype))
         y = y / (y.square().sum((-2, -1), keepdim=True).sqrt() + 1e-7)
         for _ in range(self.ns_steps):
             gram = y @ y.mT

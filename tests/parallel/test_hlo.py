@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"num_kv_heads": 4, "batch_size": ROWS // 8, **fields} for name, fields in RECOMPUTED.items()},
     "fp32": {**FSDP, "precision": "fp32"},
     "fp32 blocks": {**FSDP, "precision": "fp32", **BLOCKS},
+    "muon": {**FSDP, "precision": "fp32", **BLOCKS, "optimizer": "muon"},
     "bf16": {**FSDP, "mixed_precision": True},
     "bf16_sums": {**FSDP, "mixed_precision": True, "reduce_dtype": "bf16"},
     "stages": {
@@ -72,7 +73,7 @@ if HAS_SPLASH:
 
 @functools.cache
 def compiled(folder: Path) -> dict[str, str]:
-    return Outcomes(programs(folder, chosen(CASES, ("tensor", "fp32 blocks", "fp32", "bf16"))))
+    return Outcomes(programs(folder, chosen(CASES, ("tensor", "fp32 blocks", "muon", "fp32", "bf16"))))
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,17 @@ def test_collectives_of_a_step_with_sharded_parameters(folder: Path, case: str) 
         ("reduce-scatter", 1): 1,
         ("all-reduce", 1): 1,
     }
+
+
+def test_muon_moves_each_layer_to_one_device_and_back(folder: Path) -> None:
+    muon, adamw = (Counter(moved(compiled(folder)[case])) for case in ("muon", "fp32 blocks"))
+    assert set((muon - adamw).keys()) == {"all-to-all"} and muon["all-to-all"] == adamw["all-to-all"] + 2 * 7
+
+
+def moved(text: str) -> list[str]:
+    """The collectives of a step, as often as they run, without those of scalars."""
+    found = [one for one in program_collectives(text) if one.shapes != [()]]
+    return [one.purpose for one in found for _ in range(one.times)]
 
 
 @pytest.mark.skipif("context" not in CASES, reason="needs jax and the extension")

@@ -1,4 +1,4 @@
-"""The state of the torch engine as checkpoints see it, with shards that are not on the mesh's device."""
+"""The state of the torch engine as checkpoints see it, with shards that are not on the mesh's device; its updates."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
@@ -17,9 +18,12 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import load
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
+from pretraining.optim.optimizer import ParameterState
+from pretraining.optim.rules import Muon
 from pretraining.parallel.layout import TorchLayout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.torch.state import LocalShards
+from pretraining.parallel.torch.step import unshard
 from tests.checkpoint.saving import save
 
 CONFIG = TrainConfig(model_variant="tiny", seq_length=16, num_layers=1, vocab_size=100, make_vocab_size_divisible_by=64)
@@ -52,3 +56,17 @@ def test_an_offloaded_shard_is_loaded_where_it_is(second_of_two_gpus: DeviceMesh
     for name, tensor in unpadded.items():
         second = tensor[len(full[name]) // 2 :]
         assert torch.equal(offloaded[name][: len(second)], second), name
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (16, 8), (8, 16)])
+def test_muon_gathers_each_matrix_once(second_of_two_gpus: DeviceMesh, shape: tuple[int, int]) -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    weight, gradient, momentum = (
+        DTensor.from_local(torch.ones(shape[0] // 2, shape[1]), mesh, [Shard(0)]) for _ in range(3)
+    )
+    rule = Muon(momentum=0.9, nesterov=True, ns_steps=5, dtype=torch.bfloat16)
+    parameter = ParameterState("", weight, rule, 0.1, ndim=2, moments={"momentum_buffer": momentum})
+    with CommDebugMode() as collectives:
+        updated, _ = parameter.compute_update(gradient, torch.tensor(1.0), torch.tensor(0.1), unshard)
+    assert list(collectives.get_comm_counts().values()) == [1]
+    assert isinstance(updated, DTensor) and updated.placements == (Shard(0),)
