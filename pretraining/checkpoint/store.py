@@ -148,13 +148,6 @@ class PendingSave:
         self._store.complete(self._partial, self._final)
 
 
-def write_items(state: LogicalTensors) -> list[WriteItem]:
-    """Return what one process alone has to write of these tensors, in their order."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(state), is_coordinator=True)
-    return planner.create_local_plan().items
-
-
 def _aligned(size: int) -> int:
     return -(-size // 64) * 64  # any dtype may begin there
 

@@ -29,10 +29,6 @@ class Limit(NamedTuple):
     values: str = ""  # as docs/settings.md prints them; all but the default if empty
     is_set: Callable[[Any], bool] | None = None  # whether a configuration has such a value
 
-    def values_text(self, configuration: type[TrainConfig]) -> str:
-        """Return the values as docs/settings.md prints them."""
-        return self.values or f"all but {settings_of(configuration)[self.setting].default!r}"
-
     def applies(self, config: TrainConfig) -> bool:
         """Return whether `config` has one of the values."""
         if self.is_set:

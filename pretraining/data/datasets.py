@@ -16,8 +16,6 @@ from pretraining.config.errors import UserError
 from pretraining.config.grammar import parse_split, parse_steps, parse_weights
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import CUSTOM, VARIANTS
-from pretraining.data.checksums import verify
-from pretraining.data.corpus import whole_corpus
 from pretraining.data.hashing import short_hash
 from pretraining.data.index import ShardIndex, TokenShard, index_folder, last_tokens, open_indexes
 from pretraining.data.layouts import read_dataset_json, split_folders
@@ -126,13 +124,6 @@ def _of_split(folder: Location, split: str) -> Location:
     if split not in layout.folders:
         raise UserError(f"{folder}: {layout.kind} without a {split} split: give the folder of one, {folder}/...")
     return layout.folders[split]
-
-
-def verify_dataset(dataset: Dataset, config: TrainConfig) -> tuple[int, int]:
-    """Compare the shards, and their blocks as the loader reads them, with their checksums. See checksums.verify."""
-    result = verify(dataset.shards, dataset.description.get("shards", {}), index_folder(config.index_dir))
-    whole_corpus(dataset.shards, dataset.blocks).verify_all()
-    return result
 
 
 def _open(config: TrainConfig, folder: Location, name: str, split: str, shares: str) -> Dataset:

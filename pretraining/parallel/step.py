@@ -80,11 +80,15 @@ class OptimizerStep(ABC):
     def place(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> None:
         """Shard `tensor`, which has been written, as the layout shards the parameter or its moments."""
 
+    @abstractmethod
+    def unshard(self, matrix: Tensor) -> Tensor:
+        """Return `matrix`, or a stack of matrices, such that each device has full ones. See UpdateContext."""
+
     def compute_update(
         self, parameter: ParameterState, gradient: Tensor, step: Tensor, rate: Tensor
     ) -> tuple[Tensor, Moments]:
         """Return the new weight and moments in fp32."""
-        return parameter.compute_update(gradient, step, rate)
+        return parameter.compute_update(gradient, step, rate, self.unshard)
 
     # ---- The step
 

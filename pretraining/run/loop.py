@@ -190,7 +190,7 @@ def _may_continue(run: TrainingRun, figures: dict[str, float], step: int, known:
     if skipped == known:
         return True
     first, limit = run.start_step + int(figures["first_refused"]), run.config.max_skipped_steps
-    subject = f"{skipped} updates skipped up to step {step}, the first at step {first}"
+    subject = f"{counted(skipped, 'update')} skipped up to step {step}, the first at step {first}"
     message = f"{subject}: loss or gradient was not finite"
     if skipped <= limit:
         run.print(f"{message} (max_skipped_steps={limit})")

@@ -81,7 +81,8 @@ def flag_tables() -> str:
 def support_table() -> str:
     """Return the settings that an engine does not support."""
     rows = (
-        f"`{row.setting}` | {row.values_text(CONFIGURATION)} | {', '.join(row.missing_on)} | {row.reason}"
+        f"`{row.setting}` | {row.values or f'all but {SETTINGS[row.setting].default!r}'} | "
+        f"{', '.join(row.missing_on)} | {row.reason}"
         for row in limits_of(CONFIGURATION)
     )
     table = markdown_table("flag | values | not supported by engine | reason", rows)

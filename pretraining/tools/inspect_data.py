@@ -16,7 +16,10 @@ from pretraining.config.errors import UserError, counted
 from pretraining.config.flags import run
 from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import TrainConfig
-from pretraining.data.datasets import SPLITS, Dataset, open_datasets, verify_dataset
+from pretraining.data.checksums import verify
+from pretraining.data.corpus import whole_corpus
+from pretraining.data.datasets import SPLITS, Dataset, open_datasets
+from pretraining.data.index import index_folder
 from pretraining.data.stores.labels import IGNORED
 from pretraining.data.stores.shard import chunks
 from pretraining.data.stream import open_stream
@@ -93,6 +96,13 @@ def describe_checksums(config: TrainConfig, split: str) -> list[str]:
         first = f"; {counted(recorded, 'checksum')} {kept}" if recorded else ""
         lines.append(f"{dataset.name}: {counted(compared, 'file')} unchanged{first}")
     return lines
+
+
+def verify_dataset(dataset: Dataset, config: TrainConfig) -> tuple[int, int]:
+    """Compare the shards, and their blocks as the loader reads them, with their checksums. See checksums.verify."""
+    result = verify(dataset.shards, dataset.description.get("shards", {}), index_folder(config.index_dir))
+    whole_corpus(dataset.shards, dataset.blocks).verify_all()
+    return result
 
 
 def _decoder(tokenizer_path: str) -> Callable[[list[int]], str]:

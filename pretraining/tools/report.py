@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import html
 import json
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from pretraining.config.script import (
     exit_with,
 )
 from pretraining.monitor.account import ACTIVITIES, goodput, totals
-from pretraining.monitor.figures import amount, duration, percent
+from pretraining.monitor.figures import amount, duration, percent, size
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ def html_page(runs: Sequence[Run], refresh: int = 0) -> str:
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(f"Training: {', '.join(run.name for run in runs)}"),
         summary=_summary(runs),
-        details=_starts(runs) + _account(runs) + _differences(runs),
+        details=_speed(runs) + _starts(runs) + _account(runs) + _differences(runs),
         curves=curves.replace("<", r"\u003c"),  # a name may not end the element
         plotly=get_plotlyjs(),
         refresh=refresh,
@@ -372,6 +373,27 @@ def _standing(run: Run) -> tuple[str, ...]:
         str(sum(bool(record.get("loss_spike")) or "refused" in record for record in reports)),
         str(max(1, len(run.starts))),
     )
+
+
+def _speed(runs: Sequence[Run]) -> str:
+    """Return a table of medians over the reports but the first, which contains compilation; empty if none is there."""
+    rows = []
+    for run in runs:
+        reports = [record for record in run.records if record.get("step_time") is not None][1:]
+
+        def median(name: str, reports: Sequence[Mapping[str, Any]] = reports) -> float | None:
+            values = [record[name] for record in reports if record.get(name) is not None]
+            return statistics.median(values) if values else None
+
+        step, total, device = map(median, ("step_time", "tokens_per_second", "tokens_per_second_per_device"))
+        memory = max((record["memory_bytes"] for record in reports if record.get("memory_bytes")), default=None)
+        if step is not None:
+            speeds = ("n/a" if value is None else f"{value:,.0f}" for value in (total, device))
+            peak = "n/a" if memory is None else size(memory)
+            mfu = (percent(median(name)) for name in ("mfu", "mfu_causal"))
+            rows.append((run.name, str(len(reports)), f"{step:.4g} s", *speeds, *mfu, peak))
+    head = ("run", "reports", "step time", "tokens/s", "tokens/s/device", "MFU", "MFU (causal)", "peak memory")
+    return _table("Speed: medians", head, rows) if rows else ""
 
 
 def _starts(runs: Sequence[Run]) -> str:

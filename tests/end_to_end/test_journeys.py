@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -48,3 +49,14 @@ def test_an_owner_of_data_trains_on_text_and_on_stores_of_others(checkout: Path,
     assert "In transformers" in output
     assert "complete: 20 steps" in output
     assert output.count("complete: 3 steps") == len(stores)
+
+
+@needs("torch_xla", "plotly")
+def test_a_benchmarker_compares_three_meshes_on_two_engines(checkout: Path) -> None:
+    flags = "--num_steps=2 --num_layers=2 --seq_length=32 --global_batch_size=4 --batch_size=1"
+    output = run(f"bash docs/journeys/benchmarker.sh {flags}", checkout)
+    assert output.count("Benchmark summary") == output.count("complete: 2 steps") == 6
+    losses = re.findall(r"step 2/2 .* loss +([\d.]+)", output)
+    assert len(losses) == 6 and len(set(losses)) == 1
+    (page,) = (checkout / "runs").glob("benchmark-*/report.html")
+    assert "Speed: medians" in page.read_text()

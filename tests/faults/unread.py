@@ -17,7 +17,8 @@ import pytest
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
-from pretraining.data.datasets import open_datasets, verify_dataset
+from pretraining.data.datasets import open_datasets
+from pretraining.tools.inspect_data import verify_dataset
 from tests.data import corpora
 
 OTHERS: dict[str, Callable[[Path, corpora.Documents], Path]] = {

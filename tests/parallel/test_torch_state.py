@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from pretraining.optim.rules import Muon
 from pretraining.parallel.layout import TorchLayout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.torch.state import LocalShards
-from pretraining.parallel.torch.step import unshard
+from pretraining.parallel.torch.step import TorchStep
 from tests.checkpoint.saving import save
 
 CONFIG = TrainConfig(model_variant="tiny", seq_length=16, num_layers=1, vocab_size=100, make_vocab_size_divisible_by=64)
@@ -66,6 +67,7 @@ def test_muon_gathers_each_matrix_once(second_of_two_gpus: DeviceMesh, shape: tu
     )
     rule = Muon(momentum=0.9, nesterov=True, ns_steps=5, dtype=torch.bfloat16)
     parameter = ParameterState("", weight, rule, 0.1, ndim=2, moments={"momentum_buffer": momentum})
+    unshard = partial(TorchStep.unshard, object.__new__(TorchStep))
     with CommDebugMode() as collectives:
         updated, _ = parameter.compute_update(gradient, torch.tensor(1.0), torch.tensor(0.1), unshard)
     assert list(collectives.get_comm_counts().values()) == [1]

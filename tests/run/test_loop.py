@@ -27,6 +27,6 @@ def test_a_run_stops_once_more_updates_are_refused_than_allowed(
     assert "first at step 2: loss or gradient was not finite" in printed
     assert ("no update after step 1 was applied" in printed) == (code == 3)
     assert ("--skip_samples=1-1" in printed) == (code == 3)
-    skipped, step = (1, 2) if limit == 0 else (5, 6)
-    assert f"{skipped} updates skipped up to step {step}, the first" in printed
+    skipped, step, subject = (1, 2, "1 update") if limit == 0 else (5, 6, "5 updates")
+    assert f"{subject} skipped up to step {step}, the first" in printed
     assert [record["refused"] for record in result.records if "refused" in record] == [skipped] * (code == 3)

@@ -80,6 +80,18 @@ def test_the_page_compares_runs_and_needs_nothing_but_itself(tmp_path: Path) -> 
     assert "seed" not in cells  # the same in both
 
 
+def test_the_page_has_the_median_speed_without_the_first_report(tmp_path: Path) -> None:
+    folder = run(tmp_path / "measured", 0, 1e-3)
+    reports = [
+        {"step": step, "step_time": seconds, "tokens_per_second": 4096 / seconds, "memory_bytes": step << 30}
+        for step, seconds in enumerate((30.0, 2.0, 4.0, 1.0), start=1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(report) + "\n" for report in reports))
+    assert main([str(folder)]) == 0
+    cells = Page((folder / "report.html").read_text()).texts["td"]
+    assert ["measured", "3", "2 s", "2,048", "n/a", "n/a", "n/a", "4.00 GiB"] in [cells[i : i + 8] for i in range(20)]
+
+
 def test_the_page_of_one_run_lies_in_its_folder(tmp_path: Path) -> None:
     assert main([str(run(tmp_path / "one", 3, 1e-3))]) == 0
     assert (tmp_path / "one" / "report.html").read_text().startswith("<!doctype html>")

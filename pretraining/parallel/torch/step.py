@@ -179,10 +179,16 @@ class TorchStep(OptimizerStep):
 
         moments = {name: full(moment) for name, moment in parameter.moments.items()}
         sharded = replace(parameter, weight=full(parameter.weight), moments=moments)
-        weight, updated = sharded.compute_update(full(gradient), step, rate, unshard)
+        weight, updated = sharded.compute_update(full(gradient), step, rate, self.unshard)
         return self._local_like(sharded.weight, weight), {
             name: self._local_like(moments[name], moment) for name, moment in updated.items()
         }
+
+    def unshard(self, matrix: Tensor) -> Tensor:
+        """All-gather a DTensor once: Muon's products of sharded matrices have 26 collectives per matrix."""
+        if not isinstance(matrix, DTensor):
+            return matrix
+        return matrix.redistribute(placements=[Replicate()] * matrix.device_mesh.ndim)
 
     def _local_like(self, old: Any, new: Any) -> Tensor:
         """Local shard of the DTensor `new` in the placements of `old`, where the optimizer state is.
@@ -206,12 +212,6 @@ class TorchStep(OptimizerStep):
         for counter in self._updates[1:]:
             counter.copy_(self._updates[0])
         super().finish_loading(restart_optimizer)
-
-
-def unshard(matrix: Tensor) -> Tensor:
-    """All-gather a DTensor once: Muon's products of sharded matrices have 26 collectives per matrix."""
-    assert isinstance(matrix, DTensor)
-    return matrix.redistribute(placements=[Replicate()] * matrix.device_mesh.ndim)
 
 
 def reduce_over_processes(values: Tensor, operation: str = "sum") -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from main_training import CONFIGURATION
@@ -40,7 +41,6 @@ from pretraining.checkpoint.store import (
     check_fit,
     is_weight,
     read_tensors,
-    write_items,
 )
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import comma_separated
@@ -227,11 +227,18 @@ def _new_folder(target: Path, files: Mapping[str, bytes]) -> Path:
     return partial
 
 
+def _write_items(state: dict[str, Tensor]) -> list[WriteItem]:
+    """Return what is to be written of these tensors, in their order."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(state, is_coordinator=True)
+    return planner.create_local_plan().items
+
+
 def _plan_shards(state: dict[str, Tensor], limit: int) -> list[FilePlan]:
     """Plan files of at most `limit` bytes of tensors each, or one tensor if that is larger."""
     groups: list[list[WriteItem]] = [[]]
     room = limit
-    for item in write_items(state):
+    for item in _write_items(state):
         size = state[item.index.fqn].nbytes
         if groups[-1] and size > room:
             groups.append([])
