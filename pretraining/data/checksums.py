@@ -14,10 +14,8 @@ Flipped bytes inside a document are valid token ids more often than not, so only
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -26,11 +24,9 @@ from typing import Any
 import numpy as np
 
 from pretraining.config.errors import UserError
-from pretraining.data.files import file_hash, write_atomically
-from pretraining.data.index import ShardIndex, hash_record, user_files
-from pretraining.data.layouts import read_dataset_json
+from pretraining.data.index import ShardIndex
 from pretraining.data.stores.shard import Readable
-from pretraining.storage import location, size_of
+from pretraining.storage import location
 
 _RECORD_BYTES = 24  # first document, last document + 1 and checksum of a block, 64-bit numbers
 
@@ -109,28 +105,3 @@ def byte_sum(file: Readable, low: int, high: int) -> int:
 @cache
 def _odd_numbers(count: int) -> np.ndarray:
     return np.arange(1, 2 * count, 2, dtype=np.uint64)
-
-
-def verify(shards: Iterable[ShardIndex], listed: dict[str, str], folder: Path) -> tuple[int, int]:
-    """Return (files compared, files whose sum was recorded for the first time). UserError names all damaged files.
-
-    listed: sha256 of shards by file name, as meta.json lists them. folder: of the indexes. Reads every byte.
-    """
-    files = [file for shard in shards for file in user_files(shard.path)]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        sums = list(pool.map(file_hash, files))
-    damaged, recorded = [], 0
-    for file, checksum in zip(files, sums, strict=True):
-        record = hash_record(file, folder)
-        expected = listed.get(file.name)
-        if expected is None and record.is_file():
-            expected = read_dataset_json(record).get("sha256")
-        if expected is None:
-            content = {"path": str(file), "size": size_of(file), "sha256": checksum}
-            write_atomically(record, json.dumps(content))
-            recorded += 1
-        elif expected != checksum:
-            damaged.append(f"{file}: its checksum is not the recorded one: restore the file or prepare it again")
-    if damaged:
-        raise UserError("\n".join(damaged))
-    return len(files) - recorded, recorded

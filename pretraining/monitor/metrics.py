@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +48,14 @@ class Metrics:
             self._file.flush()
         return clean
 
-    def write_account(self, step: int, account: Record) -> None:
-        """Append a line that has nothing but an account of time."""
-        with self.named():
-            self._file.write(json.dumps({"step": step, "account": account}) + "\n")
-            self._file.flush()
-
     def records(self) -> list[dict[str, Any]]:
         """Return all records of the file, oldest first."""
         return read_metrics(self._path)
 
-    def losses(self) -> list[float]:
-        """Return the finite training losses in the file, oldest first."""
-        return [line["loss"] for line in self.records() if line.get("loss") is not None]
+    def losses(self, count: int) -> list[float]:
+        """Return the last `count` finite training losses in the file, oldest first."""
+        losses = (record["loss"] for record in latest_records(self._path) if record.get("loss") is not None)
+        return [*islice(losses, count)][::-1]
 
     def has_test(self, step: int) -> bool:
         """Return whether the file has the test result of this step."""
@@ -105,7 +101,7 @@ def refuse_unusable(path: Path) -> None:
 
 def missing_history(path: Path, step: int, interval: int) -> str | None:
     """Return what is missing of the reports before `step`, which come every `interval` steps; None: nothing."""
-    last = max((record["step"] for record in read_metrics(path) if record["step"] <= step), default=0)
+    last = next((record["step"] for record in latest_records(path) if record["step"] <= step), 0)
     if last >= max(1, step // interval * interval):
         return None
     defect = f"ends at step {last}" if last else "has no reports" if path.exists() else "is missing"
@@ -118,9 +114,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises UserError on any other line that is not a record: the file was changed by something else.
     """
+    return [_parse(path, number, line) for number, line in enumerate(_lines(path), 1)]
+
+
+def latest_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records that `read_metrics` returns, from the last one; each is read when it is asked for."""
+    lines = _lines(path)
+    return (_parse(path, number, lines[number - 1]) for number in range(len(lines), 0, -1))
+
+
+def _lines(path: Path) -> list[bytes]:
     refuse_unusable(path)
     text = path.read_bytes() if path.exists() else b""
-    return [_parse(path, number, line) for number, line in enumerate(text.split(b"\n")[:-1], 1)]
+    return text.split(b"\n")[:-1]  # what follows the last newline is incomplete
 
 
 def cut_back(path: Path, step: int, began: float | None = None) -> None:
@@ -132,7 +138,7 @@ def cut_back(path: Path, step: int, began: float | None = None) -> None:
     """
     if not path.exists():
         return
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is incomplete
+    lines = _lines(path)
     records = [_parse(path, number, line) for number, line in enumerate(lines, 1)] if step or is_restarted() else []
     remaining_lines = [line for record, line in zip(records, lines, strict=False) if step and record["step"] <= step]
     if began is not None and (account := carried(records, step, path.stat().st_mtime, began)):

@@ -16,7 +16,7 @@ from pretraining.config.optimizers import Hyperparameters
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import is_hidden_matrix
 from pretraining.optim.precision import precision_of
-from pretraining.optim.rules import UPDATE_RULES, Adam, Moments, MomentSpec, Muon, UpdateContext, UpdateRule
+from pretraining.optim.rules import UPDATE_RULES, Adam, Moments, MomentSpec, Muon, Unshard, UpdateContext, UpdateRule
 
 
 @dataclass
@@ -41,10 +41,8 @@ class ParameterState:
         for name, spec in self.moment_specs().items():
             self.moments[name] = make(self, moment_shape(self.weight.shape, spec), spec)
 
-    def compute_update(
-        self, grad: Tensor, step: Tensor, rate: Tensor, unshard: Callable[[Tensor], Tensor] = lambda matrix: matrix
-    ) -> tuple[Tensor, Moments]:
-        """Return the new weight and moments in fp32, whatever their stored dtypes. unshard: see UpdateContext."""
+    def compute_update(self, grad: Tensor, step: Tensor, rate: Tensor, unshard: Unshard) -> tuple[Tensor, Moments]:
+        """Return the new weight and moments in fp32, whatever their stored dtypes."""
         moments = {name: moment.float() for name, moment in self.moments.items()}
         rate = rate if self.rate_scale == 1 else rate * self.rate_scale
         context = UpdateContext(step, rate, self.decay / self.rate_scale, self.ndim, unshard)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 Moments = dict[str, Tensor]
+Unshard = Callable[[Tensor], Tensor]  # returns its argument, sharded such that a device has full matrices
 
 
 class UpdateContext(NamedTuple):
@@ -32,7 +33,7 @@ class UpdateContext(NamedTuple):
     rate: Tensor  # learning rate, fp32 scalar
     decay: float  # weight decay
     ndim: int  # dimensions of one tensor: the last ones
-    unshard: Callable[[Tensor], Tensor]  # returns its argument, sharded such that a device has full matrices
+    unshard: Unshard
 
 
 class MomentSpec(NamedTuple):
@@ -191,7 +192,7 @@ class Muon(UpdateRule):
         update = context.rate * scale * self._orthogonal(direction, context.unshard)
         return weight * (1 - context.rate * context.decay) - update, {"momentum_buffer": buffer}
 
-    def _orthogonal(self, x: Tensor, unshard: Callable[[Tensor], Tensor]) -> Tensor:
+    def _orthogonal(self, x: Tensor, unshard: Unshard) -> Tensor:
         """Approximate U V^T of x [.., m, n] = U S V^T by a quintic Newton-Schulz iteration on the shorter side."""
         tall = x.shape[-2] > x.shape[-1]
         y = unshard((x.mT if tall else x).to(self.dtype))

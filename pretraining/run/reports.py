@@ -54,7 +54,7 @@ class Reports:
         self.watch = Stopwatch(run.start_step)
         flops = flops_per_token(model_shape(config), config.seq_length)
         self._meter = Meter(config.tokens_per_step, engine.mesh.size, flops, config.device_kind(engine.device_name))
-        self._losses = deque(run.metrics.losses() if run.metrics else [], maxlen=WINDOW)
+        self._losses = deque(run.metrics.losses(WINDOW) if run.metrics else [], maxlen=WINDOW)
         self._waited = 0.0  # seconds for data up to the last report
 
     def write(self, step: int, figures: dict[str, float], rate: float, batch: Batch) -> None:

@@ -109,7 +109,7 @@ class TrainingRun:
     def write_account(self, **more: float) -> None:
         """Write where the time since the last record went, in process 0."""
         if self.metrics:
-            self.metrics.write_account(self.step, {**self.account.take(), **more})
+            self.metrics.write({"step": self.step, "account": {**self.account.take(), **more}})
 
     def heartbeat(self, label: str) -> contextlib.AbstractContextManager[None]:
         """Return a context in which process 0 prints a sign of life."""

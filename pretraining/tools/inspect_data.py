@@ -7,7 +7,11 @@ reads every byte and compares checksums.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
@@ -16,13 +20,15 @@ from pretraining.config.errors import UserError, counted
 from pretraining.config.flags import run
 from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import TrainConfig
-from pretraining.data.checksums import verify
 from pretraining.data.corpus import whole_corpus
 from pretraining.data.datasets import SPLITS, Dataset, open_datasets
-from pretraining.data.index import index_folder
+from pretraining.data.files import file_hash, write_atomically
+from pretraining.data.index import ShardIndex, hash_record, index_folder, user_files
+from pretraining.data.layouts import read_dataset_json
 from pretraining.data.stores.labels import IGNORED
 from pretraining.data.stores.shard import chunks
 from pretraining.data.stream import open_stream
+from pretraining.storage import size_of
 
 _AT_ONCE = 1 << 22  # lengths read together: 16 MB
 _BAR = 40  # characters of the longest bar
@@ -98,8 +104,33 @@ def describe_checksums(config: TrainConfig, split: str) -> list[str]:
     return lines
 
 
+def verify(shards: Iterable[ShardIndex], listed: dict[str, str], folder: Path) -> tuple[int, int]:
+    """Return (files compared, files whose sum was recorded for the first time). UserError names all damaged files.
+
+    listed: sha256 of shards by file name, as meta.json lists them. folder: of the indexes. Reads every byte.
+    """
+    files = [file for shard in shards for file in user_files(shard.path)]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        sums = list(pool.map(file_hash, files))
+    damaged, recorded = [], 0
+    for file, checksum in zip(files, sums, strict=True):
+        record = hash_record(file, folder)
+        expected = listed.get(file.name)
+        if expected is None and record.is_file():
+            expected = read_dataset_json(record).get("sha256")
+        if expected is None:
+            content = {"path": str(file), "size": size_of(file), "sha256": checksum}
+            write_atomically(record, json.dumps(content))
+            recorded += 1
+        elif expected != checksum:
+            damaged.append(f"{file}: its checksum is not the recorded one: restore the file or prepare it again")
+    if damaged:
+        raise UserError("\n".join(damaged))
+    return len(files) - recorded, recorded
+
+
 def verify_dataset(dataset: Dataset, config: TrainConfig) -> tuple[int, int]:
-    """Compare the shards, and their blocks as the loader reads them, with their checksums. See checksums.verify."""
+    """Compare the shards, and their blocks as the loader reads them, with their checksums. See verify."""
     result = verify(dataset.shards, dataset.description.get("shards", {}), index_folder(config.index_dir))
     whole_corpus(dataset.shards, dataset.blocks).verify_all()
     return result

@@ -51,6 +51,7 @@ ENDINGS = {
 REFRESH = 30  # s, after which a page of --watch is made anew
 SILENT = 300.0  # s without a sign of life, after which a run is not running any more: a save may take as long
 FEW_POINTS = 20  # of a curve that is drawn with markers: a line of one point would not be seen
+MOST_POINTS = 20_000  # of a curve: a million reports would make a page of 260 MB
 DASHES = ("solid", "dash", "dot", "dashdot")
 COLOURS = ("#3b7dd8", "#e0662f", "#3a9d4c", "#9a5cf5", "#b8890b", "#14989a", "#cf3f7c", "#808080")
 
@@ -231,7 +232,7 @@ def html_page(runs: Sequence[Run], refresh: int = 0) -> str:
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(f"Training: {', '.join(run.name for run in runs)}"),
         summary=_summary(runs),
-        details=_speed(runs) + _starts(runs) + _account(runs) + _differences(runs),
+        details=_thinning(runs) + _speed(runs) + _starts(runs) + _account(runs) + _differences(runs),
         curves=curves.replace("<", r"\u003c"),  # a name may not end the element
         plotly=get_plotlyjs(),
         refresh=refresh,
@@ -341,12 +342,23 @@ def _curve(run: Run, points: Mapping[int, float], label: str, number: int, dash:
     import numpy as np
     from plotly.graph_objects import Scatter
 
+    points = thinned(points)
     meta = {"values": list(points.values()), "step": list(points)}
     for name, known in run.places.items():
         meta[name] = np.interp(list(points), list(known), list(known.values())).tolist()
     line = {"color": COLOURS[number % len(COLOURS)], "dash": dash, "width": 1.5}
     mode = "lines+markers" if len(points) < FEW_POINTS else "lines"
     return Scatter(name=label, mode=mode, line=line, meta=meta)
+
+
+def thinned(points: Mapping[int, float]) -> Mapping[int, float]:
+    """Return at most MOST_POINTS of the points: of equal stretches of them, the least and the greatest value."""
+    if len(points) <= MOST_POINTS:
+        return points
+    steps, size = list(points), -(-2 * len(points) // MOST_POINTS)
+    stretches = (steps[start : start + size] for start in range(0, len(steps), size))
+    extremes = ({chosen(stretch, key=points.__getitem__) for chosen in (min, max)} for stretch in stretches)
+    return {step: points[step] for few in extremes for step in sorted(few)}
 
 
 def _summary(runs: Sequence[Run]) -> str:
@@ -373,6 +385,13 @@ def _standing(run: Run) -> tuple[str, ...]:
         str(sum(bool(record.get("loss_spike")) or "refused" in record for record in reports)),
         str(max(1, len(run.starts))),
     )
+
+
+def _thinning(runs: Sequence[Run]) -> str:
+    """Return a sentence on the points that are left out; empty if there are none."""
+    if all(len(run.records) <= MOST_POINTS for run in runs):
+        return ""
+    return f"<p>Of more than {MOST_POINTS:,} reports, curves show the extremes of each stretch; tables count all.</p>"
 
 
 def _speed(runs: Sequence[Run]) -> str:

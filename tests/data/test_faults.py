@@ -18,8 +18,9 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.data import Prefetcher, open_stream
-from pretraining.data.checksums import byte_sum, verify
+from pretraining.data.checksums import byte_sum
 from pretraining.data.index import TokenShard, open_index, sidecar_path
+from pretraining.tools.inspect_data import verify
 from tests.data import corpora
 from tests.data.corpora import corpus, numbered, rows, settings
 from tests.faults.unread import OTHERS, UnreadShard, flip_bit, swap_words

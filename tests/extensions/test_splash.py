@@ -122,6 +122,7 @@ REFUSED = [
 ]
 
 
+@needs("torch_xla")
 @pytest.mark.parametrize(("fields", "reason"), REFUSED)
 def test_what_the_kernel_cannot_compute_is_refused_or_chunked(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=f"--attention_impl=splash +cannot run: .*{reason}; use auto, or chunked"):

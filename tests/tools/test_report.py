@@ -15,9 +15,10 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
+import numpy as np
 import pytest
 
-from pretraining.tools.report import main
+from pretraining.tools.report import MOST_POINTS, main, thinned
 from tests.selection import needs
 
 
@@ -156,6 +157,17 @@ def test_a_number_of_hundreds_of_digits_is_no_record(
         file.write(json.dumps({"step": 4, **fields}) + "\n")
     assert main([str(folder)]) == 2
     assert "metrics.jsonl: line 6 is not a record of this trainer" in capsys.readouterr().err
+
+
+def test_a_curve_of_many_reports_keeps_its_extremes() -> None:
+    values = np.random.default_rng(0).standard_normal(3 * MOST_POINTS + 7)
+    points = dict(enumerate(values.tolist(), start=1))
+    points[123], points[45_678] = 99.0, -99.0
+    kept = thinned(points)
+    assert MOST_POINTS // 2 < len(kept) <= MOST_POINTS
+    assert kept.items() <= points.items() and list(kept) == sorted(kept)
+    assert (kept[123], kept[45_678]) == (99.0, -99.0)
+    assert thinned(kept) is kept  # few enough: all of them
 
 
 def test_a_run_without_reports_yet_is_a_page(tmp_path: Path) -> None:
