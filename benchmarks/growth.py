@@ -3,6 +3,7 @@
     documents  start and resume of a stream, 10^5 to 10^8 documents of one Megatron store (a sparse file)
     shards     the same, 1 to 10^4 Arrow files of eight documents
     metrics    a start that continues a run, and the page of curves, 10^3 to 10^6 lines of metrics.jsonl
+    chunks     the manifest of a checkpoint of a 70B model that 1 to 512 ranks saved, a chunk of each tensor per rank
     layers     step, first step and memory, 4 to 64 blocks of the tiny model, on both engines
     ranks      the same with the same global batch, 1 to 8 gloo processes on this host
 
@@ -25,6 +26,8 @@ import numpy as np
 
 from benchmarks.data import private_mib, settings, write_arrow, write_idx
 from benchmarks.peers.turns import Figures, print_facts, run_program, versions
+from pretraining.checkpoint.files import BLOCK
+from pretraining.checkpoint.manifest import Chunk, Entry, Facts, Manifest, ShardFile, open_checkpoint, write_commit
 from pretraining.data import open_stream
 from pretraining.monitor.metrics import missing_history, open_metrics
 from pretraining.monitor.spikes import WINDOW
@@ -79,6 +82,26 @@ def measure_metrics(count: int, folder: Path) -> Figures:
     }
 
 
+def measure_chunks(ranks: int, folder: Path) -> Figures:
+    """Return what writing and reading the description of 723 weights and their moments takes."""
+    rows = 8192 // ranks
+    size = rows * 8192 * 4
+    digests = ("0" * 32,) * math.ceil(size / BLOCK)
+    files = {f"weights-{rank:05d}.safetensors": ShardFile(1 << 40, "0" * 32, 1 << 16) for rank in range(ranks)}
+    names = [f"model.layers.{number}.self_attn.q_proj.weight" for number in range(3 * 723)]
+    chunks = (Chunk((rank * rows, 0), (rows, 8192), file, 0, size, digests) for rank, file in enumerate(files))
+    entries = ((name, Entry("F32", (8192, 8192), (chunk,))) for chunk in chunks for name in names)
+    facts = Facts(1, 0, None, {}, "torch", {})
+    write = _seconds(lambda: write_commit(folder, Manifest.merge(entries, files), facts))
+    for name in files:
+        (folder / name).touch()
+    return {
+        "write, s": write,
+        "read, s": _seconds(lambda: open_checkpoint(folder)),
+        "manifest, MB": (folder / "manifest.json").stat().st_size / 1e6,
+    }
+
+
 def measure_layers(count: int, folder: Path, engine: str = "xla") -> Figures:
     """Return the figures of a model of `count` blocks."""
     return _measure_run([sys.executable, "main_training.py", f"--num_layers={count}"], folder, engine)
@@ -111,6 +134,7 @@ MEASURES: dict[str, tuple[Callable[[int, Path], Figures], tuple[int, ...]]] = {
     "documents": (measure_documents, (10**5, 10**6, 10**7, 10**8)),
     "shards": (measure_shards, (1, 10, 100, 1000, 10_000)),
     "metrics": (measure_metrics, (10**3, 10**4, 10**5, 10**6)),
+    "chunks": (measure_chunks, (1, 8, 64, 512)),
     "layers": (measure_layers, (4, 16, 64)),
     "layers, torch": (lambda count, folder: measure_layers(count, folder, "torch"), (4, 16, 64)),
     "ranks": (measure_ranks, (1, 2, 4, 8)),

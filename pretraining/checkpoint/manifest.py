@@ -122,7 +122,7 @@ class Checkpoint:
 def write_commit(folder: Location, manifest: Manifest, facts: Facts) -> None:
     """Write manifest and facts, then the marker with their digests, each on the disk before the next."""
     fields = {name: value for name, value in asdict(facts).items() if name != "base" or value}  # as before it existed
-    texts = {MANIFEST: _text(asdict(manifest)), FACTS: _text(fields)}
+    texts = {MANIFEST: _text(vars(manifest)), FACTS: _text(fields)}
     write_file = store_of(folder).write_file
     for name, text in texts.items():
         write_file(folder / name, text)
@@ -135,7 +135,8 @@ def _signed(text: bytes) -> bytes:
 
 
 def _text(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+    # vars() of an Entry, Chunk or ShardFile: asdict() copies every field, 2.6 s instead of 0.7 for 139 thousand chunks.
+    return json.dumps(value, separators=(",", ":"), default=vars).encode() + b"\n"
 
 
 def is_committed(path: Location) -> bool:
@@ -224,9 +225,10 @@ def _entry(value: dict[str, Any], files: dict[str, ShardFile]) -> Entry:
     )
     entry = Entry(value["dtype"], tuple(value["shape"]), pieces)
     width = DTYPES[entry.dtype].itemsize
+    _expect(_are_sizes(entry.shape), "the shape of a tensor")
     for chunk in pieces:
         dimensions = [*zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)]
-        _expect(_are_sizes([*entry.shape, *chunk.offsets, *chunk.sizes, chunk.start, chunk.size]), "sizes of a chunk")
+        _expect(_are_sizes([*chunk.offsets, *chunk.sizes, chunk.start, chunk.size]), "sizes of a chunk")
         _expect(all(offset + size <= whole for offset, size, whole in dimensions), "a chunk outside of its tensor")
         _expect(chunk.size == math.prod(chunk.sizes) * width, "bytes of a chunk")
         _expect(chunk.start + chunk.size <= files[chunk.file].size, f"a chunk beyond the end of {chunk.file}")
