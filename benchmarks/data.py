@@ -262,7 +262,11 @@ def main() -> None:
 
 def write_scale(folder: Path) -> None:
     """Write 100 million documents of 600 tokens on average in a sparse file."""
-    sizes = np.tile(lengths(0, 364), 10_000)
+    write_sparse(folder, np.tile(lengths(0, 364), 10_000))
+
+
+def write_sparse(folder: Path, sizes: np.ndarray) -> None:
+    """Write Megatron documents of these lengths, int32 zeros that take no room on the disk."""
     write_idx(folder / "all.idx", sizes, token_type=4)
     with (folder / "all.bin").open("wb") as file:
         file.truncate(int(sizes.sum(dtype=np.int64)) * 4)

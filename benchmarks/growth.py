@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.data import private_mib, settings, write_arrow, write_idx
+from benchmarks.data import private_mib, settings, write_arrow, write_sparse
 from benchmarks.peers.turns import Figures, print_facts, run_program, versions
 from pretraining.checkpoint.files import BLOCK
 from pretraining.checkpoint.manifest import Chunk, Entry, Facts, Manifest, ShardFile, open_checkpoint, write_commit
@@ -42,10 +42,7 @@ FLAGS += ["--global_batch_size=8", "--batch_size=1", "--num_steps=6", "--report_
 
 def measure_documents(count: int, folder: Path) -> Figures:
     """Return what a stream of `count` documents of 40 tokens takes."""
-    sizes = np.full(count, 40, np.int32)
-    write_idx(folder / "00.idx", sizes, token_type=8)
-    with (folder / "00.bin").open("wb") as file:
-        file.truncate(int(sizes.sum(dtype=np.int64)) * 2)
+    write_sparse(folder, np.full(count, 40, np.int32))
     return _measure_stream(folder)
 
 

@@ -399,20 +399,20 @@ def _speed(runs: Sequence[Run]) -> str:
     rows = []
     for run in runs:
         reports = [record for record in run.records if record.get("step_time") is not None][1:]
-
-        def median(name: str, reports: Sequence[Mapping[str, Any]] = reports) -> float | None:
-            values = [record[name] for record in reports if record.get(name) is not None]
-            return statistics.median(values) if values else None
-
-        step, total, device = map(median, ("step_time", "tokens_per_second", "tokens_per_second_per_device"))
+        names = ("step_time", "tokens_per_second", "tokens_per_second_per_device", "mfu", "mfu_causal")
+        step, total, device, *shares = (_median(reports, name) for name in names)
         memory = max((record["memory_bytes"] for record in reports if record.get("memory_bytes")), default=None)
         if step is not None:
             speeds = ("n/a" if value is None else f"{value:,.0f}" for value in (total, device))
             peak = "n/a" if memory is None else size(memory)
-            mfu = (percent(median(name)) for name in ("mfu", "mfu_causal"))
-            rows.append((run.name, str(len(reports)), f"{step:.4g} s", *speeds, *mfu, peak))
+            rows.append((run.name, str(len(reports)), f"{step:.4g} s", *speeds, *map(percent, shares), peak))
     head = ("run", "reports", "step time", "tokens/s", "tokens/s/device", "MFU", "MFU (causal)", "peak memory")
     return _table("Speed: medians", head, rows) if rows else ""
+
+
+def _median(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [record[name] for record in records if record.get(name) is not None]
+    return statistics.median(values) if values else None
 
 
 def _starts(runs: Sequence[Run]) -> str:
