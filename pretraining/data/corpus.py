@@ -22,7 +22,7 @@ from pretraining.data.files import OpenFiles
 from pretraining.data.hashing import key_of, mix_one, permutation
 from pretraining.data.index import GROUP, ShardIndex
 from pretraining.data.stores.shard import DiskArray, to_int32
-from pretraining.storage import OpenFile, ReadAhead, StorageError, is_remote, store_of
+from pretraining.storage import OpenFile, ReadAhead, StorageError, is_remote
 
 # Tokens a block should have: with short documents whole blocks are read at once, and 64 KiB take 8 us.
 _BLOCK_TOKENS = 16_384
@@ -355,14 +355,6 @@ class Corpus:
             lengths = self._read(shard.lengths, shard, int(edges[at]) // GROUP * GROUP, int(edges[at]))
             tokens[at] += int(lengths.sum(dtype=np.int64)) + added * int(np.count_nonzero(lengths))
         return tokens
-
-
-def whole_corpus(shards: list[ShardIndex], listed: Mapping[str, Any]) -> Corpus:
-    """Return all documents of a dataset in the order in which they are stored. listed: see Corpus."""
-    order = DocumentOrder((0,), shuffled=False, separator=None, bos=None, boundaries=False)
-    documents = range(sum(shard.documents for shard in shards))
-    ranges = store_of(shards[0].path).read_ahead(None) if shards else None
-    return Corpus(shards, documents, order, OpenFiles(), BlockCache(), ranges, listed)
 
 
 def documents_per_block(documents: int, tokens: int) -> int:

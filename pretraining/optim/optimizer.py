@@ -16,7 +16,7 @@ from pretraining.config.optimizers import Hyperparameters
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import is_hidden_matrix
 from pretraining.optim.precision import precision_of
-from pretraining.optim.rules import UPDATE_RULES, Adam, Moments, MomentSpec, Muon, Unshard, UpdateContext, UpdateRule
+from pretraining.optim.rules import UPDATE_RULES, Adam, Moments, MomentSpec, Muon, OnFull, UpdateContext, UpdateRule
 
 
 @dataclass
@@ -41,11 +41,11 @@ class ParameterState:
         for name, spec in self.moment_specs().items():
             self.moments[name] = make(self, moment_shape(self.weight.shape, spec), spec)
 
-    def compute_update(self, grad: Tensor, step: Tensor, rate: Tensor, unshard: Unshard) -> tuple[Tensor, Moments]:
+    def compute_update(self, grad: Tensor, step: Tensor, rate: Tensor, on_full: OnFull) -> tuple[Tensor, Moments]:
         """Return the new weight and moments in fp32, whatever their stored dtypes."""
         moments = {name: moment.float() for name, moment in self.moments.items()}
         rate = rate if self.rate_scale == 1 else rate * self.rate_scale
-        context = UpdateContext(step, rate, self.decay / self.rate_scale, self.ndim, unshard)
+        context = UpdateContext(step, rate, self.decay / self.rate_scale, self.ndim, on_full)
         weight, updated = self.rule.update(self.weight.float(), grad.float(), moments, context)
         return weight, updated | {name: follow(moments[name], weight) for name, follow in self.followers.items()}
 

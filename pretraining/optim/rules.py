@@ -3,8 +3,8 @@
 torch.optim does not serve here: most of its optimizers read the step count or the learning rate on the host, which
 interrupts a compiled step, and none can treat a stacked tensor [layers, ...] as `layers` tensors. A rule receives
 weight, gradient and moments in fp32 as full tensors, however they are sharded (by XLA, or as DTensors), and returns new
-ones. It reduces over the last `context.ndim` dimensions, so that stacked layers stay independent. Before many products
-of one matrix it calls `context.unshard`.
+ones. It reduces over the last `context.ndim` dimensions, so that stacked layers stay independent. What takes many
+products of one matrix runs through `context.on_full`.
 
 Formulas: torch.optim's documentation for adam and sgd; the others name their source. tests/optim/test_rules.py compares
 each with its source.
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 Moments = dict[str, Tensor]
-Unshard = Callable[[Tensor], Tensor]  # returns its argument, sharded such that a device has full matrices
+# Returns function(matrices), computed where a device has full matrices, in the sharding of `matrices`, [.., m, n].
+OnFull = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 class UpdateContext(NamedTuple):
@@ -33,7 +34,7 @@ class UpdateContext(NamedTuple):
     rate: Tensor  # learning rate, fp32 scalar
     decay: float  # weight decay
     ndim: int  # dimensions of one tensor: the last ones
-    unshard: Unshard
+    on_full: OnFull
 
 
 class MomentSpec(NamedTuple):
@@ -189,18 +190,19 @@ class Muon(UpdateRule):
         buffer = self.momentum * moments["momentum_buffer"] + (1 - self.momentum) * grad
         direction = self.momentum * buffer + (1 - self.momentum) * grad if self.nesterov else buffer
         scale = 0.2 * math.sqrt(max(weight.shape[-2:]))
-        update = context.rate * scale * self._orthogonal(direction, context.unshard)
+        orthogonal = context.on_full(self._orthogonal, direction.to(self.dtype)).to(direction.dtype)
+        update = context.rate * scale * orthogonal
         return weight * (1 - context.rate * context.decay) - update, {"momentum_buffer": buffer}
 
-    def _orthogonal(self, x: Tensor, unshard: Unshard) -> Tensor:
+    def _orthogonal(self, x: Tensor) -> Tensor:
         """Approximate U V^T of x [.., m, n] = U S V^T by a quintic Newton-Schulz iteration on the shorter side."""
         tall = x.shape[-2] > x.shape[-1]
-        y = unshard((x.mT if tall else x).to(self.dtype))
+        y = x.mT if tall else x
         y = y / (y.square().sum((-2, -1), keepdim=True).sqrt() + 1e-7)
         for _ in range(self.ns_steps):
             gram = y @ y.mT
             y = 3.4445 * y + (-4.7750 * gram + 2.0315 * (gram @ gram)) @ y
-        return (y.mT if tall else y).to(x.dtype)
+        return y.mT if tall else y
 
 
 def _adafactor(*, relative_step: bool, warmup_init: bool, min_step: float, **arguments: Any) -> UpdateRule:

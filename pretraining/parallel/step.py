@@ -8,7 +8,7 @@ the host.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +41,13 @@ class Gradients(NamedTuple):
     divisor: Tensor | None
     loss: Tensor  # mean over the trained tokens of the global batch
     norm: Tensor  # of the gradients of that mean
+
+    def mean(self, name: str, clip: Tensor | None) -> Tensor:
+        """Return a gradient of that mean, multiplied by `clip`."""
+        gradient = self.by_name[name]
+        if self.divisor is not None:
+            gradient = gradient.float() / self.divisor
+        return gradient if clip is None else gradient * clip
 
 
 class OptimizerStep(ABC):
@@ -81,14 +88,19 @@ class OptimizerStep(ABC):
         """Shard `tensor`, which has been written, as the layout shards the parameter or its moments."""
 
     @abstractmethod
-    def unshard(self, matrix: Tensor) -> Tensor:
-        """Return `matrix`, or a stack of matrices, such that each device has full ones. See UpdateContext."""
+    def on_full(self, function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+        """See rules.OnFull."""
 
-    def compute_update(
-        self, parameter: ParameterState, gradient: Tensor, step: Tensor, rate: Tensor
-    ) -> tuple[Tensor, Moments]:
-        """Return the new weight and moments in fp32."""
-        return parameter.compute_update(gradient, step, rate, self.unshard)
+    def groups(self) -> Iterable[Sequence[ParameterState]]:
+        """Return the trained parameters, grouped by what `compute_updates` takes at once."""
+        return ([parameter] for parameter in self.optimizer.parameters)
+
+    def compute_updates(
+        self, parameters: Sequence[ParameterState], gradients: Sequence[Tensor], step: Tensor, rate: Tensor
+    ) -> Iterable[tuple[Tensor, Moments]]:
+        """Return the new weight and moments of each parameter of a group, in fp32."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            yield parameter.compute_update(gradient, step, rate, self.on_full)
 
     # ---- The step
 
@@ -117,23 +129,19 @@ class OptimizerStep(ABC):
         return ("loss", "grad_norm", *COUNTERS, *scale, *(("outliers",) if self.recent else ()))
 
     def update(self, gradients: Gradients, clip: Tensor | None, rate: Tensor | float, is_accepted: Tensor) -> None:
-        """Apply the update rule to each parameter in turn."""
+        """Apply the update rule to each group of parameters in turn."""
         rate = torch.as_tensor(rate, dtype=torch.float32, device=self.device)
         step = self.optimizer.updates + 1
-        for parameter in self.optimizer.parameters:
-            gradient = gradients.by_name[parameter.name]
-            if gradients.divisor is not None:
-                gradient = gradient.float() / gradients.divisor
-            if clip is not None:
-                gradient = gradient * clip
-            weight, moments = self.compute_update(parameter, gradient, step, rate)
-            for name, target in parameter.moments.items():
-                moment = self._stored(moments[name], target, parameter, f"{name}.", step)
-                target.copy_(torch.where(is_accepted, moment, target))
-                self.place(parameter, target, is_moment=True)
-            weight = self._stored(weight, parameter.weight, parameter, "", step)
-            parameter.weight.copy_(torch.where(is_accepted, weight, parameter.weight))
-            self.place(parameter, parameter.weight, is_moment=False)
+        for group in self.groups():
+            means = [gradients.mean(parameter.name, clip) for parameter in group]
+            for parameter, (weight, moments) in zip(group, self.compute_updates(group, means, step, rate), strict=True):
+                for name, target in parameter.moments.items():
+                    moment = self._stored(moments[name], target, parameter, f"{name}.", step)
+                    target.copy_(torch.where(is_accepted, moment, target))
+                    self.place(parameter, target, is_moment=True)
+                stored = self._stored(weight, parameter.weight, parameter, "", step)
+                parameter.weight.copy_(torch.where(is_accepted, stored, parameter.weight))
+                self.place(parameter, parameter.weight, is_moment=False)
         self.optimizer.updates.copy_(torch.where(is_accepted, step, self.optimizer.updates))
 
     def _stored(self, value: Tensor, target: Tensor, parameter: ParameterState, prefix: str, step: Tensor) -> Tensor:

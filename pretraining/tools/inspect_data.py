@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,15 +21,15 @@ from pretraining.config.errors import UserError, counted
 from pretraining.config.flags import run
 from pretraining.config.script import ArgumentParser, exit_with
 from pretraining.config.training import TrainConfig
-from pretraining.data.corpus import whole_corpus
+from pretraining.data.corpus import BlockCache, Corpus, DocumentOrder
 from pretraining.data.datasets import SPLITS, Dataset, open_datasets
-from pretraining.data.files import file_hash, write_atomically
+from pretraining.data.files import OpenFiles, file_hash, write_atomically
 from pretraining.data.index import ShardIndex, hash_record, index_folder, user_files
 from pretraining.data.layouts import read_dataset_json
 from pretraining.data.stores.labels import IGNORED
 from pretraining.data.stores.shard import chunks
 from pretraining.data.stream import open_stream
-from pretraining.storage import size_of
+from pretraining.storage import size_of, store_of
 
 _AT_ONCE = 1 << 22  # lengths read together: 16 MB
 _BAR = 40  # characters of the longest bar
@@ -127,6 +128,14 @@ def verify(shards: Iterable[ShardIndex], listed: dict[str, str], folder: Path) -
     if damaged:
         raise UserError("\n".join(damaged))
     return len(files) - recorded, recorded
+
+
+def whole_corpus(shards: list[ShardIndex], listed: Mapping[str, Any]) -> Corpus:
+    """Return all documents of a dataset in the order in which they are stored. listed: see Corpus."""
+    order = DocumentOrder((0,), shuffled=False, separator=None, bos=None, boundaries=False)
+    documents = range(sum(shard.documents for shard in shards))
+    ranges = store_of(shards[0].path).read_ahead(None) if shards else None
+    return Corpus(shards, documents, order, OpenFiles(), BlockCache(), ranges, listed)
 
 
 def verify_dataset(dataset: Dataset, config: TrainConfig) -> tuple[int, int]:

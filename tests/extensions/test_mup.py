@@ -129,7 +129,9 @@ def test_weight_decay_of_a_step_does_not_depend_on_the_width() -> None:
     for parameter in build_optimizer(config, model.named_parameters()).parameters:
         parameter.initialize_moments(lambda _, shape, __: torch.zeros(shape))
         step, rate = torch.tensor(1.0), torch.tensor(0.1)
-        weight, _ = parameter.compute_update(torch.zeros(parameter.weight.shape), step, rate, lambda matrix: matrix)
+        weight, _ = parameter.compute_update(
+            torch.zeros(parameter.weight.shape), step, rate, lambda function, x: function(x)
+        )
         expected = parameter.weight * (1 - (0.1 * 0.5 if "norm" not in parameter.name else 0.0))
         torch.testing.assert_close(weight, expected)
 

@@ -44,7 +44,7 @@ def train(parameters: list[ParameterState], gradients: list[list[Tensor]], rate:
     for number, step in enumerate(gradients):
         for parameter, gradient in zip(parameters, step, strict=True):
             weight, parameter.moments = parameter.compute_update(
-                gradient, torch.tensor(number + 1.0), torch.tensor(rate), lambda matrix: matrix
+                gradient, torch.tensor(number + 1.0), torch.tensor(rate), lambda function, x: function(x)
             )
             parameter.weight = weight.detach()
     return [parameter.weight for parameter in parameters]

@@ -32,7 +32,8 @@ Fields = dict[str, Any]
 SMALL: Fields = {"num_layers": 2, "num_steps": 4, "global_batch_size": 4, "batch_size": 4}
 DROPOUT: Fields = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 BF16: Fields = {"mixed_precision": True}
-REFERENCES: dict[str, Fields] = {"fp32": {}, "dropout": DROPOUT, "bf16": BF16}
+MUON: Fields = {"optimizer": "muon"}
+REFERENCES: dict[str, Fields] = {"fp32": {}, "dropout": DROPOUT, "bf16": BF16, "muon": MUON}
 RECOMPUTE: Fields = {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2", "save_attention": True}
 ONE_PROGRAM: Fields = {"fsdp_activation_checkpointing": True, "batch_size": 1}  # extensions/one_program
 TENSOR: Fields = {"sharding_strategy": "ddp", "tensor_parallel_size": 2, "sequence_parallel": True, "batch_size": 2}
@@ -49,6 +50,7 @@ CASES: dict[int, dict[str, tuple[str, Fields]]] = {
         "hsdp": ("fp32", {"sharding_strategy": "hsdp", "sharding_group_size": 2, "batch_size": 1}),
         "one program, hsdp": ("fp32", {**ONE_PROGRAM, "sharding_strategy": "hsdp", "sharding_group_size": 2}),
         "ddp x tensor, sequence": ("fp32", TENSOR),
+        "muon": ("muon", {**MUON, "sharding_strategy": "fsdp", "batch_size": 1}),
     },
 }
 

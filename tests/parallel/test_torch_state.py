@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
 
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
@@ -60,15 +61,17 @@ def test_an_offloaded_shard_is_loaded_where_it_is(second_of_two_gpus: DeviceMesh
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (16, 8), (8, 16)])
-def test_muon_gathers_each_matrix_once(second_of_two_gpus: DeviceMesh, shape: tuple[int, int]) -> None:
-    mesh = DeviceMesh("cpu", [0, 1])
-    weight, gradient, momentum = (
-        DTensor.from_local(torch.ones(shape[0] // 2, shape[1]), mesh, [Shard(0)]) for _ in range(3)
-    )
+def test_muon_moves_a_stack_of_matrices_once_to_whole_ones_and_back(
+    second_of_two_gpus: DeviceMesh, shape: tuple[int, int]
+) -> None:
+    mesh, local = DeviceMesh("cpu", [0, 1]), (3, shape[0] // 2, shape[1])
+    weight, gradient, momentum = (DTensor.from_local(torch.ones(local), mesh, [Shard(1)]) for _ in range(3))
     rule = Muon(momentum=0.9, nesterov=True, ns_steps=5, dtype=torch.bfloat16)
     parameter = ParameterState("", weight, rule, 0.1, ndim=2, moments={"momentum_buffer": momentum})
-    unshard = partial(TorchStep.unshard, object.__new__(TorchStep))
-    with CommDebugMode() as collectives:
-        updated, _ = parameter.compute_update(gradient, torch.tensor(1.0), torch.tensor(0.1), unshard)
-    assert list(collectives.get_comm_counts().values()) == [1]
-    assert isinstance(updated, DTensor) and updated.placements == (Shard(0),)
+    on_full = partial(TorchStep.on_full, object.__new__(TorchStep))
+    with CommDebugMode() as collectives, FlopCounterMode(display=False) as flops:
+        updated, _ = parameter.compute_update(gradient, torch.tensor(1.0), torch.tensor(0.1), on_full)
+    assert list(collectives.get_comm_counts().values()) == [2]
+    assert isinstance(updated, DTensor) and updated.placements == (Shard(1),) and updated.shape == (3, *shape)
+    short, long = sorted(shape)
+    assert flops.get_total_flops() == 5 * 2 * (2 * short * short * long + short**3)  # of one of the three matrices

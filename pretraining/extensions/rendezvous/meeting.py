@@ -108,7 +108,7 @@ def find_processes(is_xla: bool) -> Processes:
     processes = read_processes()
     if processes.is_launched or not is_xla:
         return processes
-    from pretraining.parallel.xla.hosts import read_hosts
+    from pretraining.extensions.rendezvous.hosts import read_hosts
 
     rank, addresses = read_hosts()
     return Processes(rank, len(addresses), is_launched=True, address=addresses[0], port=XLA_PORT)

@@ -6,6 +6,7 @@ A plain tensor costs no DTensor dispatch, and takes the masks of torch's fused o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
 from pretraining.config.training import TrainConfig
@@ -48,22 +49,33 @@ class TorchStep(OptimizerStep):
             parameter.weight = to_local(parameter.weight)
         super().__init__(config, optimizer, device)
         # The fused kernel takes one counter per parameter.
-        self._updates = [optimizer.updates, *(torch.zeros((), device=device) for _ in optimizer.parameters[1:])]
+        self._updates = {parameter.name: torch.zeros((), device=device) for parameter in optimizer.parameters}
+        self._updates[optimizer.parameters[0].name] = optimizer.updates
         self._sums: dict[str, Tensor] = {}  # of gradients that are summed in another dtype than their parameters'
         # One kernel for all parameters is 5 to 10 times faster than one kernel for each operation.
         self._is_fused = self.precision.is_optimizer_fp32 and all(
             type(parameter.rule) is Adam and parameter.rule.decoupled for parameter in optimizer.parameters
         )
-
-        def kind(index: int) -> tuple[float, float, torch.Size]:
-            parameter = optimizer.parameters[index]
-            return parameter.decay, parameter.rate_scale, parameter.weight.shape
-
-        # Indices of the parameters that one call of the fused kernel updates.
-        self._chunks: list[list[int]] = []
-        for _, group in groupby(sorted(range(len(optimizer.parameters)), key=kind), key=kind):
+        self._groups: list[list[ParameterState]] = []
+        for _, group in groupby(sorted(optimizer.parameters, key=self._kind), key=self._kind):
             alike = list(group)
-            self._chunks += [alike[i : i + FUSED_PARAMETERS] for i in range(0, len(alike), FUSED_PARAMETERS)]
+            size = self._group_size(alike[0])
+            self._groups += [alike[i : i + size] for i in range(0, len(alike), size)]
+
+    def _kind(self, parameter: ParameterState) -> tuple[Any, ...]:
+        """Return what parameters that are updated together have in common; the same in every process."""
+        shape, spec = self.shards.shapes[parameter.name], self.shards.layout.parameter(parameter.name)
+        return type(parameter.rule).__name__, parameter.decay, parameter.rate_scale, shape, str(spec)
+
+    def _group_size(self, parameter: ParameterState) -> int:
+        """Return how many parameters of a kind are updated together: of full tensors, one for each device."""
+        if self._is_fused:
+            return FUSED_PARAMETERS
+        return self.shards.mesh.data_ranks * self.shards.mesh.tensor if parameter.rule.needs_full_tensor else 1
+
+    def groups(self) -> list[list[ParameterState]]:
+        """See OptimizerStep."""
+        return self._groups
 
     def add_loss(self, loss: Tensor, count: Tensor) -> None:
         """Add the summed loss of a micro-batch, or of several, and the number of its trained tokens."""
@@ -138,19 +150,18 @@ class TorchStep(OptimizerStep):
             return
         assert gradients.divisor is not None
         divisor = gradients.divisor if clip is None else gradients.divisor / clip
-        parameters = self.optimizer.parameters
         divides = ACCELERATORS[self.device.type].divides_gradients
-        for chosen in self._chunks:
-            first = parameters[chosen[0]]
+        for group in self._groups:
+            first = group[0]
             rule: Any = first.rule
-            grads = [gradients.by_name[parameters[i].name] for i in chosen]
+            grads = [gradients.by_name[parameter.name] for parameter in group]
             adamw(
-                [parameters[i].weight for i in chosen],
+                [parameter.weight for parameter in group],
                 grads if divides else list(torch._foreach_div(grads, divisor)),
-                [parameters[i].moments["exp_avg"] for i in chosen],
-                [parameters[i].moments["exp_avg_sq"] for i in chosen],
+                [parameter.moments["exp_avg"] for parameter in group],
+                [parameter.moments["exp_avg_sq"] for parameter in group],
                 [],
-                [self._updates[i] for i in chosen],
+                [self._updates[parameter.name] for parameter in group],
                 fused=True,
                 grad_scale=divisor if divides else None,
                 found_inf=(~is_accepted).float(),
@@ -162,41 +173,50 @@ class TorchStep(OptimizerStep):
                 beta2=rule.beta2,
                 eps=rule.eps,
             )
-        for parameter in parameters:
+        for parameter in self.optimizer.parameters:
             for name, follow in parameter.followers.items():
                 moment = parameter.moments[name]
                 moment.copy_(torch.where(is_accepted, follow(moment, parameter.weight), moment))
 
-    def compute_update(
-        self, parameter: ParameterState, gradient: Tensor, step: Tensor, rate: Tensor
-    ) -> tuple[Tensor, Moments]:
-        """Return this process's shard of the update; a rule that needs full tensors computes on DTensors."""
-        if not parameter.rule.needs_full_tensor or not isinstance(self.shards.weights[parameter.name], DTensor):
-            return super().compute_update(parameter, gradient, step, rate)
+    def compute_updates(
+        self, parameters: Sequence[ParameterState], gradients: Sequence[Tensor], step: Tensor, rate: Tensor
+    ) -> Iterable[tuple[Tensor, Moments]]:
+        """Return this process's shards of the updates; rules that need full tensors compute on stacked DTensors."""
+        first = parameters[0]
+        if not first.rule.needs_full_tensor:
+            return super().compute_updates(parameters, gradients, step, rate)
 
-        def full(shard: Tensor) -> Any:
-            return self.shards.as_dtensor(parameter.name, shard)
+        def stack(shards: Iterable[Tensor]) -> Tensor:
+            named = zip(parameters, shards, strict=True)
+            return torch.stack([self.shards.as_dtensor(parameter.name, shard) for parameter, shard in named])
 
-        moments = {name: full(moment) for name, moment in parameter.moments.items()}
-        sharded = replace(parameter, weight=full(parameter.weight), moments=moments)
-        weight, updated = sharded.compute_update(full(gradient), step, rate, self.unshard)
-        return self._local_like(sharded.weight, weight), {
-            name: self._local_like(moments[name], moment) for name, moment in updated.items()
-        }
+        moments = {name: stack(parameter.moments[name] for parameter in parameters) for name in first.moments}
+        stacked = replace(first, weight=stack(parameter.weight for parameter in parameters), moments=moments)
+        weight, updated = stacked.compute_update(stack(gradients), step, rate, self.on_full)
+        shards = [self._shards_like(stacked.weight, weight)]
+        shards += [self._shards_like(moments[name], moment) for name, moment in updated.items()]
+        return [(weight, dict(zip(updated, values, strict=True))) for weight, *values in zip(*shards, strict=True)]
 
-    def unshard(self, matrix: Tensor) -> Tensor:
-        """All-gather a DTensor once: Muon's products of sharded matrices have 26 collectives per matrix."""
-        if not isinstance(matrix, DTensor):
-            return matrix
-        return matrix.redistribute(placements=[Replicate()] * matrix.device_mesh.ndim)
+    def on_full(self, function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+        """Distribute a stack of matrices, a DTensor [parameters, m, n], over the devices, and the results back.
 
-    def _local_like(self, old: Any, new: Any) -> Tensor:
-        """Local shard of the DTensor `new` in the placements of `old`, where the optimizer state is.
+        Sharded matrices would have 26 collectives each in Muon, and gathered ones would be computed by every device.
+        """
+        if not isinstance(matrices, DTensor):
+            return function(matrices)
+        mesh, shape, stride = matrices.device_mesh, matrices.shape, matrices.stride()
+        mine = matrices.redistribute(placements=[Shard(0)] * mesh.ndim)
+        done = function(mine.to_local()).contiguous()
+        results = DTensor.from_local(done, mesh, mine.placements, run_check=False, shape=shape, stride=stride)
+        return results.redistribute(placements=matrices.placements)
+
+    def _shards_like(self, old: Any, new: Tensor) -> Sequence[Tensor]:
+        """Local shards of the stack `new` in the placements of `old`, where the optimizer state is.
 
         DTensors are on the mesh's device also where the shards are offloaded.
         """
-        shard: Tensor = new.redistribute(placements=old.placements).to_local()
-        return shard.to(self.device)
+        shards = new.redistribute(placements=old.placements) if isinstance(new, DTensor) else new
+        return to_local(shards).to(self.device).unbind()
 
     def place(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> None:
         """See OptimizerStep. A local shard stays where it is."""
@@ -208,9 +228,9 @@ class TorchStep(OptimizerStep):
 
     @torch.no_grad()
     def finish_loading(self, restart_optimizer: bool) -> None:
-        """See OptimizerStep. The checkpoint has filled the first of the fused kernel's counters."""
-        for counter in self._updates[1:]:
-            counter.copy_(self._updates[0])
+        """See OptimizerStep. The checkpoint has filled one of the fused kernel's counters."""
+        for counter in self._updates.values():
+            counter.copy_(self.optimizer.updates)
         super().finish_loading(restart_optimizer)
 
 

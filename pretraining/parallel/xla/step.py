@@ -85,14 +85,14 @@ class XlaStep(OptimizerStep):
         key = name_hashes(seed, names).to(self.device).view(-1, *(1,) * (tensor.dim() - 1))
         return random_bits(key, update, tensor.shape[1:])
 
-    def unshard(self, matrix: Tensor) -> Tensor:
+    def on_full(self, function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
         """Distribute the layers of a stack [layers, m, n] over the devices.
 
         Every product of sharded matrices gathers them again: by the TPU's compiler, a step of llama3_8b with Muon on 16
         chips sends 46 GB instead of 143, and has temporaries of 7 GB instead of 37.
         """
         axes = tuple(axis for axis, size in self.mesh.shape().items() if size > 1)
-        return xs.mark_sharding_with_gradients(matrix, self.mesh, (axes, None, None)) if axes else matrix
+        return function(xs.mark_sharding_with_gradients(matrices, self.mesh, (axes, None, None)) if axes else matrices)
 
     def place(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> None:
         """See OptimizerStep."""

@@ -28,12 +28,11 @@ pytest.importorskip("pretraining.extensions.tokenizers")
 from main_training import configure
 from pretraining.config.errors import UserError
 from pretraining.data import check_data, open_stream, splits_of
-from pretraining.data.corpus import whole_corpus
 from pretraining.data.datasets import open_datasets
 from pretraining.data.files import file_hash
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.tools import inspect_data
-from pretraining.tools.inspect_data import verify_dataset
+from pretraining.tools.inspect_data import verify_dataset, whole_corpus
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.text import FileRange, divide, find_files, read_documents
 from tests.data.corpora import rows
