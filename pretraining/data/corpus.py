@@ -151,7 +151,8 @@ class Corpus:
         """
         done, total = 0, len(out)
         beginnings: list[int] = []
-        out.fill(self._order.separator or 0)
+        if self._order.separator is not None:
+            out.fill(self._order.separator)
         while done < total:
             epoch, place, within = self._locate(position + done)
             try:
@@ -312,8 +313,7 @@ class Corpus:
                 ends = np.asarray(before[first + 1 : last + 1]) - within
                 out[ends[ends <= len(out)] - 1] = self._order.separator
         else:
-            ranges = _document_ranges(block, first, last, within - lead, len(out))
-            (_read_in_place if block.width == 4 else _read_and_convert)(block, source, out, ranges)
+            _read_documents(block, source, out, (first, last), within, self._order)
         if not (self._order.boundaries or lead):
             return []
         beginnings = [at - within for at in before[first:last].tolist() if at >= within]
@@ -377,49 +377,27 @@ def _is_gathered(block: DocumentBlock, first: int, last: int) -> bool:
     return block.width != 8 and block.high - block.low < (last - first) * _BYTES_PER_READ
 
 
-class DocumentRanges(NamedTuple):
-    """The token ranges of documents that a row consists of.
+def _read_documents(
+    block: DocumentBlock, file: OpenFile, out: np.ndarray, documents: tuple[int, int], within: int, order: DocumentOrder
+) -> None:
+    """Read the row's documents, with a gap for added tokens between them, and convert them together.
 
-    Of a document of which only an added token is in the row, 0 tokens are left, or -1 in place of the separator.
+    Separators are written to the gaps; `out` has one already after the last document.
     """
-
-    starts: list[int]  # byte offset in the file
-    places: list[int]  # position in the block, counted as `base` is
-    lengths: list[int]  # tokens
-    base: int  # the position of the row's first token
-
-
-def _document_ranges(block: DocumentBlock, first: int, last: int, base: int, count: int) -> DocumentRanges:
-    """Return documents [first, last) of a block as far as they are in a row of `count` tokens."""
-    starts, lengths = block.starts[first:last].tolist(), block.lengths[first:last].tolist()
-    places = block.before[first:last].tolist()
-    skipped = base - places[0]
-    if skipped > 0:
-        starts[0] += skipped * block.width
-        lengths[0] -= skipped
-        places[0] = base
-    lengths[-1] = min(lengths[-1], base + count - places[-1])
-    return DocumentRanges(starts, places, lengths, base)
-
-
-def _read_in_place(block: DocumentBlock, source: OpenFile, out: np.ndarray, ranges: DocumentRanges) -> None:
-    """Read every document straight into the row: for ids of 4 bytes."""
-    memory, read, base = out.data.cast("B"), source.preadv, ranges.base
-    for offset, place, length in zip(ranges.starts, ranges.places, ranges.lengths, strict=True):
-        start, size = (place - base) * 4, length * 4
-        if size > 0 and read([memory[start : start + size]], offset) != size:
-            raise _truncated(block, offset + size)
-
-
-def _read_and_convert(block: DocumentBlock, source: OpenFile, out: np.ndarray, ranges: DocumentRanges) -> None:
-    """Read and convert every document: for ids of 2 or 8 bytes."""
-    for offset, place, length in zip(ranges.starts, ranges.places, ranges.lengths, strict=True):
-        if length > 0:
-            raw = source.pread(length * block.width, offset)
-            if len(raw) != length * block.width:
-                raise _truncated(block, offset + length * block.width)
-            start = place - ranges.base
-            out[start : start + length] = to_int32(np.frombuffer(raw, block.shard.dtype), block.shard.path)
+    (first, last), width, before = documents, block.width, block.before
+    starts, sizes = block.starts[first:last].tolist(), [count * width for count in block.lengths[first:last].tolist()]
+    place = before[first] - within + (order.bos is not None)  # of the first document in the row
+    skipped = max(0, -place) * width
+    starts[0], sizes[0] = starts[0] + skipped, sizes[0] - skipped
+    sizes[-1] -= max(0, before[last] - (order.separator is not None) - within - len(out)) * width
+    parts = [*map(file.pread, sizes, starts)]
+    if [*map(len, parts)] != sizes:
+        raise _truncated(block, max(map(sum, zip(starts, sizes, strict=True))))
+    tokens = to_int32(np.frombuffer(bytes(order.added * width).join(parts), block.shard.dtype), block.shard.path)
+    out[max(0, place) :][: len(tokens)] = tokens
+    if order.separator is not None:
+        for end in before[first + 1 : last].tolist():
+            out[end - within - 1] = order.separator
 
 
 def _truncated(block: DocumentBlock, end: int) -> UserError:

@@ -49,12 +49,6 @@ class Ranges(NamedTuple):
         begin = start - self.starts[place]
         return self.data[place][begin : begin + count]
 
-    def preadv(self, targets: Sequence[memoryview], start: int) -> int:
-        """Read into the first of `targets`, like os.preadv."""
-        data = self.pread(len(targets[0]), start)
-        targets[0][: len(data)] = data
-        return len(data)
-
     def read_at(self, start: int, count: int) -> bytes:
         return self.pread(count, start)
 
