@@ -33,6 +33,9 @@ DAMAGED = ".damaged"  # renamed, to be examined by a person
 LOCK = "lock"
 MARKER = "COMMITTED"  # the file that makes a folder a checkpoint
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")  # name of such a folder
+# Bytes of a new file that wait in memory. Their pages are given back when they are on the disk, and the next bytes get
+# the same ones: on a virtual machine, 0.8 GB in new pages took 1.2 CPU s more, and a checkpoint evicts no token shards.
+UNSYNCED = 32 << 20
 BUFFER = 1 << 20  # bytes to read ahead where a request takes as long as a MiB at 50 MB/s
 
 
@@ -144,9 +147,6 @@ class NewFile(Protocol):
 
     def write_at(self, data: memoryview, start: int) -> None:
         """Write all of `data` at byte `start`; where a store writes in order, at the end so far."""
-
-    def flush(self) -> None:
-        """Put what was written on the disk, where that is worth doing before the end."""
 
     def finish(self) -> None:
         """Put the file on the disk. Raises the errors of earlier writes, too."""
@@ -365,15 +365,18 @@ class NewLocalFile:
     """See NewFile."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self._descriptor, self._unsynced, self._lock = descriptor, 0, Lock()
 
     def write_at(self, data: memoryview, start: int) -> None:
+        self._unsynced += len(data)
         while data:  # the kernel may take less than it is offered
             written = os.pwrite(self._descriptor, data, start)
             data, start = data[written:], start + written
-
-    def flush(self) -> None:
-        os.fdatasync(self._descriptor)
+        with self._lock:
+            if self._unsynced >= UNSYNCED:
+                self._unsynced = 0
+                os.fdatasync(self._descriptor)
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
         os.fsync(self._descriptor)

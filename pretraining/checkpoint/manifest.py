@@ -3,7 +3,7 @@
     step_100/
       weights-00000.safetensors    tensors of process 0 by Hugging Face name ("name@row,column" for a chunk of one)
       optimizer-00000.safetensors  its moments
-      manifest.json                every tensor: dtype, shape, chunks, and a digest of every 8 MiB
+      manifest.json                every tensor: dtype, shape, chunks, and a checksum of every 8 MiB
       facts.json                   step, tokens seen, state of the data, effective configuration
       COMMITTED                    digests of the two files above and one of itself; written last
 
@@ -28,7 +28,7 @@ from pretraining.storage import MARKER, Location, store_of
 
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT, READABLE = 2, (1, 2)  # 1 has SHA-256 of blocks
 MANIFEST, FACTS = "manifest.json", "facts.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OPTIMIZER = "optimizer."  # names that begin so are optimizer state, all others are weights
@@ -55,7 +55,7 @@ class Chunk:
     file: str
     start: int  # byte in the file
     size: int  # bytes
-    digests: tuple[str, ...]  # of every block of files.BLOCK bytes, counted from `start`
+    digests: tuple[str, ...]  # files.checksum of every block of files.BLOCK bytes, counted from `start`
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def _read_marker(path: Location) -> dict[str, Any]:
     if content != _signed(text):
         raise UnreadableError(f"{path}: differs from what was saved")
     marker = parse_json(text, path)
-    if marker.get("format") != FORMAT:
-        raise UnreadableError(f"{path}: written in format {marker.get('format')}, this program reads {FORMAT}")
+    if marker.get("format") not in READABLE:
+        raise UnreadableError(f"{path}: written in format {marker.get('format')}, this program reads 1 and {FORMAT}")
     if not {MANIFEST, FACTS} <= marker.keys():
         raise UnreadableError(f"{path}: has no digests of {MANIFEST} and {FACTS}")
     return marker

@@ -13,19 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
-from pretraining.checkpoint.files import (
-    BLOCK,
-    UnreadableError,
-    digest,
-    read_into,
-    unreadable,
-)
+from pretraining.checkpoint.files import BLOCK, UnreadableError, checksum, digest, is_intact, read_into, unreadable
 from pretraining.checkpoint.manifest import (
     DTYPE_NAMES,
     DTYPES,
@@ -165,18 +159,12 @@ def _write_chunks(
 
 
 def _write_chunk(target: NewFile, data: memoryview, start: int) -> tuple[str, ...]:
-    """Write and hash the bytes, block by block.
-
-    A large chunk is flushed here while other threads hash: a GiB in chunks of 16 MiB took 3.2 s (median of 5) and 4.9 s
-    with one flush at the end, on a busy machine of 2 cores. fdatasync also raises the errors of earlier writes.
-    """
+    """Write and hash the bytes, block by block."""
     digests = []
     for begin in range(0, len(data), BLOCK):
         block = data[begin : begin + BLOCK]
-        digests.append(digest(block))
+        digests.append(checksum(block))
         target.write_at(block, start + begin)
-    if len(data) >= BLOCK:
-        target.flush()
     return tuple(digests)
 
 
@@ -216,7 +204,7 @@ def read_files(
             name, offsets = item.storage_index.fqn, tuple(item.storage_index.offset or ())
             chunk, dtype = chunks[name, offsets], DTYPES[tensors[name].dtype]
             if chunk.file not in files:
-                files[chunk.file] = _open(stack, checkpoint.path / chunk.file, checkpoint.manifest.files[chunk.file])
+                files[chunk.file] = _check(stack, checkpoint.path / chunk.file, checkpoint.manifest.files[chunk.file])
             reads.append(pool.submit(_read, files[chunk.file], chunk, dtype, item, target(item)))
         try:
             for read in reads:
@@ -225,13 +213,18 @@ def read_files(
             pool.shutdown(cancel_futures=True)
 
 
-def _open(stack: ExitStack, path: Location, expected: ShardFile) -> CheckedFile:
-    """Open a file until `stack` ends. Raises UnreadableError if its size or header is not what was saved."""
+def _open(stack: ExitStack, path: Location) -> tuple[OpenFile, int]:
+    """Open a file until `stack` ends; return it and its bytes. Raises UnreadableError."""
     try:
         opened = stack.enter_context(closing(store_of(path).open(path)))
-        size = opened.size
+        return opened, opened.size
     except OSError as error:
         raise unreadable(error, path) from error
+
+
+def _check(stack: ExitStack, path: Location, expected: ShardFile) -> CheckedFile:
+    """Open a file until `stack` ends. Raises UnreadableError if its size or header is not what was saved."""
+    opened, size = _open(stack, path)
     if size != expected.size:
         raise UnreadableError(f"{path}: has {size} bytes, {expected.size} were saved")
     header = memoryview(bytearray(expected.header_size))
@@ -242,6 +235,18 @@ def _open(stack: ExitStack, path: Location, expected: ShardFile) -> CheckedFile:
 
 
 def _read(file: CheckedFile, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
+    """Read `item` through an open file of its own: see `_read_box`.
+
+    A disk reads ahead for each open file. Threads that shared one took 0.50 s (median of 7) for 0.8 GB, with one each
+    0.31 s, and half of the CPU time.
+    """
+    with ExitStack() as stack:
+        if file.opened.is_local and chunk.size > BLOCK:
+            file = replace(file, opened=_open(stack, file.path)[0])
+        _read_box(file, chunk, dtype, item, target)
+
+
+def _read_box(file: CheckedFile, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
     """Read the rows of `chunk` that `item` touches and copy its box of them into `target`."""
     is_complete = tuple(item.lengths) == chunk.sizes
     if is_complete and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
@@ -270,7 +275,7 @@ def _read_blocks(file: CheckedFile, chunk: Chunk, target: memoryview, skip: int)
         inside = begin >= skip and end <= stop
         block = target[begin - skip : end - skip] if inside else memoryview(bytearray(end - begin))
         read_into(file.opened, block, chunk.start + begin, file.path)
-        if chunk.digests and digest(block) != chunk.digests[number]:
+        if chunk.digests and not is_intact(block, chunk.digests[number]):
             first = chunk.start + begin
             raise UnreadableError(f"{file.path}: bytes {first} to {first + len(block)} differ from what was saved")
         if not inside:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -209,8 +210,47 @@ def test_digests_cover_every_block(tmp_path: Path) -> None:
     assert len(entry.pieces[0].digests) == 3
 
 
+@given(st.binary(min_size=1, max_size=40), st.data())
+def test_every_changed_byte_of_a_block_is_found(block: bytes, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(block) - 1))
+    changed = bytearray(block)
+    changed[at] ^= data.draw(st.integers(1, 255))
+    for recorded in (files.checksum(block), files.digest(block)):
+        assert files.is_intact(memoryview(block), recorded)
+        assert not files.is_intact(memoryview(changed), recorded)
+
+
+def test_exchanged_words_and_a_lost_page_are_found() -> None:
+    block = bytes(torch.randn(4096, generator=torch.Generator().manual_seed(0)).view(torch.uint8).numpy())
+    lost = block[:4096] + bytes(4096) + block[8192:]
+    for damaged in (block[8:16] + block[:8] + block[16:], lost, block[4096:8192] * 4):
+        assert not files.is_intact(memoryview(damaged), files.checksum(block))
+
+
+def test_a_damaged_checkpoint_of_format_1_is_refused(tmp_path: Path) -> None:
+    """It has SHA-256 of every block; tests/golden continues from it undamaged."""
+    path = copytree(Path(__file__).parents[1] / "golden" / "checkpoint" / "step_4", tmp_path / "step_4")
+    file = path / "weights-00000.safetensors"
+    read_tensors(path)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UnreadableError, match="differ from what was saved"):
+        read_tensors(path)
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pretraining.checkpoint.manifest.FORMAT", 3)
+    path = save(tmp_path, sample(), FACTS)
+    monkeypatch.undo()
+    with pytest.raises(UnreadableError, match="written in format 3, this program reads 1 and 2"):
+        open_checkpoint(path)
+
+
 def test_an_error_of_a_flush_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretraining.checkpoint.shards.BLOCK", 1000)
+    monkeypatch.setattr("pretraining.storage.UNSYNCED", 1000)
 
     def fail(_: int) -> None:
         raise OSError(5, "Input/output error")

@@ -84,9 +84,6 @@ class Upload:
         """Append. Raises OSError."""
         self._stream.write(data)
 
-    def flush(self) -> None:
-        """Do nothing: parts are sent as they are written."""
-
     def finish(self) -> None:
         """End the object. Raises OSError if any of it was not stored."""
         self._stream.close()
