@@ -499,6 +499,30 @@ def test_all_input_is_looked_at_first_and_what_cannot_be_read_is_named_together_
     assert sorted(delivered(tmp_path)) == sorted(contents)
 
 
+def test_much_text_makes_larger_shards_and_not_more(tmp_path: Path) -> None:
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        file.truncate(2**36)  # sparse
+    for count, expected in ((0, 2**24), (1, 2**24), (2**4, 2**28), (2**10, 2**30)):
+        assert prepare.shard_bytes([tmp_path / "a.jsonl"] * count) == expected
+
+
+def test_a_preparation_with_shards_of_another_size_is_not_continued(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 1_000)
+    monkeypatch.setattr(prepare, "_SHARDS", 4)
+    monkeypatch.setattr(prepare, "_workers", lambda processes: ThreadPoolExecutor(1))
+    command = [f"--input={prepared.folder / 'in'}", f"--output={tmp_path / 'out'}"]
+    command.append(f"--tokenizer={prepared.folder / 'out' / 'tokenizer.model'}")
+    assert prepare.main(command) == 0
+    assert len(list((tmp_path / "out" / "train").glob("*.arrow"))) <= 2 * 4
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert plan.pop("shard_bytes") > 1_000
+    (tmp_path / "out" / "plan.json").write_text(json.dumps(plan))  # as of a version with shards of one size
+    assert prepare.main(command) == 2
+    assert "prepared from something else (shard_bytes changed" in capsys.readouterr().err
+
+
 def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_one_preparation(
     prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
