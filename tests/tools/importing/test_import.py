@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from main_training import CONFIGURATION, configure
@@ -130,13 +130,13 @@ def shuffled(node: Any, seed: int) -> Any:
     return {name: shuffled(node[name], seed) for name in names}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS))
 def test_the_order_of_keys_does_not_matter(seed: int, kind: str, tmp_path: Path) -> None:
     assert config(shuffled(tree(kind), seed), tmp_path) == config(tree(kind), tmp_path)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@settings(max_examples=10)
 @given(dashed=st.sets(st.sampled_from(sorted(FILES["neox"]))))
 def test_neox_keys_may_have_dashes(dashed: set[str], tmp_path: Path) -> None:
     node = {name.replace("_", "-") if name in dashed else name: value for name, value in tree("neox").items()}
@@ -153,7 +153,7 @@ def test_yaml_and_json_are_the_same(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["nemo", "nxdt"])
 @given(nodes=st.sampled_from([1, 2, 4, 8]))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=4)
+@settings(max_examples=4)
 def test_the_node_count_changes_no_training(kind: str, nodes: int, tmp_path: Path) -> None:
     node = put(put(tree(kind), "trainer.num_nodes", nodes), "trainer.devices", 16 // nodes)
     assert config(node, tmp_path) == config(tree(kind), tmp_path)
@@ -176,7 +176,7 @@ def _always_ignored(kind: str, key: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_typo_is_unsupported_and_the_key_is_suggested(kind: str, data: st.DataObject, tmp_path: Path) -> None:
     excluded = ("num_layers", "model.micro_batch_size", "model.encoder_seq_length", "model.tensor_model_parallel_size")
@@ -211,7 +211,7 @@ JUNK: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_value_of_any_key_leads_to_anything_but_a_report_or_an_error_for_the_user(
     kind: str, data: st.DataObject, tmp_path: Path
