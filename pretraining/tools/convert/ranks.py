@@ -143,6 +143,11 @@ def by_group(shape: ModelShape, ranks: Ranks) -> Sequence[Tensor]:
     return blocks(groups // len(ranks), (shape.num_attention_heads // groups * width, width, width), ranks)
 
 
+def key_by_value(shape: ModelShape, ranks: Ranks) -> Sequence[Tensor]:
+    """NxD Training's order in its Megatron models with grouped queries: each key head is followed by its value head."""
+    return blocks(shape.num_kv_heads // len(ranks), (shape.head_dim, shape.head_dim), ranks)
+
+
 def huggingface(config: TrainConfig) -> tuple[TensorRule, ...]:
     """Names of transformers, GPT-NeoX's after gpt_neox.our_name."""
     return (
@@ -263,9 +268,9 @@ def nxdt(config: TrainConfig, are_adjacent: bool = False) -> tuple[TensorRule, .
 
     megatron = _megatron(
         config,
-        TensorRule(r"self_attention\.query_key_value\.(\w+)", QKV, fused),
+        TensorRule(r"self_attention\.query_key_value\.(\w+)", QKV, partial(by_group, shape)),
         TensorRule(r"self_attention\.query\.(\w+)", QKV[:1], rows),
-        TensorRule(r"self_attention\.key_value\.(\w+)", QKV[1:], halves),
+        TensorRule(r"self_attention\.key_value\.(\w+)", QKV[1:], partial(key_by_value, shape)),
     )
     return (
         *megatron,
