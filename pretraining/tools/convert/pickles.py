@@ -187,6 +187,7 @@ def open_pickles(
     fields = {name: getattr(config, name) for name in MODEL}
     fields |= {"model_variant": CUSTOM, "tie_word_embeddings": config.tie_word_embeddings}
     fields |= {"vocab_size": vocab_size or rows, "make_vocab_size_divisible_by": 1}
+    fields["max_position_embeddings"] = model_shape(config).max_position_embeddings
     if layout.read is _nemo and (states := _nemo_states(path, layout, config, tensors)):
         fields["optimizer"] = config.optimizer
         note = f"{path}: with the optimizer's state after {int(states[STEP].read())} updates"

@@ -48,8 +48,9 @@ def randomised(model: Any) -> Any:
     return model.eval()
 
 
-def llama(groups: int = 2) -> Any:
-    return randomised(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=groups)))
+def llama(groups: int = 2, **sizes: Any) -> Any:
+    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": groups, **sizes})
+    return randomised(transformers.LlamaForCausalLM(config))
 
 
 def gpt_neox(parallel: bool = True) -> Any:

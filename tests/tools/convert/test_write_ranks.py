@@ -101,39 +101,76 @@ def test_nemo_s_ranks_come_back(form: str, ranks: int, stages: int, tmp_path: Pa
                 for name in [name for name in names if "dense_h_to_4h.weight" in name]:
                     names[name], names[name.replace("4h.weight", "4h_2.weight")] = names[name].chunk(2)
             if form != "mcore":
-                names["model.language_model.rotary_pos_emb.inv_freq"] = FREQUENCIES
+                names["model.language_model.rotary_pos_emb.inv_freq"] = 1 / 50000 ** (torch.arange(0, 4, 2) / 4)
             folder = f"tp_rank_{rank:02}_pp_rank_{stage:03}/" if stages > 1 else f"mp_rank_{rank:02}/" * (ranks > 1)
             files[f"{folder}model_weights.ckpt"] = names
     config = put(put(tree("nemo"), "model.tensor_model_parallel_size", ranks), "model.num_query_groups", groups)
     put(put(config, "model.pipeline_model_parallel_size", stages), "model.activation", form.replace("mcore", "swiglu"))
+    put(put(config, "model.rotary_base", 50000), "model.rotary_percentage", 0.5)
     back = assert_round_trip(files, put(config, "model.mcore_gpt", form == "mcore"), tmp_path / "nemo")
     saved = yaml.safe_load((back / "model_config.yaml").read_text())
     assert saved["max_position_embeddings"] == saved["encoder_seq_length"] == 32  # a reference of the file
     assert saved["data"] == {"seq_length": 32, "num_workers": 2} and saved["target"].endswith(".MegatronGPTModel")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nemo_s_gpt_comes_back(ranks: int, tmp_path: Path) -> None:
+    """Norms and matrices with biases, learned positions, no gate."""
+    rows = {"input_layernorm": 32, "post_attention_layernorm": 32, "self_attention.dense": 32, "mlp.dense_4h_to_h": 32}
+    rows |= {"self_attention.query_key_value": 96 // ranks, "mlp.dense_h_to_4h": 64 // ranks}
+    columns = {"self_attention.dense": 32 // ranks, "mlp.dense_4h_to_h": 64 // ranks}
+    generator = torch.Generator().manual_seed(0)
+    model: dict[str, Tensor] = {
+        "embedding.word_embeddings.weight": torch.randn(48 // ranks, 32, generator=generator),
+        "embedding.position_embeddings.weight": torch.randn(32, 32, generator=generator),
+        **{f"encoder.final_layernorm.{end}": torch.randn(32, generator=generator) for end in ("weight", "bias")},
+        "output_layer.weight": torch.randn(48 // ranks, 32, generator=generator),
+    }
+    for name, count in {
+        f"encoder.layers.{layer}.{name}": count for layer in (0, 1) for name, count in rows.items()
+    }.items():
+        width = columns.get(name.split(".", 3)[3], 32)
+        model[f"{name}.weight"] = torch.randn(count, *([] if "norm" in name else [width]), generator=generator)
+        model[f"{name}.bias"] = torch.randn(count, generator=generator)
+    shard = {f"model.language_model.{name}": tensor for name, tensor in model.items()}
+    files = {f"{f'mp_rank_{rank:02}/' * (ranks > 1)}model_weights.ckpt": shard for rank in range(ranks)}
+    config = put(
+        put(tree("nemo"), "model.tensor_model_parallel_size", ranks),
+        "model.position_embedding_type",
+        "learned_absolute",
+    )
+    put(put(config, "model.normalization", "layernorm"), "model.bias", True)
+    put(put(config, "model.num_query_groups", 4), "model.activation", "gelu")
+    assert_round_trip(files, put(config, "model.bias_activation_fusion", False), tmp_path / "nemo")
+
+
 @pytest.mark.parametrize("form", ["parts", "fused"])
 @pytest.mark.parametrize(
     ("ranks", "copies", "stages", "order"),
-    [(1, 1, 1, ""), (2, 1, 2, ""), (4, 2, 1, "trn1"), (4, 2, 2, "trn2"), (2, 2, 1, "trn1")],
+    [(1, 1, 1, ""), (2, 1, 2, ""), (8, 4, 1, "trn1"), (8, 4, 2, "trn2"), (4, 4, 1, "trn1")],
 )
 def test_nxd_core_s_grouped_queries_come_back(
     form: str, ranks: int, copies: int, stages: int, order: str, tmp_path: Path
 ) -> None:
-    shards = nxdt_shards(llama().state_dict(), ranks, copies, are_adjacent=order == "trn2")
+    state = llama(num_attention_heads=8).state_dict()
+    shards = nxdt_shards(state, ranks, copies, are_adjacent=order == "trn2")
     for shard in shards:
         for name in [name for name in shard if name.endswith("weight_q")] if form == "fused" else []:
             shard[f"{name}kv"] = torch.cat([shard.pop(f"{name[:-1]}{letter}") for letter in "qkv"])
     config = put(put(replicated(ranks, copies), "model_source", "hf"), "model.fuse_qkv", form == "fused")
-    put(config, "distributed_strategy.pipeline_model_parallel_size", stages)
+    put(put(config, "distributed_strategy.pipeline_model_parallel_size", stages), "model.num_attention_heads", 8)
+    put(config, "trainer.devices", 16)
     more = [f"--hw_backend={order}"] if order else []
     back = assert_round_trip(stages_of(shards, stages, nxd_path), config, tmp_path / "nxd", *more)
     assert (back / "done").read_text() == (back / "checkpoint").read_text() == "1"
 
 
-@pytest.mark.parametrize("is_fused", [False, True])
-def test_nxd_core_s_ungrouped_queries_come_back(is_fused: bool, tmp_path: Path) -> None:
-    shards = nxdt_shards(llama(4).state_dict(), 2, 1)
+@pytest.mark.parametrize(("is_fused", "is_tied"), [(False, False), (True, False), (True, True)])
+def test_nxd_core_s_ungrouped_queries_come_back(
+    is_fused: bool, is_tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tied head is stored twice, which NeMo does on its last stage alone, under a name of its own."""
+    shards = nxdt_shards(llama(4, tie_word_embeddings=is_tied).state_dict(), 2, 1)
     for shard in shards:
         for layer in ("model.layers.0.self_attn.", "model.layers.1.self_attn."):
             parts = {x: shard.pop(f"{layer}qkv_proj.weight_{x}") for x in "qkv"}
@@ -141,7 +178,16 @@ def test_nxd_core_s_ungrouped_queries_come_back(is_fused: bool, tmp_path: Path) 
             shard.update({f"{layer}qkv_proj.weight": torch.cat(list(parts.values()))} if is_fused else {})
     config = put(put(tree("nxdt"), "distributed_strategy.tensor_model_parallel_size", 2), "model.num_kv_heads", 4)
     put(put(config, "model_source", "hf"), "model.fuse_qkv", is_fused)
+    put(config, "model.share_embeddings_and_output_weights", is_tied)
     assert_round_trip(stages_of(shards, 1, nxd_path), config, tmp_path / "nxd")
+    for stages in (1, 2) if is_tied else ():
+        config = put(put(tree("nemo"), "model.share_embeddings_and_output_weights", True), "model.num_query_groups", 4)
+        put(config, "model.pipeline_model_parallel_size", stages)
+        (tmp_path / "nemo.json").write_text(json.dumps(config))
+        words = [str(tmp_path / "nxd" / "ours"), str(tmp_path / "nemo"), f"--export_config={tmp_path / 'nemo.json'}"]
+        assert main(words) == (0 if stages == 1 else 2)
+    assert not any("output" in name for each in read(tmp_path / "nemo").values() for name in each)
+    assert ("pipeline_model_parallel_size=2 with tied embeddings" in capsys.readouterr().err) == is_tied
 
 
 @pytest.mark.parametrize("groups", [2, 4])
@@ -171,12 +217,15 @@ def our_tensors(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of ours with 61 tokens, and the config.json of its model."""
+    """A checkpoint of ours with 61 tokens, next to the folder "hf" of its model and to "zeros", without weights."""
     folder = tmp_path_factory.mktemp("ours")
     model = llama()
     model.resize_token_embeddings(61)
-    model.save_pretrained(folder / "hf")
-    assert main([str(folder / "hf"), str(folder / "ours")]) == 0
+    for name in ("ours", "zeros"):
+        model.save_pretrained(folder / "hf")
+        assert main([str(folder / "hf"), str(folder / name)]) == 0
+        for weight in model.parameters():
+            weight.data.zero_()
     return folder / "ours"
 
 
@@ -184,7 +233,8 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ours_come_back_from_a_padded_vocabulary(
     kind: str, ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """61 tokens are 64 rows there, the last three like the last token's. One rank at a time, rounded: the same."""
+    """61 tokens are 64 rows there, the last three like the last token's. One rank at a time, averaged and rounded: the
+    same."""
     config = put(put(tree(kind), "model.make_vocab_size_divisible_by", 4), "model.mcore_gpt", True)
     put(config, {"nemo": "model.", "nxdt": "distributed_strategy."}[kind] + "tensor_model_parallel_size", 2)
     file = tmp_path / "their.json"
@@ -197,9 +247,9 @@ def test_ours_come_back_from_a_padded_vocabulary(
         path: {n: x if "inv_freq" in n else x.bfloat16() for n, x in each.items()} for path, each in files.items()
     }
     assert_equal(rounded, read(tmp_path / "one by one"))
-    halves = [x for tensors in files.values() for name, x in tensors.items() if "word_emb" in name or "output" in name]
-    assert [len(x) for x in halves] == [32] * 4
-    last = [x for x in halves if torch.equal(x[-1], x[-4])]
+    shards = [x for tensors in files.values() for name, x in tensors.items() if "word_emb" in name or "output" in name]
+    assert [len(x) for x in shards] == [32] * 4
+    last = [x for x in shards if torch.equal(x[-1], x[-4])]
     assert len(last) == 2 and all(torch.equal(x[-3:], x[-4:-3].expand(3, -1)) for x in last)
     words = [str(tmp_path / "theirs"), str(tmp_path / "back"), f"--import_config={file}"]
     assert main([*words, "--vocab_size=61"]) == 0
