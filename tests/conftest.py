@@ -8,7 +8,7 @@ import re
 from collections.abc import Generator, Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from main_training import EXTENSIONS, NAMES
 from pretraining.config.errors import ConfigError
@@ -17,8 +17,10 @@ from tests.object_storage import FaultProxy, GoogleStorage, environment, gcs_ser
 from tests.parallel.launch import CHEAP_TO_COMPILE
 from tests.selection import ALL, runs_all
 
-# No deadline: the first example of a property includes imports, and a busy machine delays all of them.
-settings.register_profile("recipe", deadline=None)
+# The first example of a property includes imports, and a busy machine delays all of them.
+settings.register_profile(
+    "recipe", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 settings.load_profile("recipe")
 use_files_of(EXTENSIONS)
 

@@ -15,7 +15,7 @@ import time
 import traceback
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.ports import free_port
+from tests.waiting import PATIENCE, wait_until
 
 BUCKET = "bucket"
 LOG = "server.log"
@@ -82,14 +83,14 @@ def _server(folder: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def _wait_for(request: urllib.request.Request, process: subprocess.Popen[bytes]) -> None:
     """Repeat a request until the server answers it."""
-    for _ in range(300):
-        assert process.poll() is None, "the server ended"
-        try:
+
+    def is_answered() -> bool:
+        with suppress(OSError):  # of urllib, or its time is up on a busy machine
             urllib.request.urlopen(request, timeout=30).close()
-            return
-        except OSError:  # of urllib, or its time is up on a busy machine
-            time.sleep(0.1)
-    raise TimeoutError("the server does not answer")
+            return True
+        return False
+
+    wait_until(is_answered, process)
 
 
 def environment(port: int) -> dict[str, str]:
@@ -181,7 +182,7 @@ class FaultProxy:
             handler.send_header("Content-Length", "0")
             handler.end_headers()
             return
-        upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         kept = {name: value for name, value in handler.headers.items() if name.lower() not in _OF_THE_CONNECTION}
         upstream.request(handler.command, handler.path, body, kept)
         answer = upstream.getresponse()
@@ -215,7 +216,7 @@ def upload(folder: Path, name: str, port: int, scheme: str = "s3") -> str:
     for file in (file for file in folder.rglob("*") if file.is_file()):
         url = f"http://127.0.0.1:{port}/{BUCKET}/{name}/{file.relative_to(folder)}"
         request = urllib.request.Request(url, file.read_bytes(), headers, method="PUT")
-        urllib.request.urlopen(request, timeout=60).close()
+        urllib.request.urlopen(request, timeout=PATIENCE).close()
     return f"{scheme}://{BUCKET}/{name}"
 
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from benchmarks.code_size import code_lines
 from main_training import train
 from tests.data.corpora import numbered, write_flat
 from tests.end_to_end.small import FLAGS, ROOT, environment, figures
+from tests.waiting import wait_until
 from tests.warm import python
 
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
@@ -53,6 +54,10 @@ def test_the_reading_path_of_contributing_md_has_the_lines_that_it_states() -> N
     assert sum(counted.values()) <= 2200 and len(counted) <= 15
 
 
+def has_saved(folder: Path) -> bool:
+    return any(folder.glob("checkpoints/step_[4-8]"))
+
+
 @pytest.mark.slow
 def test_the_core_alone_trains_on_shards_and_continues_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     core = copy_core(tmp_path / "core", "tools", "extensions")
@@ -64,10 +69,7 @@ def test_the_core_alone_trains_on_shards_and_continues_bit_for_bit_after_a_kill(
         done = run(core, unbroken, **flags)
         assert done.returncode == 0, done.stdout + done.stderr
         process = subprocess.Popen(command(broken, **flags), cwd=core, env=environment(4), stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 300
-        while not list(broken.glob("checkpoints/step_[4-8]")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(partial(has_saved, broken), process)
         process.kill()
         process.wait()
         done = run(core, broken, **flags)

@@ -501,12 +501,13 @@ class TrainConfig:
     """Seconds after which a process whose step has not ended prints the stacks of its threads, to show where it hangs,
     and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, which compiles, has ten
     times as long; saves do not count. 0: never."""
-    use_torch_compile: bool = True
-    """Compile each block (torch engine on CUDA). The xla engine always compiles; the torch engine runs eagerly on CPUs.
-    fms-fsdp's page of 2024-02 advises against it with activation checkpointing. Here both go together (torch 2.9 and
-    later): a block's checkpoint is compiled with it, which gives the same losses to the bit (test_torch_blocks.py) and
-    recomputes only what gradients need: 15.4 of 265.8 TFLOP of a step of llama3_8b less than a checkpoint around the
-    compiled block. Elsewhere: torch_compile."""
+    use_torch_compile: bool | None = None
+    """Compile each block (torch engine); the xla engine always compiles. None: on accelerators. On CPUs, True needs a
+    C++ compiler and takes some 20 s in the first step; the others then take 0.73 of the time. fms-fsdp's page of
+    2024-02 advises against it with activation checkpointing. Here both go together (torch 2.9 and later): a block's
+    checkpoint is compiled with it, which gives the same losses to the bit (test_torch_blocks.py) and recomputes only
+    what gradients need: 15.4 of 265.8 TFLOP of a step of llama3_8b less than a checkpoint around the compiled block.
+    Elsewhere: torch_compile."""
     compile_cache_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the persistent compilation cache of XLA (on TPUs: the CPU backend cannot read it). Empty: off."""
 

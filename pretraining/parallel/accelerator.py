@@ -10,6 +10,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +30,7 @@ class Accelerator(NamedTuple):
 
     title: str  # in messages; torch's name of a device (device_name) selects its peak figures
     backend: str  # of torch.distributed for its tensors
-    compile: Mapping[str, Any] | None = None  # arguments of torch.compile; None: it does not pay
+    compile: Mapping[str, Any] | None = None  # arguments of torch.compile; None: nobody has tried
     kernel: Kernel = "chunked"  # of causal attention
     has_kernel: Callable[[torch.dtype, int], bool] = lambda dtype, width: True  # for q of this dtype and head width
     skips_masked_blocks: bool = False  # whether flex_attention computes no empty block of a mask
@@ -50,8 +51,7 @@ def _torch_tpu_has_kernel(dtype: torch.dtype, width: int) -> bool:
 
 SLICE_VARIABLE = "TORCH_TPU_TOPOLOGY"
 ACCELERATORS = {
-    # On CPUs matrix products dominate, and eager code starts at once.
-    "cpu": Accelerator("CPU", "gloo", kernel="repeated", divides_gradients=True),
+    "cpu": Accelerator("CPU", "gloo", {"dynamic": False}, kernel="repeated", divides_gradients=True),
     "cuda": Accelerator(
         "CUDA GPU", "nccl", {}, "grouped", skips_masked_blocks=True, divides_gradients=True, pins_memory=True
     ),
@@ -85,6 +85,16 @@ ACCELERATORS = {
     ),
 }
 HOST = torch.device("cpu")
+
+
+def chooses_compile(device: torch.device, choice: bool | None) -> bool:
+    """Return whether blocks are compiled; on CPUs, where eager code starts at once, only if the user says so.
+
+    Raises UserError without the compiler that torch calls there.
+    """
+    if choice and device == HOST and not shutil.which(cxx := os.environ.get("CXX", "g++")):
+        raise UserError(f"--use_torch_compile=True: on a CPU it needs the C++ compiler {cxx}; install it, or use False")
+    return ACCELERATORS[device.type].compile is not None and (device != HOST if choice is None else choice)
 
 
 def find_devices() -> tuple[str, int]:

@@ -470,10 +470,10 @@ def test_a_second_run_on_the_same_folder_is_refused_while_the_first_lives(
 
 def test_a_forked_child_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
     holder = (
-        "import os, sys, time; from pathlib import Path; from pretraining.storage import FolderLock\n"
+        "import os, signal, sys; from pathlib import Path; from pretraining.storage import FolderLock\n"
         "lock = FolderLock(Path(sys.argv[1]))\n"
         "child = os.fork()\n"
-        "if child == 0: os.close(1); time.sleep(60); os._exit(0)\n"
+        "if child == 0: os.close(1); signal.pause()\n"
         "print(child, flush=True); os._exit(0)"
     )
     parent = subprocess.run([sys.executable, "-c", holder, str(tmp_path)], stdout=subprocess.PIPE, check=True)

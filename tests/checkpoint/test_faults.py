@@ -145,7 +145,7 @@ if os.environ.get("DYING") == os.environ["RANK"]:
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(folder, *rest)
     store.write_files = dying
-config = small_config(Path(sys.argv[1]), collective_timeout=4)
+config = small_config(Path(sys.argv[1]), collective_timeout=4 if "ABSENT" in os.environ else 600)
 train(config, lambda step, loss: print(step, loss.hex(), flush=True))
 dist.destroy_process_group()
 """

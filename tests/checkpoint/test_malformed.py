@@ -138,7 +138,7 @@ def test_a_malformed_folder_is_one_error_before_the_model_is_placed(
     shapes = parameter_shapes(config)
     counts = {"refused": 0, "loaded": 0}
 
-    @settings(max_examples=FOLDERS, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=FOLDERS, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(st.data())
     def try_folder(data: st.DataObject) -> None:
         data.draw(malformed(exported, target))
@@ -191,7 +191,7 @@ def test_a_forged_checkpoint_is_one_error(tmp_path_factory: pytest.TempPathFacto
     target, counts = root / "other" / "checkpoints" / "step_2", {"refused": 0, "loaded": 0}
     shapes = parameter_shapes(config)
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(st.data())
     def try_checkpoint(data: st.DataObject) -> None:
         data.draw(forged(sound, target))

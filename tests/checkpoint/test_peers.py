@@ -14,7 +14,7 @@ TIMEOUT = 4  # s
 
 
 def main() -> None:
-    """Be one of the two processes. Rank 0 prints what the other one's slowness and its stop cost."""
+    """Be one of the two processes. Rank 0 prints that it waited for the other one, and whether it lost it."""
     import torch.distributed as dist
 
     from pretraining.checkpoint.peers import Peers
@@ -26,11 +26,10 @@ def main() -> None:
     peers.agree(lambda: time.sleep(2 * TIMEOUT * peers.rank))
     peers.lead(lambda: time.sleep(2 * TIMEOUT))
     print("waited for a slow one", flush=True)
-    began = time.monotonic()
     try:
         peers.agree(lambda: os.kill(os.getpid(), signal.SIGSTOP) if peers.rank else None)
     except RuntimeError as error:
-        print(bool(lost_peer(error)), time.monotonic() - began, flush=True)
+        print(bool(lost_peer(error)), flush=True)
     os.kill(numbers[1], signal.SIGKILL)
     os._exit(0)
 
@@ -39,9 +38,7 @@ def main() -> None:
 @pytest.mark.slow
 def test_a_slow_process_is_waited_for_and_one_that_gives_no_answer_is_lost() -> None:
     (_, output), _ = processes("-m", "tests.checkpoint.test_peers")
-    slow, lost = output[-2:]  # gloo prints lines, too
-    assert slow == "waited for a slow one"
-    assert lost.startswith("True") and TIMEOUT / 2 < float(lost.split()[1]) < 5 * TIMEOUT
+    assert output[-2:] == ["waited for a slow one", "True"]  # gloo prints lines, too
 
 
 if __name__ == "__main__":

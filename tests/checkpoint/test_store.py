@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -115,7 +115,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle_and_all_metadata_is_json(tmp_path: 
     assert json.loads((path / "facts.json").read_text())["tokens_seen"] == 96
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(
     shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     saved=st.tuples(st.integers(1, 4), st.integers(1, 4)),

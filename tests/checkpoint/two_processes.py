@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from tests.ports import free_port
+from tests.waiting import PATIENCE
 from tests.warm import python
 
 HERE = Path(__file__).parent
@@ -26,5 +27,5 @@ def processes(*command: str | Path, **environment: str) -> list[tuple[int, list[
         )
         for rank in "01"
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in started]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in started]
     return [(process.returncode, text.splitlines()) for process, text in zip(started, outputs, strict=True)]

@@ -58,7 +58,7 @@ def test_a_special_token_beyond_the_vocabulary_is_an_error(tmp_path: Path) -> No
         rows(stream, 30)
 
 
-@tries(max_examples=30, deadline=None)
+@tries(max_examples=30)
 @given(st.lists(st.integers(1, 40), min_size=30, max_size=60), st.integers(2, 50), st.booleans(), st.booleans())
 def test_segments_and_positions_restart_with_every_document(
     lengths: list[int], seq_length: int, bos: bool, bol: bool

@@ -38,7 +38,7 @@ def test_shares_follow_the_weights_at_every_moment(tmp_path: Path) -> None:
             assert abs(names[:steps].count(name) - share * steps) <= 2
 
 
-@tries(max_examples=50, deadline=None)
+@tries(max_examples=50)
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20))
 def test_a_mixture_schedule_gives_every_dataset_its_share_and_at_least_one_sequence(weights: list[float]) -> None:
     schedule = mixture_schedule(weights)
@@ -49,7 +49,7 @@ def test_a_mixture_schedule_gives_every_dataset_its_share_and_at_least_one_seque
         assert np.array_equal(schedule.earlier[schedule.dataset == number], np.arange(count))
 
 
-@tries(max_examples=60, deadline=None)
+@tries(max_examples=60)
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 40))
 def test_lanes_deliver_every_sequence_of_an_epoch_once_before_the_next(tokens: int, payload: int, lanes: int) -> None:
     order = LaneOrder(tokens, payload, lanes)

@@ -42,7 +42,7 @@ def small_corpus(shards: list[list[int]], **fields: Any) -> Iterator[tuple[Train
         yield settings(Path(folder) / "data", **fields), documents
 
 
-@tries(max_examples=25, deadline=None)
+@tries(max_examples=25)
 @given(SHARDS, st.integers(1, 60), st.sampled_from([1, 2, 3, 8, 1024]))
 def test_every_token_is_delivered_exactly_once_in_each_epoch(
     shards: list[list[int]], seq_length: int, lanes: int
@@ -61,7 +61,7 @@ def test_every_token_is_delivered_exactly_once_in_each_epoch(
             assert sum(count - epochs for count in counts.values()) < seq_length
 
 
-@tries(max_examples=25, deadline=None)
+@tries(max_examples=25)
 @given(SHARDS, st.integers(1, 60), st.booleans())
 def test_a_stream_of_one_lane_is_whole_documents_with_a_separator_after_each(
     shards: list[list[int]], seq_length: int, twice: bool
@@ -73,7 +73,7 @@ def test_a_stream_of_one_lane_is_whole_documents_with_a_separator_after_each(
         assert sorted(document[:-1].tolist() for document in found) == sorted(filter(None, documents))
 
 
-@tries(max_examples=25, deadline=None)
+@tries(max_examples=25)
 @given(SHARDS, st.integers(1, 12), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5))
 def test_ranks_threads_and_resume_points_do_not_change_the_global_batch(
     shards: list[list[int]], world: int, per_rank: int, threads: int, stop: int

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE
 from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +36,11 @@ FLAGS = {
 DETERMINISTIC = "loss loss_spike grad_norm param_norm learning_rate tokens_seen consumed data_hash val_loss test_loss"
 
 
-def command(folder: Path, **fields: Any) -> list[str]:
+def command(folder: Path, script: Sequence[str] = ("main_training.py",), **fields: Any) -> list[str]:
     """Return the command line of a run that writes to `folder`; a flag whose value is None is omitted."""
     flags = {**FLAGS, "log_dir": folder, **fields}
     words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-    return [*python(), "main_training.py", *words]
+    return [*python(), *script, *words]
 
 
 def environment(devices: int = 8) -> dict[str, str]:
@@ -61,7 +63,7 @@ def start(folder: Path, devices: int = 8, **fields: Any) -> subprocess.Popen[str
 def finish(folder: Path, devices: int = 8, code: int = 0, **fields: Any) -> str:
     """Run to the end, and return what it printed."""
     process = start(folder, devices, **fields)
-    output, _ = process.communicate(timeout=900)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, output
     return output
 

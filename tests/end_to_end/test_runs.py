@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.end_to_end.small import ROOT, command, environment, figures, finish, start
+from tests.end_to_end.small import ROOT, command, environment, figures, finish
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
@@ -66,14 +63,6 @@ def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_the_run_learns_and_validation_agrees(uninterrupted: Path) -> None:
     lines = figures(uninterrupted)
     assert lines[STEPS, "loss"]["loss"] < lines[1, "loss"]["loss"] - 1.0
@@ -88,22 +77,14 @@ def test_after_sigterm_and_kill_9_the_same_command_gives_the_uninterrupted_run(
     local = {"ckpt_local_path": tmp_path / "local", "ckpt_local_interval": 3}
     fields = {**data(corpus), **local, "checkpoint_interval": 8}
     checkpoints, metrics = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
-    process = start(tmp_path, DEVICES, **fields)
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("grad_norm") >= 3, process)
-    process.terminate()
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 143, output
-    assert list(checkpoints.glob("step_*")), output
-    process = start(tmp_path, DEVICES, **fields)
-    wait_for((tmp_path / "local" / "step_18").exists, process)
-    time.sleep(random.uniform(0, 0.5))  # the instant must not matter
-    process.send_signal(signal.SIGKILL)
-    output, _ = process.communicate()
-    assert "continuing from" in output
+    finish(tmp_path, DEVICES, code=143, script=("-m", "tests.stopping", "SIGTERM", "3", "0"), **fields)
+    assert [path.name for path in checkpoints.glob("step_*")] == ["step_4"]
+    output = finish(
+        tmp_path, DEVICES, code=-signal.SIGKILL, script=("-m", "tests.stopping", "SIGKILL", "20", "0"), **fields
+    )
+    assert f"continuing from {checkpoints}/step_4" in output
     output = finish(tmp_path, DEVICES, **fields)
-    # On a fast machine the run had ended, with a regular checkpoint of step 24, within that half second
-    newest = (f"{tmp_path}/local/step_", f"{checkpoints}/step_{STEPS}")
-    assert any(f"continuing from {place}" in output for place in newest), output
+    assert f"continuing from {tmp_path}/local/step_18" in output
     assert figures(tmp_path) == figures(uninterrupted)
     before = metrics.read_text()
     output = finish(tmp_path, DEVICES, **fields)  # once more: changes nothing
@@ -125,16 +106,10 @@ def test_a_run_continues_on_other_devices_at_the_same_token(uninterrupted: Path,
         assert here["loss"] == pytest.approx(there["loss"], abs=1e-3)
 
 
-def refuse(folder: Path, seconds: float, **fields: Any) -> str:
+def refuse(folder: Path, **fields: Any) -> str:
     """Run a command that must exit with code 2 and without a traceback; return what it printed."""
     done = subprocess.run(
-        command(folder, **fields),
-        cwd=ROOT,
-        env=environment(DEVICES),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=seconds,
+        command(folder, **fields), cwd=ROOT, env=environment(DEVICES), capture_output=True, text=True, check=False
     )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -142,14 +117,12 @@ def refuse(folder: Path, seconds: float, **fields: Any) -> str:
 
 
 def test_mistakes_end_the_run_with_code_2_before_a_device_computes(corpus: Path, tmp_path: Path) -> None:
-    began = time.monotonic()
-    message = refuse(tmp_path, 60)  # without data
-    assert time.monotonic() - began < 5  # torch is not imported
+    message = refuse(tmp_path)  # without data
     assert "--data_path" in message and "--use_dummy_dataset" in message and "scripts/train.sh" in message
     assert not list(tmp_path.iterdir())
-    assert "100" in refuse(tmp_path, 120, vocab_size=100, **data(corpus))  # the corpus has larger token ids
+    assert "100" in refuse(tmp_path, vocab_size=100, **data(corpus))  # the corpus has larger token ids
     large = {"num_layers": 80, "hidden_size": 8192, "intermediate_size": 28672}
-    assert "GiB" in refuse(tmp_path, 120, use_dummy_dataset=True, low_cpu_fsdp=True, **large)
+    assert "GiB" in refuse(tmp_path, use_dummy_dataset=True, low_cpu_fsdp=True, **large)
 
 
 @pytest.mark.exhaustive

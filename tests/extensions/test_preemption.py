@@ -5,29 +5,31 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
 from pretraining.extensions.preemption.watch import NoticeWatch, find_server
 from tests.parallel.launch import ROOT, environment
 from tests.parallel.toy import TOY
+from tests.waiting import PATIENCE, wait_until
 from tests.warm import python
 
 
 class MetadataServer(ThreadingHTTPServer):
     """Both providers' servers; `announces` decides whether the host is taken away."""
 
-    announces, is_broken = False, False
+    announces, is_broken, answered = False, False, 0
 
 
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, MetadataServer)
+        server.answered += 1
         google = self.headers["Metadata-Flavor"] == "Google"
         if server.is_broken or not (google or self.headers["X-aws-ec2-metadata-token"] == "a token"):
             self.answer(503 if server.is_broken else 401, "")
@@ -72,21 +74,20 @@ def test_a_notice_is_noticed_once_and_a_silent_server_is_none(
     for name, value in variables(server, provider).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    is_noticed, heard = find_server(), list[str]()
+    is_noticed, heard = find_server(), Queue[str]()
     assert is_noticed and not is_noticed()
     server.is_broken = True
     with pytest.raises(OSError):
         is_noticed()
-    watch = NoticeWatch(heard.append, every=0.01)
-    time.sleep(0.1)
-    assert not heard
+    asked = server.answered
+    watch = NoticeWatch(heard.put, every=0.01)
+    wait_until(lambda: server.answered >= asked + 3)
+    assert heard.empty()
     server.is_broken, server.announces = False, True
-    deadline = time.monotonic() + 10
-    while not heard and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    assert heard.get(timeout=PATIENCE) == "the metadata server announces that this host is taken away"
+    wait_until(lambda: all(thread.name != "preemption" for thread in threading.enumerate()))
     watch.close()
-    assert heard == ["the metadata server announces that this host is taken away"]
+    assert heard.empty()
 
 
 def test_a_host_is_recognized_by_its_firmware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,12 +114,9 @@ def test_a_run_on_a_host_that_is_taken_away_saves_its_last_step(server: Metadata
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(**variables(server, "gce")), stderr=subprocess.PIPE, text=True
     ) as run:
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.stat().st_size):
-            assert time.monotonic() < deadline and run.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, run)
         server.announces = True
-        _, errors = run.communicate(timeout=60)
+        _, errors = run.communicate(timeout=PATIENCE)
     assert run.returncode == 143 and "saving and leaving" in errors, errors
     last = max(json.loads(line)["step"] for line in metrics.read_text().splitlines())
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == [f"step_{last}"]

@@ -61,7 +61,7 @@ def tokenizer_path(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@tries(max_examples=40, deadline=None)
+@tries(max_examples=40)
 @given(texts=st.lists(st.text(LETTERS, min_size=1, max_size=30), min_size=1, max_size=4))
 def test_the_tokens_of_documents_have_the_bytes_of_their_texts(kind: str, texts: list[str]) -> None:
     tokenizer, counter = open_tokenizer(tokenizer_path(kind)), ByteCounter(tokenizer_path(kind), [1])

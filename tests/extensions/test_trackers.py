@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +17,7 @@ from pretraining.config.errors import UserError
 from pretraining.extensions.trackers import sinks
 from pretraining.extensions.trackers.settings import TrackersConfig
 from pretraining.monitor.metrics import open_metrics, read_metrics
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,10 +117,7 @@ def test_wandb_gets_the_records_offline(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "tracker").mkdir()
     run(config, tmp_path / "run", 0, range(1, 4))
     (stored,) = (tmp_path / "tracker").glob("wandb/offline-run-*-chosen/run-chosen.wandb")
-    deadline = time.monotonic() + 30  # wandb writes from a process of its own
-    while b"val_loss" not in stored.read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: b"val_loss" in stored.read_bytes())  # wandb writes from a process of its own
 
 
 def test_wandb_without_an_account_is_an_error_with_the_remedy(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ from tests.faults.stored import LARGE, PART, STAGES, StoredRun
 from tests.faults.unread import OTHERS, UnreadShard, flip_bit, swap_words
 from tests.object_storage import BUCKET, FaultProxy, environment, s3_server, upload
 from tests.scripts.test_scripts import Attended
+from tests.waiting import wait_until
 
 HOUR = 3600.0  # seconds
 EXTREMES = (
@@ -223,7 +224,7 @@ def measure_goodput(folder: Path, options: argparse.Namespace) -> None:
     flags += " --global_batch_size=2" + " --device=cpu" * (options.engine == "torch")
     with Attended(checkout, flags, settings="--log_dir=run", PJRT_DEVICE="") as run:
         for step in sorted(chance.sample(range(10, steps - 10), options.number)):
-            run.wait_until(partial(run.has_reached, max(step, last + 1)), within=HOUR)
+            wait_until(partial(run.has_reached, max(step, last + 1)), run.script)
             time.sleep(chance.uniform(0, 1))
             last = max(run.lines())
             for worker in run.workers():

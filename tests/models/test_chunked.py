@@ -29,7 +29,7 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Attention
     return (weights * keep_scale(bits, mask.dropout)) @ v
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 50),
     st.sampled_from([(1, 1), (4, 4), (6, 3), (8, 1)]),

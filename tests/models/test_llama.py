@@ -75,7 +75,7 @@ def test_packed_documents_have_the_logits_of_separate_ones() -> None:
     torch.testing.assert_close(logits[:, 40:], model(second), atol=1e-5, rtol=0)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=6), st.integers(1, 200), st.integers(1, 400))
 def test_the_mask_of_blocks_is_the_definition(lengths: list[int], window: int, queries: int) -> None:
     segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
@@ -120,7 +120,7 @@ def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_bf16() -> None:
     assert linear(x, weight).dtype == torch.bfloat16
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=st.integers(1, 3), length=st.integers(1, 9), groups=st.integers(1, 3))
 def test_a_token_never_sees_a_later_one(rows: int, length: int, groups: int) -> None:
     q = torch.randn(rows, 2 * groups, length, 4)

@@ -71,7 +71,7 @@ def test_a_gate_is_a_third_matrix(activation: Any) -> None:
     torch.testing.assert_close(ACTIVATIONS[activation](x), function(x))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.fixed_dictionaries({}, optional={name: st.just(value) for name, value in EVERYTHING.items()}))
 def test_the_parameter_count_follows_every_option(fields: dict[str, Any]) -> None:
     if fields.get("norm_bias") and "norm_type" not in fields:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
 from pretraining.monitor.progress import heartbeat
+from tests.waiting import wait_until
 
 
 def test_it_prints_while_the_body_runs_and_not_after(capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
     with heartbeat("compiling", every=0.02):
-        deadline = time.monotonic() + 10
-        while len(lines) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-            lines += capsys.readouterr().out.splitlines()
-    capsys.readouterr()
-    time.sleep(0.1)
-    assert capsys.readouterr().out == ""
-    assert len(lines) >= 3
+        wait_until(lambda: bool(lines.extend(capsys.readouterr().out.splitlines())) or len(lines) >= 3)  # type: ignore[func-returns-value]
+    assert all(thread.name != "heartbeat" for thread in threading.enumerate())
     assert all(line.startswith("compiling ... ") for line in lines)
 
 

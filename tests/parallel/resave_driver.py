@@ -36,7 +36,7 @@ def resave(source: Path, target: Path, fields: dict[str, object]) -> None:
 
 if __name__ == "__main__":
     if "WORLD_SIZE" in os.environ:  # one group for both; a second cannot be joined under the same torchrun
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=900))
     source, target, fields, *flags = sys.argv[1:]
     resave(Path(source), Path(target), json.loads(fields))
     sys.argv[1:] = flags

@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from pretraining.parallel.processes import COUNTS, VARIABLES, ProcessError, Proc
 from pretraining.run.supervision import check_launch_time
 from tests.parallel.launch import ROOT
 from tests.ports import free_port
+from tests.waiting import PATIENCE
 
 COMPLETE = {
     "RANK": "1",
@@ -83,8 +83,8 @@ def test_a_time_of_the_launch_that_is_none_is_refused(text: str, monkeypatch: py
         check_launch_time()
 
 
-def start(**variables: str) -> tuple[int, str, float]:
-    """Exit code, output and seconds of the script in this environment."""
+def start(**variables: str) -> tuple[int, str]:
+    """Exit code and output of the script in this environment."""
     flags = [
         "--use_dummy_dataset",
         "--model_variant=tiny",
@@ -93,21 +93,20 @@ def start(**variables: str) -> tuple[int, str, float]:
         "--device=cpu",
         "--collective_timeout=5",
     ]
-    began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "main_training.py", *flags],
         cwd=ROOT,
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - began
+    return done.returncode, done.stdout + done.stderr
 
 
 def test_the_script_refuses_a_wrong_environment_before_it_imports_torch() -> None:
-    code, output, _ = start(RANK="3", WORLD_SIZE="2", EXIT_CODES="/no/such/folder", PYTHONPROFILEIMPORTTIME="1")
+    code, output = start(RANK="3", WORLD_SIZE="2", EXIT_CODES="/no/such/folder", PYTHONPROFILEIMPORTTIME="1")
     lines = [line for line in output.splitlines() if not line.startswith("import time:")]
     assert (code, lines[0]) == (2, "5 problems with the environment:")
     assert lines[-1].startswith("EXIT_CODES=/no/such/folder: ") and "Traceback" not in output
@@ -125,7 +124,6 @@ def test_the_script_refuses_a_wrong_environment_before_it_imports_torch() -> Non
 )
 def test_a_peer_that_never_comes_and_an_unknown_master_are_one_sentence(rank: str, address: str) -> None:
     environment = {**COMPLETE, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
-    code, output, seconds = start(**{**environment, "MASTER_ADDR": address, "MASTER_PORT": str(free_port())})
+    code, output = start(**{**environment, "MASTER_ADDR": address, "MASTER_PORT": str(free_port())})
     assert code == 5 and "Traceback" not in output, output  # the script starts it again: a host may come later
-    assert seconds < 45
     assert address in output.splitlines()[-1]

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from main_training import CONFIGURATION
-from pretraining.config.errors import ConfigError
+from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape, padded_vocabulary
 from pretraining.models.llama import Llama
-from pretraining.parallel.accelerator import linked_processes
+from pretraining.parallel.accelerator import HOST, chooses_compile, linked_processes
 from pretraining.parallel.layout import STRATEGIES, TorchLayout, XlaLayout, xla_layout
 from pretraining.parallel.mesh import Mesh, chunks_by_rank, kv_repeats, notes, resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes
@@ -178,6 +178,17 @@ def test_causal_attention_costs_all_context_ranks_the_same(ranks: int) -> None:
     chunks = chunks_by_rank(ranks)
     visible = [sum(1 + chunk for chunk in chunks[i : i + 2]) for i in range(0, 2 * ranks, 2)]  # of chunks of keys
     assert sorted(chunks) == list(range(2 * ranks)) and len(set(visible)) == 1
+
+
+def test_on_a_cpu_blocks_are_compiled_by_the_user_s_word_alone_and_with_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not chooses_compile(HOST, None)
+    assert not chooses_compile(HOST, False)
+    assert chooses_compile(torch.device("cuda"), None)
+    with pytest.raises(UserError, match=r"--use_torch_compile=True: .* no-such-compiler; install it, or use False"):
+        chooses_compile(HOST, True)
 
 
 def test_a_group_that_does_not_divide_the_devices_is_refused_with_those_that_do() -> None:

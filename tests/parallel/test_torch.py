@@ -7,6 +7,7 @@ import json
 import math
 import tempfile
 from pathlib import Path
+from shutil import which
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,6 +167,8 @@ CASES: dict[int, dict[str, Fields]] = {
 }
 if not runs_all():
     CASES[1] = {}  # torchrun with one process
+elif which("g++"):
+    CASES[2]["compiled"] = {**FSDP, **A_THIRD, "use_torch_compile": True, "batch_size": 2}
 CASES[ALONE] = chosen(CASES[ALONE], CASES[ALONE].keys() - {"padded", "three heads", "window", "bf16"})
 CASES[4] = chosen(
     CASES[4],

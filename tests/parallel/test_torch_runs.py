@@ -19,6 +19,7 @@ import torch
 from pretraining.checkpoint.store import read_tensors
 from tests.parallel.launch import ALONE, ROOT, environment, launched
 from tests.parallel.toy import HALFWAY, TOY
+from tests.waiting import PATIENCE, wait_until
 from tests.warm import python
 
 pytestmark = pytest.mark.slow
@@ -34,8 +35,8 @@ def flags(folder: Path, **fields: Any) -> list[str]:
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
-def train_command(folder: Path, processes: int, **fields: Any) -> list[str]:
-    command = launched(processes, "main_training.py", *flags(folder, **fields))
+def train_command(folder: Path, processes: int, *script: str, **fields: Any) -> list[str]:
+    command = launched(processes, *(script or ("main_training.py",)), *flags(folder, **fields))
     # The launcher itself, whose children the processes are
     return command if processes == ALONE else [sys.executable, *command[len(python()) :]]
 
@@ -43,7 +44,7 @@ def train_command(folder: Path, processes: int, **fields: Any) -> list[str]:
 def call(command: list[str], **more: str) -> None:
     """Run to its end, in the checkout."""
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(**more), capture_output=True, text=True, check=False, timeout=300
+        command, cwd=ROOT, env=environment(**more), capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -110,25 +111,13 @@ def test_a_checkpoint_moves_to_stages_of_tensor_ranks_and_back_bitwise_and_conti
 
 def test_survivors_of_a_killed_process_report_it_and_fewer_processes_continue(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    more = {**ON_TORCH, "num_steps": 20, "collective_timeout": 30, "checkpoint_interval": 5}
-    run = subprocess.Popen(
-        train_command(broken, 4, **more, **STAGES),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    more = {**ON_TORCH, "num_steps": 20, "checkpoint_interval": 5}
+    command = train_command(broken, 4, "-m", "tests.stopping", "SIGKILL", "7", "1", **more, **STAGES)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=PATIENCE
     )
-    while not (broken / "checkpoints/step_5").exists():
-        assert run.poll() is None, run.communicate()[0]
-        time.sleep(0.05)
-    os.kill(psutil.Process(run.pid).children()[1].pid, signal.SIGKILL)
-    killed = time.monotonic()
-    said, _ = run.communicate(timeout=120)
-    assert time.monotonic() - killed < 30 + 15  # torchrun itself takes some seconds
-    assert "stopped: process 0 lost another one of the run" in said
-    assert run.returncode != 0
-    assert max(figures(broken)) < 20
+    assert "stopped: process 0 lost another one of the run" in done.stderr
+    assert done.returncode != 0 and max(figures(broken)) <= 8
 
     call(train_command(broken, 2, **more, **STAGES))
     call(train_command(whole, ALONE, **more))
@@ -148,11 +137,9 @@ def test_a_signal_to_one_process_makes_all_save_and_exit(tmp_path: Path) -> None
         stderr=subprocess.STDOUT,
         text=True,
     )
-    while not ((tmp_path / "metrics.jsonl").exists() and len(figures(tmp_path)) > 3):
-        assert run.poll() is None, run.communicate()[0]
-        time.sleep(0.05)
+    wait_until(lambda: (tmp_path / "metrics.jsonl").exists() and len(figures(tmp_path)) > 3, run)
     os.kill(psutil.Process(run.pid).children()[1].pid, signal.SIGTERM)
-    said, _ = run.communicate(timeout=60)
+    said, _ = run.communicate(timeout=PATIENCE)
     assert sorted(file.read_text() for file in codes.iterdir()) == ["143", "143"], said
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == [f"step_{max(figures(tmp_path))}"]
 

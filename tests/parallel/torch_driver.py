@@ -94,7 +94,7 @@ def run_case(fields: dict[str, Any], programs: Callable[[], int] = lambda: 0) ->
 
 if __name__ == "__main__":
     if "WORLD_SIZE" in os.environ:  # one group for all cases; a second cannot be joined under the same torchrun
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=900))
     outcomes = {case: run_case(fields) for case, fields in json.loads(sys.argv[1]).items()}
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(outcomes))

@@ -23,6 +23,8 @@ from pretraining.parallel.torch import engine as torch_engine
 from pretraining.parallel.torch.engine import TorchEngine
 from pretraining.run import start as preflight
 from tests.parallel.launch import ROOT, environment
+from tests.ports import free_port
+from tests.waiting import PATIENCE
 
 GIB = 2**30
 
@@ -119,11 +121,11 @@ except UserError as error:
 
 @pytest.mark.slow
 def test_hosts_that_do_not_share_a_folder_are_noticed_at_the_start(tmp_path: Path) -> None:
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29463"}
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-c", SHARED, str(tmp_path)]
     processes = [
         subprocess.Popen(command, cwd=ROOT, env=environment(RANK=str(rank), **variables), stdout=-1, text=True)
         for rank in range(2)
     ]
     for process in processes:
-        assert "is not visible on" in process.communicate(timeout=100)[0]
+        assert "is not visible on" in process.communicate(timeout=PATIENCE)[0]

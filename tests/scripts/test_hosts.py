@@ -16,6 +16,7 @@ import pytest
 
 from tests.end_to_end.checkout import copy_checkout
 from tests.scripts.test_scripts import Attended
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 FLAGS = "--num_steps=24 --global_batch_size=16 --batch_size=2 --checkpoint_interval=8 --collective_timeout=30"
@@ -109,14 +110,14 @@ def test_two_hosts_continue_by_themselves_after_a_cut_link_and_a_lost_host_with_
     flags = [f"{FLAGS} --ckpt_local_interval=2 --ckpt_local_path={tmp_path}/disk{index}" for index in range(2)]
     with connected(2) as hosts, hosts.start(0, checkout, flags[0]) as first:
         with hosts.start(1, checkout, flags[1]) as second:
-            first.wait_until(partial(first.has_reached, 7))
+            wait_until(partial(first.has_reached, 7), first.script)
             hosts.set_link(1, "down")
             for host in (first, second):
-                host.wait_until(partial(host.has_ended, 5))
+                wait_until(partial(host.has_ended, 5), host.script)
             hosts.set_link(1, "up")
-            first.wait_until(partial(first.has_reached, 15))
+            wait_until(partial(first.has_reached, 15), first.script)
             second.kill()
-        first.wait_until(partial(first.has_ended, 5, times=2))
+        wait_until(partial(first.has_ended, 5, times=2), first.script)
         shutil.rmtree(tmp_path / "disk1")  # another host comes in its place
         with hosts.start(1, checkout, flags[1]) as again:
             for host in (again, first):

@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 from pretraining.monitor.account import goodput, totals
 from pretraining.monitor.metrics import read_metrics
 from pretraining.tools.report import main
+from tests.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [path for folder in ("scripts", "docs/journeys") for path in sorted((ROOT / folder).iterdir())]
@@ -52,7 +52,13 @@ def bash(folder: Path, command: str, **extra: str) -> subprocess.CompletedProces
     """Run a line of bash in `folder`."""
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", **extra}
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
 
 
@@ -226,10 +232,12 @@ def test_a_host_without_an_nvidia_driver_has_no_gpus(installed: Path) -> None:
 def test_the_script_starts_nproc_processes_and_returns_the_exit_code_of_the_first_that_fails(installed: Path) -> None:
     """torchrun would return 1."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    os.mkfifo(come := installed / "come")
     program = (
-        f"import os, sys, time; os.write(1, ' '.join([os.environ[name] for name in {names}] + ['\\n']).encode())\n"
+        f"import os, signal, sys; os.write(1, ' '.join([os.environ[name] for name in {names}] + ['\\n']).encode())\n"
     )
-    program += "time.sleep(60 * int(os.environ['RANK']) % 120); sys.exit(3)\n"  # process 1 is ended by SIGTERM
+    program += f"open('{come}', 'rw'[int(os.environ['RANK'])]).close()\n"  # both have come
+    program += "signal.pause() if os.environ['RANK'] == '1' else sys.exit(3)\n"  # process 1 is ended by SIGTERM
     replace_main(installed, program)
     for name in ("NPROC", "NPROC_PER_NODE"):
         variables = {name: "2", "PJRT_DEVICE": ""}
@@ -269,7 +277,7 @@ def test_variables_that_are_missing_or_wrong_are_a_sentence(
 @pytest.mark.slow
 def test_processes_of_one_host_listen_on_the_loopback_address_only(installed: Path) -> None:
     with Attended(installed, "--num_steps=100000", NPROC="2", PJRT_DEVICE="") as run:
-        run.wait_until(partial(run.has_reached, 3))
+        wait_until(partial(run.has_reached, 3), run.script)
         processes = psutil.Process(run.script.pid).children(recursive=True)
         sockets = [each for process in processes for each in process.net_connections() if each.status == "LISTEN"]
         assert {each.laddr.ip for each in sockets} == {"127.0.0.1"} and len(run.workers()) == 2
@@ -315,12 +323,9 @@ def test_the_script_trains_with_its_settings_and_passes_sigterm_on(installed: Pa
     command = ["bash", "scripts/train.sh", *TOY.split(), "--num_steps=1000000"]
     with subprocess.Popen(command, cwd=installed, stderr=subprocess.PIPE, text=True) as script:
         metrics = installed / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.stat().st_size):
-            assert time.monotonic() < deadline and script.poll() is None, "training did not start"
-            time.sleep(0.2)
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, script)
         script.send_signal(signal.SIGTERM)
-        _, errors = script.communicate(timeout=60)
+        _, errors = script.communicate(timeout=PATIENCE)
     assert script.returncode == 128 + signal.SIGTERM, errors
     assert "--num_steps=70 is overridden by the later --num_steps=1000000" in errors
     ended = bash(installed, f"bash scripts/train.sh {TOY} --log_dir=finished --num_steps=2")
@@ -360,12 +365,9 @@ class Attended:
         return self._errors.read_text()
 
     def finish(self) -> None:
-        """Wait until the script ends with code 0; otherwise show what it printed.
-
-        600 s, because on a busy machine (load 20 on 2 cores) a start takes two minutes.
-        """
+        """Wait until the script ends with code 0; otherwise show what it printed."""
         with suppress(subprocess.TimeoutExpired):
-            self.script.wait(600)
+            self.script.wait(PATIENCE)
         ends = [path.read_text()[-3000:] for path in (self._output, self._errors)]
         assert self.script.poll() == 0, "\n".join(ends)
 
@@ -375,12 +377,6 @@ class Attended:
     def has_ended(self, code: int, times: int = 1) -> bool:
         """Return whether training has ended with this code this often."""
         return self.errors().count(f"training ended with code {code} at step") >= times
-
-    def wait_until(self, condition: Callable[[], bool], within: float = 300) -> None:
-        deadline = time.monotonic() + within
-        while not condition():
-            assert time.monotonic() < deadline and self.script.poll() is None, self.errors()
-            time.sleep(0.02)
 
     def workers(self) -> list[psutil.Process]:
         """Return the processes that train."""
@@ -400,31 +396,34 @@ class Attended:
                 process.kill()
 
 
+STEPS = 200  # so many that a fast machine does not end before it is interrupted after six to 34
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_account_of_a_run_that_was_killed_twice_adds_up_to_its_time(installed: Path) -> None:
     """Training, what was lost and what was idle, measured by the run and from outside."""
-    with Attended(installed, "--num_steps=50 --checkpoint_interval=10") as run:
+    with Attended(installed, f"--num_steps={STEPS} --checkpoint_interval=10") as run:
         began, lost, firsts = 0.0, 0.0, {1}
         for kills, last in enumerate((14, 34)):
-            run.wait_until(partial(run.has_reached, last))
+            wait_until(partial(run.has_reached, last), run.script)
             (worker,) = run.workers()
             began = began or worker.create_time()
             worker.kill()
             worker.wait()
             lines = run.lines()
-            checkpoint = max(lines) // 10 * 10
+            checkpoint = max(int(path.name[5:]) for path in run.metrics.parent.glob("checkpoints/step_*0"))
             firsts.add(checkpoint + 1)
             lost += sum(line["step_time"] for step, line in lines.items() if step > checkpoint)
-            run.wait_until(partial(run.has_ended, 137, kills + 1))
-        assert run.script.wait(120) == 0, run.errors()
-    assert list(run.lines()) == list(range(1, 51))
+            wait_until(partial(run.has_ended, 137, kills + 1), run.script)
+        run.finish()
+    assert list(run.lines()) == list(range(1, STEPS + 1))
     records = read_metrics(run.metrics)
     seconds, wall = totals(records), run.metrics.stat().st_mtime - began
-    assert wall - 5 < sum(seconds.values()) < wall + 0.5  # an interpreter starts before the account
+    assert 0.5 * wall < sum(seconds.values()) < wall + 0.5  # an interpreter starts before the account
     first = records[0]["account"]
     span = records[-1]["account"]["time"] - first["time"] + sum(totals(records[:1]).values())
-    assert sum(seconds.values()) == pytest.approx(span, abs=0.05)
+    assert sum(seconds.values()) == pytest.approx(span, abs=0.5)
     assert seconds["lost"] > 0.8 * lost > 0
     assert seconds["idle"] > 2 * 1.0  # the script waits for a second before it starts the run again
     useful = sum(line["step_time"] for step, line in run.lines().items() if step not in firsts)
@@ -438,18 +437,18 @@ def test_the_account_of_a_run_that_was_killed_twice_adds_up_to_its_time(installe
 @pytest.mark.slow
 def test_a_run_that_hangs_writes_its_stacks_and_is_started_again(installed: Path) -> None:
     """One of two processes is stopped; the other one waits for it in a collective."""
-    flags = "--num_steps=40 --checkpoint_interval=4 --step_timeout=4"
+    flags = f"--num_steps={STEPS} --checkpoint_interval=4 --step_timeout=10"
     with Attended(installed, flags, NPROC="2", PJRT_DEVICE="") as run:
-        run.wait_until(partial(run.has_reached, 6))
+        wait_until(partial(run.has_reached, 6), run.script)
         stopped = next(worker for worker in run.workers() if worker.environ()["RANK"] == "1")
         stopped.suspend()
         before = run.lines()
-        run.wait_until(lambda: "Current thread" in run.errors())
-        assert "a step has not ended in time (--step_timeout=4)" in run.errors()
+        wait_until(lambda: "Current thread" in run.errors(), run.script)
+        assert "a step has not ended in time (--step_timeout=10)" in run.errors()
         stopped.kill()  # the launcher would, after 30 s
-        assert run.script.wait(120) == 0, run.errors()
+        run.finish()
         assert "training ended with code 5 at step" in run.errors()
-        assert list(run.lines()) == list(range(1, 41))
+        assert list(run.lines()) == list(range(1, STEPS + 1))
         for step, line in before.items():
             assert {name: line[name] for name in ("loss", "grad_norm", "data_hash")}.items() <= run.lines()[
                 step

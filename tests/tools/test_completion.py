@@ -17,9 +17,9 @@ import pytest
 from main_training import main
 from pretraining.config.flags import run
 from tests.parallel.launch import ROOT, environment
+from tests.waiting import PATIENCE
 
 SHELLS = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}
-PATIENCE = 60.0  # s
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class TorchEngine:
         # Every context rank is fed the same rows, and takes its tokens of them
         self.data_rank = self.process_index // (self.mesh.context * self.mesh.tensor) % self.data_size
         self.precision = precision_of(config)
-        self.compiles = config.use_torch_compile and self.accelerator.compile is not None
+        self.compiles = accelerator.chooses_compile(self.device, config.use_torch_compile)
         self.transform = config.transformation_on(self.device)
         accelerator.set_matmul_precision(self.device, self.precision.compute)
         kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)

@@ -1,7 +1,8 @@
-"""Convert between checkpoints of this recipe and folders in Hugging Face's format, a few tensors at a time.
+"""Convert checkpoints of this recipe to Hugging Face's format and other trainers' files, and back.
 
     python -m pretraining.tools.convert SOURCE TARGET [--dtype=bf16] [--tokenizer_path=FILE] [--shard_size=5e9]
         [--average_with=RUN/checkpoints/step_900,RUN/checkpoints/step_800] [--use_ema]
+    python -m pretraining.tools.convert SOURCE TARGET --export_config=FILE [--hw_backend=trn1] [--vocab_size=32000]
 
 SOURCE is a run, a checkpoints folder or a step_N folder, and TARGET becomes a Hugging Face folder: config.json,
 safetensors with an index, the tokenizer. With --average_with, the weights are the mean of several checkpoints; with
@@ -9,6 +10,10 @@ safetensors with an index, the tokenizer. With --average_with, the weights are t
 becomes a checkpoint without moments; so does a checkpoint of GPT-NeoX, NxD Training or NeMo with --import_config=FILE,
 its trainer's configuration, and --neox_gqa=head or legacy for GPT-NeoX's grouped queries. Training starts from a
 Hugging Face folder with safetensors as it is: give it as --ckpt_load_path.
+
+The way back: --export_config=FILE, the configuration with which NxD Training or NeMo will load TARGET, says how many
+ranks there are and how their tensors are named; --hw_backend=trn1 or trn2 where they hold copies of keys and values.
+--vocab_size=N says how many rows are tokens where rows of padding follow them, in both directions.
 """
 
 from __future__ import annotations
@@ -46,6 +51,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.grammar import comma_separated
 from pretraining.config.script import ArgumentParser
 from pretraining.config.training import TrainConfig
+from pretraining.config.variants import model_shape
 from pretraining.extensions.huggingface.description import CONFIG, GPT_NEOX
 from pretraining.extensions.huggingface.folder import INDEX, SINGLE, is_huggingface
 from pretraining.extensions.huggingface.gpt_neox import fuse, their_names
@@ -53,7 +59,24 @@ from pretraining.models.init import on_meta
 from pretraining.storage import DISK, PARTIAL, Location, location, rename
 from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
-from pretraining.tools.convert.pickles import LAYOUTS, Weights, describe_moments, open_pickles, trainer_folders_of
+from pretraining.tools.convert.pickles import (
+    LAYOUTS,
+    TrainerFile,
+    TrainerFolders,
+    Weights,
+    describe_moments,
+    open_pickles,
+    read_trainer_file,
+    trainer_folders_of,
+)
+from pretraining.tools.convert.write_ranks import (
+    ORDERS,
+    plan_stages,
+    rank_files,
+    rotary_frequencies,
+    with_rows,
+    write_ranks,
+)
 
 if TYPE_CHECKING:
     from pretraining.extensions.lora.adapter import SavedAdapter
@@ -71,13 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         dtype = CHOICES[flags.dtype] if flags.dtype else None
         layout = trainer_folders_of(flags.source) if isinstance(flags.source, Path) else None
-        if (flags.average_with or flags.use_ema) and (layout or is_huggingface(flags.source)):
-            raise UserError(f"{flags.source}: --average_with and --use_ema take checkpoints of this recipe")
-        if flags.import_config and not layout:
-            raise UserError(f"--import_config: {flags.source} is no checkpoint of GPT-NeoX, NxD Training or NeMo")
+        _check_flags(flags, layout)
+        more = {name: getattr(flags, name) for name in ("model_config_path", "neox_gated_ffn")}
         if layout:
-            more = {name: getattr(flags, name) for name in ("model_config_path", "neox_gated_ffn", "neox_gqa")}
-            weights = open_pickles(flags.source, layout, flags.import_config, **more)
+            gqa, tokens = flags.neox_gqa, flags.vocab_size
+            weights = open_pickles(flags.source, layout, flags.import_config, gqa, tokens, **more)
             _print_note(weights.note)
             print(from_pickles(weights, flags.source, flags.target, dtype))
             return 0
@@ -87,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(to_checkpoint(source, flags.target, dtype))
         else:
             if not isinstance(flags.target, Path):
-                raise UserError(f"{flags.target}: a folder in Hugging Face's format must be local: copy it afterwards")
-            if not (flags.allow_remote or flags.tokenizer_path):
+                raise UserError(f"{flags.target}: an export must be local: copy it afterwards")
+            if not (flags.export_config or flags.allow_remote or flags.tokenizer_path):
                 refuse_remote("tokenizer_path", saved_config(source.facts.config).tokenizer_path, flags.source)
             paths = map(location, comma_separated(flags.average_with))
             sources = [source, *(open_any_checkpoint(path, flags.allow_remote) for path in paths)]
@@ -97,11 +118,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                 sources = list(map(with_moving_averages, sources))
             source, *others = sources
+            if flags.export_config:
+                file = read_trainer_file(flags.export_config, more)
+                print(to_ranks(source, flags.target, file, dtype, flags.vocab_size, flags.hw_backend, others))
+                return 0
             print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _check_flags(flags: argparse.Namespace, layout: TrainerFolders | None) -> None:
+    """Raise UserError for a flag that has no meaning for this source. layout: of another trainer's folder."""
+    if (flags.average_with or flags.use_ema) and (layout or is_huggingface(flags.source)):
+        raise UserError(f"{flags.source}: --average_with and --use_ema take checkpoints of this recipe")
+    if flags.import_config and not layout:
+        raise UserError(f"--import_config: {flags.source} is no checkpoint of GPT-NeoX, NxD Training or NeMo")
+    if flags.export_config and (layout or is_huggingface(flags.source)):
+        raise UserError(f"--export_config: {flags.source} is no checkpoint of this recipe; convert it to one first")
+    if flags.export_config and flags.tokenizer_path:
+        raise UserError("--tokenizer_path: the file of --export_config names the tokenizer; leave it out")
+    if flags.hw_backend and not flags.export_config:
+        raise UserError(f"--hw_backend={flags.hw_backend}: needs --export_config")
+    if flags.vocab_size < 0 or (flags.vocab_size and not (flags.export_config or layout)):
+        raise UserError(f"--vocab_size={flags.vocab_size}: a number from 1, with --import_config or --export_config")
 
 
 def _print_note(note: str) -> None:
@@ -122,7 +163,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--use_ema", action="store_true", help="write the moving averages of the weights (ema_decay)")
     parser.add_argument("--allow_remote", action="store_true", help=ALLOW_REMOTE)
     parser.add_argument("--import_config", default="", help="configuration file of the trainer that wrote `source`")
-    parser.add_argument("--model_config_path", default="", help="config.json that --import_config refers to")
+    parser.add_argument(
+        "--export_config", default="", help="configuration file of NxD Training or NeMo, which will load `target`"
+    )
+    parser.add_argument(
+        "--hw_backend",
+        choices=ORDERS,
+        default="",
+        help="whose order the copies of keys and values have (kv_replicator)",
+    )
+    parser.add_argument("--vocab_size", type=int, default=0, help="tokens, where rows of padding follow them")
+    parser.add_argument("--model_config_path", default="", help="config.json that the configuration file refers to")
     parser.add_argument(
         "--neox_gqa",
         choices=("head", "legacy"),
@@ -196,6 +247,47 @@ def to_huggingface(
         total = sum(chunk.size for plan in plans for chunk in plan.chunks)
         weight_map = {chunk.item.index.fqn: plan.name for plan in plans for chunk in plan.chunks}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    DISK.sync(folder)
+    rename(folder, target)
+    return target
+
+
+def to_ranks(
+    checkpoint: Checkpoint,
+    target: Path,
+    file: TrainerFile,
+    dtype: torch.dtype | None = None,
+    vocab_size: int = 0,
+    order: str = "",
+    others: Sequence[Checkpoint] = (),
+) -> Path:
+    """Write the weights of `checkpoint` to the new folder `target`, as the ranks that another trainer's file describes.
+
+    vocab_size: rows of the vocabulary, 0 for the checkpoint's. order: of copies, see nxdt_files. others: as above.
+    """
+    config = saved_config(checkpoint.facts.config, CONFIGURATION)
+    _check_average(checkpoint, config, others)
+    if (adapter := _adapter_of(checkpoint)) and not adapter.is_merged:
+        raise UserError("--export_config: no other trainer has these adapters; train with --lora_save_mode=merged")
+    config = replace(config, vocab_size=vocab_size) if vocab_size else config
+    files, tokens = rank_files(file, config, order), model_shape(config).vocab_size
+    names = {name: name for name in checkpoint.manifest.tensors if is_weight(name) and not config.is_added(name)}
+    if config.tie_word_embeddings and HEAD in files.names:
+        names[HEAD] = EMBEDDING
+
+    def fitted(name: str, tensor: Tensor) -> Tensor:
+        return with_rows(tensor, tokens, files.rows) if name in (EMBEDDING, HEAD) else tensor
+
+    def read(name: str) -> Tensor:
+        return fitted(name, _mean([checkpoint, *others], names[name]).to(ours[name].dtype))
+
+    described = _placeholders(checkpoint, names.values(), dtype)
+    if tokens > (rows := len(described[EMBEDDING])):
+        raise UserError(f"--vocab_size={tokens}: the embedding in {checkpoint.path} has {rows} rows")
+    ours = {name: fitted(name, described[source]) for name, source in names.items()}
+    stages = plan_stages(files, ours, model_shape(config).num_layers)
+    folder = _new_folder(target, files.other_files)
+    write_ranks(folder, files, stages, ours, read, rotary_frequencies(config))
     DISK.sync(folder)
     rename(folder, target)
     return target

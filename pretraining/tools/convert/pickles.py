@@ -36,6 +36,7 @@ from pretraining.extensions.huggingface.folder import BUFFERS, files_of_index, m
 from pretraining.extensions.huggingface.gpt_neox import our_name
 from pretraining.tools.convert import ranks
 from pretraining.tools.convert.nemo_states import STEP, named_states
+from pretraining.tools.importing.foreign import ForeignConfig
 from pretraining.tools.importing.mappings import TrainerFormat
 from pretraining.tools.importing.resolve import KeyReport, import_foreign
 
@@ -149,17 +150,21 @@ class Weights(NamedTuple):
 
 
 def open_pickles(
-    path: Path, layout: TrainerFolders, import_config: str = "", neox_gqa: str = "", **flags: str
+    path: Path, layout: TrainerFolders, import_config: str = "", neox_gqa: str = "", vocab_size: int = 0, **flags: str
 ) -> Weights:
     """Open a folder of one of the layouts. import_config: file of the trainer that wrote it, "" for Hugging Face's.
 
-    neox_gqa: "head" or "legacy", the order of grouped queries in GPT-NeoX's checkpoint. flags: others that the file may
-    need. Raises UserError where the tensors are not those of the configuration.
+    neox_gqa: "head" or "legacy", the order of grouped queries in GPT-NeoX's checkpoint. vocab_size: rows of the
+    vocabulary to keep, 0 for all. flags: others that the file may need. Raises UserError where the tensors are not
+    those of the configuration.
     """
     if layout is LAYOUTS[0]:
         config = CONFIGURATION(**model_fields(path / CONFIG))
     else:
-        config = _imported(layout, import_config, flags)
+        if not import_config:
+            raise UserError(f"this is a checkpoint of {layout.title}: give its configuration file as --import_config")
+        # The embedding says how many rows there are.
+        config = replace(read_trainer_file(import_config, flags).config, vocab_size=1)
         layout = _with_order_of_queries(layout, config, neox_gqa)
     if missing := missing_dimensions(config):
         raise UserError(f"{import_config}: has no {', '.join(missing)}")
@@ -168,20 +173,34 @@ def open_pickles(
     if others := [f"{name} in {len(tensors)}" for name, tensors in by_name.items() if len(tensors) != expected]:
         raise UserError(f"{path}: {others[0]} tensor ranks; the configuration has {expected}")
     layout = _with_order_of_copies(layout, config, by_name)
+    if layout.table is ranks.nemo and any(".dense_h_to_4h_2." in name for name in by_name):
+        layout = layout._replace(table=partial(ranks.nemo, has_gate=True))
     tensors = ranks.merge(by_name, layout.table(config), layers)
     if config.tie_word_embeddings:
         tensors.pop(HEAD, None)
     needed = (EMBEDDING,) if config.tie_word_embeddings else (EMBEDDING, HEAD)
     if absent := [name for name in needed if name not in tensors]:
         raise UserError(f"{path}: holds no {absent[0]}")
+    rows = tensors[EMBEDDING].description.shape[0]
+    if vocab_size > rows:
+        raise UserError(f"--vocab_size={vocab_size}: the embedding in {path} has {rows} rows")
     fields = {name: getattr(config, name) for name in MODEL}
     fields |= {"model_variant": CUSTOM, "tie_word_embeddings": config.tie_word_embeddings}
-    fields |= {"vocab_size": tensors[EMBEDDING].description.shape[0], "make_vocab_size_divisible_by": 1}
+    fields |= {"vocab_size": vocab_size or rows, "make_vocab_size_divisible_by": 1}
+    fields["max_position_embeddings"] = model_shape(config).max_position_embeddings
     if layout.read is _nemo and (states := _nemo_states(path, layout, config, tensors)):
         fields["optimizer"] = config.optimizer
         note = f"{path}: with the optimizer's state after {int(states[STEP].read())} updates"
-        return Weights(CONFIGURATION(**fields), tensors | states, note)
-    return Weights(CONFIGURATION(**fields), tensors, describe_moments(path, layout))
+        tensors |= states
+    else:
+        note = describe_moments(path, layout)
+    if vocab_size:
+        tensors |= {name: _first_rows(x, vocab_size) for name, x in tensors.items() if name.endswith((EMBEDDING, HEAD))}
+    return Weights(CONFIGURATION(**fields), tensors, note)
+
+
+def _first_rows(tensor: ranks.MergedTensor, count: int) -> ranks.MergedTensor:
+    return ranks.MergedTensor(tensor.description[:count], lambda: tensor.read()[:count])
 
 
 def _nemo_states(
@@ -231,30 +250,41 @@ def _with_order_of_copies(
         return layout
     for name, tensors in by_name.items():
         if name.endswith("qkv_proj.weight_k"):
-            keys = ranks.rows(tensors)[0]
+            keys = ranks.ROWS.merge(tensors)[0]
         elif name.endswith(("qkv_proj.weight", "qkv_proj.weight_qkv")):
-            keys = ranks.split_fused(config, tensors)[1]
+            keys = ranks.fused(config).merge(tensors)[1]
         else:
             continue
         return layout._replace(table=partial(ranks.nxdt, are_adjacent=ranks.copies_are_adjacent(config, keys)))
     return layout
 
 
-def _imported(layout: TrainerFolders, import_config: str, more: Mapping[str, str]) -> TrainConfig:
-    """Return the model's settings in the trainer's file. Keys that are refused for training alone do not matter."""
-    if not import_config:
-        raise UserError(f"this is a checkpoint of {layout.title}: give its configuration file as --import_config")
-    flags = {"import_config": import_config, "neox_era": "head"} | {name: text for name, text in more.items() if text}
+class TrainerFile(NamedTuple):
+    """The configuration file of another trainer."""
+
+    path: str
+    format: str  # of tools/importing
+    title: str  # of the trainer
+    config: TrainConfig  # the model's settings, and the ranks
+    foreign: ForeignConfig
+
+
+def read_trainer_file(path: str, more: Mapping[str, str]) -> TrainerFile:
+    """Return the settings in the trainer's file. Keys that are refused for training alone do not matter.
+
+    more: flags that the file may need. Raises UserError where its weights would mean another function here.
+    """
+    flags = {"import_config": path, "neox_era": "head"} | {name: text for name, text in more.items() if text}
     result = import_foreign({**flags, "engine": "xla"}, (), CONFIGURATION)  # which keeps the copies of key/value heads
     idle = [str(report) for report in [*result.keys, *result.defaults] if not _concerns_model(result.format, report)]
     if problems := [problem for problem in result.problems if problem.subject not in idle]:
         raise ConfigError(problems)
     one_less = result.foreign.get("model.layernorm_zero_centered_gamma")
     if one_less or result.foreign.get("model.normalization") == "layernorm1p":
-        raise UserError(f"{import_config}: norms are stored minus 1 (layernorm1p), which is not undone here")
+        raise UserError(f"{path}: norms are stored minus 1 (layernorm1p), which is not undone here")
     if result.foreign.get("model.rotary_interleaved"):
-        raise UserError(f"{import_config}: rotary_interleaved has channels in another order, which is not undone here")
-    return replace(result.config, vocab_size=1)  # the embedding says how many rows there are
+        raise UserError(f"{path}: rotary_interleaved has channels in another order, which is not undone here")
+    return TrainerFile(path, result.format.name, result.format.title, result.config, result.foreign)
 
 
 def _concerns_model(format_: TrainerFormat, report: KeyReport) -> bool:

@@ -25,9 +25,9 @@ def _of_stages(name: str) -> KeyMapping:
     """A setting of the stages, which is folded with them."""
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
-        default = source.settings[name].default
-        if source.flags.get("import_pp") == "fold" and value not in (default, []):
-            return implied("folded with the stages", **{name: default})
+        setting = source.settings.get(name)  # of an extension
+        if setting and source.flags.get("import_pp") == "fold" and value not in (setting.default, []):
+            return implied("folded with the stages", **{name: setting.default})
         return mapped(**{name: value})
 
     return KeyMapping(convert, (name,))

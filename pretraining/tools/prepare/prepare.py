@@ -64,6 +64,9 @@ _AT_ONCE = 64  # documents encoded and written together
 _OTHER_PART = 10  # seconds in which another part, started at the same time, writes the plan
 _LEAST_MEASURED = 10**6  # bytes of text below which a speed says nothing
 _SAMPLE_CHARACTERS = 20_000_000  # enough for a stable vocabulary; training takes seconds
+# A start of the training opens every shard: 62,500 take 19 s (benchmarks.growth). After a kill, a large one is prepared
+# again for long: 1 GiB for ten minutes.
+_SHARDS, _LARGEST_SHARD = 4096, 2**30
 _STDLIB_SHARD_BYTES = 2 * 2**20  # it has 12 MB: six shards keep several cores busy
 _STDLIB_SAMPLE = 1_600_000  # a first run waits for it: 1 s
 _VALIDATION = ("--val_interval=50", "--val_steps=-1", "--drop_last_val=False")
@@ -224,7 +227,14 @@ def _plan(options: Options, files: list[Input]) -> dict[str, Any]:
     for name in (*NOT_PLANNED, *(() if options.sft else INSTRUCTION_SETTINGS)):
         settings.pop(name)
     tokenizer = file_hash(Path(options.tokenizer)) if Path(options.tokenizer).is_file() else ""
-    return {"settings": settings, "files": len(files), "input": short_hash(*stamps), "tokenizer": tokenizer}
+    # absent of 16 MiB, so that an older preparation of less than 64 GiB continues
+    large = {"shard_bytes": size} if (size := shard_bytes(files)) > SHARD_BYTES else {}
+    return {"settings": settings, "files": len(files), "input": short_hash(*stamps), "tokenizer": tokenizer, **large}
+
+
+def shard_bytes(files: Sequence[Input]) -> int:
+    """Return the bytes of input of a shard: 16 MiB, and of more than 64 GiB a 4096th, up to 1 GiB."""
+    return max(SHARD_BYTES, min(sum(file.stat().st_size for file in files) // _SHARDS, _LARGEST_SHARD))
 
 
 def _claim(output: Path, plan: dict[str, Any]) -> None:
@@ -296,7 +306,7 @@ def _move(output: Path, place: Location) -> None:
 def _prepare_shards(options: Options, files: list[Input], output: Path) -> None:
     """Write the shards of this part that are missing; describe the dataset if it is complete then."""
     endings = options.endings.split(",")
-    sources = divide(files, endings, _STDLIB_SHARD_BYTES if options.stdlib else SHARD_BYTES)
+    sources = divide(files, endings, _STDLIB_SHARD_BYTES if options.stdlib else shard_bytes(files))
     part, parts = map(int, (options.part or "1/1").split("/"))
     own = range(part - 1, len(sources), parts)
     missing = [number for number in own if not _record(output, number).is_file()]

@@ -48,8 +48,9 @@ def randomised(model: Any) -> Any:
     return model.eval()
 
 
-def llama() -> Any:
-    return randomised(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)))
+def llama(groups: int = 2, **sizes: Any) -> Any:
+    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": groups, **sizes})
+    return randomised(transformers.LlamaForCausalLM(config))
 
 
 def gpt_neox(parallel: bool = True) -> Any:
@@ -184,8 +185,8 @@ def fused(layer: str, state: dict[str, Tensor], groups: int) -> Tensor:
     return torch.cat(parts, 1).flatten(0, 1)
 
 
-def megatron(state: dict[str, Tensor], rank: int, ranks: int, layers: range) -> dict[str, Tensor]:
-    """NeMo's names and shards of one rank whose first layer is 0."""
+def megatron(state: dict[str, Tensor], rank: int, ranks: int, layers: range, groups: int = 2) -> dict[str, Tensor]:
+    """NeMo's names and shards of one rank whose first layer is 0, with that many key heads."""
     model = {
         "embedding.word_embeddings.weight": state["model.embed_tokens.weight"].chunk(ranks)[rank],
         "encoder.final_layernorm.weight": state["model.norm.weight"],
@@ -195,7 +196,7 @@ def megatron(state: dict[str, Tensor], rank: int, ranks: int, layers: range) -> 
         there, here = f"encoder.layers.{number}.", f"model.layers.{layer}."
         halves = [state[f"{here}mlp.{half}_proj.weight"].chunk(ranks)[rank] for half in ("gate", "up")]
         model |= {
-            f"{there}self_attention.query_key_value.weight": fused(here, state, groups=2).chunk(ranks)[rank],
+            f"{there}self_attention.query_key_value.weight": fused(here, state, groups).chunk(ranks)[rank],
             f"{there}self_attention.dense.weight": state[f"{here}self_attn.o_proj.weight"].chunk(ranks, 1)[rank],
             f"{there}mlp.dense_h_to_4h.weight": torch.cat(halves),
             f"{there}mlp.dense_4h_to_h.weight": state[f"{here}mlp.down_proj.weight"].chunk(ranks, 1)[rank],
@@ -344,21 +345,27 @@ def nxdt_shards(
     return shards
 
 
-def test_nxd_training_s_megatron_models_are_read_too(tmp_path: Path) -> None:
-    theirs = llama()
+@pytest.mark.parametrize(("ranks", "groups"), [(1, 2), (2, 2), (2, 4)])
+def test_nxd_training_s_megatron_models_are_read_too(ranks: int, groups: int, tmp_path: Path) -> None:
+    """Its ParallelAttention cuts key_value by key heads, and each of these into a key and a value; without groups, all
+    three by heads."""
+    theirs = llama(groups)
     state = theirs.state_dict()
-    for rank in range(2):
-        model = megatron(state, rank, 2, range(2))
-        for layer in range(2):
+    for rank in range(ranks):
+        model = megatron(state, rank, ranks, range(2), groups)
+        for layer in range(2) if groups == 2 else ():
             query, key, value = (
-                state[f"model.layers.{layer}.self_attn.{letter}_proj.weight"].chunk(2)[rank] for letter in "qkv"
+                state[f"model.layers.{layer}.self_attn.{letter}_proj.weight"].chunk(ranks)[rank] for letter in "qkv"
             )
             name = f"model.language_model.encoder.layers.{layer}.self_attention."
             del model[f"{name}query_key_value.weight"]
-            model |= {f"{name}query.weight": query.clone(), f"{name}key_value.weight": torch.cat((key, value))}
+            pairs = torch.cat([part.unflatten(0, (2 // ranks, -1)) for part in (key, value)], 1).flatten(0, 1)
+            model |= {f"{name}query.weight": query.clone(), f"{name}key_value.weight": pairs}
         shard = renamed(model, {"model.language_model": "language_model"})
         torch.save(shard, tmp_path / f"dp_rank_00_tp_rank_{rank:02}_pp_rank_00.pt")
-    config = put(tree("nxdt"), "distributed_strategy.tensor_model_parallel_size", 2)
+    config = put(
+        put(tree("nxdt"), "distributed_strategy.tensor_model_parallel_size", ranks), "model.num_kv_heads", groups
+    )
     assert_same_function(theirs, tmp_path, tmp_path / "ours", config)
 
 
@@ -391,6 +398,8 @@ def test_nxd_training_s_ranks_are_one_model(
 
 def replicated(ranks: int, copies: int) -> dict[str, Any]:
     """NxD Training's file for that many copies of keys and values on that many tensor ranks."""
+    if copies > 1:
+        pytest.importorskip("pretraining.extensions.kv_replication")
     config = put(tree("nxdt"), "distributed_strategy.kv_replicator", copies)
     put(config, "distributed_strategy.tensor_model_parallel_size", ranks)
     return put(put(config, "trainer.devices", 8), "model.qkv_linear", True)

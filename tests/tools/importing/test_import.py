@@ -4,15 +4,15 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from main_training import CONFIGURATION, configure
@@ -130,13 +130,13 @@ def shuffled(node: Any, seed: int) -> Any:
     return {name: shuffled(node[name], seed) for name in names}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS))
 def test_the_order_of_keys_does_not_matter(seed: int, kind: str, tmp_path: Path) -> None:
     assert config(shuffled(tree(kind), seed), tmp_path) == config(tree(kind), tmp_path)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@settings(max_examples=10)
 @given(dashed=st.sets(st.sampled_from(sorted(FILES["neox"]))))
 def test_neox_keys_may_have_dashes(dashed: set[str], tmp_path: Path) -> None:
     node = {name.replace("_", "-") if name in dashed else name: value for name, value in tree("neox").items()}
@@ -153,7 +153,7 @@ def test_yaml_and_json_are_the_same(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["nemo", "nxdt"])
 @given(nodes=st.sampled_from([1, 2, 4, 8]))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=4)
+@settings(max_examples=4)
 def test_the_node_count_changes_no_training(kind: str, nodes: int, tmp_path: Path) -> None:
     node = put(put(tree(kind), "trainer.num_nodes", nodes), "trainer.devices", 16 // nodes)
     assert config(node, tmp_path) == config(tree(kind), tmp_path)
@@ -176,7 +176,7 @@ def _always_ignored(kind: str, key: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_typo_is_unsupported_and_the_key_is_suggested(kind: str, data: st.DataObject, tmp_path: Path) -> None:
     excluded = ("num_layers", "model.micro_batch_size", "model.encoder_seq_length", "model.tensor_model_parallel_size")
@@ -211,7 +211,7 @@ JUNK: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_value_of_any_key_leads_to_anything_but_a_report_or_an_error_for_the_user(
     kind: str, data: st.DataObject, tmp_path: Path
@@ -233,97 +233,6 @@ def test_no_value_of_any_key_leads_to_anything_but_a_report_or_an_error_for_the_
 # ---- what is refused, each with its key, value and reason
 
 
-def adding(key: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda node: put(node, key, value)
-
-
-REFUSED = [
-    ("nxdt", "name", "mixtral_8x7b", "mixture of experts"),
-    ("nxdt", "model_source", "other", "known are hf, megatron"),
-    ("nxdt", "trainer.accumulate_grad_batches", 2, "batch sizes"),
-    ("nxdt", "trainer.gradient_clip_algorithm", "value", "norm"),
-    ("nxdt", "trainer.max_steps", -1, "no stopping criterion"),
-    ("nxdt", "trainer.check_val_every_n_epoch", 2, "validation by epochs"),
-    ("nxdt", "exp_manager.checkpoint_callback_params.monitor", "val_acc", "by age"),
-    ("nxdt", "exp_manager.create_mlflow_logger", True, "wandb and aim"),
-    ("nxdt", "distributed_strategy.expert_model_parallel_size", 2, "experts"),
-    ("nxdt", "data.data_impl", "lazy", "known are mmap"),
-    ("nxdt", "data.pad_samples_to_global_batch_size", True, "padding"),
-    ("nxdt", "model_alignment_strategy.dpo.beta", 0.1, "alignment"),
-    ("nxdt", "model.moe.num_experts", 8, "experts"),
-    ("nxdt", "model.normalization", "scalenorm", "known are rmsnorm"),
-    pytest.param("nemo", "model.rampup_batch_size", [16, 16], "three whole numbers", marks=needs("batch_rampup")),
-    ("nemo", "model.num_layer", 0, "did you mean model.num_layers"),
-    ("nxdt", "model.transformer_block_type", "normformer", "norms come before"),
-    ("nxdt", "model.activations_checkpoint_granularity", "some", "known are full"),
-    ("nxdt", "model.fp16_lm_cross_entropy", True, "fp16"),
-    ("nxdt", "model.num_layers", "two", "expected"),
-    ("nxdt", "model.optim.name", "lamb", "known are adamw"),
-    ("nxdt", "model.optim.lr", "1.0e_8", "expected"),
-    ("nxdt", "model.optim.betas", [0.9], "two numbers"),
-    ("nxdt", "model.optim.sched.name", "rprop", "is an optimizer"),
-    ("nxdt", "model.optim.sched.name", "CyclicLR", "follow the step"),
-    ("nxdt", "precision.type", "int8", "known are"),
-    ("nemo", "restore_from_path", "/a/model.nemo", "safetensors"),
-    ("nemo", "trainer.precision", "fp8", "known are"),
-    ("nemo", "trainer.limit_val_batches", 0.5, "share of the data"),
-    ("nemo", "model.pre_process", False, "embedding"),
-    ("nemo", "model.fp8", True, "without transformer_engine"),
-    ("nemo", "model.activation", "softsign", "known are gelu"),
-    ("nemo", "model.num_layers", "???", "give --num_layers"),
-    ("nemo", "model.sqrt_query_pre_attn_scalar", 15.0, "root of head_dim"),
-    ("nemo", "model.data.data_prefix", [0.5, "/c/a", 0.5], "weights and paths in turn"),
-    ("nemo", "model.data.add_fim", True, "their middle"),
-    ("nemo", "model.cpu_offloading", True, "on the devices"),
-    ("nemo", "model.name", "te_gpt_hyena", "known are"),
-    ("nemo", "model.window_size", [64, 1], "and 0 after"),
-    ("nemo", "model.num_moe_experts", 8, "experts"),
-    ("nemo", "model.data.shuffle_documents", False, "in order"),
-    ("neox", "norm", "scalenorm", "known are layernorm"),
-    ("neox", "pos_emb", "alibi", "known are rotary"),
-    ("neox", "activation", "mish", "known are gelu"),
-    ("neox", "zero_optimization.stage", [0, 1], "expected one stage"),
-    ("neox", "optimizer.params.weight_decay", 0.2, "is at the top too"),
-    ("neox", "optimizer.params.freeze_step", 100, "OneBitAdam"),
-    ("neox", "lr_decay_style", "triangle", "known are constant"),
-    ("neox", "warmup", 2000, "looks like a number of steps"),
-    ("neox", "data_impl", "cached", "index"),
-    ("neox", "save", "/a/b", None),
-    ("neox", "attention_config", [[["local"], "all"]], "attends to all"),
-    ("neox", "moe_num_experts", 4, "experts"),
-    ("neox", "use_mup", True, "muP"),
-    ("neox", "te_fp8_mha", True, "attention in fp8"),
-    ("neox", "train_impl", "dpo", "alignment"),
-    ("neox", "weight_by_num_documents", True, "by their size"),
-    ("neox", "scheduler.type", "WarmupLR", "DeepSpeed"),
-    ("neox", "fp16_lm_cross_entropy", True, "fp32"),
-    ("neox", "cooldown", 0.1, "hybrid_cosine_inv_sqrt_2 alone"),
-    ("neox", "init_method", "orthogonal", "known are"),
-    ("nemo", "model.tensor_model_parallel_size", "1", "without quotes"),
-    ("nemo", "model.num_layers", [2], "without quotes or brackets"),
-    ("nemo", "model.use_cpu_initialization", "False", "remove the quotes"),
-    ("nxdt", "exp_manager.resume_if_exists", "false", "remove the quotes"),
-    ("nemo", "model.optim.lr", None, "give --learning_rate"),
-    ("nemo", "model.optim.name", None, "give --optimizer"),
-    ("nxdt", "data.micro_batch_size", None, "give --batch_size"),
-    ("nxdt", "data.global_batch_size", None, "give --global_batch_size"),
-    ("neox", "train_iters", None, "give --num_steps"),
-    ("neox", "seq_length", None, "give --seq_length"),
-]
-
-
-@pytest.mark.parametrize(("kind", "key", "value", "reason"), REFUSED)
-def test_what_cannot_be_done_is_refused_with_key_value_and_reason(
-    kind: str, key: str, value: Any, reason: str | None, tmp_path: Path
-) -> None:
-    node = put(tree(kind), key, value)
-    if reason is None:  # save without a period
-        node, reason = drop(node, "checkpoint_factor"), "without save_interval"
-    report = refusal(node, tmp_path)
-    (line,) = (line for line in report.splitlines() if line.startswith(f"  {key}={value} "))
-    assert reason in line
-
-
 @pytest.mark.parametrize(("kind", "key"), [("nemo", "model.moe.top_k"), ("nxdt", "x.y"), ("neox", "no_such_key")])
 def test_an_unknown_key_stops_the_run_unless_it_is_allowed(kind: str, key: str, tmp_path: Path) -> None:
     node = put(tree(kind), key, 1)
@@ -332,11 +241,6 @@ def test_an_unknown_key_stops_the_run_unless_it_is_allowed(kind: str, key: str, 
     assert not [*result.problems, *result.config_problems]
     assert [row.status for row in result.keys if row.source_key == key] == ["unsupported"]
     assert f"warning: {key}=1" in as_text(result, as_data(result))
-
-
-def test_recomputing_some_micro_batches_alone_is_refused_where_a_file_asks_for_it(tmp_path: Path) -> None:
-    node = put(tree("nemo"), "model.activations_checkpoint_granularity", "full")
-    assert "alone" in refusal(put(node, "model.activations_checkpoint_layers_per_pipeline", 2), tmp_path)
 
 
 def test_keys_that_contradict_are_named_both(tmp_path: Path) -> None:
@@ -430,13 +334,6 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
         assert subject in report
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_what_would_work(tmp_path: Path) -> None:
-    """8 ranks of 2 sequences. NxD Training would train on 32 and not say so."""
-    report = refusal(put(tree("nxdt"), "data.global_batch_size", 40), tmp_path)
-    assert "data.global_batch_size=40" in report
-    assert "use 32 or 48, or micro_batch_size 1, 5" in report
-
-
 def test_a_batch_that_nemo_would_refuse_on_the_file_s_devices_is_one_for_other_devices(tmp_path: Path) -> None:
     """The launcher's files have devices that their batches do not divide over: its users give their own."""
     node = put(tree("nemo"), "model.global_batch_size", 40)
@@ -454,11 +351,6 @@ def test_flags_win_over_the_file_and_the_report_says_so(tmp_path: Path) -> None:
     (row,) = (row for row in result.keys if row.source_key == "model.optim.lr")
     assert "overridden by command line: --learning_rate=1e-3" in row.note
     assert row.values == {"learning_rate": "1e-3"}
-
-
-def test_a_flag_answers_what_the_file_leaves_open(tmp_path: Path) -> None:
-    node = put(tree("nemo"), "model.tokenizer.model", "???")
-    assert config(node, tmp_path, tokenizer_path="a.model").tokenizer_path == "a.model"
 
 
 def test_a_flag_takes_its_companion_with_it(tmp_path: Path) -> None:
@@ -688,142 +580,10 @@ def test_a_launcher_s_file_is_read_raw_and_composed(is_composed: bool, tmp_path:
     assert set(status) == {key for key, _ in leaves(node)} | {key for key, _ in leaves(outside)}
 
 
-# Keys of NeMo 1.21 to 2.0's megatron_gpt_config.yaml and of its launcher's training files that 1.14 does not have.
-NEWER = {
-    "trainer.max_time": "05:23:30:00",
-    "trainer.use_distributed_sampler": False,
-    "trainer.enable_model_summary": False,
-    "exp_manager.step_timing_kwargs.sync_cuda": True,
-    "exp_manager.seconds_to_sleep": 60,
-    "model.mcore_gpt": True,
-    "model.rampup_batch_size": None,
-    "model.expert_model_parallel_size": 1,
-    "model.moe_grouped_gemm": False,
-    "model.num_moe_experts": None,
-    "model.use_flash_attention": True,
-    "model.ub_tp_comm_overlap": True,
-    "model.ub_tp_comm_overlap_cfg.qkv_fprop.num_sm": 4,
-    "model.tp_comm_atomic_ag": True,
-    "model.sharp": True,
-    "model.fp8": False,
-    "model.fp8_hybrid": True,
-    "model.fp8_wgrad": True,
-    "model.fsdp": False,
-    "model.fsdp_sharding_strategy": "full",
-    "model.fsdp_grad_reduce_dtype": "fp32",
-    "model.fsdp_sharded_checkpoint": False,
-    "model.apply_rope_fusion": True,
-    "model.gc_interval": 100,
-    "model.qkv_bias": False,
-    "model.rotary_interleaved": False,
-    "model.seq_len_interpolation_factor": None,
-    "model.max_position_embeddings": "${sum:${.encoder_seq_length},0}",
-    "model.nsys_profile.enabled": False,
-    "model.nsys_profile.trace": ["nvtx", "cuda"],
-    "model.nsys_profile.start_step": 10,
-    "model.memory_profile.enabled": False,
-    "model.memory_profile.start_step": 10,
-    "model.optim.name": "mcore_distributed_optim",
-    "model.optim.contiguous_param_buffer": True,
-    "model.optim.grad_sync_dtype": "bf16",
-    "model.data.exchange_indices_distributed": True,
-    "model.data.mock_dataset": False,
-    "model.data.data_impl": "mock",
-}
-
-
-def test_a_nemo_file_after_1_18_imports(tmp_path: Path) -> None:
-    node = tree("nemo")
-    for key, value in NEWER.items():
-        put(node, key, value)
-    assert config(node, tmp_path) == replace(config(tree("nemo"), tmp_path), max_run_seconds=516_600)
-
-
-# Keys of NeMo's newer example files and of its launcher's, which say nothing of the training, as they stand there.
-BESIDE = {
-    "hydra.searchpath": ["file:///opt/NeMo/conf"],
-    "defaults": ["_self_", {"optional tp_overlap@model.ub_tp_comm_overlap_cfg": None}],
-    "precision": "bf16",
-    "target": "nemo.collections.nlp.models.MegatronGPTModel",
-    "mcore_customization_config.parallel_attention": True,  # not below model, so no layer is Falcon's
-    "s3_checkpointing.chunk_size_MB": 64,
-    "exp_manager.neptune_logger_kwargs.prefix": "train",
-    "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": True,
-    "model.precision": "bf16",
-    "model.name": "te_gpt",
-    "model.nemo_version": "1.21.0rc0",
-    "model.mcore_customization_config.parallel_attention": True,  # without Falcon's name
-    "model.num_micro_batches_with_partial_activation_checkpoints": 2,  # without granularity full
-    "model.activations_checkpoint_layers_per_pipeline": 32,
-    "model.moe_router_topk": 2,  # without num_moe_experts
-    "model.torch_distributed_checkpoint": True,
-    "env_vars.NVTE_FUSED_ATTN": 1,
-    "model.cpu_offloading": False,
-    "model.cpu_offloading_num_layers": "${sum:${.num_layers},-1}",
-    "model.cpu_offloading_weights": True,
-    "model.dist_ckpt_format": "zarr",
-    "model.dist_ckpt_torch_dist_multiproc": 2,
-    "model.megatron_timer_kwargs.log_mode": "minmax",
-    "model.enable_vboost": True,
-    "model.deteministic_mode": False,  # the launcher's spelling
-    "model.optim.dtype": "bf16",  # which fused_adam does not read
-    "model.rotary_interleaved": True,
-    "model.tokenizer.trust_remote_code": True,
-    "model.tokenizer.model": "???",
-    "model.data.data_prefix": "???",
-    "model.data.add_fim": False,
-    "model.data.fim.rate": 0.5,
-    "model.data.fim.extra_tokens.prefix": "<fim_prefix>",
-    "model.data.mmap_bin_files": True,
-}
-
-
-def test_keys_beside_the_training_do_not_stop_an_import(tmp_path: Path) -> None:
-    node = tree("nemo")
-    for key, value in BESIDE.items():
-        put(node, key, value)
-    assert config(node, tmp_path) == config(tree("nemo"), tmp_path)
-
-
 def test_data_that_a_file_leaves_open_are_asked_for_by_the_run(tmp_path: Path) -> None:
     node = put(tree("nemo"), "model.data.data_prefix", "???")
     with pytest.raises(ConfigError, match="--data_path"):
         from_flags({"import_config": write(tmp_path, node), "vocab_size": "100"})
-
-
-def test_falcon_s_layers_are_read_below_model_with_its_name(tmp_path: Path) -> None:
-    """One norm for both branches in 7B's; 40B's new architecture has two."""
-    node = put(tree("nemo"), "model.name", "megatron_falcon_gpt")
-    put(node, "model.mcore_customization_config.parallel_attention", True)
-    for new in (False, True):
-        put(node, "model.mcore_customization_config.new_decoder_architecture", new)
-        imported = config(node, tmp_path)
-        assert (imported.parallel_residual, imported.shared_norm) == (True, not new)
-
-
-def test_gemma_s_embeddings_and_activation_of_nemo(tmp_path: Path) -> None:
-    """OpenAI's GELU takes the place of any activation, of gated ones too (NeMo's activation_to_func)."""
-    node = put(put(tree("nemo"), "model.apply_embedding_scaling", True), "model.activation", "geglu")
-    put(put(node, "model.openai_gelu", True), "model.bias_activation_fusion", False)
-    imported = config(node, tmp_path)
-    assert (imported.scale_embeddings, imported.activation) == (True, "geglu_tanh")
-    assert "openai_gelu" in refusal(put(node, "model.activation", "swiglu"), tmp_path)
-
-
-def test_rows_of_another_length_than_the_model_s_count_in_nemo(tmp_path: Path) -> None:
-    node = put(put(tree("nemo"), "model.data.seq_length", 16), "model.window_size", [16, 0])
-    imported = config(node, tmp_path)
-    assert (imported.seq_length, imported.max_position_embeddings, imported.sliding_window) == (16, 32, 17)
-
-
-def test_llama_3_1_s_positions_of_nemo(tmp_path: Path) -> None:
-    """apply_rope_scaling: 8192 positions, factors 1 and 4, and 8 unless scale_factor says otherwise."""
-    node = put(tree("nemo"), "model.scale_positional_embedding", True)
-    for factor in (8, 32):
-        imported = config(put(node, "model.scale_factor", None if factor == 8 else factor), tmp_path)
-        scaling = (imported.rope_scaling_type, imported.rope_scaling_factor, imported.rope_original_max_position)
-        assert scaling == ("llama3", factor, 8192)
-        assert (imported.rope_low_freq_factor, imported.rope_high_freq_factor) == (1, 4)
 
 
 def test_a_run_may_end_in_its_warm_up(tmp_path: Path) -> None:
@@ -831,26 +591,6 @@ def test_a_run_may_end_in_its_warm_up(tmp_path: Path) -> None:
     sched = {"name": "CosineAnnealing", "warmup_steps": 115, "constant_steps": 12_500, "min_lr": "3e-4"}
     imported = config(put(tree("nemo"), "model.optim.sched", sched), tmp_path)
     assert [learning_rate(imported, step) for step in (0, 11)] == pytest.approx([0, 3e-3 * 11 / 115])
-
-
-def test_an_unknown_key_that_is_off_is_ignored(tmp_path: Path) -> None:
-    for value in (None, False, 0):
-        result = resolved(put(tree("nemo"), "model.new_option", value), tmp_path)
-        assert not [*result.problems, *result.config_problems]
-        (row,) = (row for row in result.keys if row.source_key == "model.new_option")
-        assert (row.status, row.note.partition(";")[0]) == ("ignored", "off")
-
-
-def test_a_time_limit_is_days_hours_minutes_and_seconds(tmp_path: Path) -> None:
-    assert config(put(tree("nxdt"), "trainer.max_time", "01:02:03:04"), tmp_path).max_run_seconds == 93_784
-    both = put(put(tree("nemo"), "trainer.max_time", "01:00:00:00"), "exp_manager.max_time_per_run", "00:00:05:00")
-    assert config(both, tmp_path).max_run_seconds == 300
-    (row,) = (
-        row
-        for row in resolved(put(tree("nemo"), "trainer.max_time", "2 days"), tmp_path).keys
-        if "time" in row.source_key
-    )
-    assert (row.status, row.note) == ("unsupported", "expected DD:HH:MM:SS")
 
 
 # ---- tables

@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -94,12 +93,10 @@ def test_8_billion_parameters_fit_the_chips_of_a_slice_and_not_of_one_of_its_hos
 def test_the_page_shows_everything_and_needs_neither_data_nor_devices(tmp_path: Path) -> None:
     flags = ("--plan", "--plan_devices=512", "--plan_device_kind=tpu-v5p", "--model_variant=llama3_70b")
     command = [sys.executable, "main_training.py", *flags, "--sharding_strategy=fsdp", f"--plan_json={tmp_path / 'p'}"]
-    began = time.perf_counter()
     done = subprocess.run(
         [*command, "--batch_size=1", "--fsdp_activation_checkpointing"],
         cwd=ROOT, env={**os.environ, "PJRT_DEVICE": "TPU"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert time.perf_counter() - began < 60
     assert "70,553,706,496 parameters" in done.stdout
     assert "model.layers.*.mlp.down_proj.weight" in done.stdout
     assert ": fits in" in done.stdout
@@ -220,7 +217,7 @@ def test_sizes_that_do_not_divide_are_refused_as_they_are_in_training() -> None:
         plan_of(config(plan_devices=12, tensor_parallel_size=8))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.sampled_from(["ddp", "zero1", "fsdp", "hsdp"]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([8, 32, 64]))
 def test_splitting_never_holds_more_and_recomputing_never_keeps_more(split: str, tensor: int, devices: int) -> None:
     base = config(sharding_strategy=split, tensor_parallel_size=tensor, plan_devices=devices)

@@ -7,9 +7,9 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from functools import partial
@@ -36,6 +36,7 @@ from pretraining.tools.inspect_data import verify_dataset, whole_corpus
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.text import FileRange, divide, find_files, read_documents
 from tests.data.corpora import rows
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 TEXT = """the quick brown fox jumps over one lazy dog while seven wizards box quietly again and again around every
@@ -140,15 +141,28 @@ def test_a_text_key_that_was_wrong_can_be_corrected(
     assert delivered(tmp_path) == wanted
 
 
-def remain(group: int) -> bool:
-    """Return whether processes of a group are left after some seconds."""
-    for _ in range(100):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return False
-        time.sleep(0.1)
-    return True
+def has_ended(group: int) -> bool:
+    """Return whether no process of a group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+# Prepares in two processes, and is killed by one of them when it has written its fourth shard since the start.
+KILLED = """
+import os, signal, sys, pretraining.tools.prepare.prepare as prepare
+prepare.SHARD_BYTES, write, written = 10_000, prepare.write_atomically, []
+def write_and_kill(path, content):
+    write(path, content)
+    written.extend([path] if path.parent.name == ".parts" else [])
+    if len(written) == 4:
+        os.kill(os.getppid(), signal.SIGKILL)
+prepare.write_atomically = write_and_kill
+if __name__ == "__main__":
+    sys.exit(prepare.main(sys.argv[1:]))
+"""
 
 
 def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_document(tmp_path: Path) -> None:
@@ -157,33 +171,16 @@ def test_a_preparation_killed_anywhere_goes_on_without_losing_or_repeating_a_doc
     for number in range(0, 1600, 100):  # 16 shards
         lines = "".join(json.dumps({"text": text}) + "\n" for text in wanted[number : number + 100])
         (tmp_path / "in" / f"{number:04d}.jsonl").write_text(lines)
-    driver = (
-        "import sys, pretraining.tools.prepare.prepare as p; p.SHARD_BYTES = 10_000\n"
-        f"if __name__ == '__main__': sys.exit(p.main(['--input={tmp_path / 'in'}', "
-        f"'--output={tmp_path / 'out'}', '--vocab_size=400', '--processes=2']))"
-    )
-    (tmp_path / "driver.py").write_text(driver)
-    kills = killed = 0
-    for _ in range(40):
+    (tmp_path / "killed.py").write_text(KILLED)
+    flags = [f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", "--vocab_size=400", "--processes=2"]
+    command, codes = [sys.executable, str(tmp_path / "killed.py"), *flags], list[int]()
+    while 0 not in codes and len(codes) < 10:
         process = subprocess.Popen(
-            [sys.executable, tmp_path / "driver.py"],
-            cwd=ROOT,
-            env={"PYTHONPATH": str(ROOT)},
-            stderr=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
+            command, env={"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        records = tmp_path / "out" / ".parts"
-        before = len(list(records.glob("*.json")))
-        while process.poll() is None and len(list(records.glob("*.json"))) < before + 5:
-            time.sleep(0.005)
-        process.kill()
-        if process.wait() == 0:
-            break
-        kills += 1
-        killed = process.pid
-    assert kills >= 2
-    assert not remain(killed)
+        codes.append(process.wait())
+        wait_until(partial(has_ended, process.pid))
+    assert codes == [-signal.SIGKILL] * (len(codes) - 1) + [0] and len(codes) > 2
     assert (tmp_path / "out" / "flags.txt").is_file()
     assert sorted(delivered(tmp_path)) == sorted(wanted)
 
@@ -497,6 +494,30 @@ def test_all_input_is_looked_at_first_and_what_cannot_be_read_is_named_together_
         "three",
     ]
     assert sorted(delivered(tmp_path)) == sorted(contents)
+
+
+def test_much_text_makes_larger_shards_and_not_more(tmp_path: Path) -> None:
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        file.truncate(2**36)  # sparse
+    for count, expected in ((0, 2**24), (1, 2**24), (2**4, 2**28), (2**10, 2**30)):
+        assert prepare.shard_bytes([tmp_path / "a.jsonl"] * count) == expected
+
+
+def test_a_preparation_with_shards_of_another_size_is_not_continued(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 1_000)
+    monkeypatch.setattr(prepare, "_SHARDS", 4)
+    monkeypatch.setattr(prepare, "_workers", lambda processes: ThreadPoolExecutor(1))
+    command = [f"--input={prepared.folder / 'in'}", f"--output={tmp_path / 'out'}"]
+    command.append(f"--tokenizer={prepared.folder / 'out' / 'tokenizer.model'}")
+    assert prepare.main(command) == 0
+    assert len(list((tmp_path / "out" / "train").glob("*.arrow"))) <= 2 * 4
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert plan.pop("shard_bytes") > 1_000
+    (tmp_path / "out" / "plan.json").write_text(json.dumps(plan))  # as of a version with shards of one size
+    assert prepare.main(command) == 2
+    assert "prepared from something else (shard_bytes changed" in capsys.readouterr().err
 
 
 def test_parts_prepared_by_jobs_of_their_own_are_merged_by_the_last_and_equal_one_preparation(

@@ -1,0 +1,358 @@
+"""Checkpoints go back to NxD Core's, NxD Training's and NeMo's files, bit for bit what these trainers wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+pytest.importorskip("pretraining.extensions.huggingface")
+
+from pretraining.checkpoint.manifest import EMBEDDING, HEAD, open_checkpoint
+from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.tools.convert import write_ranks
+from pretraining.tools.convert.convert import main
+from tests.tools.convert.test_pickles import CORE, SIZES, llama, megatron, nxdt_shards, renamed, replicated
+from tests.tools.importing.files import put, tree
+
+transformers: Any = pytest.importorskip("transformers")
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "migrating.md"
+Files = dict[str, dict[str, Tensor]]  # path in the folder -> name -> tensor
+FREQUENCIES = llama().model.rotary_emb.inv_freq
+
+
+def write(files: Files, folder: Path) -> Path:
+    for path, tensors in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({name: tensor.clone() for name, tensor in tensors.items()}, folder / path)
+    return folder
+
+
+def read(folder: Path) -> Files:
+    """Return the files with tensors, as their trainers load them."""
+    paths = [path for path in folder.rglob("*") if path.suffix in (".pt", ".ckpt")]
+    return {str(path.relative_to(folder)): torch.load(path, weights_only=True) for path in paths}
+
+
+def assert_equal(files: Files, others: Files) -> None:
+    assert files.keys() == others.keys()
+    for path, tensors in files.items():
+        assert tensors.keys() == others[path].keys(), path
+        for name, tensor in tensors.items():
+            other = others[path][name]
+            assert tensor.dtype == other.dtype and torch.equal(tensor, other), (path, name)
+            assert other.untyped_storage().nbytes() == other.nbytes, (path, name)  # no view of an unsharded tensor
+
+
+def assert_round_trip(files: Files, config: dict[str, Any], folder: Path, *more: str) -> Path:
+    """Assert that theirs become ours and theirs again; return the last folder."""
+    folder.mkdir()
+    (folder / "their.json").write_text(json.dumps(config))
+    ours, back = str(folder / "ours"), folder / "back"
+    assert main([str(write(files, folder / "theirs")), ours, f"--import_config={folder / 'their.json'}"]) == 0
+    assert main([ours, str(back), f"--export_config={folder / 'their.json'}", *more]) == 0
+    assert_equal(files, read(back))
+    return back
+
+
+def stages_of(shards: list[dict[str, Tensor]], stages: int, path: Callable[[int, int], str], layers: int = 2) -> Files:
+    """Divide each rank's tensors into stages of equal layers."""
+    files: Files = {}
+    for rank, shard in enumerate(shards):
+        for name, tensor in shard.items():
+            number = re.search(r"layers\.(\d+)\.", name)
+            stage = int(number[1]) * stages // layers if number else 0 if "embed" in name else stages - 1
+            files.setdefault(path(rank, stage), {})[name] = tensor
+    return files
+
+
+def nxd_path(rank: int, stage: int) -> str:
+    return f"model/dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt"
+
+
+# ---- Theirs, ours, theirs
+
+
+@pytest.mark.parametrize("form", ["mcore", "fast-swiglu", "swiglu"])
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
+def test_nemo_s_ranks_come_back(form: str, ranks: int, stages: int, tmp_path: Path) -> None:
+    """NeMo's own models have the gate in a matrix of its own, or fused, and save the rotary frequencies."""
+    groups = 4 if form != "mcore" or ranks == 4 else 2  # grouped queries are megatron-core's alone
+    state = {name: weight.bfloat16() for name, weight in llama(groups).state_dict().items()}
+    files: Files = {}
+    for rank in range(ranks):
+        for stage in range(stages):
+            names = megatron(state, rank, ranks, range(stage * 2 // stages, (stage + 1) * 2 // stages), groups)
+            names = {name: x for name, x in names.items() if stage == 0 or "word_embeddings" not in name}
+            last = ("final_layernorm", "output_layer")
+            names = {name: x for name, x in names.items() if stage == stages - 1 or not any(w in name for w in last)}
+            if form == "mcore":
+                names = renamed(names, CORE)
+            elif form == "swiglu":
+                for name in [name for name in names if "dense_h_to_4h.weight" in name]:
+                    names[name], names[name.replace("4h.weight", "4h_2.weight")] = names[name].chunk(2)
+            if form != "mcore":
+                names["model.language_model.rotary_pos_emb.inv_freq"] = 1 / 50000 ** (torch.arange(0, 4, 2) / 4)
+            folder = f"tp_rank_{rank:02}_pp_rank_{stage:03}/" if stages > 1 else f"mp_rank_{rank:02}/" * (ranks > 1)
+            files[f"{folder}model_weights.ckpt"] = names
+    config = put(put(tree("nemo"), "model.tensor_model_parallel_size", ranks), "model.num_query_groups", groups)
+    put(put(config, "model.pipeline_model_parallel_size", stages), "model.activation", form.replace("mcore", "swiglu"))
+    put(put(config, "model.rotary_base", 50000), "model.rotary_percentage", 0.5)
+    back = assert_round_trip(files, put(config, "model.mcore_gpt", form == "mcore"), tmp_path / "nemo")
+    saved = yaml.safe_load((back / "model_config.yaml").read_text())
+    assert saved["max_position_embeddings"] == saved["encoder_seq_length"] == 32  # a reference of the file
+    assert saved["data"] == {"seq_length": 32, "num_workers": 2} and saved["target"].endswith(".MegatronGPTModel")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nemo_s_gpt_comes_back(ranks: int, tmp_path: Path) -> None:
+    """Norms and matrices with biases, learned positions, no gate."""
+    rows = {"input_layernorm": 32, "post_attention_layernorm": 32, "self_attention.dense": 32, "mlp.dense_4h_to_h": 32}
+    rows |= {"self_attention.query_key_value": 96 // ranks, "mlp.dense_h_to_4h": 64 // ranks}
+    columns = {"self_attention.dense": 32 // ranks, "mlp.dense_4h_to_h": 64 // ranks}
+    generator = torch.Generator().manual_seed(0)
+    model: dict[str, Tensor] = {
+        "embedding.word_embeddings.weight": torch.randn(48 // ranks, 32, generator=generator),
+        "embedding.position_embeddings.weight": torch.randn(32, 32, generator=generator),
+        **{f"encoder.final_layernorm.{end}": torch.randn(32, generator=generator) for end in ("weight", "bias")},
+        "output_layer.weight": torch.randn(48 // ranks, 32, generator=generator),
+    }
+    for name, count in {
+        f"encoder.layers.{layer}.{name}": count for layer in (0, 1) for name, count in rows.items()
+    }.items():
+        width = columns.get(name.split(".", 3)[3], 32)
+        model[f"{name}.weight"] = torch.randn(count, *([] if "norm" in name else [width]), generator=generator)
+        model[f"{name}.bias"] = torch.randn(count, generator=generator)
+    shard = {f"model.language_model.{name}": tensor for name, tensor in model.items()}
+    files = {f"{f'mp_rank_{rank:02}/' * (ranks > 1)}model_weights.ckpt": shard for rank in range(ranks)}
+    config = put(
+        put(tree("nemo"), "model.tensor_model_parallel_size", ranks),
+        "model.position_embedding_type",
+        "learned_absolute",
+    )
+    put(put(config, "model.normalization", "layernorm"), "model.bias", True)
+    put(put(config, "model.num_query_groups", 4), "model.activation", "gelu")
+    assert_round_trip(files, put(config, "model.bias_activation_fusion", False), tmp_path / "nemo")
+
+
+@pytest.mark.parametrize("form", ["parts", "fused"])
+@pytest.mark.parametrize(
+    ("ranks", "copies", "stages", "order"),
+    [(1, 1, 1, ""), (2, 1, 2, ""), (8, 4, 1, "trn1"), (8, 4, 2, "trn2"), (4, 4, 1, "trn1")],
+)
+def test_nxd_core_s_grouped_queries_come_back(
+    form: str, ranks: int, copies: int, stages: int, order: str, tmp_path: Path
+) -> None:
+    state = llama(num_attention_heads=8).state_dict()
+    shards = nxdt_shards(state, ranks, copies, are_adjacent=order == "trn2")
+    for shard in shards:
+        for name in [name for name in shard if name.endswith("weight_q")] if form == "fused" else []:
+            shard[f"{name}kv"] = torch.cat([shard.pop(f"{name[:-1]}{letter}") for letter in "qkv"])
+    config = put(put(replicated(ranks, copies), "model_source", "hf"), "model.fuse_qkv", form == "fused")
+    put(put(config, "distributed_strategy.pipeline_model_parallel_size", stages), "model.num_attention_heads", 8)
+    put(config, "trainer.devices", 16)
+    more = [f"--hw_backend={order}"] if order else []
+    back = assert_round_trip(stages_of(shards, stages, nxd_path), config, tmp_path / "nxd", *more)
+    assert (back / "done").read_text() == (back / "checkpoint").read_text() == "1"
+
+
+@pytest.mark.parametrize(("is_fused", "is_tied"), [(False, False), (True, False), (True, True)])
+def test_nxd_core_s_ungrouped_queries_come_back(
+    is_fused: bool, is_tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tied head is stored twice, which NeMo does on its last stage alone, under a name of its own."""
+    shards = nxdt_shards(llama(4, tie_word_embeddings=is_tied).state_dict(), 2, 1)
+    for shard in shards:
+        for layer in ("model.layers.0.self_attn.", "model.layers.1.self_attn."):
+            parts = {x: shard.pop(f"{layer}qkv_proj.weight_{x}") for x in "qkv"}
+            shard.update({f"{layer}{x}_proj.weight": part for x, part in parts.items()} if not is_fused else {})
+            shard.update({f"{layer}qkv_proj.weight": torch.cat(list(parts.values()))} if is_fused else {})
+    config = put(put(tree("nxdt"), "distributed_strategy.tensor_model_parallel_size", 2), "model.num_kv_heads", 4)
+    put(put(config, "model_source", "hf"), "model.fuse_qkv", is_fused)
+    put(config, "model.share_embeddings_and_output_weights", is_tied)
+    assert_round_trip(stages_of(shards, 1, nxd_path), config, tmp_path / "nxd")
+    for stages in (1, 2) if is_tied else ():
+        config = put(put(tree("nemo"), "model.share_embeddings_and_output_weights", True), "model.num_query_groups", 4)
+        put(config, "model.pipeline_model_parallel_size", stages)
+        (tmp_path / "nemo.json").write_text(json.dumps(config))
+        words = [str(tmp_path / "nxd" / "ours"), str(tmp_path / "nemo"), f"--export_config={tmp_path / 'nemo.json'}"]
+        assert main(words) == (0 if stages == 1 else 2)
+    assert not any("output" in name for each in read(tmp_path / "nemo").values() for name in each)
+    assert ("pipeline_model_parallel_size=2 with tied embeddings" in capsys.readouterr().err) == is_tied
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_nxd_training_s_megatron_models_come_back(groups: int, tmp_path: Path) -> None:
+    """Two ranks have a key head each, so that the rows of its query heads, of its key and its value follow."""
+    shards = []
+    for rank in range(2):
+        names = megatron(llama(groups).state_dict(), rank, 2, range(2), groups)
+        names = renamed(names, {"model.language_model": "language_model"})
+        for layer in range(2):
+            there = f"language_model.encoder.layers.{layer}.self_attention."
+            names[f"{there}core_attention.rotary_emb.inv_freq"] = FREQUENCIES
+            if groups == 2:
+                fused = names.pop(f"{there}query_key_value.weight")
+                names[f"{there}query.weight"], names[f"{there}key_value.weight"] = fused.split((16, 16))
+        shards.append(names)
+    config = put(put(tree("nxdt"), "distributed_strategy.tensor_model_parallel_size", 2), "model.num_kv_heads", groups)
+    assert_round_trip(stages_of(shards, 1, nxd_path), config, tmp_path / "nxdt")
+
+
+# ---- Ours, theirs, ours
+
+
+def our_tensors(folder: Path) -> dict[str, Tensor]:
+    return read_tensors(open_checkpoint(folder / "step_0"), is_weight)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of ours with 61 tokens, next to the folder "hf" of its model and to "zeros", without weights."""
+    folder = tmp_path_factory.mktemp("ours")
+    model = llama()
+    model.resize_token_embeddings(61)
+    for name in ("ours", "zeros"):
+        model.save_pretrained(folder / "hf")
+        assert main([str(folder / "hf"), str(folder / name)]) == 0
+        for weight in model.parameters():
+            weight.data.zero_()
+    return folder / "ours"
+
+
+@pytest.mark.parametrize("kind", ["nemo", "nxdt"])
+def test_ours_come_back_from_a_padded_vocabulary(
+    kind: str, ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """61 tokens are 64 rows there, the last three like the last token's. One rank at a time, averaged and rounded: the
+    same."""
+    config = put(put(tree(kind), "model.make_vocab_size_divisible_by", 4), "model.mcore_gpt", True)
+    put(config, {"nemo": "model.", "nxdt": "distributed_strategy."}[kind] + "tensor_model_parallel_size", 2)
+    file = tmp_path / "their.json"
+    file.write_text(json.dumps(config))
+    assert main([str(ours), str(tmp_path / "theirs"), f"--export_config={file}"]) == 0
+    monkeypatch.setattr(write_ranks, "available_memory", lambda: 0)
+    assert main([str(ours), str(tmp_path / "one by one"), f"--export_config={file}", "--dtype=bf16"]) == 0
+    files = read(tmp_path / "theirs")
+    rounded = {
+        path: {n: x if "inv_freq" in n else x.bfloat16() for n, x in each.items()} for path, each in files.items()
+    }
+    assert_equal(rounded, read(tmp_path / "one by one"))
+    shards = [x for tensors in files.values() for name, x in tensors.items() if "word_emb" in name or "output" in name]
+    assert [len(x) for x in shards] == [32] * 4
+    last = [x for x in shards if torch.equal(x[-1], x[-4])]
+    assert len(last) == 2 and all(torch.equal(x[-3:], x[-4:-3].expand(3, -1)) for x in last)
+    words = [str(tmp_path / "theirs"), str(tmp_path / "back"), f"--import_config={file}"]
+    assert main([*words, "--vocab_size=61"]) == 0
+    tensors, back = our_tensors(ours), our_tensors(tmp_path / "back")
+    assert tensors.keys() == back.keys() and all(torch.equal(back[name], x) for name, x in tensors.items())
+    assert main([words[0], str(tmp_path / "padded"), words[2]]) == 0  # all rows are tokens, without it
+    assert {len(our_tensors(tmp_path / "padded")[name]) for name in (EMBEDDING, HEAD)} == {64}
+    assert main([str(tmp_path / "padded"), str(tmp_path / "again"), f"--export_config={file}"]) == 0
+    assert_equal(files, read(tmp_path / "again"))
+
+
+def test_the_document_s_file_of_nxd_core_is_enough(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its config.json says how many rows there are, which its ranks must divide."""
+    pytest.importorskip("pretraining.extensions.kv_replication")
+    text = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.S)[0]
+    (tmp_path / "nxd.yaml").write_text(text.replace("32", "4").replace("kv_replicator: 4", "kv_replicator: 2"))
+    described = json.loads((ours.parent / "hf" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    words = [str(ours), str(tmp_path / "nxd"), f"--export_config={tmp_path / 'nxd.yaml'}", "--hw_backend=trn1"]
+    assert main(words) == 2
+    assert "vocab_size=61: tensor_model_parallel_size=4 does not divide it" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({**described, "vocab_size": 64}))
+    assert main(words) == 0
+    state = our_tensors(ours)
+    state |= {name: torch.cat([state[name], state[name][-1:].expand(3, -1)]) for name in (EMBEDDING, HEAD)}
+    assert_equal(stages_of(nxdt_shards(state, 4, 2), 1, nxd_path), read(tmp_path / "nxd"))
+
+
+# ---- What is refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "flags", "message"),
+    [
+        ("nemo", {"model.layernorm_epsilon": 1e-5}, "", "norm_eps=1e-06  {} describes a model with norm_eps=1e-05"),
+        ("nemo", {"model.bias": True}, "", "attn_bias=False"),
+        ("nemo", {"model.share_embeddings_and_output_weights": True}, "", "tie_word_embeddings=False"),
+        ("nemo", {"model.mcore_gpt": False}, "", "num_query_groups=2 is below num_attention_heads"),
+        ("nemo", {"model.tensor_model_parallel_size": 4}, "", "=4 does not divide num_kv_heads=2 x 1 copies"),
+        ("nemo", {"model.override_vocab_size": 60}, "", "has 60 rows, the checkpoint's vocab_size=61"),
+        ("nemo", {}, "--vocab_size=62", "--vocab_size=62: the embedding in"),
+        ("nemo", {}, "--vocab_size=-1", "--vocab_size=-1: a number from 1"),
+        ("nemo", {}, "--hw_backend=trn1", "--hw_backend=trn1: the files of NeMo Megatron hold no copies"),
+        ("nemo", {}, "--tokenizer_path=x", "--tokenizer_path: the file of --export_config names the tokenizer"),
+        ("nxdt", {"distributed_strategy.pipeline_model_parallel_size": 4, "trainer.devices": 4}, "", "num_layers=2"),
+        ("nxdt", {"distributed_strategy.virtual_pipeline_model_parallel_size": 2}, "", "another division than into"),
+        ("neox", {}, "", "checkpoints are written for NxD Training, NxD Core and NeMo, not for GPT-NeoX"),
+    ],
+)  # fmt: skip
+def test_what_their_files_cannot_hold_is_refused(
+    kind: str, changes: dict[str, Any], flags: str, message: str, ours: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if kind == "nxdt":
+        pytest.importorskip("pretraining.extensions.pipeline")
+    config = tree(kind)
+    for key, value in {"model.mcore_gpt": True, **changes}.items() if kind == "nemo" else changes.items():
+        put(config, key, value)
+    (tmp_path / "their.json").write_text(json.dumps(config))
+    words = [str(ours), str(tmp_path / "theirs"), f"--export_config={tmp_path / 'their.json'}"]
+    assert main([*words, *flags.split()]) == 2
+    assert message.format(tmp_path / "their.json") in capsys.readouterr().err
+    assert not list(tmp_path.glob("theirs*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "has no tensor for model.layers.0.self_attn.k_proj.bias, model.layers.0.self_"),
+        ({"head_dim": 16}, "head_dim=16: NxD Core has hidden_size / num_attention_heads alone"),
+        ({"intermediate_size": 66}, "mlp.gate_up_proj.weight: shape [66, 32] cannot be divided over 4 tensor ranks"),
+        ({}, "kv_replicator=2 has another order of the copies on Trn2 than on Trn1: give --hw_backend=trn1 or trn2"),
+    ],
+)  # fmt: skip
+def test_what_nxd_core_s_llama_does_not_have_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its config.json may ask for it."""
+    pytest.importorskip("pretraining.extensions.kv_replication")
+    sizes = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **changes})
+    transformers.LlamaForCausalLM(sizes).save_pretrained(tmp_path / "hf")
+    assert main([str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
+    strategy = {"tensor_model_parallel_size": 4, "kv_replicator": 2}
+    config = {"model_source": "hf", "trainer": {"devices": 4, "num_nodes": 1, "max_steps": 1}}
+    config |= {"distributed_strategy": strategy, "model": {"model_config": "hf/config.json", "qkv_linear": True}}
+    (tmp_path / "nxd.json").write_text(json.dumps(config))
+    words = [str(tmp_path / "ours"), str(tmp_path / "theirs"), f"--export_config={tmp_path / 'nxd.json'}"]
+    assert main([*words, *(["--hw_backend=trn1"] if changes else [])]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("theirs*"))
+
+
+def test_a_disk_that_takes_no_more_is_a_sentence(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nemo.json").write_text(json.dumps(put(tree("nemo"), "model.mcore_gpt", True)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        code = main([str(ours), str(tmp_path / "theirs"), f"--export_config={tmp_path / 'nemo.json'}"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2 and "model_weights.ckpt: cannot be written: [Errno 27] File too large" in capsys.readouterr().err
+    assert not (tmp_path / "theirs").exists()
