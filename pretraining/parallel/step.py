@@ -62,6 +62,7 @@ class OptimizerStep(ABC):
         self.loss_scale = config.loss_scale_on(device)
         self.recent = config.recent_figures_on(device)
         optimizer.updates = torch.zeros((), device=device)
+        self.groups = [[parameter] for parameter in optimizer.parameters]  # what `compute_updates` takes at once
         # The model runs on the rounded copies; the optimizer state keeps the fp32 parameters.
         self.rounded_copies: dict[str, Tensor] = {}
         if self.precision.keeps_rounded_copy:
@@ -90,10 +91,6 @@ class OptimizerStep(ABC):
     @abstractmethod
     def on_full(self, function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
         """See rules.OnFull."""
-
-    def groups(self) -> Iterable[Sequence[ParameterState]]:
-        """Return the trained parameters, grouped by what `compute_updates` takes at once."""
-        return ([parameter] for parameter in self.optimizer.parameters)
 
     def compute_updates(
         self, parameters: Sequence[ParameterState], gradients: Sequence[Tensor], step: Tensor, rate: Tensor
@@ -132,7 +129,7 @@ class OptimizerStep(ABC):
         """Apply the update rule to each group of parameters in turn."""
         rate = torch.as_tensor(rate, dtype=torch.float32, device=self.device)
         step = self.optimizer.updates + 1
-        for group in self.groups():
+        for group in self.groups:
             means = [gradients.mean(parameter.name, clip) for parameter in group]
             for parameter, (weight, moments) in zip(group, self.compute_updates(group, means, step, rate), strict=True):
                 for name, target in parameter.moments.items():

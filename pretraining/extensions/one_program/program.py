@@ -24,7 +24,7 @@ class ProgramStep(TorchStep):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._is_fused, self._updates = False, {}
-        self._groups = [[parameter] for parameter in self.optimizer.parameters]
+        self.groups = [[parameter] for parameter in self.optimizer.parameters]
         trained = {parameter.name for parameter in self.optimizer.parameters}
         self.frozen = {name: self.shards.local(name) for name in self.shards.weights if name not in trained}
 

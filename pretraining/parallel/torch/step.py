@@ -56,26 +56,17 @@ class TorchStep(OptimizerStep):
         self._is_fused = self.precision.is_optimizer_fp32 and all(
             type(parameter.rule) is Adam and parameter.rule.decoupled for parameter in optimizer.parameters
         )
-        self._groups: list[list[ParameterState]] = []
+        # Of a kind, the fused kernel takes some, and a rule of full tensors one for each device.
+        self.groups, devices = [], shards.mesh.data_ranks * shards.mesh.tensor
         for _, group in groupby(sorted(optimizer.parameters, key=self._kind), key=self._kind):
             alike = list(group)
-            size = self._group_size(alike[0])
-            self._groups += [alike[i : i + size] for i in range(0, len(alike), size)]
+            size = FUSED_PARAMETERS if self._is_fused else devices if alike[0].rule.needs_full_tensor else 1
+            self.groups += [alike[i : i + size] for i in range(0, len(alike), size)]
 
     def _kind(self, parameter: ParameterState) -> tuple[Any, ...]:
         """Return what parameters that are updated together have in common; the same in every process."""
         shape, spec = self.shards.shapes[parameter.name], self.shards.layout.parameter(parameter.name)
         return type(parameter.rule).__name__, parameter.decay, parameter.rate_scale, shape, str(spec)
-
-    def _group_size(self, parameter: ParameterState) -> int:
-        """Return how many parameters of a kind are updated together: of full tensors, one for each device."""
-        if self._is_fused:
-            return FUSED_PARAMETERS
-        return self.shards.mesh.data_ranks * self.shards.mesh.tensor if parameter.rule.needs_full_tensor else 1
-
-    def groups(self) -> list[list[ParameterState]]:
-        """See OptimizerStep."""
-        return self._groups
 
     def add_loss(self, loss: Tensor, count: Tensor) -> None:
         """Add the summed loss of a micro-batch, or of several, and the number of its trained tokens."""
@@ -151,7 +142,7 @@ class TorchStep(OptimizerStep):
         assert gradients.divisor is not None
         divisor = gradients.divisor if clip is None else gradients.divisor / clip
         divides = ACCELERATORS[self.device.type].divides_gradients
-        for group in self._groups:
+        for group in self.groups:
             first = group[0]
             rule: Any = first.rule
             grads = [gradients.by_name[parameter.name] for parameter in group]
