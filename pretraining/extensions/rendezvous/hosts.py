@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# First: it sets what XLA reads from the environment, and notes XLA_FLAGS, before torch_xla is imported and adds to it.
+import pretraining.parallel.xla  # noqa: F401
+
+# isort: split
 import requests
 import torch_xla.runtime as xr
 from torch_xla._internal import tpu
