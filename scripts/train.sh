@@ -73,7 +73,7 @@ main() {
         options+=(--sample="def main(")
     fi
     export SCRIPT_SETTINGS="${flags[*]}" # their source is printed at the start
-    exec "$python" -m pretraining.run.restarts --gpus="$gpus" ${options[@]+"${options[@]}"} main_training.py \
+    exec "$python" -m pretraining.tools.launch --gpus="$gpus" ${options[@]+"${options[@]}"} main_training.py \
         ${flags[@]+"${flags[@]}"} ${ENGINE:+"--engine=$ENGINE"} "$@"
 }
 

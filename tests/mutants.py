@@ -140,7 +140,7 @@ MUTANTS = {
         "monitor/metrics.py", 'if step and record["step"] <= step]', "if step]", "monitor end_to_end"
     ),
     "restarts never give up": Mutant(
-        "run/restarts.py", "        if futile > patience:\n", "        if False:\n", "scripts run"
+        "tools/launch/restarts.py", "        if futile > patience:\n", "        if False:\n", "scripts run"
     ),
     "two separators are accepted": Mutant(
         "data/checks.py",

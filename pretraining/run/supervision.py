@@ -1,4 +1,4 @@
-"""What restarts.py, which starts a run again after it died, and a process of the run know of each other.
+"""What tools/launch, which starts a run again after it died, and a process of the run know of each other.
 
 It sets LAUNCHED_AT (when it began, in seconds of the epoch), RESTARTS (how often it has started the run again) and
 PROGRESS_FILE, to which a process writes its newest step and its folder. None of them is needed. Imports no torch.
@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from pretraining.config.errors import UserError
 from pretraining.config.script import TRY_AGAIN, write_exit_code
@@ -54,19 +53,6 @@ class Progress:
         """Write the step; a few microseconds."""
         if self._file is not None:
             os.pwrite(self._file, b"%0*d" % (DIGITS, step), 0)
-
-
-class LastProgress(NamedTuple):
-    """What the processes of a run have written."""
-
-    step: int  # the newest; 0: none
-    run_folder: str  # empty: they have not come so far
-
-
-def read_progress(file: Path) -> LastProgress:
-    """Return what Progress has written."""
-    content = file.read_bytes()
-    return LastProgress(int(content[:DIGITS].strip(b"\0") or 0), os.fsdecode(content[DIGITS:]))
 
 
 class Watchdog:

@@ -1,6 +1,6 @@
 """Start a run on this host, and again while that helps.
 
-    python -m pretraining.run.restarts [OPTION ...] PROGRAM [FLAG ...]
+    python -m pretraining.tools.launch [OPTION ...] PROGRAM [FLAG ...]
 
 scripts/train.sh ends as this program. After code 5 (a step hung, or another process was lost), a kill, and every other
 code that is not FINAL, PROGRAM starts again and continues from its newest checkpoint: at most MAX_RESTARTS times
@@ -18,11 +18,12 @@ import tempfile
 import time
 from argparse import REMAINDER, Namespace
 from pathlib import Path
+from typing import NamedTuple
 
 from pretraining.config.errors import UserError
-from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, USER_MISTAKE, ArgumentParser, exit_with
-from pretraining.run.launch import Launcher, check_variables, environments, number, value_of
-from pretraining.run.supervision import read_progress
+from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, USER_MISTAKE, ArgumentParser
+from pretraining.run.supervision import DIGITS
+from pretraining.tools.launch.processes import Launcher, check_variables, environments, number, value_of
 
 SIGNALS = (signal.SIGINT, signal.SIGPIPE, signal.SIGTERM)
 # Another start would end in the same way, or is not wanted.
@@ -30,9 +31,22 @@ FINAL = (FINISHED, USER_MISTAKE, STOPPED_ITSELF, TIME_IS_UP, *(128 + each for ea
 PAUSE = 1.0  # s before a restart
 
 
+class LastProgress(NamedTuple):
+    """What the processes of a run have written to PROGRESS_FILE."""
+
+    step: int  # the newest; 0: none
+    run_folder: str  # empty: they have not come so far
+
+
+def read_progress(file: Path) -> LastProgress:
+    """Return what supervision.Progress has written."""
+    content = file.read_bytes()
+    return LastProgress(int(content[:DIGITS].strip(b"\0") or 0), os.fsdecode(content[DIGITS:]))
+
+
 def main() -> int:
     """Run until no restart helps, and return the exit code of the training."""
-    parser = ArgumentParser(prog="python -m pretraining.run.restarts", description=__doc__.split("\n")[0])
+    parser = ArgumentParser(prog="python -m pretraining.tools.launch", description=__doc__.split("\n")[0])
     parser.add_argument("--gpus", type=int, default=0, help="CUDA GPUs of this host: processes, unless NPROC is set")
     parser.add_argument("--torch_tpu", action="store_true", help="use TorchTPU: a process for each chip of this host")
     parser.add_argument("--sample", default="", help="prompt; after a complete run print how the model continues it")
@@ -102,7 +116,3 @@ def print_sample(launcher: Launcher, folder: str, prompt: str) -> int:
 def log(text: str) -> None:
     """Print a line to stderr."""
     print(text, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    exit_with(main)
