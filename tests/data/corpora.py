@@ -57,6 +57,7 @@ def write_lists(path: Path, documents: Documents, kind: str = "int32", batch: in
 
 def write_instructions(folder: Path, rows: Sequence[Sequence[tuple[list[int], int]]], length: int) -> None:
     """Rows of examples, (tokens, how many of them are the prompt), as Hugging Face's datasets write packed ones."""
+    _need_shard_formats()
     columns: dict[str, list[list[int]]] = {"tokens": [], "labels": [], "position_ids": []}
     for row in rows:
         rest = length - sum(len(tokens) for tokens, _ in row)

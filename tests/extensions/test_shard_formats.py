@@ -70,6 +70,9 @@ def test_without_the_folder_such_shards_are_refused_with_its_name(
         assert str(shard) in complaint(folder, file_type="parquet")
         shard.unlink()
         shard.with_suffix(".bin").unlink(missing_ok=True)
+    labelled = folder / "labelled.arrow"
+    corpora.write_arrow(labelled, pa.table({"tokens": [[4, 5]], "labels": [[4, 5]]}))
+    assert complaint(folder).startswith(f"{labelled}: nothing here reads its labels: add the folder pretraining/ext")
     shutil.rmtree(folder)
     folder.mkdir()
     corpora.write_flat(folder / "a", DOCUMENTS)

@@ -13,33 +13,45 @@ from __future__ import annotations
 import io
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
 from pretraining.config.errors import UserError
-from pretraining.data.stores.labels import NULLS, decode, is_list, label_columns, list_offsets
+from pretraining.data.stores import MAGIC
+from pretraining.data.stores.labels import LABELS, LOSS_MASK, POSITIONS
 from pretraining.data.stores.shard import TOKEN_TYPES, ShardContents
 from pretraining.storage import BUFFER, StorageError, is_remote, location, open_buffered, size_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAGIC = b"ARROW1"
-STREAM_MAGIC = b"\xff\xff\xff\xff"  # the continuation marker that begins every message
 # A record batch in the footer of a file: of its message, the place, and the bytes before the body (File.fbs, Block).
 _BLOCK = np.dtype([("place", "<i8"), ("header", "<i4"), ("padding", "<i4"), ("body", "<i8")])
 _RECORD_BATCHES = 3  # number of the field in the footer's table
+NULLS = "the token column has nulls: write a document without tokens as an empty list"
 COMPRESSED = "compressed buffers cannot be read in place: write the shard without compression"
 # Bytes of a message from which on its body is left out when it is indexed: a request for less takes as long.
 LARGE = 1 << 16
 
 
-def index_arrow(path: str, column: str, decoded: str) -> ShardContents:
+def refuse_labels(batches: Iterable[pa.RecordBatch], dtype: str, path: str, decoded: str) -> ShardContents:
+    """Raise UserError, in place of the extension that decodes shards with labels."""
+    remedy = "add the folder pretraining/extensions/shard_formats, and its name to NAMES of main_training.py"
+    raise UserError(f"{path}: nothing here reads its labels: {remedy}")
+
+
+def index_arrow(
+    path: str,
+    column: str,
+    decoded: str,
+    decode_labels: Callable[[Iterable[pa.RecordBatch], str, str, str], ShardContents] = refuse_labels,
+) -> ShardContents:
     """Return the documents of an Arrow file, from its column `column`; with labels, their tokens are in `decoded`.
 
-    UserError names the path if the file is not complete, or its column has nulls, compression or the wrong type.
+    decode_labels: see decode of extensions/shard_formats. UserError names the path if the file is not complete, or its
+    column has nulls, compression or the wrong type.
     """
     import pyarrow as pa
 
@@ -55,7 +67,7 @@ def index_arrow(path: str, column: str, decoded: str) -> ShardContents:
                 schema = batches.schema
             dtype = token_type(schema, column, path)
             if labels := label_columns(schema, column):
-                return decode((batch.select([column, *labels]) for batch in batches), dtype, path, decoded)
+                return decode_labels((batch.select([column, *labels]) for batch in batches), dtype, path, decoded)
         mean = size_of(location(path)) // (1 if blocks is None else max(1, len(blocks)))  # bytes of a batch
         if not is_remote(path) and mean < LARGE:
             with pa.OSFile(path) as plain:
@@ -205,3 +217,28 @@ def token_type(schema: pa.Schema, column: str, path: str) -> str:
         allowed = ", ".join(TOKEN_TYPES)
         raise UserError(f"{path}: column {column!r} holds {kind}; token ids are {allowed}, or a list of one of them")
     return value
+
+
+def label_columns(schema: pa.Schema, column: str) -> list[str]:
+    """Return the columns that mark the tokens of `column`, the one with labels first; empty for a shard without."""
+    lists = [field.name for field in schema if is_list(field.type)]
+    labels = [name for name in (LABELS, LOSS_MASK) if name in lists and column in lists][:1]
+    return [*labels, *(name for name in lists if labels and name == POSITIONS)]
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds a list in every row."""
+    import pyarrow as pa
+
+    types = pa.types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def list_offsets(lists: pa.Array) -> np.ndarray:
+    """Return the borders of lists among their values, int64 [lists + 1]."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(lists.type):
+        return np.arange(len(lists) + 1) * int(lists.type.list_size)
+    offsets: np.ndarray = lists.offsets.to_numpy().astype(np.int64)
+    return offsets

@@ -8,7 +8,8 @@ from pathlib import Path, PurePath
 
 from pretraining.config.errors import UserError
 from pretraining.data.layouts import DATASET_STATE, read_dataset_json
-from pretraining.data.stores.arrow import MAGIC, STREAM_MAGIC, index_arrow
+from pretraining.data.stores import MAGIC, STREAM_MAGIC
+from pretraining.data.stores.arrow import index_arrow
 from pretraining.storage import SHARD_FORMATS, Location, ShardFormat, size_of, store_of
 
 # Endings of files that may be next to shards: descriptions, counts, tokenizers. Hidden files and those that begin

@@ -1,10 +1,11 @@
-"""Token shards of other tools: Parquet, and Megatron's .idx next to .bin."""
+"""Token shards of other tools: Parquet, Megatron's .idx next to .bin, and Arrow or Parquet with labels."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from pretraining.config.extension import Extension
+from pretraining.data.stores import MAGIC, STREAM_MAGIC
 from pretraining.storage import ShardFormat
 
 if TYPE_CHECKING:
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
 PARQUET = b"PAR1"
 MEGATRON = b"MMIDIDX\x00\x00"
 OLD_MEGATRON = b"TNTIDX\x00\x00"  # "lazy" and "cached" datasets of the first Megatron
+
+
+def index_labelled_arrow(path: str, column: str, decoded: str) -> ShardContents:
+    """See ShardFormat. Shards without labels are read as the core does."""
+    from pretraining.data.stores.arrow import index_arrow  # imports numpy
+    from pretraining.extensions.shard_formats.labels import decode
+
+    return index_arrow(path, column, decoded, decode_labels=decode)
 
 
 def index_parquet(path: str, column: str, decoded: str) -> ShardContents:
@@ -31,6 +40,7 @@ def open_megatron(path: str, column: str, decoded: str) -> ShardContents:
 
 EXTENSION = Extension(
     shard_formats={
+        "arrow": ShardFormat((MAGIC, STREAM_MAGIC), index_labelled_arrow),
         "parquet": ShardFormat((PARQUET,), index_parquet),
         "megatron": ShardFormat((MEGATRON, OLD_MEGATRON), open_megatron),
     }

@@ -7,9 +7,9 @@ of tokens in the index folder (4 bytes a token, 2 for uint16), and read from the
 from __future__ import annotations
 
 from pretraining.config.errors import UserError
-from pretraining.data.stores.arrow import token_type
-from pretraining.data.stores.labels import decode, is_list, label_columns
+from pretraining.data.stores.arrow import is_list, label_columns, token_type
 from pretraining.data.stores.shard import ShardContents
+from pretraining.extensions.shard_formats.labels import decode
 from pretraining.storage import BUFFER, StorageError, is_remote, open_buffered
 
 # Rows decoded at once: 2.6 MB at 660 tokens each.

@@ -18,7 +18,7 @@ from pretraining.data.checksums import byte_sum
 from pretraining.data.corpus import documents_per_block
 from pretraining.data.files import file_hash
 from pretraining.data.index import GROUP
-from pretraining.data.stores.arrow import index_arrow
+from pretraining.data.stores.find import shard_formats
 from pretraining.data.stores.labels import LABELS, POSITIONS
 from pretraining.data.stores.shard import Readable, in_memory
 from pretraining.storage import opened
@@ -91,7 +91,7 @@ def block_sums(path: Path) -> list[str]:
     """
     sums: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        contents = index_arrow(str(path), COLUMNS[0], str(Path(folder, "tokens")))
+        contents = shard_formats()["arrow"].open(str(path), COLUMNS[0], str(Path(folder, "tokens")))
         starts, lengths = (in_memory(array, np.int64) for array in (contents.starts, contents.lengths))
         with opened(contents.tokens) as file:
             for count in BLOCKS:

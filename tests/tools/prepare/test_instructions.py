@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+pytest.importorskip("pretraining.extensions.shard_formats")
 pytest.importorskip("pretraining.extensions.tokenizers")
 
 from main_training import configure
