@@ -155,19 +155,21 @@ class NewFile(Protocol):
 class ReadAhead(Protocol):
     """Ranges of files that are read before they are needed, by threads of their own. Threads may share it."""
 
-    limit: int  # bytes that are kept
+    def expect(self, size: int) -> None:
+        """Take note that blocks of `size` bytes are read at the same time."""
 
     def joined(self, starts: Any, ends: Any) -> list[tuple[int, int]]:
-        """Return the ranges to read for documents from `starts` to `ends`, int64 [documents]."""
+        """Return the ranges to read for documents from `starts` to `ends`, int64 [documents]: those of a block."""
 
-    def has(self, file: Any, ranges: list[tuple[int, int]]) -> bool:
-        """Return whether all ranges are in memory or on their way."""
+    def begin(self, file: Any, block: Any, documents: tuple[int, int], *, is_whole: bool) -> int:
+        """Begin to read what is not in memory; return its bytes. See `read` for the arguments."""
 
-    def begin(self, file: Any, ranges: list[tuple[int, int]]) -> int:
-        """Begin to read ranges that are not in memory; return their bytes."""
+    def read(self, file: Any, block: Any, documents: tuple[int, int], *, is_whole: bool) -> Any:
+        """Return an object with the methods pread and read_at of an OpenFile for documents [first, last) of a block, a
+        data.corpus.DocumentBlock; for all of the block if `is_whole`."""
 
-    def read(self, file: Any, ranges: list[tuple[int, int]]) -> Any:
-        """Return an object with the methods pread, preadv and read_at of an OpenFile, for places in the ranges."""
+    def follow(self, fetch: Callable[[int], int], first: int, length: int) -> None:
+        """Let `fetch` begin to read steps from `first` on, which are read in groups of `length`; it returns bytes."""
 
     def close(self) -> None:
         """Stop reading ahead and forget what is in memory."""

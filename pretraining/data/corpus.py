@@ -119,15 +119,14 @@ class Corpus:
         order: DocumentOrder,
         files: OpenFiles,
         cache: BlockCache,
-        ranges: ReadAhead | None,
+        ahead: ReadAhead | None,
         listed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """documents: those that belong to the stream, counted over all shards. ranges: of shards that are not local.
+        """documents: those that belong to the stream, counted over all shards. ahead: reads shards that are not local.
 
         listed: checksums of the blocks, as meta.json has them.
         """
-        self._ranges = ranges if any(is_remote(shard.tokens) for shard in shards) else None
-        self.keeps_blocks = True  # whether a block that is not local is kept until it is read to its end
+        self._ahead = ahead if any(is_remote(shard.tokens) for shard in shards) else None
         self._shards, self._order, self._files, self._cache = shards, order, files, cache
         self._epochs: dict[int, Epoch] = {}
         self._lock = Lock()
@@ -141,7 +140,7 @@ class Corpus:
         self.has_labels = any(shard.trained is not None for shard in shards)
         widest = max((np.dtype(shard.dtype).itemsize for shard in shards), default=0)
         # what is not local: mean bytes of a block, and number of blocks
-        number = len(self._tokens) if self._ranges else 0
+        number = len(self._tokens) if self._ahead else 0
         self.remote_blocks = (self.tokens * widest // max(1, len(self._tokens)), number)
 
     def fill(self, position: int, out: np.ndarray, checked: set[OpenFile]) -> list[int]:
@@ -178,14 +177,14 @@ class Corpus:
         """Begin to read what `fill` needs of files that are not local for `count` tokens from `position` on; return its
         bytes, without those that are kept or on their way."""
         size = done = 0
-        while self._ranges and done < count:
+        while self._ahead and done < count:
             epoch, place, within = self._locate(position + done)
             block = self._block(epoch, epoch.blocks[place])
             some = min(count - done, block.before[-1] - within)
             file = self._files.get(block.shard.tokens, block.shard.token_stamp, block.shard.path)
             if not file.is_local:
-                needed = self._needed(self._ranges, block, file, _documents_at(block, within, some))
-                size += self._ranges.begin(file, needed)
+                documents = _documents_at(block, within, some)
+                size += self._ahead.begin(file, block, documents, is_whole=_is_read_whole(block, documents))
             done += some
         return size
 
@@ -228,22 +227,10 @@ class Corpus:
 
     def _source(self, block: DocumentBlock, file: OpenFile, documents: tuple[int, int]) -> OpenFile:
         """Return what documents [first, last) of a block are read from: their file, or ranges that were read ahead."""
-        if self._ranges is None or file.is_local:
+        if self._ahead is None or file.is_local:
             return file
-        source: OpenFile = self._ranges.read(file, self._needed(self._ranges, block, file, documents))
+        source: OpenFile = self._ahead.read(file, block, documents, is_whole=_is_read_whole(block, documents))
         return source
-
-    def _needed(
-        self, ahead: ReadAhead, block: DocumentBlock, file: OpenFile, documents: tuple[int, int]
-    ) -> list[tuple[int, int]]:
-        """Return the ranges to read for documents [first, last) of a block: of the whole block if its checksum is
-        compared, or it is kept, or it is on its way."""
-        first, last = documents
-        is_whole = self.keeps_blocks or not block.is_verified or _is_gathered(block, first, last)
-        if is_whole or ahead.has(file, block.ranges):
-            return block.ranges
-        starts = np.asarray(block.starts[first:last])
-        return ahead.joined(starts, starts + np.asarray(block.lengths[first:last]) * block.width)
 
     def _verify(self, number: int, block: DocumentBlock) -> bool:
         """Compare the checksum of a block with its record; return whether there was one.
@@ -290,7 +277,7 @@ class Corpus:
         width = np.dtype(shard.dtype).itemsize
         ends = starts + lengths * width
         low, high = int(starts.min()), int(ends.max())
-        ranges = self._ranges.joined(starts, ends) if self._ranges and is_remote(shard.tokens) else []
+        ranges = self._ahead.joined(starts, ends) if self._ahead and is_remote(shard.tokens) else []
         is_verified = number in self._verified if self._order.verify == "first_read" else self._order.verify == "off"
         return DocumentBlock(shard, width, starts.data, lengths.data, before.data, low, high, ranges, is_verified)
 
@@ -375,6 +362,11 @@ def _documents_at(block: DocumentBlock, within: int, count: int) -> tuple[int, i
 def _is_gathered(block: DocumentBlock, first: int, last: int) -> bool:
     """Whether documents [first, last) are so short that the whole block is read for them."""
     return block.width != 8 and block.high - block.low < (last - first) * _BYTES_PER_READ
+
+
+def _is_read_whole(block: DocumentBlock, documents: tuple[int, int]) -> bool:
+    """Whether the whole block is read for some of its documents: its checksum is compared, or they are gathered."""
+    return not block.is_verified or _is_gathered(block, *documents)
 
 
 def _read_documents(

@@ -6,21 +6,14 @@ function of its step, so threads share one stream and need no state of their own
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
 
-from pretraining.config.errors import UserError
 from pretraining.data.stream import Batch, Stream
 
 AHEAD = 2  # groups of batches per thread: one being read, one ready
 # Passing a group between threads costs about 50 us, so small batches are read several at a time.
 GROUP_BYTES = 1 << 20
-# Groups whose ranges are requested ahead where files are not local (4 million tokens with 8 batches of [2, 4096] in a
-# group), until they have half of the bytes that memory keeps in any case; and groups at once, so that a start is early.
-FETCH_AHEAD, FETCH_BYTES, FETCH_AT_ONCE = 64, 32 << 20, 4
 LONGEST_GROUP = 8  # more leave the cache before they are used: 71 us a batch with 16, 62 with 8, 53 without a thread
 
 BatchGroup = list[Batch | Exception]  # consecutive batches; an exception is the last element
@@ -36,9 +29,6 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="data")
         self._futures: dict[int, Future[BatchGroup]] = {}  # first step of a group -> the group
         self._first, self._ready = 0, BatchGroup()
-        # steps that were not read when ranges were requested last, in order, and the bytes that were requested for each
-        self._fetched: deque[tuple[int, int]] = deque()
-        self._fetched_bytes, self._lock = 0, Lock()
         self.wait_seconds = 0.0  # spent in `batch` so far
 
     def batch(self, step: int) -> Batch:
@@ -66,26 +56,10 @@ class Prefetcher:
 
     def _read(self, first: int) -> BatchGroup:
         group = BatchGroup()
-        with self._lock:
-            self._fetch(first)
+        self._stream.read_ahead(first, self._length)
         for step in range(first, first + self._length):
             try:
                 group.append(self._stream.batch(step))
             except Exception as error:  # raised again where the batch is asked for
                 return [*group, error]
         return group
-
-    def _fetch(self, first: int) -> None:
-        """Request ranges of files that are not local for the steps from `first` on."""
-        end = first + FETCH_AHEAD * self._length
-        while self._fetched and not first <= self._fetched[0][0] < end:
-            self._fetched_bytes -= self._fetched.popleft()[1]
-        begin = self._fetched[-1][0] + 1 if self._fetched else first
-        for step in range(begin, min(begin + FETCH_AT_ONCE * self._length, end)):
-            if self._fetched_bytes >= FETCH_BYTES:
-                return
-            size = 0
-            with contextlib.suppress(UserError):  # it is raised again at the batch that it belongs to
-                size = self._stream.fetch(step)
-            self._fetched.append((step, size))
-            self._fetched_bytes += size

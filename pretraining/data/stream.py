@@ -182,9 +182,14 @@ class Stream:
         """Return the bytes of text that the trained labels of a batch stand for; None without a tokenizer."""
         return self._bytes.count(batch["tokens"], batch["labels"]) if self._bytes else None
 
+    def read_ahead(self, first: int, length: int) -> None:
+        """Begin to read what steps from `first` on, in groups of `length`, need that is not local."""
+        if self._source.ahead:
+            self._source.ahead.follow(self.fetch, first, length)
+
     def fetch(self, step: int) -> int:
         """Begin to read what batch `step` needs that is not local; return the bytes that are not yet on their way."""
-        if self.steps is not None and step >= self.steps:
+        if isinstance(self._source, OwnRows) or (self.steps is not None and step >= self.steps):
             return 0
         sequences = self._slice.of(self._batches.sequences(step))
         return self._source.fetch(sequences.start, len(sequences), self._slice.length + 1)
@@ -259,14 +264,13 @@ class Counters:
 class OwnRows:
     """The user's data, or counters, checked. See Mixture for the methods."""
 
+    ahead = None  # no file is read
+
     def __init__(self, own: Rows, name: str, vocabulary: int) -> None:
         self._own, self._name, self._vocabulary = own, name, vocabulary
 
     def row(self, sequence: int, out: np.ndarray, checked: set[OpenFile]) -> RowMarks:
         return self._own.row(sequence, out) or RowMarks([])
-
-    def fetch(self, sequence: int, rows: int, length: int) -> int:
-        return 0  # no file is read
 
     def by_dataset(self, sequences: np.ndarray) -> dict[str, np.ndarray]:
         return {self._name: sequences}
@@ -293,17 +297,15 @@ class Mixture:
         config: TrainConfig,
         state: dict[str, Any],
         files: OpenFiles,
-        ranges: ReadAhead | None,
+        ahead: ReadAhead | None,
     ) -> None:
         """state: of step 0; its mixture is in the order of `corpora`."""
-        self._files, self._ranges, self._corpora, self._special = files, ranges, corpora, special
+        self._files, self.ahead, self._corpora, self._special = files, ahead, corpora, special
         self._names = list(state["mixture"])
         self._start, self._consumed = state["start"], [state["consumed"][name] for name in self._names]
         lanes = config.logical_shards if config.shuffle == "shards" else 1
-        if ranges:  # a block is read once per lane that is in it
-            kept = sum(size * min(lanes, count) for size, count in (corpus.remote_blocks for corpus in corpora))
-            for corpus in corpora:
-                corpus.keeps_blocks = kept <= ranges.limit
+        if ahead:  # a block is read once per lane that is in it
+            ahead.expect(sum(size * min(lanes, count) for size, count in (corpus.remote_blocks for corpus in corpora)))
         self._lanes = [LaneOrder(corpus.tokens, payload(config, special), lanes) for corpus in corpora]
         self._dataset, self._earlier, self._counts = schedule.dataset.data, schedule.earlier.data, schedule.counts
         self._vocabulary = vocabulary(config)
@@ -355,8 +357,8 @@ class Mixture:
 
     def close(self) -> None:
         self._files.close()
-        if self._ranges:
-            self._ranges.close()
+        if self.ahead:
+            self.ahead.close()
 
     def _locate(self, sequence: int) -> tuple[Corpus, int]:
         """Return the dataset of a sequence of the run, and the position in its stream at which it begins."""
@@ -393,10 +395,10 @@ def open_stream(
     datasets = open_datasets(config, split)
     special = special_tokens(config, datasets)
     files, cache = OpenFiles(), BlockCache()
-    ranges = store_of(source.folder).read_ahead(config)
+    ahead = store_of(source.folder).read_ahead(config)
     orders = [_order(config, special, dataset.name, any(fields)) for dataset in datasets]
     corpora = [
-        Corpus(dataset.shards, dataset.documents, order, files, cache, ranges, dataset.blocks)
+        Corpus(dataset.shards, dataset.documents, order, files, cache, ahead, dataset.blocks)
         for dataset, order in zip(datasets, orders, strict=True)
     ]
     _check_not_empty(source, datasets, corpora, split)
@@ -413,7 +415,7 @@ def open_stream(
         previous=state,
         accept_changes=config.accept_data_changes,
     )
-    mixture = Mixture(corpora, schedule, special, config=config, state=first_state, files=files, ranges=ranges)
+    mixture = Mixture(corpora, schedule, special, config=config, state=first_state, files=files, ahead=ahead)
     total, counted = _extent(config, corpora, tokens, rank_slice, split)
     facts: dict[str, Any] = {"datasets": _facts(config, datasets, corpora, schedule, tokens if split == "train" else 0)}
     facts["notes"] = [*([source.note] if source.note else []), describe_separator(special)]

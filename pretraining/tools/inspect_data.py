@@ -134,8 +134,8 @@ def whole_corpus(shards: list[ShardIndex], listed: Mapping[str, Any]) -> Corpus:
     """Return all documents of a dataset in the order in which they are stored. listed: see Corpus."""
     order = DocumentOrder((0,), shuffled=False, separator=None, bos=None, boundaries=False)
     documents = range(sum(shard.documents for shard in shards))
-    ranges = store_of(shards[0].path).read_ahead(None) if shards else None
-    return Corpus(shards, documents, order, OpenFiles(), BlockCache(), ranges, listed)
+    ahead = store_of(shards[0].path).read_ahead(None) if shards else None
+    return Corpus(shards, documents, order, OpenFiles(), BlockCache(), ahead, listed)
 
 
 def verify_dataset(dataset: Dataset, config: TrainConfig) -> tuple[int, int]:

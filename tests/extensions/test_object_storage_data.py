@@ -17,8 +17,9 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.flags import config_from_flags
 from pretraining.data import Prefetcher, open_stream
 from pretraining.data.layouts import FLAGS, RECORDS
-from pretraining.data.prefetch import AHEAD, FETCH_AHEAD, FETCH_BYTES
+from pretraining.data.prefetch import AHEAD
 from pretraining.extensions.object_storage import objects
+from pretraining.extensions.object_storage.ahead import FETCH_AHEAD, FETCH_BYTES, RequestedAhead
 from pretraining.extensions.object_storage.objects import ObjectPath
 from pretraining.extensions.object_storage.ranges import RangeCache
 from pretraining.extensions.object_storage.store import OBJECTS
@@ -118,6 +119,11 @@ class Requested:
 
     def __init__(self, size: int) -> None:
         self.size, self.steps = size, list[int]()
+        self.ahead = RequestedAhead(RangeCache("", 0))
+
+    def read_ahead(self, first: int, length: int) -> None:
+        """See Stream."""
+        self.ahead.follow(self.fetch, first, length)
 
     def fetch(self, step: int) -> int:
         """See Stream."""

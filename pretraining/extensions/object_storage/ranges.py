@@ -89,9 +89,6 @@ class RangeCache:
         self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="storage")
         self._versions = ThreadPoolExecutor(_VERSION_REQUESTS, thread_name_prefix="versions")
 
-    def joined(self, starts: np.ndarray, ends: np.ndarray) -> list[tuple[int, int]]:
-        return joined(starts, ends)
-
     def has(self, file: StoredFile, ranges: list[tuple[int, int]]) -> bool:
         """Return whether all ranges are in memory or on their way."""
         return all((file.path, *range) in self._ranges for range in ranges)

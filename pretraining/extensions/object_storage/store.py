@@ -16,7 +16,7 @@ from pretraining.extensions.object_storage.settings import ObjectStorageConfig
 from pretraining.storage import DAMAGED, LOCK, MARKER, Stamp
 
 if TYPE_CHECKING:
-    from pretraining.extensions.object_storage.ranges import RangeCache
+    from pretraining.extensions.object_storage.ahead import RequestedAhead
 
 
 class StoredFile:
@@ -111,11 +111,12 @@ class ObjectStore:
     def open(self, path: str | ObjectPath, stamp: Stamp | None = None, name: str = "") -> StoredFile:
         return StoredFile(self.location(path) if isinstance(path, str) else path, stamp)
 
-    def read_ahead(self, config: object) -> RangeCache:
-        from pretraining.extensions.object_storage.ranges import RangeCache  # needs numpy
+    def read_ahead(self, config: object) -> RequestedAhead:
+        from pretraining.extensions.object_storage.ahead import RequestedAhead  # needs numpy
+        from pretraining.extensions.object_storage.ranges import RangeCache
 
         settings = config if isinstance(config, ObjectStorageConfig) else ObjectStorageConfig()
-        return RangeCache(settings.data_cache_dir, int(settings.data_cache_gib * 2**30))
+        return RequestedAhead(RangeCache(settings.data_cache_dir, int(settings.data_cache_gib * 2**30)))
 
     @contextmanager
     def create(self, path: ObjectPath) -> Iterator[Upload]:
