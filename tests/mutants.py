@@ -131,8 +131,8 @@ MUTANTS = {
     ),
     "elements are not counted": Mutant(
         "checkpoint/store.py",
-        "            _verify_tensors(self._partial, manifest, self._names)\n",
-        "            pass\n",
+        "        _verify_tensors(self._partial, manifest, self._names)\n",
+        "        pass\n",
         "checkpoint",
     ),
     # run, config

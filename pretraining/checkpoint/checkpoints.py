@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -77,7 +78,7 @@ class Checkpoints:
         checkpoints = self._peers.lead(lambda: find_checkpoints(self.folder))
         for path in checkpoints.uncommitted:
             self._peers.say(f"{path} has no marker: its save was never finished, and it is ignored")
-        local = [path for place in self._places for path in place.common()]
+        local = {path: place for place in self._places for path in place.common()}
         checkpoints, config = checkpoints._replace(committed=newest_first(local, checkpoints.committed)), self._config
         check_policy(config, checkpoints)
         load_path, source = self._peers.lead(partial(starting_point, config, self.folder, checkpoints))
@@ -93,7 +94,7 @@ class Checkpoints:
             place.forget_after(facts.step if facts else 0)
         return facts
 
-    def _continue(self, restoring: Restoring, paths: list[Location], local: list[Location]) -> Facts:
+    def _continue(self, restoring: Restoring, paths: list[Location], local: Mapping[Location, Place]) -> Facts:
         facts, damaged = restoring.continue_from(paths, local)
         self.newest = facts.step
         if self._config.checkpoint_interval:  # the removal of old checkpoints would count the corrupt ones
@@ -143,8 +144,9 @@ class Checkpoints:
 
     def _planned(self, state: LogicalTensors, facts: Facts, place: Place | None) -> PendingSave:
         dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
-        folder, per_host = (place.folder, place.per_host) if place else (self.folder, False)
-        return PendingSave(folder, state, facts, self._peers, dtype=dtype, workers=workers, per_host=per_host)
+        plan = place.plan_save if place else partial(PendingSave, self.folder)
+        pending: PendingSave = plan(state, facts, self._peers, dtype=dtype, workers=workers)
+        return pending
 
     def _has_room(self, pending: PendingSave) -> bool:
         """Return whether every host has memory for its processes' copies; if not, training waits for the disk."""

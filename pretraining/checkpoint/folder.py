@@ -6,12 +6,11 @@ A checkpoint is a folder step_N with the marker; everything else is neither coun
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from pretraining.checkpoint.files import read_json
-from pretraining.checkpoint.manifest import Checkpoint, is_committed, open_checkpoint
+from pretraining.checkpoint.manifest import Checkpoint, Facts, is_committed, open_checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.config.errors import UserError
 from pretraining.storage import CHECKPOINT_FORMATS, STEP, Location, is_remote, location, store_of
@@ -31,9 +30,6 @@ class CheckpointList(NamedTuple):
 class Place(Protocol):
     """A place of checkpoints besides ckpt_save_path, whose checkpoints are saved between those there."""
 
-    folder: Path
-    per_host: bool  # whether the folder is another one on every host, and gets what the host's processes hold
-
     def committed(self) -> list[Location]:
         """Return the checkpoints that this host has, newest first."""
 
@@ -45,6 +41,12 @@ class Place(Protocol):
 
     def common(self) -> list[Location]:
         """Return the checkpoints that every host has, newest first."""
+
+    def check(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+        """Raise UnreadableError if one of these checkpoints lacks what this process's `state` takes from it."""
+
+    def plan_save(self, state: Mapping[str, Any], facts: Facts, peers: Peers, **options: Any) -> Any:
+        """Return the checkpoint.store.PendingSave of `state`. options: see there."""
 
     def forget_after(self, step: int) -> None:
         """Remove checkpoints of later steps than the run continues from."""

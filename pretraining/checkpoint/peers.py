@@ -92,10 +92,6 @@ class Peers:
         """Run `act` in process 0; its result, or its error, in every one."""
         return self.deal(lambda: [act()] * self.size)
 
-    def lead_hosts(self, act: Callable[[], object]) -> None:
-        """Run `act` in the first process of every host. If it fails anywhere it fails everywhere."""
-        self.agree(lambda: act() if self.leads_host else None)
-
     def deal(self, act: Callable[[], list[T]]) -> T:
         """Run `act` in process 0; element i of its result, or its error, in process i."""
         if self._group is None:

@@ -6,8 +6,9 @@ Whether a checkpoint may be loaded is decided from JSON alone, before any tensor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pretraining.checkpoint.compatibility import check_moments, check_resume, check_start, describe_rate_change
@@ -15,6 +16,7 @@ from pretraining.checkpoint.files import UnreadableError, digest
 from pretraining.checkpoint.folder import (
     CHECKPOINTS,
     CheckpointList,
+    Place,
     find_checkpoints,
     is_of_other_program,
     newest_first,
@@ -22,7 +24,7 @@ from pretraining.checkpoint.folder import (
 )
 from pretraining.checkpoint.manifest import EMBEDDING, HEAD, Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.store import check_fit, check_host_has_all, is_weight, load
+from pretraining.checkpoint.store import check_fit, is_weight, load
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.engine import OPTIONAL, TrainingState
@@ -162,7 +164,7 @@ class Restoring:
     peers: Peers
     state: TrainingState
 
-    def continue_from(self, paths: list[Location], local: Collection[Location] = ()) -> tuple[Facts, list[Location]]:
+    def continue_from(self, paths: list[Location], local: Mapping[Location, Place]) -> tuple[Facts, list[Location]]:
         """Load the first of `paths` that can be read; return its facts and the corrupt ones before it.
 
         local: those of other places, which may lack what this mesh needs. Raises UserError if none can be
@@ -178,7 +180,8 @@ class Restoring:
                 restart = self._lacks_moments(checkpoint)
                 names = self._names_to_continue(checkpoint, weights_only=restart)
                 if path in local:
-                    self._check_host(checkpoint, names)
+                    state = {name: self.state[name] for name in names}
+                    self.peers.each(partial(local[path].check, checkpoint, state))
                 self._load(checkpoint, names)
             except UnreadableError as error:
                 if self.config.resume == "must" and path not in local:
@@ -270,9 +273,6 @@ class Restoring:
         if lacking:
             self.peers.say(f"{checkpoint.path} has no optimizer state: moments start at zero")
         return lacking
-
-    def _check_host(self, checkpoint: Checkpoint, names: list[str]) -> None:
-        self.peers.each(lambda: check_host_has_all(checkpoint, {name: self.state[name] for name in names}))
 
     def _load(self, checkpoint: Checkpoint, names: list[str]) -> None:
         load(checkpoint, {name: self.state[name] for name in names}, self.peers, self.config.ckpt_io_workers)

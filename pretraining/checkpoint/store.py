@@ -12,8 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,18 +20,15 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
-from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import (
     DTYPES,
     OPTIMIZER,
     Checkpoint,
-    Chunk,
     Entry,
     Facts,
     Manifest,
@@ -46,7 +42,6 @@ from pretraining.storage import Location, size_of, store_of
 
 LogicalTensors = Mapping[str, Any]  # logical name -> Tensor, DTensor or tensor with DCP's checkpointable protocol
 IO_WORKERS = 8
-T = TypeVar("T")
 
 
 @runtime_checkable
@@ -72,26 +67,16 @@ class PendingSave:
         *,
         dtype: torch.dtype | None = None,
         workers: int = IO_WORKERS,
-        per_host: bool = False,
     ) -> None:
-        """Decide which process writes which chunk. Collective over `peers`. dtype: of floating tensors, if given.
-
-        per_host: `folder` is another one on every host, and gets what the processes of that host hold.
-        """
-        self._facts, self._peers, self._workers = facts, peers, workers
+        """Decide which process writes which chunk. Collective over `peers`. dtype: of floating tensors, if given."""
+        self._facts, self.peers, self._workers = facts, peers, workers
         self._store, self._final = store_of(folder), folder / f"step_{facts.step}"
         self._partial = self._store.unfinished(self._final)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(state), is_coordinator=peers.leads)
-        local_plans = peers.agree(lambda: (planner.create_local_plan(), list(state), peers.host))
-        self._names = {name for _, names, _ in local_plans for name in names}
-        plans, self._hosts = [plan for plan, _, _ in local_plans], [host for _, _, host in local_plans]
-        if per_host:
-            plan = peers.deal(lambda: plans_of_hosts(plans, self._hosts))
-        else:
-            plan = peers.deal(lambda: planner.create_global_plan(plans)[0])
-        self._per_host, self._commits = per_host, peers.leads_host if per_host else peers.leads
-        items = planner.finish_plan(plan).items
+        local_plans = peers.agree(lambda: (planner.create_local_plan(), list(state)))
+        self._names = {name for _, names in local_plans for name in names}
+        items = planner.finish_plan(self.divide(planner, [plan for plan, _ in local_plans])).items
         self._files = plan_files(items, peers.rank, dtype)
         self._fetch: Callable[[WriteItem], Tensor] = LiveTensors(planner, state, items)
 
@@ -120,14 +105,12 @@ class PendingSave:
         Raises OSError if writing fails; nothing is committed then, and no earlier checkpoint is touched.
         """
         try:
-            lead = self._peers.lead_hosts if self._per_host else self._peers.lead
-            lead(self._make_partial)
-            parts = self._peers.agree(lambda: write_files(self._partial, self._files, self._fetch, self._workers))
-            if self._per_host:
-                parts = self._peers.deal(lambda: of_hosts(parts, self._hosts))
-            lead(lambda: self._commit(parts))
+            self.lead(self._make_partial)
+            written = self.peers.agree(lambda: write_files(self._partial, self._files, self._fetch, self._workers))
+            parts = self.collect(written)
+            self.lead(lambda: self._commit(parts))
         except Exception:
-            if self._commits:  # a full disk gets its space back
+            if self.leads:  # a full disk gets its space back
                 with suppress(OSError):
                     self._store.remove_folder(self._partial)
             raise
@@ -141,11 +124,33 @@ class PendingSave:
     def _commit(self, parts: list[Manifest]) -> None:
         entries = [entry for part in parts for entry in part.tensors.items()]
         manifest = Manifest.merge(entries, {name: file for part in parts for name, file in part.files.items()})
-        if not self._per_host:
-            _verify_tensors(self._partial, manifest, self._names)
+        self.verify(manifest)
         _verify_files(self._partial, manifest)
         write_commit(self._partial, manifest, self._facts)
         self._store.complete(self._partial, self._final)
+
+    # ---- Process 0 commits what all processes write to one folder. A save to a folder of every host overrides this.
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process commits."""
+        return self.peers.leads
+
+    def lead(self, act: Callable[[], object]) -> None:
+        """Run `act` in the process that commits. If it fails there it fails everywhere."""
+        self.peers.lead(act)
+
+    def divide(self, planner: DefaultSavePlanner, plans: list[SavePlan]) -> SavePlan:
+        """Return what this process writes. plans: what every process holds, in process 0."""
+        return self.peers.deal(lambda: planner.create_global_plan(plans)[0])
+
+    def collect(self, written: list[Manifest]) -> list[Manifest]:
+        """Return what was written to the folder, where it is committed. written: by every process, in process 0."""
+        return written
+
+    def verify(self, manifest: Manifest) -> None:
+        """Raise RuntimeError if the folder lacks any of the state."""
+        _verify_tensors(self._partial, manifest, self._names)
 
 
 def _aligned(size: int) -> int:
@@ -191,21 +196,6 @@ class LiveTensors:
         return chunk.detach()
 
 
-def plans_of_hosts(plans: list[SavePlan], hosts: list[int]) -> list[SavePlan]:
-    """Return the plans without what an earlier process of the same host writes. hosts: of every process."""
-    planned: set[tuple[int, MetadataIndex]] = set()
-    reduced_plans = []
-    for plan, host in zip(plans, hosts, strict=True):
-        reduced_plans.append(replace(plan, items=[item for item in plan.items if (host, item.index) not in planned]))
-        planned |= {(host, item.index) for item in plan.items}
-    return reduced_plans
-
-
-def of_hosts(parts: list[T], hosts: list[int]) -> list[list[T]]:
-    """Return for every process the parts of the processes of its host."""
-    return [[part for part, other in zip(parts, hosts, strict=True) if other == host] for host in hosts]
-
-
 def _verify_tensors(folder: Location, manifest: Manifest, names: set[str]) -> None:
     """Raise RuntimeError unless every tensor's chunks add up to it.
 
@@ -237,39 +227,15 @@ def load(checkpoint: Checkpoint, state: LogicalTensors, peers: Peers | None = No
     where bytes are not what was saved; `state` is then part old, part new.
     """
     check_fit(checkpoint, {name: tuple(value.shape) for name, value in state.items()})
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    items = _read_items(planner, state, checkpoint.manifest.tensors)
+    planner, items = plan_reads(state, checkpoint.manifest.tensors)
     (peers or Peers()).agree(lambda: read_files(checkpoint, items, planner.resolve_tensor, workers))
 
 
-def _read_items(planner: DefaultLoadPlanner, state: LogicalTensors, entries: Mapping[str, Entry]) -> list[ReadItem]:
-    """Return what this process reads of tensors with these entries."""
+def plan_reads(state: LogicalTensors, entries: Mapping[str, Entry]) -> tuple[DefaultLoadPlanner, list[ReadItem]]:
+    """Return what this process reads of tensors with these entries, and the planner that knows where in `state`."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state), Metadata({name: _tensor_metadata(entry) for name, entry in entries.items()}))
-    return planner.create_local_plan().items
-
-
-def check_host_has_all(checkpoint: Checkpoint, state: LogicalTensors) -> None:
-    """Raise UnreadableError if a checkpoint of this host alone lacks what this process's tensors take from it."""
-    entries = checkpoint.manifest.tensors
-    lacking = sorted(state.keys() - entries.keys())
-    if not lacking:
-        complete = {name: replace(entry, pieces=(_unsharded(entry),)) for name, entry in entries.items()}
-        there, needed = (_elements(state, each) for each in (entries, complete))
-        lacking = sorted(name for name in state if there[name] < needed[name])
-    if lacking:
-        raise UnreadableError(f"{checkpoint.path}: this host has not all of {lacking[0]} that its devices take now")
-
-
-def _unsharded(entry: Entry) -> Chunk:
-    return Chunk((0,) * len(entry.shape), entry.shape, "", 0, 0, ())
-
-
-def _elements(state: LogicalTensors, entries: Mapping[str, Entry]) -> Counter[str]:
-    """Count what this process would read of each tensor, in elements."""
-    planner, counts = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False), Counter[str]()
-    for item in _read_items(planner, state, entries):
-        counts[item.dest_index.fqn] += math.prod(item.lengths)
-    return counts
+    return planner, planner.create_local_plan().items
 
 
 def check_fit(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:

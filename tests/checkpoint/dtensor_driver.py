@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
-from pretraining.checkpoint.store import check_host_has_all, load
+from pretraining.checkpoint.peers import Peers
+from pretraining.checkpoint.store import load
 from tests.checkpoint.saving import save
 
 SHAPES = {"even": (8, 6), "uneven": (5, 3), "one_row": (1, 7), "optimizer.vector": (9,)}
@@ -45,8 +46,10 @@ def main() -> None:
     elif act == "save":
         save(folder, state_of(0), facts)
     else:
+        from pretraining.extensions.local_tier.saving import HostSave, check_host_has_all
+
         os.environ["LOCAL_RANK"], folder = "0", folder / f"host{dist.get_rank()}"
-        save(folder, state_of(0), facts, per_host=True)
+        HostSave(folder, state_of(0), facts, Peers()).write()
         load_and_compare(folder, state_of(0, zero=True))
         check_host_has_all(open_checkpoint(folder / "step_1"), state_of(0))
         try:

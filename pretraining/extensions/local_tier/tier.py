@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 from pretraining.checkpoint.files import writing_to
 from pretraining.checkpoint.folder import find_checkpoints, keep_newest, step_of, sweep
+from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
+from pretraining.checkpoint.store import LogicalTensors, PendingSave
+from pretraining.extensions.local_tier.saving import HostSave, check_host_has_all, lead_hosts
 from pretraining.storage import DISK, FolderLock, Location
 
 
 class LocalTier:
     """The folder of this host; see pretraining.checkpoint.folder.Place for the methods."""
 
-    per_host = False
-
     def __init__(self, folder: Path, interval: int) -> None:
         self.folder, self._interval = folder, interval
         self._lock: FolderLock | None = None
+        self._save: type[PendingSave] = PendingSave  # with several hosts HostSave
 
     def open(self, peers: Peers) -> None:
         """Lock the folder. Raises UserError if it cannot be written, or another host has the same."""
         self._peers = peers
         hosts = peers.agree(lambda: peers.host)
-        self.per_host = peers.lead(lambda: len(set(hosts)) > 1)
-        peers.lead_hosts(self._claim)
+        self._save = peers.lead(lambda: HostSave if len(set(hosts)) > 1 else PendingSave)
+        lead_hosts(peers, self._claim)
 
     def _claim(self) -> None:
         with writing_to("ckpt_local_path", self.folder):
@@ -50,17 +53,23 @@ class LocalTier:
     def committed(self) -> list[Location]:
         return find_checkpoints(self.folder).committed
 
+    def check(self, checkpoint: Checkpoint, state: LogicalTensors) -> None:
+        check_host_has_all(checkpoint, state)
+
+    def plan_save(self, state: LogicalTensors, facts: Facts, peers: Peers, **options: Any) -> PendingSave:
+        return self._save(self.folder, state, facts, peers, **options)
+
     def forget_after(self, step: int) -> None:
         def act() -> None:
             for path in self.committed():
                 if step_of(path) > step:
                     DISK.remove_folder(self.folder / path.name)
 
-        self._peers.lead_hosts(act)
+        lead_hosts(self._peers, act)
 
     def retain(self) -> None:
         """Remove all but the newest checkpoint, which every host has committed."""
-        self._peers.lead_hosts(lambda: keep_newest(self.folder, 1))
+        lead_hosts(self._peers, lambda: keep_newest(self.folder, 1))
 
     def release(self) -> None:
         if self._lock is not None:
