@@ -29,8 +29,9 @@ from benchmarks.peers.turns import Figures, print_facts, run_program, versions
 from pretraining.checkpoint.files import BLOCK
 from pretraining.checkpoint.manifest import Chunk, Entry, Facts, Manifest, ShardFile, open_checkpoint, write_commit
 from pretraining.data import open_stream
+from pretraining.extensions.spikes.detection import WINDOW
+from pretraining.extensions.spikes.watch import recent_losses
 from pretraining.monitor.metrics import missing_history, open_metrics
-from pretraining.monitor.spikes import WINDOW
 from pretraining.tools.report import main as report
 
 ACCOUNT = {"train": 1.5, "data_wait": 1e-5, "time": 1.75e9}
@@ -71,7 +72,8 @@ def measure_metrics(count: int, folder: Path) -> Figures:
     lines = (json.dumps({"step": step, **RECORD, **SPEED, "account": ACCOUNT}) + "\n" for step in range(1, count + 1))
     (folder / "metrics.jsonl").write_text("".join(lines))
     start = _seconds(lambda: missing_history(folder / "metrics.jsonl", count, 1))
-    start += _seconds(lambda: open_metrics(folder, count, time.time()).losses(WINDOW))
+    start += _seconds(lambda: open_metrics(folder, count, time.time()))
+    start += _seconds(lambda: recent_losses(folder / "metrics.jsonl", WINDOW))
     return {
         "start, s": start,
         "page, s": _seconds(lambda: report([str(folder)])),

@@ -38,8 +38,8 @@ class Watcher:
     def after_step(self, step: int) -> None:
         """Act after the update `step`, and its report if it has one. The step's time does not count this."""
 
-    def figures(self) -> dict[str, float]:
-        """Return what the report of a step has besides the loop's figures. Called in every process."""
+    def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Return what the report of a step has besides `record`, the loop's figures. Called in every process."""
         return {}
 
     def record(self, record: Mapping[str, Any]) -> None:

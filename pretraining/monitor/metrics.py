@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,6 @@ class Metrics:
     def records(self) -> list[dict[str, Any]]:
         """Return all records of the file, oldest first."""
         return read_metrics(self._path)
-
-    def losses(self, count: int) -> list[float]:
-        """Return the last `count` finite training losses in the file, oldest first."""
-        losses = (record["loss"] for record in latest_records(self._path) if record.get("loss") is not None)
-        return [*islice(losses, count)][::-1]
 
     def has_test(self, step: int) -> bool:
         """Return whether the file has the test result of this step."""

@@ -33,7 +33,7 @@ def progress_line(record: Mapping[str, Any], num_steps: int, steps_left: float |
             f"{record['tokens_per_second']:>9,.0f} tokens/s",
             f"MFU {percent(record['mfu'])}",
             f"ETA {duration(remaining) if math.isfinite(remaining) else 'n/a'}",
-            *(("loss spike",) if record["loss_spike"] else ()),
+            *(("loss spike",) if record.get("loss_spike") else ()),
             *((f"{counted(int(record['outliers']), 'update')} skipped",) if record.get("outliers") else ()),
         )
     )

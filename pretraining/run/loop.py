@@ -85,7 +85,8 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
         run.watchdog.expect(first=compiles)
         run.account.begin("compile" if is_first else "train")
         with reports.watch.paused():
-            run.watch_before(step)
+            for watcher in run.watchers:
+                watcher.before_step(step)
 
         # The step: every process trains on its rows of the global batch
         with run.account.spending("data_wait"):
@@ -110,7 +111,8 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
         elif is_first:
             reports.watch.restart(step)
         with reports.watch.paused():
-            run.watch_after(step)
+            for watcher in run.watchers:
+                watcher.after_step(step)
             if is_saved:
                 if not is_reported:
                     run.write_account()  # so that every second belongs to steps before or after the checkpoint

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from pretraining.config.variants import model_shape
 from pretraining.data import Batch
 from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.monitor.progress import progress_line
-from pretraining.monitor.spikes import WINDOW, is_spike
 from pretraining.parallel.engine import Engine
 from pretraining.run.training_run import TrainingRun
 from pretraining.storage import RETRIES
@@ -46,7 +44,7 @@ class Stopwatch:
 
 
 class Reports:
-    """What the loop remembers between two reports: their time, and the losses that a spike is compared with."""
+    """What the loop remembers between two reports: their time."""
 
     def __init__(self, run: TrainingRun) -> None:
         config, engine = run.config, run.engine
@@ -54,14 +52,15 @@ class Reports:
         self.watch = Stopwatch(run.start_step)
         flops = flops_per_token(model_shape(config), config.seq_length)
         self._meter = Meter(config.tokens_per_step, engine.mesh.size, flops, config.device_kind(engine.device_name))
-        self._losses = deque(run.metrics.losses(WINDOW) if run.metrics else [], maxlen=WINDOW)
         self._waited = 0.0  # seconds for data up to the last report
 
     def write(self, step: int, figures: dict[str, float], rate: float, batch: Batch) -> None:
         """Report a step, and begin another lap."""
         run = self._run
-        more = {name: value for watcher in run.watchers for name, value in watcher.figures().items()}
-        record = self._record(step, figures, rate, batch) | more | self._timing()
+        record = self._record(step, figures, rate, batch)
+        for watcher in run.watchers:
+            record |= watcher.figures(record)
+        record |= self._timing()
         tokens_left = run.tokens_seen(run.config.num_steps) - record["tokens_seen"]
         tokens = record["tokens_per_second"] * record["step_time"]
         steps_left = math.inf if begins_rows(run, step) else tokens_left / tokens
@@ -73,12 +72,9 @@ class Reports:
         before = self.watch.step
         tokens = (run.tokens_seen(step) - run.tokens_seen(before)) / (step - before)  # per step, in the mean
         length = config.row_length(step)
-        spike = is_spike(figures["loss"], self._losses)
-        self._losses.append(figures["loss"])
         return {
             "step": step,
             "loss": figures["loss"],
-            "loss_spike": spike,
             **({"grad_norm": figures["grad_norm"]} if config.log_grad_norm else {}),
             **{name: figures[name] for name in ("loss_scale", "outliers") if name in figures},
             "learning_rate": rate,

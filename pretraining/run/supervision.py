@@ -12,12 +12,10 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 
 from pretraining.config.errors import UserError
 from pretraining.config.script import TRY_AGAIN, write_exit_code
 
-DIGITS = 20  # of the step at the beginning of PROGRESS_FILE
 FIRST_STEP = 10  # times step_timeout: it compiles
 BACKUP = 20.0  # s after which C code ends a process whose interpreter lock is held by what hangs
 
@@ -37,22 +35,6 @@ def launch_time(began: float) -> float:
     """Return when the script began, on time.monotonic(); without a script `began`, a second of the epoch."""
     age = time.time() - float(os.environ.get("LAUNCHED_AT") or began)
     return time.monotonic() - max(age, 0.0)
-
-
-class Progress:
-    """The newest step of this host's processes, for the launcher: it starts no run again that makes no steps."""
-
-    def __init__(self, run_folder: Path) -> None:
-        path = os.environ.get("PROGRESS_FILE")
-        writes = path and os.environ.get("LOCAL_RANK", "0") == "0"
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT) if path and writes else None
-        if self._file is not None:
-            os.pwrite(self._file, os.fsencode(str(run_folder)), DIGITS)
-
-    def reach(self, step: int) -> None:
-        """Write the step; a few microseconds."""
-        if self._file is not None:
-            os.pwrite(self._file, b"%0*d" % (DIGITS, step), 0)
 
 
 class Watchdog:

@@ -17,7 +17,7 @@ from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.engine import Engine, Trainee
 from pretraining.run.interrupt import Clock, Interrupt, clock_of
-from pretraining.run.supervision import Progress, Watchdog
+from pretraining.run.supervision import Watchdog
 
 
 @dataclass
@@ -33,7 +33,6 @@ class TrainingRun:
     resumed: Facts | None  # of the checkpoint that this run continues from
     account: Account  # of this process's time
     watchers: list[Watcher] = field(default_factory=list)
-    progress: Progress = field(init=False)
     interrupt: Interrupt = field(init=False)  # SIGTERM, SIGINT, notices and the clock
     watchdog: Watchdog = field(init=False)
     step: int = field(init=False)  # updates done
@@ -42,7 +41,7 @@ class TrainingRun:
         config, self.step = self.config, self.start_step
         clock = clock_of(config, self.account.began) if self.leads else Clock()  # the others' never rings
         self.interrupt = Interrupt(self.engine.process_count, clock, config.collective_timeout)
-        self.watchdog, self.progress = Watchdog(config.step_timeout), Progress(config.run_folder)
+        self.watchdog = Watchdog(config.step_timeout)
 
     @property
     def start_step(self) -> int:
@@ -76,21 +75,10 @@ class TrainingRun:
         return Facts(step, self.tokens_seen(step), data, asdict(self.config), self.engine.name, mesh)
 
     def reach(self, step: int) -> None:
-        """Note that `step` updates are done, also where a kill leaves it for the next start."""
+        """Note that `step` updates are done."""
         self.step = step
-        self.progress.reach(step)
         if self.metrics:
             self.metrics.beat()
-
-    def watch_before(self, step: int) -> None:
-        """Let the watchers act before a step."""
-        for watcher in self.watchers:
-            watcher.before_step(step)
-
-    def watch_after(self, step: int) -> None:
-        """Let the watchers act after a step."""
-        for watcher in self.watchers:
-            watcher.after_step(step)
 
     def print(self, text: str) -> None:
         """Print in process 0."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pretraining.config.declaration import Resume
 from pretraining.config.extension import Extension, Watcher
@@ -39,7 +40,7 @@ class ReportFigures(Watcher):
         """Compile the norm before the first step, not in mid-run."""
         self._norm()
 
-    def figures(self) -> dict[str, float]:
+    def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
         """See Watcher."""
         return self._norm() | self._times()
 

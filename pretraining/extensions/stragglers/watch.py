@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -49,7 +49,7 @@ class Stragglers(Watcher):
         """Load the kernel of the probe."""
         self._probe()
 
-    def figures(self) -> dict[str, float]:
+    def figures(self, record: Mapping[str, Any]) -> dict[str, float]:
         """See Watcher."""
         engine, account = self._run.engine, self._run.account
         before, self._waited = self._waited, account.seconds()["data_wait"]

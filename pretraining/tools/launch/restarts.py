@@ -18,30 +18,16 @@ import tempfile
 import time
 from argparse import REMAINDER, Namespace
 from pathlib import Path
-from typing import NamedTuple
 
 from pretraining.config.errors import UserError
 from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, USER_MISTAKE, ArgumentParser
-from pretraining.run.supervision import DIGITS
 from pretraining.tools.launch.processes import Launcher, check_variables, environments, number, value_of
+from pretraining.tools.launch.progress import read_progress
 
 SIGNALS = (signal.SIGINT, signal.SIGPIPE, signal.SIGTERM)
 # Another start would end in the same way, or is not wanted.
 FINAL = (FINISHED, USER_MISTAKE, STOPPED_ITSELF, TIME_IS_UP, *(128 + each for each in SIGNALS))
 PAUSE = 1.0  # s before a restart
-
-
-class LastProgress(NamedTuple):
-    """What the processes of a run have written to PROGRESS_FILE."""
-
-    step: int  # the newest; 0: none
-    run_folder: str  # empty: they have not come so far
-
-
-def read_progress(file: Path) -> LastProgress:
-    """Return what supervision.Progress has written."""
-    content = file.read_bytes()
-    return LastProgress(int(content[:DIGITS].strip(b"\0") or 0), os.fsdecode(content[DIGITS:]))
 
 
 def main() -> int:

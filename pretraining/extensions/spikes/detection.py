@@ -1,4 +1,4 @@
-"""Detection of loss spikes. Pure; after a restart the earlier losses are read from metrics.jsonl."""
+"""Detection of loss spikes. Pure."""
 
 from __future__ import annotations
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretraining.monitor.spikes import WINDOW, is_spike
+pytest.importorskip("pretraining.extensions.spikes")
+
+from pretraining.extensions.spikes.detection import WINDOW, is_spike
 
 
 def falling(seed: int, reports: int, noise: float) -> list[float]:
