@@ -15,8 +15,9 @@ from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
+from pretraining.parallel.processes import read_processes
 from pretraining.run import configure as configuring
-from pretraining.run.environment import check_environment, starting
+from pretraining.run.environment import starting
 from pretraining.run.result import TrainingResult
 from pretraining.storage import use_files_of
 
@@ -33,7 +34,7 @@ NAMES = (
     "extensions.schedules", "extensions.splash", "extensions.fp8", "extensions.fp16", "extensions.manual_precision",
     "extensions.skip_step", "extensions.spikes", "extensions.report_figures", "extensions.stragglers",
     "extensions.sharding_report", "extensions.profiler", "extensions.questions", "extensions.preemption",
-    "extensions.benchmark", "extensions.history", "extensions.trackers", "extensions.one_program",
+    "extensions.clock", "extensions.benchmark", "extensions.history", "extensions.trackers", "extensions.one_program",
     "extensions.preflight", "extensions.terminal", "tools.completion",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
@@ -57,7 +58,7 @@ def train(
     model whose parameters have the names and shapes of Llama's.
     """
     account, data = Account(), data or {}
-    check_environment()
+    read_processes()  # a mistake in the variables of a launcher comes first
 
     # Configuration: every mistake at once, before torch is imported
     config = configuring.configure(settings, extensions, own_data=bool(data))

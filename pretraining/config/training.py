@@ -322,10 +322,6 @@ class TrainConfig:
     num_steps: Annotated[int, AtLeast(1), COMMON] = 1_000_000
     """Optimizer steps of the whole run; the learning rate schedule spans them. Elsewhere: max_steps, train_iters,
     steps."""
-    max_run_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
-    """Seconds after the start of scripts/train.sh, or of the program without it, in which the run saves and ends, with
-    exit code 4; the same command continues it. Training stops early enough for two more steps and a save that lasts as
-    long as the longest so far. 0: no limit."""
     seed: Annotated[int, AtLeast(0, below=2**63), COMMON] = 2023
     """Seed of the initial weights, of dropout and of the order of the data."""
 
@@ -447,9 +443,6 @@ class TrainConfig:
     checkpoint_interval: Annotated[int, AtLeast(0, special=-1), Resume.FREE, COMMON] = -1
     """Optimizer steps between checkpoints; the last step is always saved. 0: never save, not even on a signal. -1:
     10000, or 0 with use_dummy_dataset. Elsewhere: save_steps, save_interval."""
-    checkpoint_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
-    """Seconds between checkpoints, besides those of checkpoint_interval: the first step that ends later than this after
-    the last save is saved too. 0: never by the clock."""
     keep_last_n_checkpoints: Annotated[int, AtLeast(0), Resume.FREE] = 0
     """Committed checkpoints to keep; older ones are removed after a save. 0: all. Elsewhere: save_total_limit,
     save_top_k, keep_latest_k."""

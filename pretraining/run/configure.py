@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from pretraining.checkpoint.checks import CHECKS as CHECKPOINT
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.extension import Extension, FileFlags, configuration_of
 from pretraining.config.flags import config_from_flags, first_rank, is_script_setting, print_mistake
@@ -22,7 +21,7 @@ from pretraining.optim.checks import CHECKS as OPTIM
 from pretraining.parallel.checks import CHECKS as PARALLEL
 from pretraining.storage import use_files_of
 
-CHECKS = (*MODELS, *PARALLEL, *OPTIM, *DATA, *CHECKPOINT)
+CHECKS = (*MODELS, *PARALLEL, *OPTIM, *DATA)
 
 
 def configure(

@@ -5,7 +5,6 @@ Depends on torch.distributed only; the loop calls it once per step.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -16,9 +15,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-
-from pretraining.config.training import TrainConfig
-from pretraining.run.supervision import launch_time
 
 # Seconds in which a repeated signal counts as the same request: SLURM signals every process of a job step, and torchrun
 # forwards the signals it receives, so one request arrives twice.
@@ -44,37 +40,16 @@ class Agreement(NamedTuple):
 
 
 class Clock:
-    """The time at which a run ends, and the seconds after which it saves."""
+    """What saves and ends a run by the time: this one never does. An extension sets another in process 0."""
 
-    def __init__(self, ends_at: float = math.inf, saves_every: float = math.inf) -> None:
-        """ends_at: on time.monotonic(). saves_every: seconds from one save, of whatever reason, to the next."""
-        self._ends_at, self._saves_every, self._longest_save = ends_at, saves_every, 0.0
-        self._last_read: float | None = None
-        self._saves_at = time.monotonic() + saves_every
+    reason = ""  # why the run ends
 
     def saved(self, seconds: float) -> None:
-        """Begin another interval between saves, after one that took `seconds`."""
-        self._longest_save = max(self._longest_save, seconds)
-        self._last_read = time.monotonic()
-        self._saves_at = self._last_read + self._saves_every
+        """Take note of a save that took `seconds`."""
 
     def read(self) -> tuple[bool, bool]:
-        """Return whether the run ends, and, once in an interval, whether it saves. Called after each step.
-
-        The end leaves time for two steps, because processes agree one step later, and for the longest save so far.
-        """
-        now = time.monotonic()
-        step_time = now - self._last_read if self._last_read else 0.0
-        self._last_read = now
-        saves = now >= self._saves_at
-        if saves:
-            self._saves_at = math.inf  # until the loop has saved
-        return now + 2 * step_time + self._longest_save >= self._ends_at, saves
-
-
-def clock_of(config: TrainConfig, began: float) -> Clock:
-    """Return the clock that ends the run and saves. began: second of the epoch at which this start began."""
-    return Clock(launch_time(began) + (config.max_run_seconds or math.inf), config.checkpoint_seconds or math.inf)
+        """Return whether the run ends, and whether it saves. Called after each step."""
+        return False, False
 
 
 class Interrupt:
@@ -84,11 +59,11 @@ class Interrupt:
     compiler for minutes.
     """
 
-    def __init__(self, processes: int, clock: Clock, timeout: int) -> None:
-        """clock: process 0's decides; that of the others never ends. timeout: seconds that processes wait."""
+    def __init__(self, processes: int, timeout: int) -> None:
+        """timeout: seconds that processes wait."""
         self._signal, self._received = 0, 0.0
         self._notice = 0  # as a signal; the signal that follows a notice is a first one
-        self.clock = clock
+        self.clock = Clock()
         # gloo on every engine: an asynchronous all-reduce of one number, for which no device waits.
         self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if processes > 1 else None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None  # the all-reduce of the last call

@@ -121,7 +121,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
         if agreed.signal:
             return 128 + agreed.signal
         if agreed.ends and step < config.num_steps:
-            run.print(f"stopped: the time of --max_run_seconds={config.max_run_seconds} is up")
+            run.print(f"stopped: {interrupt.clock.reason}")
             return TIME_IS_UP
     return FINISHED
 

@@ -1,8 +1,4 @@
-"""What tools/launch, which starts a run again after it died, and a process of the run know of each other.
-
-It sets LAUNCHED_AT (when it began, in seconds of the epoch), RESTARTS (how often it has started the run again) and
-PROGRESS_FILE, to which a process writes its newest step and its folder. None of them is needed. Imports no torch.
-"""
+"""The end of a process whose step hangs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,28 +9,10 @@ import sys
 import threading
 import time
 
-from pretraining.config.errors import UserError
 from pretraining.config.script import TRY_AGAIN, write_exit_code
 
 FIRST_STEP = 10  # times step_timeout: it compiles
 BACKUP = 20.0  # s after which C code ends a process whose interpreter lock is held by what hangs
-
-
-def check_launch_time() -> None:
-    """Raise UserError if a variable is set to what its reader cannot use."""
-    text = os.environ.get("LAUNCHED_AT") or "0"
-    try:
-        is_valid = math.isfinite(float(text))
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        raise UserError(f"LAUNCHED_AT={text} in the environment is not a number of seconds: unset it")
-
-
-def launch_time(began: float) -> float:
-    """Return when the script began, on time.monotonic(); without a script `began`, a second of the epoch."""
-    age = time.time() - float(os.environ.get("LAUNCHED_AT") or began)
-    return time.monotonic() - max(age, 0.0)
 
 
 class Watchdog:

@@ -16,7 +16,7 @@ from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.engine import Engine, Trainee
-from pretraining.run.interrupt import Clock, Interrupt, clock_of
+from pretraining.run.interrupt import Interrupt
 from pretraining.run.supervision import Watchdog
 
 
@@ -39,8 +39,7 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         config, self.step = self.config, self.start_step
-        clock = clock_of(config, self.account.began) if self.leads else Clock()  # the others' never rings
-        self.interrupt = Interrupt(self.engine.process_count, clock, config.collective_timeout)
+        self.interrupt = Interrupt(self.engine.process_count, config.collective_timeout)
         self.watchdog = Watchdog(config.step_timeout)
 
     @property

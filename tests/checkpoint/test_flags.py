@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from main_training import CONFIGURATION
-from pretraining.checkpoint.checks import CHECKS
+from main_training import CHECKS, CONFIGURATION
 from pretraining.config.validate import problems
 
 
@@ -34,7 +33,6 @@ def test_flags_that_work_together_are_no_problem(tmp_path: Path) -> None:
     config = CONFIGURATION(
         use_dummy_dataset=True,
         checkpoint_interval=2,
-        checkpoint_seconds=60,
         ckpt_load_path=str(tmp_path),
         load_weights_only=True,
     )

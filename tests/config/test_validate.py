@@ -134,7 +134,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         ["--val_interval=9", "--split"],
     ),
     ({"sep_token": 5, "eos_token": 6}, ["--eos_token=6", "another name of sep_token=5"]),
-    ({"checkpoint_seconds": 60}, ["--checkpoint_seconds=60", "checkpoint_interval=0"]),
     ({"selective_checkpointing": "0"}, ["--selective_checkpointing=0", "every k-th block", "1/3"]),
     (
         {"fsdp_activation_checkpointing": True, "selective_checkpointing": "33"},

@@ -9,9 +9,7 @@ import sys
 
 import pytest
 
-from pretraining.config.errors import UserError
 from pretraining.parallel.processes import COUNTS, VARIABLES, ProcessError, Processes, read_processes
-from pretraining.run.supervision import check_launch_time
 from tests.parallel.launch import ROOT
 from tests.ports import free_port
 from tests.waiting import PATIENCE
@@ -73,14 +71,6 @@ def test_a_value_that_is_no_number_is_named(name: str, value: str) -> None:
 @pytest.mark.parametrize(("changes", "names"), CONTRADICTIONS)
 def test_contradictions_are_named_together(changes: dict[str, str], names: set[str]) -> None:
     assert wrong_variables({**COMPLETE, **changes}) == names
-
-
-@pytest.mark.parametrize("text", ["garbage", "nan", "1e999"])
-def test_a_time_of_the_launch_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_launch_time()
-    monkeypatch.setenv("LAUNCHED_AT", text)
-    with pytest.raises(UserError, match=f"LAUNCHED_AT={text} in the environment is not a number of seconds: unset it"):
-        check_launch_time()
 
 
 def start(**variables: str) -> tuple[int, str]:

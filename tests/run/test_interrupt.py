@@ -21,8 +21,8 @@ from tests.warm import python
 # Signals come until one is obeyed; the second one is an echo of the first.
 INSIDE_C = f"""
 import ctypes, itertools, os, signal, sys, threading, time
-from pretraining.run.interrupt import Clock, Interrupt
-interrupt = Interrupt(1, Clock(), 5)
+from pretraining.run.interrupt import Interrupt
+interrupt = Interrupt(1, 5)
 interrupt.is_compiling = sys.argv[1] == "compiling"
 def send():
     for pause in itertools.chain((0.5, 0.5), itertools.repeat({ECHO})):

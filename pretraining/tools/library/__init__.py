@@ -24,9 +24,9 @@ from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Batch, StepResult
+from pretraining.parallel.processes import read_processes
 from pretraining.parallel.select import open_engine
 from pretraining.run.configure import compare_processes
-from pretraining.run.environment import check_environment
 from pretraining.run.start import open_streams
 from pretraining.storage import location
 from pretraining.tools.library.own_model import OwnModel
@@ -57,7 +57,7 @@ class Training:
         model: instead of a Llama. Raises UserError with every mistake, before a device is opened, but for those of a
         model that `build` returns.
         """
-        check_environment()
+        read_processes()  # raises UserError
         extensions = (*EXTENSIONS, model.extension()) if model else EXTENSIONS
         config = configure(settings, report=False, own_data=bool(data), extensions=extensions)
         compare_processes(config, {}, extensions)

@@ -563,6 +563,7 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return {**below, **both}
 
 
+@needs("clock")
 @pytest.mark.parametrize("is_composed", [False, True])
 def test_a_launcher_s_file_is_read_raw_and_composed(is_composed: bool, tmp_path: Path) -> None:
     node = merged(tree("nemo"), LAUNCHER)

@@ -1,0 +1,23 @@
+"""Saves and ends of a run by the clock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from pretraining.config.extension import Extension
+from pretraining.extensions.clock.settings import CHECKS, ClockConfig, check_launch_time
+
+if TYPE_CHECKING:
+    from pretraining.run.training_run import TrainingRun
+
+
+def set_clock(run: TrainingRun) -> None:
+    """Give process 0 a clock, on which the others rely. It needs no watcher: the loop reads it after each step."""
+    config = cast(ClockConfig, run.config)
+    if run.leads and (config.max_run_seconds or config.checkpoint_seconds):
+        from pretraining.extensions.clock.reading import WallClock
+
+        run.interrupt.clock = WallClock(config, began=run.account.began)
+
+
+EXTENSION = Extension(configuration=ClockConfig, checks=CHECKS, inputs=(check_launch_time,), watch=set_clock)

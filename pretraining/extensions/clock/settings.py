@@ -1,0 +1,49 @@
+"""The settings of the clock. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from pretraining.checkpoint.checks import without_effect
+from pretraining.config.declaration import AtLeast, Resume
+from pretraining.config.errors import Problem, UserError
+from pretraining.config.training import TrainConfig
+
+
+@dataclass(frozen=True)
+class ClockConfig(TrainConfig):
+    """A configuration whose run may save and end by the clock."""
+
+    # ---- Batch and length
+    max_run_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
+    """Seconds after the start of scripts/train.sh, or of the program without it, in which the run saves and ends, with
+    exit code 4; the same command continues it. Training stops early enough for two more steps and a save that lasts as
+    long as the longest so far. 0: no limit."""
+
+    # ---- Checkpoints
+    checkpoint_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
+    """Seconds between checkpoints, besides those of checkpoint_interval: the first step that ends later than this after
+    the last save is saved too. 0: never by the clock."""
+
+
+def check_interval(config: ClockConfig) -> Iterator[Problem]:
+    """A run that never saves does not save by the clock."""
+    yield from without_effect(config, "checkpoint_seconds")
+
+
+def check_launch_time(config: ClockConfig) -> None:
+    """Raise UserError if LAUNCHED_AT is set to what the clock cannot use."""
+    text = os.environ.get("LAUNCHED_AT") or "0"
+    try:
+        is_valid = math.isfinite(float(text))
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise UserError(f"LAUNCHED_AT={text} in the environment: not a number of seconds: unset it")
+
+
+CHECKS = (check_interval,)

@@ -1,0 +1,73 @@
+"""Saves and ends by the clock, and the time at which a launcher began."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("pretraining.extensions.clock")
+
+from main_training import CHECKS, CONFIGURATION
+from pretraining.config.errors import UserError
+from pretraining.config.validate import problems
+from pretraining.extensions.clock.settings import check_launch_time
+from tests.parallel.launch import ROOT, environment
+from tests.parallel.test_torch_runs import ON_TORCH, figures, train_command
+
+
+@pytest.mark.parametrize("text", ["garbage", "nan", "1e999"])
+def test_a_time_of_the_launch_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGURATION()
+    check_launch_time(config)
+    monkeypatch.setenv("LAUNCHED_AT", text)
+    with pytest.raises(UserError, match=f"LAUNCHED_AT={text} in the environment: not a number of seconds: unset it"):
+        check_launch_time(config)
+
+
+def test_a_run_that_never_saves_has_no_seconds_between_checkpoints() -> None:
+    (found,) = problems(CONFIGURATION(use_dummy_dataset=True, checkpoint_seconds=60), CHECKS)
+    assert found.subject == "--checkpoint_seconds=60" and "--checkpoint_interval=0" in found.remedy
+    assert problems(CONFIGURATION(use_dummy_dataset=True, checkpoint_seconds=60, checkpoint_interval=2), CHECKS) == []
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*[0-9]"))
+
+
+@pytest.mark.slow
+def test_the_clock_saves_and_ends_a_run_that_continues_bitwise(tmp_path: Path) -> None:
+    """Killed after a save by the clock, then ended by the clock, in two processes that agree."""
+    codes, metrics = tmp_path / "codes", tmp_path / "metrics.jsonl"
+    codes.mkdir()
+    more = {**ON_TORCH, "num_steps": 100_000, "checkpoint_interval": 100_000, "checkpoint_seconds": 1}
+
+    def started(**fields: Any) -> subprocess.Popen[str]:
+        command, variables = train_command(tmp_path, 2, **more, **fields), environment(EXIT_CODES=str(codes))
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, cwd=ROOT, env=variables, text=True, **output)  # type: ignore[call-overload]
+
+    run = started()
+    while not (saved := checkpoint_steps(tmp_path)) or not metrics.exists() or max(figures(tmp_path)) < saved[-1] + 3:
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.05)
+    for process in psutil.Process(run.pid).children():
+        process.kill()
+    run.communicate(timeout=60)
+    newest, before = checkpoint_steps(tmp_path)[-1], figures(tmp_path)
+
+    run = started(max_run_seconds=1)  # a step is made even if its start takes longer
+    said, _ = run.communicate(timeout=600)
+    assert sorted(file.read_text() for file in codes.iterdir()) == ["4", "4"], said
+    assert "the time of --max_run_seconds=1 is up" in said
+    last = max(figures(tmp_path))
+    assert newest < last and checkpoint_steps(tmp_path)[-1] == last
+    for step in set(before) & set(range(newest + 1, last + 1)):
+        line = figures(tmp_path)[step]
+        assert {name: line[name] for name in ("loss", "grad_norm", "data_hash")} == {
+            name: before[step][name] for name in ("loss", "grad_norm", "data_hash")
+        }
