@@ -27,7 +27,8 @@ import numpy as np
 
 from main_training import CONFIGURATION
 from pretraining.config.training import TrainConfig
-from pretraining.data import Prefetcher, Stream, open_stream
+from pretraining.data import Prefetcher, open_stream
+from pretraining.data.stream import Stream
 
 ROWS, LENGTH, VOCABULARY = 2, 4096, 32_000
 SHARES = {"a": 0.5, "b": 0.3, "c": 0.2}

@@ -52,7 +52,7 @@ def writing_to(flag: str, folder: Location, remedy: str = "give another folder")
         raise UserError(f"--{flag}={folder}: cannot be written ({error.strerror or error}); {remedy}") from error
 
 
-def read_into(opened: OpenFile, target: memoryview, start: int, path: Location) -> None:
+def read_into(opened: OpenFile, target: memoryview, start: int) -> None:
     """Fill `target` from byte `start` on. Raises UnreadableError if the file ends before or the disk fails."""
     while target:
         try:
@@ -60,9 +60,9 @@ def read_into(opened: OpenFile, target: memoryview, start: int, path: Location) 
         except StorageError:
             raise
         except OSError as error:
-            raise unreadable(error, path, f" at byte {start}") from error
+            raise unreadable(error, opened.path, f" at byte {start}") from error
         if count == 0:
-            raise UnreadableError(f"{path}: ends at byte {start}, before the saved data does")
+            raise UnreadableError(f"{opened.path}: ends at byte {start}, before the saved data does")
         target, start = target[count:], start + count
 
 
@@ -78,7 +78,7 @@ def read_file(path: Location) -> bytes:
         raise unreadable(error, path) from error
 
 
-def unreadable(error: OSError, path: Location, place: str = "") -> Exception:
+def unreadable(error: OSError, path: Location | str, place: str = "") -> Exception:
     """Return the error to raise where a checkpoint is not readable; another one if the checkpoint may be sound."""
     if isinstance(error, StorageError) and not isinstance(error, FileNotFoundError):
         return error

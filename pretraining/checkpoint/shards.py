@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -180,14 +180,6 @@ def host_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> memoryview:
 # ---- Reading
 
 
-@dataclass(frozen=True)
-class CheckedFile:
-    """A file of the checkpoint whose size and header are right."""
-
-    path: Location
-    opened: OpenFile
-
-
 def read_files(
     checkpoint: Checkpoint, items: list[ReadItem], target: Callable[[ReadItem], Tensor], workers: int
 ) -> None:
@@ -197,7 +189,7 @@ def read_files(
     """
     tensors = checkpoint.manifest.tensors
     chunks = {(name, chunk.offsets): chunk for name, entry in tensors.items() for chunk in entry.pieces}
-    files: dict[str, CheckedFile] = {}
+    files: dict[str, OpenFile] = {}
     with ExitStack() as stack, ThreadPoolExecutor(workers) as pool:
         reads: list[Future[None]] = []
         for item in items:
@@ -213,7 +205,7 @@ def read_files(
             pool.shutdown(cancel_futures=True)
 
 
-def _open(stack: ExitStack, path: Location) -> tuple[OpenFile, int]:
+def _open(stack: ExitStack, path: Location | str) -> tuple[OpenFile, int]:
     """Open a file until `stack` ends; return it and its bytes. Raises UnreadableError."""
     try:
         opened = stack.enter_context(closing(store_of(path).open(path)))
@@ -222,31 +214,31 @@ def _open(stack: ExitStack, path: Location) -> tuple[OpenFile, int]:
         raise unreadable(error, path) from error
 
 
-def _check(stack: ExitStack, path: Location, expected: ShardFile) -> CheckedFile:
+def _check(stack: ExitStack, path: Location, expected: ShardFile) -> OpenFile:
     """Open a file until `stack` ends. Raises UnreadableError if its size or header is not what was saved."""
     opened, size = _open(stack, path)
     if size != expected.size:
         raise UnreadableError(f"{path}: has {size} bytes, {expected.size} were saved")
     header = memoryview(bytearray(expected.header_size))
-    read_into(opened, header, 0, path)
+    read_into(opened, header, 0)
     if digest(header) != expected.header:
         raise UnreadableError(f"{path}: its header differs from what was saved")
-    return CheckedFile(path, opened)
+    return opened
 
 
-def _read(file: CheckedFile, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
+def _read(file: OpenFile, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
     """Read `item` through an open file of its own: see `_read_box`.
 
     A disk reads ahead for each open file. Threads that shared one took 0.50 s (median of 7) for 0.8 GB, with one each
     0.31 s, and half of the CPU time.
     """
     with ExitStack() as stack:
-        if file.opened.is_local and chunk.size > BLOCK:
-            file = replace(file, opened=_open(stack, file.path)[0])
+        if file.is_local and chunk.size > BLOCK:
+            file, _ = _open(stack, file.path)
         _read_box(file, chunk, dtype, item, target)
 
 
-def _read_box(file: CheckedFile, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
+def _read_box(file: OpenFile, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> None:
     """Read the rows of `chunk` that `item` touches and copy its box of them into `target`."""
     is_complete = tuple(item.lengths) == chunk.sizes
     if is_complete and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
@@ -264,7 +256,7 @@ def _read_box(file: CheckedFile, chunk: Chunk, dtype: torch.dtype, item: ReadIte
     target.copy_(box.view(target.shape) if not target.dim() else box)
 
 
-def _read_blocks(file: CheckedFile, chunk: Chunk, target: memoryview, skip: int) -> None:
+def _read_blocks(file: OpenFile, chunk: Chunk, target: memoryview, skip: int) -> None:
     """Fill `target` with the chunk's bytes from `skip` on, checking every block that they touch.
 
     A chunk without digests, of a file that another program wrote, cannot be checked.
@@ -274,7 +266,7 @@ def _read_blocks(file: CheckedFile, chunk: Chunk, target: memoryview, skip: int)
         begin, end = number * BLOCK, min((number + 1) * BLOCK, chunk.size)
         inside = begin >= skip and end <= stop
         block = target[begin - skip : end - skip] if inside else memoryview(bytearray(end - begin))
-        read_into(file.opened, block, chunk.start + begin, file.path)
+        read_into(file, block, chunk.start + begin)
         if chunk.digests and not is_intact(block, chunk.digests[number]):
             first = chunk.start + begin
             raise UnreadableError(f"{file.path}: bytes {first} to {first + len(block)} differ from what was saved")

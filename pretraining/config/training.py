@@ -390,9 +390,6 @@ class TrainConfig:
     """When the bytes of a block of documents are compared with its checksum: at its first read in a run, at every read,
     or never. The checksum is that of meta.json where prepare wrote the shards, otherwise what the index folder has
     recorded at the first read ever, or when pretraining.tools.inspect_data --verify compared whole files before."""
-    accept_data_changes: bool = False
-    """Continue although the data, its mixture or its order is not what the checkpoint was trained on: a new mixture
-    begins at that step, and the change is recorded. False: an error that lists what changed."""
     skip_samples: Annotated[str, RANGES, Resume.NOTE] = ""
     """Sequences of the training data that are passed over, FIRST-LAST and comma-separated, as samples_seen of
     metrics.jsonl counts them; they count there. A global batch that would have one of them begins after it. See
@@ -747,6 +744,15 @@ class TrainConfig:
 
     def open_added(self) -> Any:
         """Return the checkpoint of weights that a new run loads after ckpt_load_path's; None: there is none."""
+        return None
+
+    def begin_mixture(
+        self, previous: Mapping[str, Any], order: dict[str, Any], mixture: Any, changes: list[str]
+    ) -> dict[str, Any] | None:
+        """Return the state (data/state.py) of data that begin where a run on other data stopped; None: that is refused.
+
+        previous: its state. changes: what is not as before, in words.
+        """
         return None
 
     def text_bytes(self, special: Collection[int]) -> Any:

@@ -3,7 +3,8 @@
 >>> stream = open_stream(config, rank, world_size)
 >>> stream.batch(0)["tokens"]  # int32 [rows, seq_length]
 
-The names are imported on first use, so that a module of this room that needs no numpy is cheap to import.
+These names are for programs that use the loader; they are imported on first use, so that a module of this room that
+needs no numpy is cheap to import.
 """
 
 from typing import TYPE_CHECKING
@@ -11,31 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pretraining.data.prefetch import Prefetcher
     from pretraining.data.stores.labels import IGNORED
-    from pretraining.data.stream import (
-        NO_ROWS,
-        Batch,
-        RowMarks,
-        Rows,
-        Stream,
-        check_data,
-        cut_rows,
-        open_stream,
-        splits_of,
-    )
+    from pretraining.data.stream import RowMarks, open_stream
 
-__all__ = [
-    "IGNORED",
-    "NO_ROWS",
-    "Batch",
-    "Prefetcher",
-    "RowMarks",
-    "Rows",
-    "Stream",
-    "check_data",
-    "cut_rows",
-    "open_stream",
-    "splits_of",
-]
+__all__ = ["IGNORED", "Prefetcher", "RowMarks", "open_stream"]
 
 
 def __getattr__(name: str) -> object:

@@ -2,7 +2,7 @@
 
 The state is the number of sequences consumed; the sequence at which the present mixture began, with each dataset's
 sequences before it; and a fingerprint of everything that decides the order. Continuing with another fingerprint is
-refused with a list of what changed, unless --accept_data_changes is set: then a new mixture begins at that sequence.
+refused with a list of what changed, unless an extension lets a new mixture begin at that sequence.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from pretraining.config.errors import UserError
+from pretraining.config.training import TrainConfig
 from pretraining.data.lanes import PERIOD, MixtureSchedule, mixture_schedule
 
 VERSION = 1
@@ -21,11 +22,11 @@ Mixture = dict[str, dict[str, Any]]  # dataset -> its "share" of a period, in se
 
 
 def open_state(
-    order: dict[str, Any], mixture: Mixture, *, previous: Mapping[str, Any] | None, accept_changes: bool
+    order: dict[str, Any], mixture: Mixture, *, previous: Mapping[str, Any] | None, config: TrainConfig
 ) -> dict[str, Any]:
     """Return the state of step 0. order: every setting that decides the order, by the name of its flag.
 
-    UserError lists what changed since `previous`, unless changes are accepted.
+    UserError lists what changed since `previous`, unless `config` accepts changes.
     """
     if previous is None:
         consumed = dict.fromkeys(mixture, 0)
@@ -37,13 +38,13 @@ def open_state(
     changes = _changes(previous, order, mixture)
     if not changes:
         return dict(previous)
-    if not accept_changes:
-        listing = "\n".join(f"  {change}" for change in changes)
-        raise UserError(
-            f"the data is not what the checkpoint was trained on:\n{listing}\n"
-            "Restore it, begin a new mixture at this step with --accept_data_changes=True, or a new run with --run_name"
-        )
-    return _begin_mixture(previous, order, mixture, changes)
+    if begun := config.begin_mixture(previous, order, mixture, changes):
+        return begun
+    listing = "\n".join(f"  {change}" for change in changes)
+    raise UserError(
+        f"the data is not what the checkpoint was trained on:\n{listing}\n"
+        "Restore it, begin a new mixture at this step with --accept_data_changes=True, or a new run with --run_name"
+    )
 
 
 def _changes(previous: Mapping[str, Any], order: dict[str, Any], mixture: Mixture) -> list[str]:
@@ -68,34 +69,6 @@ def _changes(previous: Mapping[str, Any], order: dict[str, Any], mixture: Mixtur
     if not lines and list(old) != list(mixture):
         lines.append(f"--datasets: {','.join(old)} then, {','.join(mixture)} now (their order counts)")
     return lines
-
-
-def _begin_mixture(
-    previous: Mapping[str, Any], order: dict[str, Any], mixture: Mixture, changes: list[str]
-) -> dict[str, Any]:
-    """Return the state of a mixture that begins at the sequence that the run has reached.
-
-    A dataset that did not change continues where it is; with other content or another order it starts over.
-    """
-    reached = {**previous["consumed"], **consumed_at(previous, previous["sequences"])}
-    if previous["order"] != order:
-        reached = {}
-    old = previous["mixture"]
-    unchanged = {
-        name: count
-        for name, count in reached.items()
-        if name not in mixture or name not in old or old[name]["fingerprint"] == mixture[name]["fingerprint"]
-    }
-    record = {"until": previous["sequences"], "mixture": old, "order": previous["order"], "changes": changes}
-    return {
-        "version": VERSION,
-        "sequences": previous["sequences"],
-        "start": previous["sequences"],
-        "consumed": {**unchanged, **{name: unchanged.get(name, 0) for name in mixture}},
-        "order": order,
-        "mixture": mixture,
-        "earlier": [*previous["earlier"], record],
-    }
 
 
 def consumed_at(state: Mapping[str, Any], sequence: int) -> dict[str, int]:

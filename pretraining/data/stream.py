@@ -413,7 +413,7 @@ def open_stream(
             for dataset, count in zip(datasets, schedule.counts, strict=True)
         },
         previous=state,
-        accept_changes=config.accept_data_changes,
+        config=config,
     )
     mixture = Mixture(corpora, schedule, special, config=config, state=first_state, files=files, ahead=ahead)
     total, counted = _extent(config, corpora, tokens, rank_slice, split)
@@ -491,7 +491,7 @@ def _open_endless(
         raise UserError("--use_dummy_dataset counts modulo the vocabulary: --model_variant=custom needs --vocab_size")
     order: dict[str, Any] = {"seed": config.seed, "vocab_size": rows, "seq_length": config.seq_length}
     order |= {"data": type(own).__qualname__} if own else {}
-    first_state = open_state(order, {}, previous=state, accept_changes=config.accept_data_changes)
+    first_state = open_state(order, {}, previous=state, config=config)
     name = order.get("data", "dummy")
     facts = {"datasets": [{"name": name, "tokens": None, "share": 1.0, "epochs": None}]}
     seed = config.seed if split == "train" else config.seed + 1 + SPLITS.index(split)

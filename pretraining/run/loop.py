@@ -22,8 +22,8 @@ from pretraining.config.errors import UserError, counted
 from pretraining.config.extension import Extension
 from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, TRY_AGAIN
 from pretraining.config.variants import model_shape
-from pretraining.data import cut_rows
 from pretraining.data.prefetch import Prefetcher
+from pretraining.data.stream import cut_rows
 from pretraining.monitor.account import account_line, totals
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Batch, LostPeerError, StepResult, raise_lost_peer_error

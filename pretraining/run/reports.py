@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from pretraining.config.variants import model_shape
-from pretraining.data import Batch
+from pretraining.data.stream import Batch
 from pretraining.monitor.flops import Meter, flops_per_token
 from pretraining.monitor.progress import progress_line
 from pretraining.parallel.engine import Engine

@@ -21,7 +21,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.extension import Extension
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.data import NO_ROWS, Rows, Stream, check_data, open_stream, splits_of
+from pretraining.data.stream import NO_ROWS, Rows, Stream, check_data, open_stream, splits_of
 from pretraining.models.init import VOCABULARIES, on_meta
 from pretraining.monitor.account import Account
 from pretraining.monitor.facts import data_lines, describe, placed_line

@@ -11,7 +11,7 @@ from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.extension import Watcher
 from pretraining.config.training import TrainConfig
-from pretraining.data import Stream
+from pretraining.data.stream import Stream
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import heartbeat

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from pretraining.config.extension import Watcher
-from pretraining.data import Stream
+from pretraining.data.stream import Stream
 from pretraining.monitor.held_out import HeldOut, held_out_figures
 from pretraining.monitor.progress import evaluation_line
 from pretraining.run.reports import gather_from_data_ranks

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from main_training import CONFIGURATION
 from pretraining.config.training import TrainConfig
-from pretraining.data import Stream
+from pretraining.data.stream import Stream
 
 SEPARATOR = 1  # documents of these tests use ids from 2 on
 Documents = Sequence[Sequence[int]]

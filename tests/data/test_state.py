@@ -3,13 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.data import open_stream
-from tests.data.corpora import corpus, numbered, rows, settings, write_flat
-from tests.data.test_mixture import three, whose
+from tests.data.corpora import corpus, numbered, settings, write_flat
+from tests.data.test_mixture import three
 
 
 @pytest.mark.parametrize(
@@ -51,35 +50,6 @@ def test_changed_data_is_refused_by_the_name_of_its_dataset(tmp_path: Path) -> N
     write_flat(tmp_path / "data" / "b" / "s2", numbered([15] * 3, 110_000))
     with pytest.raises(UserError, match="dataset b: other content"):
         open_stream(settings(tmp_path / "data"), state=state)
-
-
-def test_a_mixture_changed_on_purpose_begins_there_and_repeats_nothing(tmp_path: Path) -> None:
-    three(tmp_path / "data")
-    before = settings(tmp_path / "data", datasets="a,b", weights="3,1")
-    seen = rows(open_stream(before), 200)
-    after = settings(tmp_path / "data", datasets="b,c,a", weights="6,1,1", accept_data_changes=True)
-    stream = open_stream(after, state=open_stream(before).state(200))
-    got = rows(stream, 320)
-    names = [whose(row) for row in got]
-    assert abs(names[:80].count("b") - 60) <= 1  # the new share at once, no catching up
-    assert abs(names.count("c") - 40) <= 1
-    ids = [row.tolist() for row in [*seen, *got] if whose(row) == "a"]  # 150 + 40 of its 400 sequences
-    assert len({tuple(row) for row in ids}) == len(ids)
-    state = stream.state(320)
-    assert state["start"] == 200 and state["sequences"] == 520
-    assert [entry["until"] for entry in state["earlier"]] == [200]
-    assert "dataset c: new" in state["earlier"][0]["changes"]
-    assert np.array_equal(rows(open_stream(after, state=stream.state(100)), 220), got[100:])
-
-
-def test_a_dataset_that_left_goes_on_where_it_stood_when_it_returns(tmp_path: Path) -> None:
-    three(tmp_path / "data")
-    alone = rows(open_stream(settings(tmp_path / "data", datasets="a")), 60)
-    accept = {"accept_data_changes": True}
-    first = open_stream(settings(tmp_path / "data", datasets="a", **accept))
-    second = open_stream(settings(tmp_path / "data", datasets="b", **accept), state=first.state(25))
-    third = open_stream(settings(tmp_path / "data", datasets="a", **accept), state=second.state(10))
-    assert np.array_equal(rows(third, 35), alone[25:])
 
 
 def test_the_state_is_small_and_the_same_on_every_rank(tmp_path: Path) -> None:

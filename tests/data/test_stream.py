@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
-from pretraining.data import Prefetcher, cut_rows, open_stream
+from pretraining.data import Prefetcher, open_stream
 from pretraining.data.files import OpenFiles
+from pretraining.data.stream import cut_rows
 from pretraining.storage import LocalFile
 from tests.data.corpora import SEPARATOR, corpus, epoch_tokens, numbered, rows, settings
 

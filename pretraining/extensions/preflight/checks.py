@@ -108,7 +108,7 @@ def check_content(config: PreflightConfig) -> None:
             check(config)
     except UserError:
         return  # reported already
-    from pretraining.data import check_data
+    from pretraining.data.stream import check_data
 
     check_data(config)
 

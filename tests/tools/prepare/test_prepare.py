@@ -27,9 +27,10 @@ pytest.importorskip("pretraining.extensions.tokenizers")
 
 from main_training import configure
 from pretraining.config.errors import UserError
-from pretraining.data import check_data, open_stream, splits_of
+from pretraining.data import open_stream
 from pretraining.data.datasets import open_datasets
 from pretraining.data.files import file_hash
+from pretraining.data.stream import check_data, splits_of
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.tools import inspect_data
 from pretraining.tools.inspect_data import verify_dataset, whole_corpus

@@ -1,0 +1,58 @@
+"""A run continues on other data, mixed or cut in another way, from the step that it has reached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pretraining.extensions.data_changes")
+
+from pretraining.data import open_stream
+from tests.data.corpora import corpus, numbered, rows, settings
+from tests.data.test_mixture import three, whose
+
+
+def test_a_mixture_changed_on_purpose_begins_there_and_repeats_nothing(tmp_path: Path) -> None:
+    three(tmp_path / "data")
+    before = settings(tmp_path / "data", datasets="a,b", weights="3,1")
+    seen = rows(open_stream(before), 200)
+    after = settings(tmp_path / "data", datasets="b,c,a", weights="6,1,1", accept_data_changes=True)
+    stream = open_stream(after, state=open_stream(before).state(200))
+    got = rows(stream, 320)
+    names = [whose(row) for row in got]
+    assert abs(names[:80].count("b") - 60) <= 1  # the new share at once, no catching up
+    assert abs(names.count("c") - 40) <= 1
+    ids = [row.tolist() for row in [*seen, *got] if whose(row) == "a"]  # 150 + 40 of its 400 sequences
+    assert len({tuple(row) for row in ids}) == len(ids)
+    state = stream.state(320)
+    assert state["start"] == 200 and state["sequences"] == 520
+    assert [entry["until"] for entry in state["earlier"]] == [200]
+    assert "dataset c: new" in state["earlier"][0]["changes"]
+    assert np.array_equal(rows(open_stream(after, state=stream.state(100)), 220), got[100:])
+
+
+def test_a_dataset_that_left_goes_on_where_it_stood_when_it_returns(tmp_path: Path) -> None:
+    three(tmp_path / "data")
+    alone = rows(open_stream(settings(tmp_path / "data", datasets="a")), 60)
+    accept = {"accept_data_changes": True}
+    first = open_stream(settings(tmp_path / "data", datasets="a", **accept))
+    second = open_stream(settings(tmp_path / "data", datasets="b", **accept), state=first.state(25))
+    third = open_stream(settings(tmp_path / "data", datasets="a", **accept), state=second.state(10))
+    assert np.array_equal(rows(third, 35), alone[25:])
+
+
+def test_other_weights_count_from_their_own_beginning(tmp_path: Path) -> None:
+    three(tmp_path / "data")
+    before = settings(tmp_path / "data", datasets="a,b", weights="3,1")
+    after = settings(tmp_path / "data", datasets="a,b", weights="1,3", accept_data_changes=True)
+    names = [whose(row) for row in rows(open_stream(after, state=open_stream(before).state(400)), 40)]
+    assert (names.count("a"), names.count("b")) == (10, 30)
+
+
+def test_another_sequence_length_begins_with_whole_rows(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([300] * 50))
+    state = open_stream(settings(tmp_path / "data", seq_length=128)).state(9)
+    again = open_stream(settings(tmp_path / "data", seq_length=64, accept_data_changes=True), state=state)
+    assert {row.shape for row in rows(again, 50)} == {(64,)}
