@@ -21,7 +21,7 @@ from pretraining.checkpoint.files import writing_to
 from pretraining.checkpoint.folder import Place, find_checkpoints, keep_newest, newest_first, sweep
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.restoring import Restoring, base_digest, check_policy, checkpoint_folder, starting_point
+from pretraining.checkpoint.restoring import Restoring, Start, check_policy, checkpoint_folder
 from pretraining.checkpoint.store import HostBuffer, LogicalTensors, PendingSave, is_weight
 from pretraining.config.training import TrainConfig
 from pretraining.host_memory import available_memory
@@ -48,7 +48,7 @@ class Checkpoints:
         self._locks: list[FolderLock] = []
         self.newest: int | None = None  # newest step that is committed, or being written
         self._failures = 0  # saves in a row
-        self._base = ""  # base_digest of the run
+        self._base = ""  # Start.digest of the run
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None  # the asynchronous save that was started last
         self._buffer = HostBuffer()
@@ -79,17 +79,14 @@ class Checkpoints:
         for path in checkpoints.uncommitted:
             self._peers.say(f"{path} has no marker: its save was never finished, and it is ignored")
         local = {path: place for place in self._places for path in place.common()}
-        checkpoints, config = checkpoints._replace(committed=newest_first(local, checkpoints.committed)), self._config
-        check_policy(config, checkpoints)
-        load_path, source = self._peers.lead(partial(starting_point, config, self.folder, checkpoints))
-        checkpoints = checkpoints if checkpoints.committed else source  # each host continues from its own copy
-        if load_path != config.ckpt_load_path:
-            self._peers.say(f"--ckpt_load_path={config.ckpt_load_path} is this run's own folder and has no checkpoint")
-            config = replace(config, ckpt_load_path=load_path)
-        restoring = Restoring(config, self._peers, trainee.state())
-        facts = self._continue(restoring, checkpoints.committed, local) if checkpoints.committed else restoring.start()
+        own = newest_first(local, checkpoints.committed)
+        check_policy(self._config, own)
+        start = self._config.start(self.folder) or Start()
+        chosen = start.choose(own, self._peers.lead)
+        restoring = Restoring(self._config, self._peers, trainee.state(), start)
+        facts = self._continue(restoring, chosen, local) if chosen else start.load(restoring)
         if self._config.checkpoint_interval:
-            self._base = self._peers.lead(partial(base_digest, config))
+            self._base = self._peers.lead(start.digest)
         for place in self._places:
             place.forget_after(facts.step if facts else 0)
         return facts

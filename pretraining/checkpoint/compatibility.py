@@ -80,22 +80,8 @@ def check_resume(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     if not config.override_lr_on_resume:
         remedies[Resume.RATE] = "use that, or --override_lr_on_resume=True"
     refusable = [change for change in differing if not config.accepts(change.field, change.before)]
-    _refuse(refusable, remedies, "the checkpoint was trained with")
-    return [*differing, *_base_changes(saved, config)]
-
-
-def _base_changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
-    """Return the change of the folder with the frozen weights, which a checkpoint of adapters does not have.
-
-    Raises ConfigError if only one of the two runs has such a folder: the other's are the initial weights.
-    """
-    change = Change("ckpt_load_path", saved.get("ckpt_load_path", ""), config.ckpt_load_path)
-    if config.saves_frozen or change.before == change.now:
-        return []
-    if not (change.before and change.now):
-        remedy = f"the adapter was trained on {change.before or 'the initial weights'}; use that, or another --run_name"
-        raise ConfigError([Problem(f"--ckpt_load_path={change.now}", remedy)])
-    return [change]
+    refuse_changes(refusable, remedies, "the checkpoint was trained with")
+    return differing
 
 
 def describe_rate_change(saved: Mapping[str, Any], config: TrainConfig, step: int) -> str:
@@ -110,31 +96,10 @@ def describe_rate_change(saved: Mapping[str, Any], config: TrainConfig, step: in
     return f"learning rate of step {step + 1:,}: {before:.3g} -> {now:.3g}{reason if is_stretched else ''}"
 
 
-def check_start(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
-    """Return the changes to print when a new run takes a checkpoint's weights. Raises ConfigError if they cannot fit.
-
-    Only the model matters: a new run has a schedule, data and an optimizer of its own.
-    """
-    differing = [change for change in changes(saved, config) if change.policy in (Resume.SHAPE, Resume.FUNCTION)]
-    remedies = {Resume.SHAPE: "use that"}
-    if config.strict_load:
-        remedies[Resume.FUNCTION] = "use that, or --strict_load=False"
-    _refuse(differing, remedies, "the checkpoint at ckpt_load_path has")
-    return differing
-
-
-def _refuse(differing: list[Change], remedies: Mapping[Resume, str], origin: str) -> None:
+def refuse_changes(differing: list[Change], remedies: Mapping[Resume, str], origin: str) -> None:
     """Raise ConfigError if a change has a policy of `remedies`."""
     refused = [change for change in differing if change.policy in remedies]
     if refused:
         raise ConfigError(
             [Problem(f"--{c.field}={c.now}", f"{origin} {c.before}; {remedies[c.policy]}") for c in refused]
         )
-
-
-def check_moments(saved: Mapping[str, Any], config: TrainConfig) -> None:
-    """Raise ConfigError if a new run would take up the state of another optimizer."""
-    before = saved_config(saved).optimizer
-    if before != config.optimizer and not config.load_weights_only:
-        remedy = f"the checkpoint at ckpt_load_path has the state of {before}; --load_weights_only=True leaves it out"
-        raise ConfigError([Problem(f"--optimizer={config.optimizer}", remedy)])

@@ -126,11 +126,6 @@ def newest_checkpoint(path: Location, allow_remote: bool = True) -> Location:
     raise UserError(f"{path}: holds no committed checkpoint (a step_N folder with its marker); searched {places}")
 
 
-def is_of_other_program(path: Location) -> bool:
-    """Return whether a folder is in a format that an extension reads."""
-    return any(form.recognizes(path) for form in CHECKPOINT_FORMATS)
-
-
 def open_any_checkpoint(path: Location, allow_remote: bool = True) -> Checkpoint:
     """Open a folder in a format that an extension reads, a step_N folder, or the newest checkpoint of a run."""
     for form in CHECKPOINT_FORMATS:

@@ -107,7 +107,7 @@ class Facts:
     config: dict[str, Any]  # effective TrainConfig, field by field
     engine: str
     mesh: dict[str, int]
-    base: str = ""  # restoring.base_digest of the frozen weights that a checkpoint of adapters does not have
+    base: str = ""  # restoring.Start.digest of the frozen weights that a checkpoint of adapters does not have
 
 
 @dataclass(frozen=True)

@@ -739,6 +739,17 @@ class TrainConfig:
         """Whether checkpoints have the parameters that are not trained; if not, they are ckpt_load_path's."""
         return True
 
+    def start(self, folder: Any) -> Any:
+        """Return how a run with checkpoints in `folder` starts, a checkpoint.restoring.Start; None: from initial
+        weights. Raises UserError."""
+        remedy = "needs pretraining/extensions/other_weights, which is not there"
+        for name, path in self.load_paths.items():
+            if path:
+                raise UserError(f"--{name}={path}: {remedy}")
+        if not self.saves_frozen:
+            raise UserError(f"a checkpoint without the frozen weights {remedy}")
+        return None
+
     def check_trained(self, checkpoint: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UserError unless a checkpoint's weights are exactly those that this run trains, with their shapes."""
 

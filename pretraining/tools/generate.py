@@ -24,7 +24,6 @@ from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.folder import ALLOW_REMOTE, newest_checkpoint, open_any_checkpoint, refuse_remote
 from pretraining.checkpoint.manifest import Checkpoint, open_checkpoint
-from pretraining.checkpoint.restoring import check_base
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.config.errors import UserError
 from pretraining.config.script import ArgumentParser, exit_with
@@ -183,6 +182,8 @@ def base_weights(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Tenso
     if config.saves_frozen:
         return {}
     if config.ckpt_load_path:
+        from pretraining.extensions.other_weights.checks import check_base
+
         check_base(checkpoint.path, checkpoint.facts, config, "put those there")
         return read_tensors(open_any_checkpoint(location(config.ckpt_load_path)), is_weight)
     return {name: weight.detach() for name, weight in build_model(config).named_parameters()}

@@ -19,6 +19,7 @@ from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
 from tests.checkpoint.test_checkpoints import run, steps
 from tests.checkpoint.two_processes import processes
+from tests.selection import needs
 
 FILES = ("weights-00000.safetensors", "optimizer-00000.safetensors", "manifest.json", "facts.json", "COMMITTED")
 
@@ -107,6 +108,7 @@ def test_a_checkpoint_that_carries_a_pickle_is_refused_and_nothing_of_it_runs(
         pickle.loads(pickle.dumps(bomb))
 
 
+@needs("other_weights")
 def test_a_folder_of_pickles_alone_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))

@@ -120,6 +120,7 @@ def test_llama_s_relatives_travel_under_their_own_names(tmp_path: Path, fields: 
     assert {name: settings[name] for name in described} == described
 
 
+@needs("other_weights")
 @pytest.mark.parametrize(("tied", "ours_tied"), [(False, False), (True, False), (True, True)])
 def test_a_transformers_model_trains_here_and_starts_as_the_same_function(
     tmp_path: Path, tied: bool, ours_tied: bool
@@ -449,6 +450,7 @@ def test_a_function_that_their_llama_has_no_word_for_is_not_exported(field: dict
         config_json(TrainConfig(**field), "float32")
 
 
+@needs("other_weights")
 def test_another_shape_than_the_flags_say_is_refused_before_any_tensor_is_read(tmp_path: Path) -> None:
     exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
     with pytest.raises(ConfigError, match=r"(?s)--num_kv_heads=4 .*has 2.*--rope_theta=5000.* has 10000"):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("pretraining.extensions.huggingface")
+pytest.importorskip("pretraining.extensions.other_weights")
 
 from main_training import CONFIGURATION, configure, train
 from pretraining.checkpoint.folder import open_any_checkpoint

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("pretraining.extensions.huggingface")
+pytest.importorskip("pretraining.extensions.other_weights")
 
 from main_training import CONFIGURATION
 from main_training import train as run_training

@@ -18,6 +18,7 @@ from pretraining.extensions.object_storage import objects
 from pretraining.storage import location
 from tests.checkpoint.small_run import small_config, train
 from tests.object_storage import FaultProxy
+from tests.selection import needs
 
 
 def run(folder: Path, **fields: Any) -> dict[int, float]:
@@ -27,6 +28,7 @@ def run(folder: Path, **fields: Any) -> dict[int, float]:
     return losses
 
 
+@needs("other_weights")
 @pytest.mark.slow
 @pytest.mark.parametrize(("fixture", "there"), [("proxy", "s3://bucket/run"), ("google", "gs://bucket/run")])
 def test_a_run_saves_to_object_storage_keeps_the_newest_and_continues(
