@@ -42,6 +42,7 @@ ONLY_HEAD = (
     "dataset_impl",
     "moe_num_experts",
     "sequence_parallel",
+    "sliding_window_width",  # of January 2024, pull request 1131
 )
 PYTHIA_STEPS = 143_000  # two of its files have no key that tells the era
 UNKNOWN = "every key of the file is in all three eras"

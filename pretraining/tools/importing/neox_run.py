@@ -262,6 +262,11 @@ RUN = {
     "fp16.type": choice({"bfloat16": implied("with enabled"), "fp16": implied("with enabled")}),
     "precision": _PRECISIONS._replace(convert=_precision_of),
     "bf16.enabled": choice({True: precision("mixed_bf16"), False: unchanged("another key decides the precision")}),
+    **each(
+        "bf16 loss_scale loss_scale_window initial_scale_power hysteresis min_loss_scale",
+        ignore("DeepSpeed reads enabled alone: bf16 needs no loss scale"),
+        "bf16.",
+    ),
     **{f"fp16.{name}": _scale(name) for name in ("loss_scale", "loss_scale_window", "initial_scale_power")},
     "fp16.hysteresis": _scale("loss_scale_hysteresis"),
     "fp16.min_loss_scale": _scale("min_loss_scale"),

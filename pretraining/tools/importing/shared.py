@@ -108,7 +108,8 @@ def corpora(paths: list[str], weights: list[str], part: str = "") -> Conversion:
     if len(indexes) == 1:
         return implied("Megatron's index, with its .bin next to it", **{f"{part}data_path": indexes[0]})
     if part == "test_":
-        return unsupported_value("a mixture to test on; name one path")
+        note = "a mixture to test on; give --test_data_path, one of them"
+        return Conversion("unsupported", {"test_data_path": indexes[0]}, note)
     root = os.path.commonpath([Path(index).parent for index in indexes])
     values = {f"{part}data_path": root, f"{part}datasets": ",".join(os.path.relpath(path, root) for path in indexes)}
     if weights:
