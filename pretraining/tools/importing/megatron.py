@@ -139,6 +139,15 @@ def _normalization(value: Any, source: ForeignConfig) -> Conversion:
     return unsupported_value("known are rmsnorm, layernorm and layernorm1p")
 
 
+def norm_decay(value: Any, finds_norms: bool) -> Conversion:
+    """Weight decay of norms. NeMo 1.14's to 2.0's get_params_for_weight_decay_optimization, in its `megatron/utils.py`,
+    spares the classes of Apex alone. finds_norms: these are the norms."""
+    if value or finds_norms:
+        return mapped(norm_weight_decay=value)
+    note = "as documented; its code looks for Apex's norms and decays these, which --norm_weight_decay=True does"
+    return implied(note, norm_weight_decay=value)
+
+
 _SAME_NORM = "the weight is stored minus 1: the same function, because it is not decayed"
 
 

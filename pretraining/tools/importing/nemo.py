@@ -45,6 +45,13 @@ def _fsdp_reduce(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(reduce_dtype=names.get(str(value), value))
 
 
+def _norm_decay(value: Any, source: ForeignConfig) -> Conversion:
+    """megatron-core's own optimizer decays no vector."""
+    is_core = any(source.get(f"model.{name}") for name in ("mcore_gpt", "transformer_engine"))
+    own = str(source.get("model.optim.name")).lower() == "mcore_distributed_optim"
+    return megatron.norm_decay(value, finds_norms=not is_core or own)
+
+
 _PRECISIONS = choice(
     {
         **dict.fromkeys((32, "32", "32-true"), precision("fp32")),
@@ -115,6 +122,7 @@ FORMAT = TrainerFormat(
         "trainer.precision": _PRECISIONS._replace(convert=_precision),
         **lightning.EXP_MANAGER,
         **megatron.ARCHITECTURE,
+        "model.do_layer_norm_weight_decay": KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented"),
         "model.encoder_seq_length": KeyMapping(_encoder_length, ("seq_length",), "data.seq_length, where it differs"),
         "model.fp8": KeyMapping(_fp8, ("precision", "mixed_precision"), "fp8 with fp8_hybrid, but for the factors"),
         "model.fp8_*": KeyMapping(_other_fp8, (), "refused with fp8"),

@@ -33,6 +33,7 @@ from pretraining.tools.importing.mappings import (
 
 _TEXT = (".jsonl", ".json")
 _ALIGNMENT = "model_alignment_strategy."
+_OLD_ALIGNMENT = "data.alignment_strategy."  # of its first DPO recipe
 
 
 def _name(value: Any, source: ForeignConfig) -> Conversion:
@@ -93,16 +94,20 @@ def _records(value: Any, source: ForeignConfig) -> Conversion:
 
 
 def _encoder_length(value: Any, source: ForeignConfig) -> Conversion:
-    tunes = source.get("data.use_sft_style_data_module") or any(key.startswith(_ALIGNMENT) for key in source.values)
+    sections = (_ALIGNMENT, _OLD_ALIGNMENT)
+    tunes = source.get("data.use_sft_style_data_module") or any(key.startswith(sections) for key in source.values)
     if tunes and source.get("data.seq_length") is not None:
         return implied("rows of instruction data have data.seq_length")
     return mapped(seq_length=value)
 
 
 def _norm_decay(value: Any, source: ForeignConfig) -> Conversion:
-    if source.get("model_source") == "hf":
-        return implied("as documented; NxD Training's hf path does the opposite", norm_weight_decay=value)
-    return mapped(norm_weight_decay=value)
+    """NxD Training decays all norms: BaseHfModel spares what has "LayerNorm" in its name, which no parameter has, and
+    MegatronGPTModel what NeMo's function finds, which are not the norms of NxD Core."""
+    if not value and source.get("model_source") == "hf":
+        note = "as documented; NxD Training's hf path decays norms whatever is written (--norm_weight_decay=True)"
+        return implied(note, norm_weight_decay=value)
+    return megatron.norm_decay(value, finds_norms=False)
 
 
 _NORM_DECAY = KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented")
@@ -311,7 +316,7 @@ FORMAT = TrainerFormat(
         ),
         f"{_PEFT}lora_verbose": ignore("what is trained is always printed"),
         f"{_ALIGNMENT}sft.packing": megatron.PACKING,
-        f"{_ALIGNMENT}*": refuse("alignment recipes"),
+        **each(f"{_ALIGNMENT}* {_OLD_ALIGNMENT}*", refuse("alignment recipes")),
     },
     {
         **lightning.DEFAULTS,
