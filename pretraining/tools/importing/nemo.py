@@ -6,7 +6,15 @@ import math
 from typing import Any
 
 from pretraining.tools.importing import lightning, megatron, megatron_optim, shared
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, precision, unsupported_value
+from pretraining.tools.importing.conversions import (
+    Conversion,
+    differs,
+    ignored,
+    implied,
+    mapped,
+    precision,
+    unsupported_value,
+)
 from pretraining.tools.importing.foreign import ForeignConfig
 from pretraining.tools.importing.mappings import (
     KeyMapping,
@@ -65,7 +73,7 @@ def _precision(value: Any, source: ForeignConfig) -> Conversion:
     conversion = _PRECISIONS.convert(value, source)
     if conversion.values.get("precision") == "fp16":
         conversion = shared.half(source)
-    if _fp8(source.get("model.fp8"), source).status != "implied":
+    if _fp8(source.get("model.fp8"), source).status != "different":
         return conversion
     return precision("fp8", conversion.note or "with fp8")
 
@@ -103,7 +111,12 @@ def _fp8(value: Any, source: ForeignConfig) -> Conversion:
         if is_another:
             return Conversion("unsupported", {"precision": "fp8"}, f"{reason}; give --precision")
     note = "factors are powers of two, from the largest elements of the same product instead of earlier ones"
-    return precision("fp8", note)
+    return precision("fp8", note)._replace(status="different")
+
+
+def _fp8_factors(_: Any, source: ForeignConfig) -> Conversion:
+    note = "factors of fp8 do not follow earlier products"
+    return differs(note) if source.get("model.fp8") else ignored("without fp8")
 
 
 def _other_fp8(value: Any, source: ForeignConfig) -> Conversion:
@@ -129,7 +142,7 @@ FORMAT = TrainerFormat(
         **each("fp8_e4m3 fp8_hybrid fp8_wgrad", read_with("fp8"), "model."),
         **each(
             "fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo reduce_amax",
-            ignore("factors of fp8 do not follow earlier products"),
+            KeyMapping(_fp8_factors, (), "different: factors of fp8 do not follow earlier products"),
             "model.",
         ),
         "model.native_amp_init_scale": _scale("initial_scale_power"),

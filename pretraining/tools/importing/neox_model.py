@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported_value
+from pretraining.tools.importing.conversions import (
+    Conversion,
+    differs,
+    ignored,
+    implied,
+    mapped,
+    unchanged,
+    unsupported_value,
+)
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import (
     KeyMapping,
@@ -32,7 +40,7 @@ def _norm(value: Any, source: ForeignConfig) -> Conversion:
     name = str(value).lower()
     if name == "rmsnorm" and not source.get("rmsnorm_fusion"):
         note = "epsilon below the root, as in NeoX since May 2025; before, it was added to the root mean square"
-        return implied(note, norm_type=name)
+        return differs(note, norm_type=name)
     if name in ("layernorm", "rmsnorm"):
         return mapped(norm_type=name)
     if name in ("te_layernorm", "te_rmsnorm"):
@@ -226,7 +234,7 @@ ARCHITECTURE = {
     "rotary_interleaved": must_be_off("pairs of neighbouring channels"),
     "attention_config": KeyMapping(_attention, ("attention_impl",), "global and flash alone"),
     "apply_query_key_layer_scaling": ignore("the factor is taken back in the fp32 softmax: the same numbers"),
-    "attention_softmax_in_fp32": ignore("the softmax is in fp32"),
+    "attention_softmax_in_fp32": choice({True: unchanged("as here"), False: differs("the softmax is in fp32")}),
     "make_vocab_size_divisible_by": vocabulary_multiple("model_parallel_size"),
 }
 
@@ -242,7 +250,7 @@ OPTIMIZERS = {
     "sm3": mapped(optimizer="sm3"),
     "madgrad_wd": mapped(optimizer="madgrad_wd"),
     "lion": mapped(optimizer="lion"),
-    "onebitadam": implied("its updates; gradients are summed in full", optimizer=ONE_BIT),
+    "onebitadam": differs("its updates; gradients are summed in full", optimizer=ONE_BIT),
     "sgd": unsupported_value("NeoX's sgd is muP's"),
 }
 
@@ -342,7 +350,7 @@ def _decay_to(value: Any, source: ForeignConfig) -> Conversion:
     rate = source.get(f"{PARAMS}lr", 0.001)
     if not all(isinstance(number, int | float) for number in (value, rate)):
         return unsupported_value("expected a number")
-    return implied("times the peak; no key of NeoX's own", min_lr=value * rate)
+    return differs("times the peak; no key of NeoX's own", min_lr=value * rate)
 
 
 def _decay_share(value: Any, source: ForeignConfig) -> Conversion:
@@ -370,7 +378,11 @@ OPTIM = {
     "lr_decay_fraction": KeyMapping(_decay_share, ("lr_decay_steps",), "times train_iters"),
     "cooldown": KeyMapping(_cooldown, ("lr_cooldown_steps",), f"share of train_iters, of {HYBRID}"),
     "warmup": KeyMapping(_warmup, ("lr_warmup_ratio",), "share of the schedule"),
-    "warmup_iters": to("lr_warmup_steps", "no key of NeoX's own"),
+    "warmup_iters": KeyMapping(
+        lambda value, _: differs("no key of NeoX's own", lr_warmup_steps=value),
+        ("lr_warmup_steps",),
+        "no key of NeoX's own",
+    ),
     "decay_lr_to": KeyMapping(_decay_to, ("min_lr",), "times the peak"),
     "min_lr": KeyMapping(_floor, ("min_lr",), "not read with OneBitAdam"),
     "override_lr_scheduler": to("override_lr_on_resume"),

@@ -9,6 +9,7 @@ from pretraining.config.errors import Problem
 from pretraining.config.validate import multiples_around
 from pretraining.tools.importing.conversions import (
     Conversion,
+    differs,
     ignored,
     implied,
     mapped,
@@ -197,7 +198,8 @@ def _save(value: Any, source: ForeignConfig) -> Conversion:
 def _load(value: Any, source: ForeignConfig) -> Conversion:
     for key in ("finetune", "no_load_optim"):
         if source.get(key):
-            return implied(f"with {key}, weights alone: starts at step 0", ckpt_load_path=value)
+            as_there = implied if key == "finetune" else differs
+            return as_there(f"with {key}, weights alone: starts at step 0", ckpt_load_path=value)
     note = "continues at its step; a converted checkpoint, whose step is 0, starts there"
     return implied(note, ckpt_load_path=value, load_step=True)
 
@@ -275,7 +277,10 @@ RUN = {
     **each("loss_scale loss_scale_window hysteresis min_scale", ignore("DeepSpeed reads those of fp16")),
     "fp32_allreduce": choice({True: mapped(reduce_dtype="fp32"), False: unchanged("gradients are reduced in fp32")}),
     "data_types.grad_accum_dtype": choice(
-        dict.fromkeys(("fp32", "bf16", "fp16"), implied("gradients are accumulated in fp32"))
+        {
+            "fp32": unchanged("as here"),
+            **dict.fromkeys(("bf16", "fp16"), differs("gradients are accumulated in fp32")),
+        }
     ),
     "save": KeyMapping(_save, ("ckpt_save_path",), "with a period"),
     "load": KeyMapping(_load, ("ckpt_load_path", "load_step"), "with finetune or no_load_optim from step 0"),
