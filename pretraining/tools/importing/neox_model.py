@@ -59,9 +59,13 @@ def _epsilon(of: str) -> KeyMapping:
 
 
 def _norm_bias(value: Any, source: ForeignConfig) -> Conversion:
+    """get_norm of `megatron/model/norms.py` does not read it; StableLM's branch does."""
     if str(source.get("norm", "layernorm")).lower().endswith("rmsnorm"):
         return implied("RMSNorm has none", norm_bias=False)
-    return mapped(norm_bias=value)
+    if value:
+        return mapped(norm_bias=value)
+    note = "no biases, as in StableLM; EleutherAI's code does not read it: --norm_bias=True for its layer norms"
+    return differs(note, norm_bias=value)
 
 
 def _rotary(field: str) -> KeyMapping:
@@ -94,6 +98,15 @@ def _mlp_bias(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("mlp_type") in SILU_GATED:
         return implied(f"mlp_type {source.get('mlp_type')} has none", mlp_bias=False)
     return mapped(mlp_bias=value)
+
+
+def _hidden_dropout(value: Any, source: ForeignConfig) -> Conversion:
+    """ParallelTransformerLayer adds the output of a feed-forward layer without biases as it is."""
+    has_biases = source.get("use_bias_in_mlp") and source.get("mlp_type") not in SILU_GATED
+    if not value or has_biases or source.get("gpt_j_residual"):
+        return mapped(hidden_dropout=value)
+    note = "NeoX drops nothing of the output of a feed-forward layer without biases, this recipe does"
+    return differs(note, hidden_dropout=value)
 
 
 def _te_attention(value: Any, source: ForeignConfig) -> Conversion:
@@ -185,9 +198,10 @@ def _attention(value: Any, _: ForeignConfig) -> Conversion:
 
 ARCHITECTURE = {
     **same_names(
-        "num_layers hidden_size num_attention_heads num_kv_heads seq_length max_position_embeddings hidden_dropout "
-        "attention_dropout seed eod_mask_loss reset_attention_mask reset_position_ids"
+        "num_layers hidden_size num_attention_heads num_kv_heads seq_length max_position_embeddings attention_dropout "
+        "seed eod_mask_loss reset_attention_mask reset_position_ids"
     ),
+    "hidden_dropout": KeyMapping(_hidden_dropout, ("hidden_dropout",)),
     "norm": KeyMapping(_norm, ("norm_type",), "layernorm, rmsnorm"),
     "layernorm_epsilon": _epsilon("layernorm"),
     "rms_norm_epsilon": _epsilon("rmsnorm"),
