@@ -146,7 +146,7 @@ _IGNORED = {
         zero_optimization.reduce_scatter zero_optimization.reduce_bucket_size zero_optimization.contiguous_gradients
         zero_optimization.load_from_fp32_weights zero_optimization.round_robin_gradients zero_reduce_scatter
         zero_contiguous_gradients zero_reduce_bucket_size zero_allgather_bucket_size activation_checkpointing.*
-        prescale_gradients gradient_predivide_factor sparse_gradients communication_data_type""",
+        prescale_gradients gradient_predivide_factor sparse_gradients""",
     "a kernel's choice": """scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion rope_fusion
         layernorm_fusion rmsnorm_fusion bias_dropout_fusion onnx_safe use_flashattn_swiglu output_layer_parallelism
         adlr_autoresume adlr_autoresume_interval lazy_mpu_init use_flash_cross_entropy rotary_save_freqs_buffer""",
@@ -254,6 +254,7 @@ FORMAT = TrainerFormat(
         "split": lambda source: "969, 30, 1" if _one_corpus(source) else None,
         "eval_interval": 1000,
         "eval_iters": 100,
+        "fp32_allreduce": lambda source: None if source.values.get("communication_data_type") else False,
         "fp16.enabled": lambda source: (
             None if any(source.values.get(key) for key in ("precision", "bf16.enabled")) else False
         ),

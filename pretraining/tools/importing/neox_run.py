@@ -163,12 +163,27 @@ def _precision_of(value: Any, source: ForeignConfig) -> Conversion:
     return half(source) if str(value).lower() == "fp16" else _PRECISIONS.convert(value, source)
 
 
+def _decided(source: ForeignConfig) -> set[str]:
+    """Return the precisions that the keys of the file ask for."""
+    decided = [_half(source.get("fp16.enabled"), source), _precision_of(source.get("precision"), source)]
+    found = {str(each.values["precision"]) for each in decided if "precision" in each.values}
+    return found | ({"mixed_bf16"} if source.get("bf16.enabled") else set())
+
+
+def _sums(value: Any, source: ForeignConfig) -> Conversion:
+    """The dtype in which DeepSpeed sums gradients: `communication_data_type` of its `runtime/engine.py`."""
+    if str(value).lower() in ("true", "fp32"):
+        return mapped(reduce_dtype="fp32")
+    if not {"fp16", "mixed_bf16"} & _decided(source):
+        return unchanged("gradients are reduced in fp32")
+    return differs("gradients are summed in fp32, which DeepSpeed may sum in the dtype of its parameters")
+
+
 def _scale(name: str) -> KeyMapping:
     """A setting of the loss scale."""
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
-        decided = [_half(source.get("fp16.enabled"), source), _precision_of(source.get("precision"), source)]
-        if not any(each.values.get("precision") == "fp16" for each in decided):
+        if "fp16" not in _decided(source):
             return ignored("fp16 is off, or another precision is meant")
         return mapped(**{name: value})
 
@@ -275,7 +290,7 @@ RUN = {
     **each("fp16 auto_cast", ignore("enabled alone switches fp16 on"), "fp16."),
     "fp16.consecutive_hysteresis": must_be_off("overflows count until the scale grows, not until the next clean step"),
     **each("loss_scale loss_scale_window hysteresis min_scale", ignore("DeepSpeed reads those of fp16")),
-    "fp32_allreduce": choice({True: mapped(reduce_dtype="fp32"), False: unchanged("gradients are reduced in fp32")}),
+    **each("fp32_allreduce communication_data_type", KeyMapping(_sums, ("reduce_dtype",), "fp32 in any case")),
     "data_types.grad_accum_dtype": choice(
         {
             "fp32": unchanged("as here"),
