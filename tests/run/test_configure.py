@@ -127,7 +127,7 @@ def test_a_mistake_in_a_configuration_file_names_the_file(tmp_path: Path, capsys
     assert f"note: --seed=6: replaces seed=5 in {path}\n" in typed(capsys, f"--config_file={path}", "--seed=6")
 
 
-def test_an_import_report_begins_with_what_is_unsupported_and_then_what_is_derived(
+def test_an_import_report_begins_with_what_is_unsupported_and_what_is_different(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, put(tree("nxdt"), "model.unheard", 1))
@@ -135,6 +135,6 @@ def test_an_import_report_begins_with_what_is_unsupported_and_then_what_is_deriv
     lines = printed.partition("Settings that differ")[0].splitlines()
     assert (lines[0], lines[1]) == ("Imported from NxD Training", "Unsupported:")
     assert "model.unheard=1" in lines[2]
-    order = [re.findall(r" {2}(unsupported|implied|mapped|ignored)(?: |$)", line)[:1] for line in lines]
-    places = [{"unsupported": 0, "implied": 1}.get(status[0], 2) for status in order if status]
-    assert places == sorted(places) and set(places) == {0, 1, 2}
+    order = [re.findall(r" {2}(unsupported|different|implied|mapped|ignored)(?: |$)", line)[:1] for line in lines]
+    places = [{"unsupported": 0, "different": 1, "implied": 2}.get(status[0], 3) for status in order if status]
+    assert places == sorted(places) and set(places) == {0, 1, 2, 3}

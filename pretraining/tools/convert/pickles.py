@@ -386,7 +386,14 @@ def describe_moments(path: Path, layout: TrainerFolders) -> str:
 
 
 def trainer_folders_of(path: Path) -> TrainerFolders | None:
-    """Return the layout of the folder `path`, None if it is not one of these or holds safetensors too."""
+    """Return the layout of the folder `path`, None if it is not one of these or holds safetensors too.
+
+    Raises UserError for a directory of megatron-core's `dist_checkpointing`, which a .nemo archive of newer NeMo holds.
+    """
+    for folder in (path, path / "model_weights"):
+        if (folder / "common.pt").is_file() and (folder / "metadata.json").is_file():
+            there = "write it in Hugging Face's format with NeMo's scripts/checkpoint_converters first"
+            raise UserError(f"{folder}: NeMo's distributed checkpoints are not read; {there}")
     if any(path.glob("*.safetensors")):
         return None
     return next((layout for layout in LAYOUTS if any(path.glob(layout.pattern))), None)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 
 class Conversion(NamedTuple):
-    """What a value becomes. status: "mapped" one to one, "implied" (derived, merged or approximated, as the note
-    explains), "ignored" (without meaning here) or "unsupported"."""
+    """What a value becomes. status: "mapped" one to one, "implied" (derived or merged, as the note explains),
+    "different" (this recipe does it in another way, which the note names), "ignored" (without meaning here) or
+    "unsupported"."""
 
     status: str
     values: dict[str, Any]
@@ -20,8 +21,13 @@ def mapped(**values: Any) -> Conversion:
 
 
 def implied(note: str, **values: Any) -> Conversion:
-    """A value that is derived, merged or approximated, as the note explains."""
+    """A value that is derived or merged, as the note explains."""
     return Conversion("implied", values, note)
+
+
+def differs(note: str, **values: Any) -> Conversion:
+    """A value that this recipe follows in another way than its trainer, which the note names."""
+    return Conversion("different", values, note)
 
 
 def precision(name: str, note: str = "") -> Conversion:

@@ -12,9 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.config.errors import counted
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported_value
+from pretraining.tools.importing.conversions import (
+    Conversion,
+    differs,
+    ignored,
+    implied,
+    mapped,
+    unchanged,
+    unsupported_value,
+)
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
-from pretraining.tools.importing.mappings import KeyMapping, choice, each, ignore, must_be_off, only, to, to_one_of
+from pretraining.tools.importing.mappings import (
+    KeyMapping,
+    choice,
+    differ,
+    each,
+    ignore,
+    must_be_off,
+    only,
+    to,
+    to_one_of,
+)
 from pretraining.tools.importing.shared import names_parts
 
 # ---- trainer
@@ -182,8 +200,13 @@ def _monitor(value: Any, source: ForeignConfig) -> Conversion:
     if value == "step" or source.get(f"{CALLBACK}.save_top_k") == -1:
         return implied("the newest checkpoints are kept, or all")
     if value == "val_loss":
-        return implied("the newest are kept: the best by val_loss is not reproduced")
+        return differs("the newest are kept: the best by val_loss is not reproduced")
     return unsupported_value("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
+
+
+def _mode(value: Any, source: ForeignConfig) -> Conversion:
+    monitor = source.get(f"{CALLBACK}.monitor")
+    return ignored("the newest are kept") if (monitor, value) == ("step", "max") else differs("the newest are kept")
 
 
 def run_name(value: Any, source: ForeignConfig) -> Conversion:
@@ -196,8 +219,8 @@ def _load(value: Any, source: ForeignConfig) -> Conversion:
     """The checkpoint that a run continues from, which wins over those of the run in NeMo."""
     if source.get("model.weight_init_only"):
         return implied("its weights alone: starts at step 0", ckpt_load_path=value)
-    note = "continues at its step; a converted checkpoint, whose step is 0, starts there"
-    return implied(note, ckpt_load_path=value, load_step=True)
+    note = "continues at its step, unless the run has a checkpoint of its own; a converted one, of step 0, starts there"
+    return differs(note, ckpt_load_path=value, load_step=True)
 
 
 LOAD = KeyMapping(_load, ("ckpt_load_path", "load_step"), "where the run has no checkpoint of its own yet")
@@ -205,7 +228,7 @@ LOAD = KeyMapping(_load, ("ckpt_load_path", "load_step"), "where the run has no 
 
 def _resume(_: Any, source: ForeignConfig) -> Conversion:
     if any(source.get(key) for key in ("exp_manager.resume_from_checkpoint", "model.resume_from_checkpoint")):
-        return implied("with resume_from_checkpoint: the run's own checkpoint, then that one", resume="auto")
+        return differs("with resume_from_checkpoint: the run's own checkpoint, then that one", resume="auto")
     if not source.get("exp_manager.resume_if_exists", False):
         return implied("a checkpoint that is there already is an error", resume="never")
     alone = source.get("exp_manager.resume_ignore_no_checkpoint", False)
@@ -240,7 +263,7 @@ def _ema(_: Any, source: ForeignConfig) -> Conversion:
     if not source.get("exp_manager.ema.enable", False):
         return unchanged("off")
     note = "validation runs on the weights themselves; generate and convert take --use_ema"
-    return implied(note, ema_decay=source.get("exp_manager.ema.decay", 0.999))
+    return differs(note, ema_decay=source.get("exp_manager.ema.decay", 0.999))
 
 
 def _ema_steps(value: Any, source: ForeignConfig) -> Conversion:
@@ -284,7 +307,7 @@ EXP_MANAGER = {
         must_be_off("trackers: wandb and aim"),
         "exp_manager.",
     ),
-    **each("version use_datetime_version", ignore("log_dir is exp_dir / name"), "exp_manager."),
+    **each("version use_datetime_version", differ("log_dir is exp_dir / name"), "exp_manager."),
     **each(
         "ckpt_ptl_version resume_past_end summary_writer_kwargs files_to_copy "
         "step_timing_kwargs step_timing_kwargs.* ema.* *_logger_kwargs *_logger_kwargs.* disable_validation_on_resume "
@@ -298,7 +321,7 @@ EXP_MANAGER = {
     f"{CALLBACK}.save_top_k": KeyMapping(
         _top_k, ("keep_last_n_checkpoints", "checkpoint_interval"), "-1: all, 0: no saves"
     ),
-    f"{CALLBACK}.mode": ignore("the newest are kept"),
+    f"{CALLBACK}.mode": KeyMapping(_mode, (), "the newest are kept"),
     f"{CALLBACK}.save_last": ignore("the last step is always saved"),
     f"{CALLBACK}.filename": ignore("the checkpoint records step, tokens and position itself"),
     f"{CALLBACK}.model_parallel_size": ignore("checkpoints belong to no mesh"),
@@ -321,7 +344,7 @@ EXP_MANAGER = {
     **each("every_n_epochs save_on_train_epoch_end", must_be_off("checkpoints are saved by steps"), f"{CALLBACK}."),
     **each(
         "always_save_nemo save_nemo_on_train_end save_best_model",
-        choice({True: implied("no .nemo archive: the checkpoints are kept as they are"), False: unchanged("off")}),
+        choice({True: differs("no .nemo archive: the checkpoints are kept as they are"), False: unchanged("off")}),
         f"{CALLBACK}.",
     ),
 }

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from pretraining.config.errors import Problem
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unsupported_value
+from pretraining.tools.importing.conversions import Conversion, differs, ignored, implied, mapped, unsupported_value
 from pretraining.tools.importing.foreign import ForeignConfig
 
 
@@ -63,6 +63,11 @@ def to(name: str, note: str = "") -> KeyMapping:
 def ignore(reason: str) -> KeyMapping:
     """A key without meaning here, whatever its value."""
     return KeyMapping(lambda _, __: ignored(reason), (), f"ignored: {reason}")
+
+
+def differ(reason: str) -> KeyMapping:
+    """A key that this recipe follows in another way, whatever its value."""
+    return KeyMapping(lambda _, __: differs(reason), (), f"different: {reason}")
 
 
 def refuse(reason: str) -> KeyMapping:

@@ -12,12 +12,21 @@ from typing import Any
 from pretraining.config.errors import Problem
 from pretraining.config.validate import multiples_around
 from pretraining.tools.importing import shared
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported_value
+from pretraining.tools.importing.conversions import (
+    Conversion,
+    differs,
+    ignored,
+    implied,
+    mapped,
+    unchanged,
+    unsupported_value,
+)
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.lightning import LOAD
 from pretraining.tools.importing.mappings import (
     KeyMapping,
     choice,
+    differ,
     each,
     ignore,
     must_be_off,
@@ -139,6 +148,15 @@ def _normalization(value: Any, source: ForeignConfig) -> Conversion:
     return unsupported_value("known are rmsnorm, layernorm and layernorm1p")
 
 
+def norm_decay(value: Any, finds_norms: bool) -> Conversion:
+    """Weight decay of norms. NeMo 1.14's to 2.0's get_params_for_weight_decay_optimization, in its `megatron/utils.py`,
+    spares the classes of Apex alone. finds_norms: these are the norms."""
+    if value or finds_norms:
+        return mapped(norm_weight_decay=value)
+    note = "as documented; its code looks for Apex's norms and decays these, which --norm_weight_decay=True does"
+    return differs(note, norm_weight_decay=value)
+
+
 _SAME_NORM = "the weight is stored minus 1: the same function, because it is not decayed"
 
 
@@ -194,6 +212,7 @@ _BIAS = KeyMapping(_has_bias, ("attn_bias", "mlp_bias", "norm_bias"), "norm_bias
 _LINEAR_SCALING = KeyMapping(
     _interpolation, ("rope_scaling_type", "rope_scaling_factor"), "linear scaling of the positions"
 )
+_RAMP = "NeMo stops at each size to be started again; here it goes on"
 _PRE_NORM = unsupported_value("norms come before attention and feed-forward here")
 
 ARCHITECTURE = {
@@ -295,7 +314,9 @@ ARCHITECTURE = {
     ),
     "model.qkv_bias": KeyMapping(_qkv_bias, ("qkv_bias",), "without bias"),
     "model.override_vocab_size": to("vocab_size", "rows of the embedding, padding included"),
-    "model.rampup_batch_size": to("rampup_batch_size", "NeMo stops at each size to be started again; here it goes on"),
+    "model.rampup_batch_size": KeyMapping(
+        lambda value, _: differs(_RAMP, rampup_batch_size=value), ("rampup_batch_size",), _RAMP
+    ),
     **each(
         "ub_tp_comm_* tp_comm_* fp8_* defer_embedding_wgrad_compute wgrad_deferral_limit use_flash_attention sharp "
         "apply_rope_fusion gc_interval cross_entropy_loss_fusion deterministic_mode nccl_communicator_config_path "
@@ -371,8 +392,8 @@ def _is_number(item: Any) -> bool:
 
 
 PREPARED = "prepare it with python -m pretraining.tools.prepare --sft, then give its shards"
-PACKING = ignore("documents are packed; whole examples are packed by prepare --sft (--packing=False: one per row)")
-INSTRUCTIONS = ignore("shards with labels train completions alone; prepare --sft makes them")
+PACKING = differ("documents are packed; whole examples are packed by prepare --sft (--packing=False: one per row)")
+INSTRUCTIONS = differ("shards with labels train completions alone; prepare --sft makes them")
 
 
 def _of_corpora(mapping: KeyMapping) -> KeyMapping:
@@ -422,8 +443,8 @@ def data_section(prefix: str) -> dict[str, KeyMapping]:
         "dataloader_type": _of_corpora(
             choice(
                 {
-                    "single": implied("documents are shuffled in both; each epoch has its order", shuffle="shards"),
-                    "cyclic": implied("another order each epoch", shuffle="shards"),
+                    "single": differs("documents are shuffled in both; each epoch has its order", shuffle="shards"),
+                    "cyclic": differs("another order each epoch", shuffle="shards"),
                 }
             )
         ),

@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported_value
+from pretraining.tools.importing.conversions import (
+    Conversion,
+    differs,
+    ignored,
+    implied,
+    mapped,
+    unchanged,
+    unsupported_value,
+)
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import KeyMapping, each, ignore, must_be_off, only, refuse, to
 from pretraining.tools.importing.shared import betas, optimizer_arguments
@@ -149,6 +157,18 @@ def _dtype(value: Any, source: ForeignConfig) -> Conversion:
     return unsupported_value("the optimizer's state is in fp32 with parameters in fp32")
 
 
+def _reduction(value: Any, source: ForeignConfig) -> Conversion:
+    """Of the sums of gradients: an argument of Apex's DistributedFusedAdam, too (NeMo's distributed_adam.py)."""
+    if str(source.get(f"{OPTIM}name")).lower() != "distributed_fused_adam":
+        return ignored("distributed_fused_adam alone reads it")
+    if str(value) in ("fp32", "float32", "32"):
+        return mapped(reduce_dtype="fp32")
+    if str(value) not in ("bf16", "bfloat16"):
+        return unsupported_value("gradients are summed in fp32 or bf16")
+    note = "NeMo sums the gradients of its embeddings and of its head in fp32 all the same, this recipe in bf16"
+    return differs(note, reduce_dtype="bf16")
+
+
 MAPPINGS = {
     f"{OPTIM}name": KeyMapping(_optimizer, ("optimizer",), ", ".join(OPTIMIZERS)),
     f"{OPTIM}lr": to("learning_rate"),
@@ -161,9 +181,10 @@ MAPPINGS = {
     **each("foreach fused differentiable", ignore("a kernel's choice"), OPTIM),
     **each("args args.* _target_", refuse("write the optimizer's name and its arguments below model.optim"), OPTIM),
     f"{OPTIM}dtype": KeyMapping(_dtype, (), "fp32 with distributed_fused_adam, which alone reads it"),
+    f"{OPTIM}grad_sync_dtype": KeyMapping(_reduction, ("reduce_dtype",), "with distributed_fused_adam"),
     **each(
         "bucket_cap_mb overlap_grad_sync overlap_param_sync contiguous_grad_buffer contiguous_param_buffer "
-        "grad_sync_dtype param_sync_dtype overlap_param_gather overlap_grad_reduce",
+        "param_sync_dtype overlap_param_gather overlap_grad_reduce",
         ignore("how the state is sharded and moved"),
         OPTIM,
     ),

@@ -6,7 +6,15 @@ import math
 from typing import Any
 
 from pretraining.tools.importing import lightning, megatron, megatron_optim, shared
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, precision, unsupported_value
+from pretraining.tools.importing.conversions import (
+    Conversion,
+    differs,
+    ignored,
+    implied,
+    mapped,
+    precision,
+    unsupported_value,
+)
 from pretraining.tools.importing.foreign import ForeignConfig
 from pretraining.tools.importing.mappings import (
     KeyMapping,
@@ -45,6 +53,13 @@ def _fsdp_reduce(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(reduce_dtype=names.get(str(value), value))
 
 
+def _norm_decay(value: Any, source: ForeignConfig) -> Conversion:
+    """megatron-core's own optimizer decays no vector."""
+    is_core = any(source.get(f"model.{name}") for name in ("mcore_gpt", "transformer_engine"))
+    own = str(source.get("model.optim.name")).lower() == "mcore_distributed_optim"
+    return megatron.norm_decay(value, finds_norms=not is_core or own)
+
+
 _PRECISIONS = choice(
     {
         **dict.fromkeys((32, "32", "32-true"), precision("fp32")),
@@ -58,7 +73,7 @@ def _precision(value: Any, source: ForeignConfig) -> Conversion:
     conversion = _PRECISIONS.convert(value, source)
     if conversion.values.get("precision") == "fp16":
         conversion = shared.half(source)
-    if _fp8(source.get("model.fp8"), source).status != "implied":
+    if _fp8(source.get("model.fp8"), source).status != "different":
         return conversion
     return precision("fp8", conversion.note or "with fp8")
 
@@ -96,7 +111,12 @@ def _fp8(value: Any, source: ForeignConfig) -> Conversion:
         if is_another:
             return Conversion("unsupported", {"precision": "fp8"}, f"{reason}; give --precision")
     note = "factors are powers of two, from the largest elements of the same product instead of earlier ones"
-    return precision("fp8", note)
+    return precision("fp8", note)._replace(status="different")
+
+
+def _fp8_factors(_: Any, source: ForeignConfig) -> Conversion:
+    note = "factors of fp8 do not follow earlier products"
+    return differs(note) if source.get("model.fp8") else ignored("without fp8")
 
 
 def _other_fp8(value: Any, source: ForeignConfig) -> Conversion:
@@ -115,13 +135,14 @@ FORMAT = TrainerFormat(
         "trainer.precision": _PRECISIONS._replace(convert=_precision),
         **lightning.EXP_MANAGER,
         **megatron.ARCHITECTURE,
+        "model.do_layer_norm_weight_decay": KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented"),
         "model.encoder_seq_length": KeyMapping(_encoder_length, ("seq_length",), "data.seq_length, where it differs"),
         "model.fp8": KeyMapping(_fp8, ("precision", "mixed_precision"), "fp8 with fp8_hybrid, but for the factors"),
         "model.fp8_*": KeyMapping(_other_fp8, (), "refused with fp8"),
         **each("fp8_e4m3 fp8_hybrid fp8_wgrad", read_with("fp8"), "model."),
         **each(
             "fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo reduce_amax",
-            ignore("factors of fp8 do not follow earlier products"),
+            KeyMapping(_fp8_factors, (), "different: factors of fp8 do not follow earlier products"),
             "model.",
         ),
         "model.native_amp_init_scale": _scale("initial_scale_power"),

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pretraining.config.errors import Problem
-from pretraining.tools.importing.conversions import Conversion, implied, mapped, unchanged, unsupported_value
+from pretraining.tools.importing.conversions import (
+    Conversion,
+    differs,
+    ignored,
+    implied,
+    mapped,
+    unchanged,
+    unsupported_value,
+)
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import (
     KeyMapping,
@@ -42,6 +50,7 @@ ONLY_HEAD = (
     "dataset_impl",
     "moe_num_experts",
     "sequence_parallel",
+    "sliding_window_width",  # of January 2024, pull request 1131
 )
 PYTHIA_STEPS = 143_000  # two of its files have no key that tells the era
 UNKNOWN = "every key of the file is in all three eras"
@@ -120,6 +129,12 @@ def _zero_stage(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(sharding_strategy=names[value])
 
 
+def _partition(_: Any, source: ForeignConfig) -> Conversion:
+    if source.integer("pipe_parallel_size") < 2:
+        return ignored("without stages")
+    return differs("stages are as equal as possible; --pipeline_cuts sets others")
+
+
 # Reason -> keys that are ignored.
 _IGNORED = {
     "how processes are launched": """launcher deepspeed_slurm deepspeed_mpi hostfile include exclude master_port
@@ -131,12 +146,11 @@ _IGNORED = {
         zero_optimization.reduce_scatter zero_optimization.reduce_bucket_size zero_optimization.contiguous_gradients
         zero_optimization.load_from_fp32_weights zero_optimization.round_robin_gradients zero_reduce_scatter
         zero_contiguous_gradients zero_reduce_bucket_size zero_allgather_bucket_size activation_checkpointing.*
-        prescale_gradients gradient_predivide_factor sparse_gradients communication_data_type""",
+        prescale_gradients gradient_predivide_factor sparse_gradients""",
     "a kernel's choice": """scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion rope_fusion
         layernorm_fusion rmsnorm_fusion bias_dropout_fusion onnx_safe use_flashattn_swiglu output_layer_parallelism
         adlr_autoresume adlr_autoresume_interval lazy_mpu_init use_flash_cross_entropy rotary_save_freqs_buffer""",
     "tokens are prepared before; give --vocab_size": "vocab_file merge_file",
-    "stages are as equal as possible; --pipeline_cuts sets others": "pipe_partition_method",
     "derived by NeoX itself": """zero_stage padded_vocab_size batch_size is_pipe_parallel world_size rank local_rank
         iteration do_train do_valid do_test config_files config_files.* git_hash user_script dynamic_loss_scale
         save_iters curriculum_seqlen optimizer_type lr no_checkpoint_arg_validation""",
@@ -183,6 +197,7 @@ FORMAT = TrainerFormat(
     "GPT-NeoX",
     {
         "pipe_parallel_size": KeyMapping(_stages, ("pipeline_parallel_size",), "0 is one stage"),
+        "pipe_partition_method": KeyMapping(_partition, (), "different: stages are as equal as possible"),
         "model_parallel_size": KeyMapping(_tensor, ("tensor_parallel_size",), "0 is 1"),
         "sequence_parallel": to("sequence_parallel"),
         "zero_optimization.cpu_offload": choice(
@@ -239,6 +254,7 @@ FORMAT = TrainerFormat(
         "split": lambda source: "969, 30, 1" if _one_corpus(source) else None,
         "eval_interval": 1000,
         "eval_iters": 100,
+        "fp32_allreduce": lambda source: None if source.values.get("communication_data_type") else False,
         "fp16.enabled": lambda source: (
             None if any(source.values.get(key) for key in ("precision", "bf16.enabled")) else False
         ),

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, unchanged, unsupported_value
+from pretraining.tools.importing.conversions import (
+    Conversion,
+    differs,
+    ignored,
+    implied,
+    mapped,
+    unchanged,
+    unsupported_value,
+)
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import (
     KeyMapping,
@@ -27,8 +35,12 @@ SILU_GATED = ("llama", "gated")  # mlp_type of NeoX, and of StableLM
 # ---- architecture
 
 
-def _norm(value: Any, _: ForeignConfig) -> Conversion:
+def _norm(value: Any, source: ForeignConfig) -> Conversion:
+    """Its own RMSNorm divides by rms + eps until its pull request 1345 (`megatron/model/norms.py`), not its kernels."""
     name = str(value).lower()
+    if name == "rmsnorm" and not source.get("rmsnorm_fusion"):
+        note = "epsilon below the root, as in NeoX since May 2025; before, it was added to the root mean square"
+        return differs(note, norm_type=name)
     if name in ("layernorm", "rmsnorm"):
         return mapped(norm_type=name)
     if name in ("te_layernorm", "te_rmsnorm"):
@@ -47,9 +59,72 @@ def _epsilon(of: str) -> KeyMapping:
 
 
 def _norm_bias(value: Any, source: ForeignConfig) -> Conversion:
+    """get_norm of `megatron/model/norms.py` does not read it; StableLM's branch does."""
     if str(source.get("norm", "layernorm")).lower().endswith("rmsnorm"):
         return implied("RMSNorm has none", norm_bias=False)
-    return mapped(norm_bias=value)
+    if value:
+        return mapped(norm_bias=value)
+    note = "no biases, as in StableLM; EleutherAI's code does not read it: --norm_bias=True for its layer norms"
+    return differs(note, norm_bias=value)
+
+
+def _rotary(field: str) -> KeyMapping:
+    """A setting of rotary positions, which the others do not read."""
+
+    def convert(value: Any, source: ForeignConfig) -> Conversion:
+        positions = source.get("pos_emb")
+        return mapped(**{field: value}) if positions == "rotary" else ignored(f"pos_emb is {positions}")
+
+    return KeyMapping(convert, (field,), "with pos_emb rotary")
+
+
+def _window(value: Any, _: ForeignConfig) -> Conversion:
+    """NeoX's masks and its flash attention leave so many tokens before a token (`megatron/utils.py`)."""
+    if not is_integer(value):
+        return unsupported_value("expected a whole number")
+    return implied("tokens before it, and the token itself", sliding_window=value + 1)
+
+
+def _qk_norm(value: Any, _: ForeignConfig) -> Conversion:
+    """ParallelSelfAttention.qk_layernorm of `megatron/model/transformer.py`."""
+    if not value:
+        return mapped(qk_norm=False)
+    note = "one norm over all heads of a tensor rank, of queries and of keys; --qk_norm=True normalizes each head"
+    return Conversion("unsupported", {"qk_norm": True}, note)
+
+
+def _mlp_bias(value: Any, source: ForeignConfig) -> Conversion:
+    """LLaMAParallelMLP, which mlp_type builds, has no biases, and does not read the key."""
+    if source.get("mlp_type") in SILU_GATED:
+        return implied(f"mlp_type {source.get('mlp_type')} has none", mlp_bias=False)
+    return mapped(mlp_bias=value)
+
+
+def _hidden_dropout(value: Any, source: ForeignConfig) -> Conversion:
+    """ParallelTransformerLayer adds the output of a feed-forward layer without biases as it is."""
+    has_biases = source.get("use_bias_in_mlp") and source.get("mlp_type") not in SILU_GATED
+    if not value or has_biases or source.get("gpt_j_residual"):
+        return mapped(hidden_dropout=value)
+    note = "NeoX drops nothing of the output of a feed-forward layer without biases, this recipe does"
+    return differs(note, hidden_dropout=value)
+
+
+def _te_attention(value: Any, source: ForeignConfig) -> Conversion:
+    """TEMultiheadAttention of `megatron/model/transformer_engine.py`: always with biases."""
+    if value and not source.get("use_bias_in_attn_linear"):
+        return unsupported_value("its attention has biases whatever use_bias_in_attn_linear is")
+    return implied("the same function without Transformer Engine's kernels") if value else ignored("off")
+
+
+def _te_feed_forward(value: Any, source: ForeignConfig) -> Conversion:
+    """TELayerNormMLP, with the width of a gated layer, the epsilon and the biases that its code has."""
+    if not value:
+        return ignored("off")
+    layer = str(source.get("norm")).lower().endswith("layernorm")
+    has_own = source.get("layernorm_epsilon" if layer else "rms_norm_epsilon") != (1e-5 if layer else 1e-8)
+    if has_own or not source.get("use_bias_in_mlp") or str(source.get("activation")).lower() in GATED:
+        return unsupported_value("this layer has an epsilon, biases and gated widths of its own; make it false")
+    return implied("the same function without Transformer Engine's kernels; gelu is its tanh approximation")
 
 
 def _tied_norms(value: Any, source: ForeignConfig) -> Conversion:
@@ -62,8 +137,9 @@ def _activation(value: Any, source: ForeignConfig) -> Conversion:
     name = str(value).lower()
     if source.get("mlp_type") in SILU_GATED:
         return implied(f"mlp_type {source.get('mlp_type')} is gated: SwiGLU", activation="swiglu")
-    if name == "gelu" and source.get("bias_gelu_fusion"):
-        return implied("bias_gelu_fusion computes the tanh approximation", activation="gelu_tanh")
+    for key in ("bias_gelu_fusion", "te_layernorm_mlp"):
+        if name == "gelu" and source.get(key):
+            return implied(f"{key} computes the tanh approximation", activation="gelu_tanh")
     known = ("gelu", "geglu", "relu", "swiglu", "reglu", "silu", "swish")
     if name not in known:
         return unsupported_value(f"known are {', '.join(known)}")
@@ -85,7 +161,10 @@ def feed_forward(source: ForeignConfig) -> Conversion:
         given = source.get("intermediate_size")
         width = given or 256 * math.ceil(int(8 * hidden / 3) / 256)
         return implied("the gated layers' width before September 2024", intermediate_size=width)
-    if str(source.get("activation", "gelu")).lower() not in GATED:
+    activation = str(source.get("activation", "gelu")).lower()
+    if activation == "geglu" and source.era in ("2022", "2023"):
+        return implied("ParallelMLP's geglu then: int(4 x 2 / 3) x hidden_size", intermediate_size=2 * hidden)
+    if activation not in GATED:
         width = math.ceil(written / (2 * multiple)) * 2 * multiple
         return implied("4 x hidden_size unless it is given", intermediate_size=width)
     return _gated(written, multiple, hidden)
@@ -119,15 +198,16 @@ def _attention(value: Any, _: ForeignConfig) -> Conversion:
 
 ARCHITECTURE = {
     **same_names(
-        "num_layers hidden_size num_attention_heads num_kv_heads seq_length max_position_embeddings hidden_dropout "
-        "attention_dropout seed eod_mask_loss reset_attention_mask reset_position_ids"
+        "num_layers hidden_size num_attention_heads num_kv_heads seq_length max_position_embeddings attention_dropout "
+        "seed eod_mask_loss reset_attention_mask reset_position_ids"
     ),
+    "hidden_dropout": KeyMapping(_hidden_dropout, ("hidden_dropout",)),
     "norm": KeyMapping(_norm, ("norm_type",), "layernorm, rmsnorm"),
     "layernorm_epsilon": _epsilon("layernorm"),
     "rms_norm_epsilon": _epsilon("rmsnorm"),
     "pos_emb": to_one_of("position_embedding_type", {"rotary": "rope", "learned": "learned_absolute", "none": "none"}),
-    "rotary_pct": to("rotary_percentage"),
-    "rotary_emb_base": to("rope_theta"),
+    "rotary_pct": _rotary("rotary_percentage"),
+    "rotary_emb_base": _rotary("rope_theta"),
     "no_weight_tying": to_one_of("tie_word_embeddings", {True: False, False: True}, "not"),
     "activation": KeyMapping(_activation, ("activation",), "gelu with bias_gelu_fusion is gelu_tanh"),
     "bias_gelu_fusion": choice(
@@ -145,12 +225,12 @@ ARCHITECTURE = {
     "gpt_j_tied": KeyMapping(_tied_norms, ("shared_norm",), "with gpt_j_residual"),
     **each("use_bias_in_norms use_bias_in_qk_norm", KeyMapping(_norm_bias, ("norm_bias",), "RMSNorm has none")),
     "use_bias_in_attn_linear": to("attn_bias"),
-    "use_bias_in_mlp": to("mlp_bias"),
+    "use_bias_in_mlp": KeyMapping(_mlp_bias, ("mlp_bias",), "none with mlp_type llama"),
     "init_method": to_one_of("init_method", _INIT_NAMES),
     "output_layer_init_method": to_one_of("output_init_method", _INIT_NAMES),
     "init_method_std": to("init_std"),
-    "sliding_window_width": to("sliding_window"),
-    "use_qk_layernorm": to("qk_norm"),
+    "sliding_window_width": KeyMapping(_window, ("sliding_window",), "plus 1, the token itself"),
+    "use_qk_layernorm": KeyMapping(_qk_norm, ("qk_norm",), "refused where on: one norm over all heads"),
     "qk_norm": to("qk_norm", "one weight for all heads; StableLM has one for each head"),
     "attention_head_type": choice(
         {
@@ -159,10 +239,16 @@ ARCHITECTURE = {
             "multiquery": mapped(num_kv_heads=1),
         }
     ),
+    **each(
+        "te_columnparallel te_rowparallel",
+        choice({True: implied("the same function without Transformer Engine's kernels"), False: unchanged("off")}),
+    ),
+    "te_mha": KeyMapping(_te_attention, (), "the same function, with biases"),
+    "te_layernorm_mlp": KeyMapping(_te_feed_forward, (), "the same function, where its defaults are written"),
     "rotary_interleaved": must_be_off("pairs of neighbouring channels"),
     "attention_config": KeyMapping(_attention, ("attention_impl",), "global and flash alone"),
     "apply_query_key_layer_scaling": ignore("the factor is taken back in the fp32 softmax: the same numbers"),
-    "attention_softmax_in_fp32": ignore("the softmax is in fp32"),
+    "attention_softmax_in_fp32": choice({True: unchanged("as here"), False: differs("the softmax is in fp32")}),
     "make_vocab_size_divisible_by": vocabulary_multiple("model_parallel_size"),
 }
 
@@ -178,7 +264,7 @@ OPTIMIZERS = {
     "sm3": mapped(optimizer="sm3"),
     "madgrad_wd": mapped(optimizer="madgrad_wd"),
     "lion": mapped(optimizer="lion"),
-    "onebitadam": implied("its updates; gradients are summed in full", optimizer=ONE_BIT),
+    "onebitadam": differs("its updates; gradients are summed in full", optimizer=ONE_BIT),
     "sgd": unsupported_value("NeoX's sgd is muP's"),
 }
 
@@ -278,7 +364,7 @@ def _decay_to(value: Any, source: ForeignConfig) -> Conversion:
     rate = source.get(f"{PARAMS}lr", 0.001)
     if not all(isinstance(number, int | float) for number in (value, rate)):
         return unsupported_value("expected a number")
-    return implied("times the peak; no key of NeoX's own", min_lr=value * rate)
+    return differs("times the peak; no key of NeoX's own", min_lr=value * rate)
 
 
 def _decay_share(value: Any, source: ForeignConfig) -> Conversion:
@@ -306,7 +392,11 @@ OPTIM = {
     "lr_decay_fraction": KeyMapping(_decay_share, ("lr_decay_steps",), "times train_iters"),
     "cooldown": KeyMapping(_cooldown, ("lr_cooldown_steps",), f"share of train_iters, of {HYBRID}"),
     "warmup": KeyMapping(_warmup, ("lr_warmup_ratio",), "share of the schedule"),
-    "warmup_iters": to("lr_warmup_steps", "no key of NeoX's own"),
+    "warmup_iters": KeyMapping(
+        lambda value, _: differs("no key of NeoX's own", lr_warmup_steps=value),
+        ("lr_warmup_steps",),
+        "no key of NeoX's own",
+    ),
     "decay_lr_to": KeyMapping(_decay_to, ("min_lr",), "times the peak"),
     "min_lr": KeyMapping(_floor, ("min_lr",), "not read with OneBitAdam"),
     "override_lr_scheduler": to("override_lr_on_resume"),

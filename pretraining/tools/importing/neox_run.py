@@ -9,6 +9,7 @@ from pretraining.config.errors import Problem
 from pretraining.config.validate import multiples_around
 from pretraining.tools.importing.conversions import (
     Conversion,
+    differs,
     ignored,
     implied,
     mapped,
@@ -162,12 +163,27 @@ def _precision_of(value: Any, source: ForeignConfig) -> Conversion:
     return half(source) if str(value).lower() == "fp16" else _PRECISIONS.convert(value, source)
 
 
+def _decided(source: ForeignConfig) -> set[str]:
+    """Return the precisions that the keys of the file ask for."""
+    decided = [_half(source.get("fp16.enabled"), source), _precision_of(source.get("precision"), source)]
+    found = {str(each.values["precision"]) for each in decided if "precision" in each.values}
+    return found | ({"mixed_bf16"} if source.get("bf16.enabled") else set())
+
+
+def _sums(value: Any, source: ForeignConfig) -> Conversion:
+    """The dtype in which DeepSpeed sums gradients: `communication_data_type` of its `runtime/engine.py`."""
+    if str(value).lower() in ("true", "fp32"):
+        return mapped(reduce_dtype="fp32")
+    if not {"fp16", "mixed_bf16"} & _decided(source):
+        return unchanged("gradients are reduced in fp32")
+    return differs("gradients are summed in fp32, which DeepSpeed may sum in the dtype of its parameters")
+
+
 def _scale(name: str) -> KeyMapping:
     """A setting of the loss scale."""
 
     def convert(value: Any, source: ForeignConfig) -> Conversion:
-        decided = [_half(source.get("fp16.enabled"), source), _precision_of(source.get("precision"), source)]
-        if not any(each.values.get("precision") == "fp16" for each in decided):
+        if "fp16" not in _decided(source):
             return ignored("fp16 is off, or another precision is meant")
         return mapped(**{name: value})
 
@@ -197,7 +213,8 @@ def _save(value: Any, source: ForeignConfig) -> Conversion:
 def _load(value: Any, source: ForeignConfig) -> Conversion:
     for key in ("finetune", "no_load_optim"):
         if source.get(key):
-            return implied(f"with {key}, weights alone: starts at step 0", ckpt_load_path=value)
+            as_there = implied if key == "finetune" else differs
+            return as_there(f"with {key}, weights alone: starts at step 0", ckpt_load_path=value)
     note = "continues at its step; a converted checkpoint, whose step is 0, starts there"
     return implied(note, ckpt_load_path=value, load_step=True)
 
@@ -262,15 +279,23 @@ RUN = {
     "fp16.type": choice({"bfloat16": implied("with enabled"), "fp16": implied("with enabled")}),
     "precision": _PRECISIONS._replace(convert=_precision_of),
     "bf16.enabled": choice({True: precision("mixed_bf16"), False: unchanged("another key decides the precision")}),
+    **each(
+        "bf16 loss_scale loss_scale_window initial_scale_power hysteresis min_loss_scale",
+        ignore("DeepSpeed reads enabled alone: bf16 needs no loss scale"),
+        "bf16.",
+    ),
     **{f"fp16.{name}": _scale(name) for name in ("loss_scale", "loss_scale_window", "initial_scale_power")},
     "fp16.hysteresis": _scale("loss_scale_hysteresis"),
     "fp16.min_loss_scale": _scale("min_loss_scale"),
     **each("fp16 auto_cast", ignore("enabled alone switches fp16 on"), "fp16."),
     "fp16.consecutive_hysteresis": must_be_off("overflows count until the scale grows, not until the next clean step"),
     **each("loss_scale loss_scale_window hysteresis min_scale", ignore("DeepSpeed reads those of fp16")),
-    "fp32_allreduce": choice({True: mapped(reduce_dtype="fp32"), False: unchanged("gradients are reduced in fp32")}),
+    **each("fp32_allreduce communication_data_type", KeyMapping(_sums, ("reduce_dtype",), "fp32 in any case")),
     "data_types.grad_accum_dtype": choice(
-        dict.fromkeys(("fp32", "bf16", "fp16"), implied("gradients are accumulated in fp32"))
+        {
+            "fp32": unchanged("as here"),
+            **dict.fromkeys(("bf16", "fp16"), differs("gradients are accumulated in fp32")),
+        }
     ),
     "save": KeyMapping(_save, ("ckpt_save_path",), "with a period"),
     "load": KeyMapping(_load, ("ckpt_load_path", "load_step"), "with finetune or no_load_optim from step 0"),

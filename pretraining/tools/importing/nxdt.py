@@ -10,6 +10,7 @@ from pretraining.config.variants import PROJECTIONS
 from pretraining.tools.importing import lightning, megatron, megatron_optim, shared
 from pretraining.tools.importing.conversions import (
     Conversion,
+    differs,
     ignored,
     implied,
     mapped,
@@ -22,6 +23,7 @@ from pretraining.tools.importing.mappings import (
     KeyMapping,
     TrainerFormat,
     choice,
+    differ,
     each,
     ignore,
     only,
@@ -33,6 +35,7 @@ from pretraining.tools.importing.mappings import (
 
 _TEXT = (".jsonl", ".json")
 _ALIGNMENT = "model_alignment_strategy."
+_OLD_ALIGNMENT = "data.alignment_strategy."  # of its first DPO recipe
 
 
 def _name(value: Any, source: ForeignConfig) -> Conversion:
@@ -43,10 +46,10 @@ def _name(value: Any, source: ForeignConfig) -> Conversion:
 
 def _compile_cache(value: Any, source: ForeignConfig) -> Conversion:
     if source.flags.get("engine") != "xla":
-        return ignored("the torch engine has no such cache; --engine=xla takes it for compile_cache_dir")
+        return differs("the torch engine has no such cache; --engine=xla takes it for compile_cache_dir")
     if "://" in str(value):
         return ignored("no folder of this machine")
-    return implied("XLA's cache in place of Neuron's", compile_cache_dir=value)
+    return differs("XLA's cache in place of Neuron's", compile_cache_dir=value)
 
 
 def _copies(value: Any, source: ForeignConfig) -> Conversion:
@@ -75,34 +78,38 @@ def _model_config(value: Any, source: ForeignConfig) -> Conversion:
 
 def _rows(value: Any, _: ForeignConfig) -> Conversion:
     if str(value).endswith(_TEXT):
-        return implied(f"{megatron.PREPARED}: --data_path")
+        return differs(f"{megatron.PREPARED}: --data_path")
     note = "rows are packed already, and read in their order, as NxD Training reads them"
     return implied(note, data_path=value, col_name="input_ids", sep_token=-1, shuffle="none")
 
 
 def _validation(value: Any, _: ForeignConfig) -> Conversion:
     if str(value).endswith(_TEXT):
-        return implied(f"{megatron.PREPARED}: --valid_data_path")
+        return differs(f"{megatron.PREPARED}: --valid_data_path")
     return mapped(valid_data_path=value)
 
 
 def _records(value: Any, source: ForeignConfig) -> Conversion:
     if str(source.get("data.train_dir")).endswith(_TEXT):
-        return implied("records of the file, not rows: prepare its first lines alone (head -n)")
+        return differs("records of the file, not rows: prepare its first lines alone (head -n)")
     return mapped(max_samples=value)
 
 
 def _encoder_length(value: Any, source: ForeignConfig) -> Conversion:
-    tunes = source.get("data.use_sft_style_data_module") or any(key.startswith(_ALIGNMENT) for key in source.values)
+    sections = (_ALIGNMENT, _OLD_ALIGNMENT)
+    tunes = source.get("data.use_sft_style_data_module") or any(key.startswith(sections) for key in source.values)
     if tunes and source.get("data.seq_length") is not None:
         return implied("rows of instruction data have data.seq_length")
     return mapped(seq_length=value)
 
 
 def _norm_decay(value: Any, source: ForeignConfig) -> Conversion:
-    if source.get("model_source") == "hf":
-        return implied("as documented; NxD Training's hf path does the opposite", norm_weight_decay=value)
-    return mapped(norm_weight_decay=value)
+    """NxD Training decays all norms: BaseHfModel spares what has "LayerNorm" in its name, which no parameter has, and
+    MegatronGPTModel what NeMo's function finds, which are not the norms of NxD Core."""
+    if not value and source.get("model_source") == "hf":
+        note = "as documented; NxD Training's hf path decays norms whatever is written (--norm_weight_decay=True)"
+        return differs(note, norm_weight_decay=value)
+    return megatron.norm_decay(value, finds_norms=False)
 
 
 _NORM_DECAY = KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented")
@@ -110,7 +117,7 @@ _NORM_DECAY = KeyMapping(_norm_decay, ("norm_weight_decay",), "as documented")
 
 def _weight_decay(value: Any, source: ForeignConfig) -> Conversion:
     if source.get("model_source") == "hf" and value != 0.01:
-        return implied("as written; NxD Training's hf path takes 0.01 whatever is written", weight_decay=value)
+        return differs("as written; NxD Training's hf path takes 0.01 whatever is written", weight_decay=value)
     return mapped(weight_decay=value)
 
 
@@ -217,10 +224,10 @@ def _enabled(value: Any, _: ForeignConfig) -> Conversion:
 def _loaded(_: Any, source: ForeignConfig) -> Conversion:
     """The adapter to start from: the folder that adapters are saved to, and a tag in it."""
     if not source.get(_PEFT + "load_lora_from_ckpt"):
-        return implied("adapters are saved in the run's checkpoints, from which convert writes PEFT's files")
+        return differs("adapters are saved in the run's checkpoints, from which convert writes PEFT's files")
     folder, tag = (source.get(_PEFT + name) for name in ("lora_save_dir", "lora_load_tag"))
     note = "an adapter in PEFT's format"
-    return implied(note, lora_load_path=folder or "lora_adapter", **({"lora_load_tag": tag} if tag else {}))
+    return differs(note, lora_load_path=folder or "lora_adapter", **({"lora_load_tag": tag} if tag else {}))
 
 
 def _lora_saving(_: Any, source: ForeignConfig) -> Conversion:
@@ -303,7 +310,7 @@ FORMAT = TrainerFormat(
             _targets, ("lora_target_modules",), "by a part of the name; qkv_proj: q_proj,k_proj,v_proj"
         ),
         **each("save_lora_base merge_lora", KeyMapping(_lora_saving, ("lora_save_mode",), "both together"), _PEFT),
-        **each("save_lora_config_adapter merge_sharded_lora", ignore("PEFT's files hold it, unsharded"), _PEFT),
+        **each("save_lora_config_adapter merge_sharded_lora", differ("PEFT's files hold it, unsharded"), _PEFT),
         **each(
             "load_lora_from_ckpt lora_save_dir lora_load_tag",
             KeyMapping(_loaded, ("lora_load_path", "lora_load_tag"), "where load_lora_from_ckpt is true"),
@@ -311,7 +318,7 @@ FORMAT = TrainerFormat(
         ),
         f"{_PEFT}lora_verbose": ignore("what is trained is always printed"),
         f"{_ALIGNMENT}sft.packing": megatron.PACKING,
-        f"{_ALIGNMENT}*": refuse("alignment recipes"),
+        **each(f"{_ALIGNMENT}* {_OLD_ALIGNMENT}*", refuse("alignment recipes")),
     },
     {
         **lightning.DEFAULTS,

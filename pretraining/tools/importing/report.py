@@ -15,11 +15,12 @@ from pretraining.config.variants import model_shape
 from pretraining.optim.schedule import learning_rate, milestone_steps
 from pretraining.tools.importing.resolve import ImportResult, KeyReport, settings
 
-STATUSES = ("mapped", "implied", "ignored", "unsupported")
+STATUSES = ("mapped", "implied", "different", "ignored", "unsupported")
 # The lines of the report: heading -> statuses. What a reader must act on comes first.
 PARTS = {
     "Unsupported": ("unsupported",),
-    "Derived, merged or approximated": ("implied",),
+    "Different here": ("different",),
+    "Derived or merged": ("implied",),
     "One to one, or without meaning here": ("mapped", "ignored"),
 }
 

@@ -70,7 +70,7 @@ class KeyReport:
     source_key: str
     source_value: Any  # as written
     resolved_value: Any  # references replaced
-    status: str  # mapped, implied, ignored, unsupported
+    status: str  # see Conversion
     values: dict[str, Any] = field(default_factory=dict)  # our fields
     note: str = ""
 

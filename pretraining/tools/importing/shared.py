@@ -7,7 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretraining.tools.importing.conversions import Conversion, ignored, implied, mapped, precision, unsupported_value
+from pretraining.tools.importing.conversions import (
+    Conversion,
+    differs,
+    ignored,
+    implied,
+    mapped,
+    precision,
+    unsupported_value,
+)
 from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import KeyMapping
 
@@ -17,7 +25,7 @@ from pretraining.tools.importing.mappings import KeyMapping
 def pipeline(value: Any, source: ForeignConfig) -> Conversion:
     """Stages; with --import_pp=fold none: their devices take rows of their own, which changes no loss."""
     if source.flags.get("import_pp") == "fold" and value not in (0, 1):
-        return implied(f"{value} stages are folded into data parallelism", pipeline_parallel_size=1)
+        return differs(f"{value} stages are folded into data parallelism", pipeline_parallel_size=1)
     return mapped(pipeline_parallel_size=max(value, 1) if is_integer(value) else value)
 
 
@@ -27,7 +35,7 @@ def _of_stages(name: str) -> KeyMapping:
     def convert(value: Any, source: ForeignConfig) -> Conversion:
         setting = source.settings.get(name)  # of an extension
         if setting and source.flags.get("import_pp") == "fold" and value not in (setting.default, []):
-            return implied("folded with the stages", **{name: setting.default})
+            return differs("folded with the stages", **{name: setting.default})
         return mapped(**{name: value})
 
     return KeyMapping(convert, (name,))
@@ -108,7 +116,8 @@ def corpora(paths: list[str], weights: list[str], part: str = "") -> Conversion:
     if len(indexes) == 1:
         return implied("Megatron's index, with its .bin next to it", **{f"{part}data_path": indexes[0]})
     if part == "test_":
-        return unsupported_value("a mixture to test on; name one path")
+        note = "a mixture to test on; give --test_data_path, one of them"
+        return Conversion("unsupported", {"test_data_path": indexes[0]}, note)
     root = os.path.commonpath([Path(index).parent for index in indexes])
     values = {f"{part}data_path": root, f"{part}datasets": ",".join(os.path.relpath(path, root) for path in indexes)}
     if weights:
@@ -131,7 +140,7 @@ SPLIT = KeyMapping(_shares, ("split",), "not where each part has data of its own
 
 def _workers(value: Any, _: ForeignConfig) -> Conversion:
     """Threads of the data loader."""
-    return implied("at least one thread reads ahead", num_workers=1) if value == 0 else mapped(num_workers=value)
+    return differs("at least one thread reads ahead", num_workers=1) if value == 0 else mapped(num_workers=value)
 
 
 WORKERS = KeyMapping(_workers, ("num_workers",), "0: 1")
@@ -142,7 +151,8 @@ WORKERS = KeyMapping(_workers, ("num_workers",), "0: 1")
 def half(source: ForeignConfig) -> Conversion:
     """fp16 with a loss scale, which the xla engine does not have."""
     if source.flags.get("engine") == "xla":
-        return precision("mixed_bf16", "the xla engine has bf16 in place of fp16, which needs no loss scale")
+        note = "the xla engine has bf16 in place of fp16, which needs no loss scale"
+        return precision("mixed_bf16", note)._replace(status="different")
     return precision("fp16")
 
 

@@ -562,3 +562,14 @@ def test_a_folder_that_is_not_the_configuration_s_is_refused(
         words.append(f"--import_config={tmp_path / 'neox.json'}")
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("below", [".", "model_weights"])
+def test_a_distributed_checkpoint_of_nemo_is_one_sentence(
+    below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / below).mkdir(exist_ok=True)
+    for name in ("common.pt", "metadata.json", ".metadata", "__0_0.distcp"):
+        (tmp_path / below / name).touch()
+    assert main([str(tmp_path), str(tmp_path / "ours")]) == 2
+    assert "NeMo's distributed checkpoints are not read; write it in" in capsys.readouterr().err

@@ -233,20 +233,21 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ours_come_back_from_a_padded_vocabulary(
     kind: str, ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """61 tokens are 64 rows there, the last three like the last token's. One rank at a time, averaged and rounded: the
-    same."""
+    """61 tokens are 64 rows there, the last three like the last token's. One rank at a time, averaged with a model
+    of zeros and rounded: the halves."""
     config = put(put(tree(kind), "model.make_vocab_size_divisible_by", 4), "model.mcore_gpt", True)
     put(config, {"nemo": "model.", "nxdt": "distributed_strategy."}[kind] + "tensor_model_parallel_size", 2)
     file = tmp_path / "their.json"
     file.write_text(json.dumps(config))
     assert main([str(ours), str(tmp_path / "theirs"), f"--export_config={file}"]) == 0
     monkeypatch.setattr(write_ranks, "available_memory", lambda: 0)
-    assert main([str(ours), str(tmp_path / "one by one"), f"--export_config={file}", "--dtype=bf16"]) == 0
+    mean = f"--average_with={ours.parent / 'zeros'}"
+    assert main([str(ours), str(tmp_path / "one by one"), f"--export_config={file}", "--dtype=bf16", mean]) == 0
     files = read(tmp_path / "theirs")
-    rounded = {
-        path: {n: x if "inv_freq" in n else x.bfloat16() for n, x in each.items()} for path, each in files.items()
+    halves = {
+        path: {n: x if "inv_freq" in n else (x / 2).bfloat16() for n, x in each.items()} for path, each in files.items()
     }
-    assert_equal(rounded, read(tmp_path / "one by one"))
+    assert_equal(halves, read(tmp_path / "one by one"))
     shards = [x for tensors in files.values() for name, x in tensors.items() if "word_emb" in name or "output" in name]
     assert [len(x) for x in shards] == [32] * 4
     last = [x for x in shards if torch.equal(x[-1], x[-4])]

@@ -94,8 +94,8 @@ def test_every_key_is_reported_once(kind: str, tmp_path: Path) -> None:
     result = resolved(tree(kind), tmp_path)
     keys = [row.source_key for row in result.keys]
     assert sorted(keys) == sorted(key for key, _ in leaves(tree(kind)))
-    assert {row.status for row in result.keys} <= {"mapped", "implied", "ignored"}
-    assert all(row.note for row in result.keys if row.status in ("implied", "ignored"))
+    assert {row.status for row in result.keys} <= {"mapped", "implied", "different", "ignored"}
+    assert all(row.note for row in result.keys if row.status in ("implied", "different", "ignored"))
 
 
 def test_nemo_and_the_nxdt_file_made_of_it_differ_only_where_the_report_says_so(tmp_path: Path) -> None:

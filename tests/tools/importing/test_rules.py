@@ -116,6 +116,8 @@ def test_every_listed_behaviour_is_that_of_the_importer(
     changed = {name for name, value in before(kind, file, flags).items() if value != resolved[name]}
     assert changed <= expected.keys()  # and nothing else
     reports = [*imported.keys, *imported.defaults]
+    own = {report.status for report in reports if report.source_key in {name_of(key, kind) for key in keys}}
+    assert ("different" in own) == (row["answer"] == "different")
     assert not why or sum(why in report.note for report in reports) >= len(keys), [str(report) for report in reports]
 
 
