@@ -107,16 +107,11 @@ def test_a_checkpoint_that_carries_a_pickle_is_refused_and_nothing_of_it_runs(
         pickle.loads(pickle.dumps(bomb))
 
 
-def test_a_folder_of_pickles_alone_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "ckpt").mkdir()
-    (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    (tmp_path / "ckpt" / "__0_0.distcp").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+def test_a_folder_of_pickles_alone_is_no_checkpoint_and_no_model_of_hugging_face(tmp_path: Path) -> None:
+    for name in (".metadata", "__0_0.distcp"):
+        (tmp_path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
     with pytest.raises(UserError, match="holds no committed checkpoint"):
-        run(tmp_path / "run", ckpt_load_path=str(tmp_path / "ckpt"))
-    assert not (tmp_path / "exploded").exists()
-
-
-def test_hugging_face_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
+        run(tmp_path / "run", ckpt_load_path=str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     torch.save(Bomb(tmp_path / "exploded"), tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="contains weights as pickles"):

@@ -12,13 +12,11 @@ import pytest
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
-from pretraining.config.validate import problems
-from pretraining.extensions.local_tier import EXTENSION
 from pretraining.extensions.local_tier.settings import LocalTierConfig, check_local_folder
 from pretraining.run.start import parameter_shapes
 from tests.checkpoint.small_run import small_config, train
-from tests.checkpoint.test_checkpoints import flip
 from tests.checkpoint.two_processes import HERE, processes
+from tests.faults.damage import flip_bit_at
 
 
 class KilledError(Exception):
@@ -64,11 +62,11 @@ def test_a_corrupt_local_checkpoint_is_one_line_and_the_run_continues_from_the_o
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = run(tmp_path, 6)
-    flip(next((tmp_path / "local" / "step_6").glob("weights-*")))
+    flip_bit_at(next((tmp_path / "local" / "step_6").glob("weights-*")))
     assert run(tmp_path, 5, resume="must") == {5: whole[5]}
     assert re.search("local/step_6/weights.* differ from what was saved.*is skipped", capsys.readouterr().out)
     assert names(tmp_path / "local") == ["step_5"]  # no later one is left, which would be of another run's course
-    flip(next((tmp_path / "local" / "step_5").glob("facts*")))
+    flip_bit_at(next((tmp_path / "local" / "step_5").glob("facts*")))
     config = small_config(tmp_path, **settings(tmp_path, resume="must"))
     facts = check_starting_point(config, tmp_path, parameter_shapes(config))
     assert facts and facts.step == 4
@@ -82,19 +80,6 @@ def test_local_checkpoints_alone_count_for_resume_and_the_folder_is_another_one(
     config = small_config(tmp_path, **settings(tmp_path, ckpt_local_path=str(tmp_path / "checkpoints")))
     with pytest.raises(UserError, match=r"--ckpt_local_path=.*: is the folder of the other checkpoints"):
         check_local_folder(cast(LocalTierConfig, config))
-
-
-@pytest.mark.parametrize(
-    ("given", "subject", "remedy"),
-    [
-        ({"ckpt_local_path": "s3://b/n", "checkpoint_interval": 9}, "--ckpt_local_path=s3://b/n", "a local path"),
-        ({"ckpt_local_path": "fast"}, "--ckpt_local_path=fast", "give an interval in steps"),
-        ({"ckpt_local_interval": 7}, "--ckpt_local_interval=7", "needs --ckpt_local_path"),
-    ],
-)
-def test_a_wrong_flag_is_one_problem_with_its_remedy(given: dict[str, Any], subject: str, remedy: str) -> None:
-    (found,) = problems(LocalTierConfig(use_dummy_dataset=True, **given), EXTENSION.checks)
-    assert found.subject == subject and remedy in found.remedy
 
 
 # ---- Several hosts

@@ -36,6 +36,7 @@ from pretraining.tools.inspect_data import verify_dataset, whole_corpus
 from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.text import FileRange, divide, find_files, read_documents
 from tests.data.corpora import rows
+from tests.faults.damage import flip_bit_at
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -306,9 +307,7 @@ def test_inspect_shows_the_datasets_and_the_text_of_a_step(
         assert inspect_data.main([*flags, *epochs, f"--step={step}"]) == 2
         assert re.search(rf"--step={step}: the train data have steps from {steps}$", capsys.readouterr().err.strip())
     shard = next((tmp_path / "train").glob("*.arrow"))
-    raw = bytearray(shard.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    shard.write_bytes(raw)
+    flip_bit_at(shard, shard.stat().st_size // 2)
     assert inspect_data.main([*flags, "--verify"]) == 2
     assert f"{shard}: its checksum is not the recorded one" in capsys.readouterr().err
     assert inspect_data.main(["--use_dummy_dataset=True"]) == 2
