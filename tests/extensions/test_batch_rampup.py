@@ -23,12 +23,8 @@ from pretraining.data import open_stream
 from pretraining.data.prefetch import Prefetcher
 from pretraining.extensions.batch_rampup.settings import BatchRamp
 from pretraining.parallel.mesh import resolve_batch
-from tests.config.test_validate import found
 from tests.data.corpora import corpus, epoch_tokens, numbered, rows, settings
 from tests.end_to_end.small import FLAGS, figures
-from tests.tools.importing.files import tree
-from tests.tools.importing.test_import import config as imported
-from tests.tools.importing.test_import import merged, refusal
 
 RAMPS = st.builds(
     lambda start, increment, count, samples: (BatchRamp(start, increment, samples), start + increment * count),
@@ -38,7 +34,6 @@ RAMPS = st.builds(
 
 STEPS = 9
 FIELDS = {"rampup_batch_size": "4,4,40", "use_dummy_dataset": True, "num_steps": STEPS, "checkpoint_interval": 3}
-RAMPED: dict[str, Any] = {"global_batch_size": 16, "batch_size": 4}
 SIZES = [4, 4, 4, 4, 8, 8, 12, 16, 16]  # 4 more after every 40 / 3 sequences
 
 
@@ -92,24 +87,6 @@ def test_a_growing_global_batch_has_the_sequences_of_a_constant_one_on_any_numbe
         open_stream(settings(tmp_path / "data", global_batch_size=24, rampup_batch_size="8,4,64"), 0, 8)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"rampup_batch_size": "2,2,100"}, ["--rampup_batch_size=2,2,100", "needs --global_batch_size"]),
-        (
-            {**RAMPED, "rampup_batch_size": "4,4"},
-            ["=4,4", "start,increment,samples", "16,16,100000"],
-        ),
-        ({**RAMPED, "rampup_batch_size": "16,4,9"}, ["starts with 16", "global_batch_size=16"]),
-        ({**RAMPED, "rampup_batch_size": "6,2,9"}, ["starts with 6", "multiple of 4", "use 4 or 8"]),
-        ({**RAMPED, "rampup_batch_size": "4,8,9"}, ["grows by 8", "16 - 4", "use 4 or 12"]),
-    ],
-)
-def test_a_ramp_that_does_not_come_to_the_global_batch_is_refused(fields: dict[str, Any], words: list[str]) -> None:
-    (problem,) = found(**fields)
-    assert all(word in problem for word in words), problem
-
-
 def test_a_growing_global_batch_is_refused_with_the_sizes_that_every_rank_can_divide() -> None:
     def resolved(ramp: str, **fields: Any) -> Any:
         return resolve_batch(CONFIGURATION(batch_size=2, global_batch_size=64, rampup_batch_size=ramp, **fields), 8)
@@ -121,12 +98,6 @@ def test_a_growing_global_batch_is_refused_with_the_sizes_that_every_rank_can_di
         resolved("16,8,99")
     with pytest.raises(ConfigError, match=r"starts with 16, .* multiple of 32 .* stages included\); use 32"):
         resolved("16,16,99", pipeline_parallel_size=2)
-
-
-def test_nemo_s_growing_global_batch_is_this_recipe_s(tmp_path: Path) -> None:
-    node = merged(tree("nemo"), {"model": {"rampup_batch_size": [16, 8, 1000]}})
-    assert vars(imported(node, tmp_path))["rampup_batch_size"] == "16,8,1000"
-    assert "grows by 5" in refusal(merged(node, {"model": {"rampup_batch_size": [16, 5, 1000]}}), tmp_path)
 
 
 def train(folder: Path) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import main_training
-from tests.config.test_validate import STAGES, found
 from tests.end_to_end.small import FLAGS, ROOT, environment, figures
 from tests.parallel.launch import ALONE, launched
 
@@ -41,26 +40,6 @@ def elsewhere(processes: int, folder: Path, **fields: Any) -> list[dict[str, Any
 def reports(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"seq_length_stages": "64:9,128"}, ["--seq_length_stages=64:9,128", "LENGTH:STEP", "such as 1024:2000"]),
-        ({"seq_length_stages": "100:9", "seq_length": 256}, ["rows of 100 tokens", "divide seq_length=256"]),
-        (
-            {"seq_length_stages": "6:9", "seq_length": 24, "tensor_parallel_size": 4, "sequence_parallel": True},
-            ["rows of 6 tokens", "a multiple of 4"],
-        ),
-        (
-            {"seq_length_stages": "64:9", "seq_length": 256, **STAGES},
-            ["seq_length_stages", "--pipeline_parallel_size=1"],
-        ),
-    ],
-)
-def test_rows_that_do_not_divide_are_refused(fields: dict[str, Any], words: list[str]) -> None:
-    (problem,) = found(**fields)
-    assert all(word in problem for word in words), problem
 
 
 @pytest.fixture(scope="module")
