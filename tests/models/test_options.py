@@ -105,12 +105,8 @@ def test_a_share_of_the_channels_is_rotated() -> None:
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        ("normal", 0.02),
-        ("scaled_normal", 0.02 / math.sqrt(2 * 6)),
-        ("small_init", math.sqrt(2 / (5 * 64))),
-        ("wang_init", 2 / (6 * 8)),
-        ("xavier_normal", math.sqrt(2 / 800)),
-        ("xavier_uniform", math.sqrt(2 / 800)),
+        *(("normal", 0.02), ("scaled_normal", 0.02 / math.sqrt(2 * 6)), ("small_init", math.sqrt(2 / (5 * 64)))),
+        *(("wang_init", 2 / (6 * 8)), ("xavier_normal", math.sqrt(2 / 800)), ("xavier_uniform", math.sqrt(2 / 800))),
     ],
 )
 def test_initial_weights_have_the_spread_of_their_method(method: Any, expected: float) -> None:

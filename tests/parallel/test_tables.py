@@ -71,11 +71,7 @@ def test_the_xla_engine_shards_what_the_strategy_s_name_says() -> None:
     names: Iterable[Any] = STRATEGIES
     layouts = {name: xla_layout(TrainConfig(**WIDE, sharding_strategy=name), mesh) for name in names}
     assert {name: shares(layout, name) for name, layout in layouts.items()} == {
-        "ddp": (2, 2, 2),
-        "zero1": (2, 2, 16),
-        "zero2": (2, 16, 16),
-        "fsdp": (16, 16, 16),
-        "hsdp": (16, 16, 16),
+        **{"ddp": (2, 2, 2), "zero1": (2, 2, 16), "zero2": (2, 16, 16), "fsdp": (16, 16, 16), "hsdp": (16, 16, 16)},
     }
 
 
@@ -220,13 +216,8 @@ def mask_of(choice: str, layers: int) -> str:
 @pytest.mark.parametrize(
     ("choice", "mask"),  # fms-fsdp's tests/test_selective_ac.py, 15 layers
     [
-        ("1", "T" * 15),
-        ("2", "FTFTFTFTFTFTFTF"),
-        ("1/2", "TFTFTFTFTFTFTFT"),
-        ("0.5", "TFTFTFTFTFTFTFT"),
-        ("1/3", "FTFFTFFTFFTFFTF"),
-        ("2/3", "TFTTFTTFTTFTTFT"),
-        ("1/5", "FFTFFFFTFFFFTFF"),
+        *(("1", "T" * 15), ("2", "FTFTFTFTFTFTFTF"), ("1/2", "TFTFTFTFTFTFTFT"), ("0.5", "TFTFTFTFTFTFTFT")),
+        *(("1/3", "FTFFTFFTFFTFFTF"), ("2/3", "TFTTFTTFTTFTTFT"), ("1/5", "FFTFFFFTFFFFTFF")),
         ("3/5", "TFTFTTFTFTTFTFT"),
     ],
 )
