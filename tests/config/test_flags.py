@@ -309,7 +309,7 @@ def test_a_variant_brings_its_own_sequence_length(variant: str) -> None:
     assert CONFIGURATION(model_variant=variant, seq_length=7).seq_length == 7
 
 
-TOOLS = ("document", "inspect_data", "report")
+TOOLS = ("document", "generate", "inspect_data", "report")
 SCRIPTS = ["main_training.py", *(f"-m pretraining.tools.{name}" for name in TOOLS)]
 
 
