@@ -104,18 +104,6 @@ def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_bf16() -> None:
     assert linear(x, weight).dtype == torch.bfloat16
 
 
-@settings(max_examples=20)
-@given(rows=st.integers(1, 3), length=st.integers(1, 9), groups=st.integers(1, 3))
-def test_a_token_never_sees_a_later_one(rows: int, length: int, groups: int) -> None:
-    q = torch.randn(rows, 2 * groups, length, 4)
-    k, v = torch.randn(rows, 2, length, 4), torch.randn(rows, 2, length, 4)
-    whole = attention(q, k, v, AttentionMask())
-    cut = max(1, length // 2)
-    torch.testing.assert_close(
-        whole[:, :, :cut], attention(q[:, :, :cut], k[:, :, :cut], v[:, :, :cut], AttentionMask())
-    )
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kernel", ["grouped", "repeated", "chunked"])
 def test_the_last_queries_of_a_row_see_what_they_see_among_all(kernel: Kernel) -> None:
@@ -141,10 +129,3 @@ def test_the_loss_has_a_cap_of_the_logits_and_the_squared_log_sum_exp_of_trained
     loss, gradient = loss_and_gradient(logits.detach(), labels, vocabulary, options=options)
     for got, got_gradient in ((with_autograd, torch.autograd.grad(with_autograd, logits)[0]), (loss, gradient)):
         assert torch.allclose(got, want) and torch.allclose(got_gradient, want_gradient, atol=1e-6)
-
-
-def test_ignored_labels_add_nothing_to_the_loss() -> None:
-    logits, labels = torch.randn(2, 5, 11), torch.randint(0, 11, (2, 5))
-    masked = labels.clone()
-    masked[:, 3:] = IGNORED
-    torch.testing.assert_close(next_token_loss(logits, masked), next_token_loss(logits[:, :3], labels[:, :3]))

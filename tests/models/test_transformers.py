@@ -24,7 +24,7 @@ LLAMA3_SCALING = {
     **{"original_max_position_embeddings": 32},
 }
 GPT_NEOX = {
-    **{**EVERYTHING, "qk_norm": False, "tie_word_embeddings": False, "num_kv_heads": 8, "rotary_percentage": 0.25},
+    **{**EVERYTHING, "qk_norm": False, "tie_word_embeddings": False, "num_kv_heads": 8, "rotary_percentage": 0.25}
 }
 SHARED = {"norm_type": "layernorm", "norm_bias": True, "shared_norm": True}
 

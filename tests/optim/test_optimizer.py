@@ -11,12 +11,7 @@ from torch import nn
 from main_training import CONFIGURATION
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
-from pretraining.optim.optimizer import (
-    Optimizer,
-    ParameterState,
-    build_optimizer,
-    moment_shape,
-)
+from pretraining.optim.optimizer import Optimizer, ParameterState, build_optimizer, moment_shape
 from pretraining.optim.rules import Adam, Muon
 
 

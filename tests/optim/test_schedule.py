@@ -89,10 +89,7 @@ VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
         {**COSINE, "min_lr": 1e-6},
         {0: 1.5e-5 / 2001, 1: 3e-5 / 2001, 2000: 1.5e-5, 16_000: 8e-6, 30_000: 1e-6, 40_000: 1e-6},
     ),
-    (
-        {**HELD, "lr_constant_steps": 50_000},
-        {0: 0.0, 1: 4e-7, 500: 2e-4, 25_250: 1.1e-4, 50_000: 2e-5, 100_000: 2e-5},
-    ),
+    ({**HELD, "lr_constant_steps": 50_000}, {0: 0.0, 1: 4e-7, 500: 2e-4, 25_250: 1.1e-4, 50_000: 2e-5, 100_000: 2e-5}),
     # NxDT's own megatron_gpt_config.yaml: one step after the warm-up the rate is at its floor
     ({**HELD, "lr_constant_steps": 80_000_000}, {0: 0.0, 1: 4e-7, 500: 2e-4, 501: 2e-5, 100_000: 2e-5}),
     ({**SHORT, "lr_schedule": "cosine", "lr_warmup_steps": 0, "lr_constant_steps": 110, "min_lr": 0.5}, {0: 0.5}),
