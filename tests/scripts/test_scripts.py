@@ -328,7 +328,7 @@ class Attended:
         flags: str,
         prefix: Sequence[str] = (),
         name: str = "",
-        settings: str = "",
+        settings: str = TOY,
         **variables: str,
     ) -> None:
         self.metrics = checkout / "run" / "metrics.jsonl"
