@@ -30,6 +30,7 @@ CUSTOM: dict[str, Any] = {
 }
 
 
+COSINE: dict[str, Any] = {"lr_schedule": "cosine", "num_steps": 100, "learning_rate": 1e-3}
 STAGES: dict[str, Any] = {"pipeline_parallel_size": 4, "gradient_accumulation_steps": 8, "num_layers": 8}
 
 
@@ -89,10 +90,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_attention_heads": 7, "num_kv_heads": 7}, ["--num_attention_heads=7", "hidden_size=4096", "--head_dim"]),
     ({**CUSTOM, "hidden_size": 24}, ["--num_attention_heads=8", "hidden_size=24", "even"]),
     ({"seq_length": 5000}, ["--seq_length=5000", "max_position_embeddings=4096"]),
-    (
-        {"seq_length": 4096, "max_position_embeddings": 4000},
-        ["--seq_length=4096", "max_position_embeddings=4000"],
-    ),
+    ({"seq_length": 4096, "max_position_embeddings": 4000}, ["--seq_length=4096", "max_position_embeddings=4000"]),
     ({"rope_scaling_type": "llama3", "rope_low_freq_factor": 4.0}, ["rope_low_freq_factor", "rope_high_freq_factor"]),
     ({"global_batch_size": 7}, ["--global_batch_size=7", "batch_size=2", "6 or 8"]),
     (
@@ -123,6 +121,17 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/65"},
         ["--selective_checkpointing=1/65", "num_layers=32"],
     ),
+    ({**CUSTOM, "norm_bias": True}, ["norm_bias", "norm_type=layernorm"]),
+    (
+        {**CUSTOM, "position_embedding_type": "none", "rotary_percentage": 0.5},
+        ["rotary_percentage", "position_embedding"],
+    ),
+    ({**CUSTOM, "rotary_percentage": 0.01}, ["rotary_percentage", "head_dim"]),
+    ({**COSINE, "lr_warmup_steps": 5, "lr_warmup_ratio": 0.1}, ["lr_warmup_steps", "lr_warmup_ratio"]),
+    ({**COSINE, "min_lr": 1.0}, ["min_lr", "learning_rate"]),
+    ({**COSINE, "lr_warmup_steps": 100}, ["lr_warmup_steps", "num_steps"]),
+    ({"lr_power": 0.5}, ["lr_power", "lr_schedule=fms_cosine", "poly"]),
+    ({**COSINE, "training_stage": "annealing"}, ["lr_schedule", "training_stage"]),
     ({"model_variant": "custom"}, ["--vocab_size", "--hidden_size", "--num_layers", "--intermediate_size"]),
     ({"use_dummy_dataset": False}, ["--data_path", "--use_dummy_dataset", "bash scripts/train.sh"]),
 ]
@@ -261,10 +270,7 @@ def test_every_fraction_up_to_one_is_its_own_value(numerator: int, denominator: 
         (STAGES | {"pipeline_balance": True, "num_layers": 5}, r"first or the last of 4 pieces .* at least 6"),
         (STAGES | {"pipeline_schedule": "GPipe", "engine": "xla"}, r"=GPipe +is not supported by engine=xla"),
         (STAGES | {"pipeline_schedule": "1F1B", "virtual_pipeline_size": 2}, r"virtual_pipeline_size=2; use Interl"),
-        (
-            STAGES | {"pipeline_schedule": "Interleaved1F1B"},
-            r"needs --virtual_pipeline_size of at least 2; or",
-        ),
+        (STAGES | {"pipeline_schedule": "Interleaved1F1B"}, r"needs --virtual_pipeline_size of at least 2; or"),
         (
             STAGES | {"fsdp_activation_checkpointing": True, "selective_checkpointing": "4"},
             r"=4 +recomputes none of the 2 layers of a piece",

@@ -10,8 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from main_training import configure
-from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.models.init import build_model, deviation, initial_weight
@@ -118,21 +116,6 @@ def test_initial_weights_have_the_spread_of_their_method(method: Any, expected: 
     output = initial_weight(config, 6, "model.layers.0.mlp.down_proj.weight", shape)
     assert output.std().item() == pytest.approx(0.02, rel=0.02)
     assert initial_weight(config, 6, "model.layers.0.mlp.up_proj.bias", torch.Size((4,))).tolist() == [0.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("fields", "names"),
-    [
-        ({"norm_bias": True}, ("norm_bias", "norm_type=layernorm")),
-        ({"position_embedding_type": "none", "rotary_percentage": 0.5}, ("rotary_percentage", "position_embedding")),
-        ({"rotary_percentage": 0.01}, ("rotary_percentage", "head_dim")),
-        ({"activation": "mish"}, ("activation", "geglu")),
-    ],
-)
-def test_options_that_contradict_are_refused(fields: dict[str, Any], names: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        configure({"use_dummy_dataset": True, **TINY, **fields})
-    assert all(name in str(caught.value) for name in names)
 
 
 def test_tokens_before_the_windows_of_all_layers_have_no_effect() -> None:
