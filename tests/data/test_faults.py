@@ -18,7 +18,6 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.data import Prefetcher, open_stream
-from pretraining.data.checksums import byte_sum
 from pretraining.data.index import TokenShard, open_index, sidecar_path
 from pretraining.tools.inspect_data import verify
 from tests.data import corpora
@@ -306,24 +305,6 @@ def test_words_exchanged_after_the_first_read_are_found(kind: str, tmp_path: Pat
     shard = UnreadShard(tmp_path, kind, is_read=True)
     results = Counter(shard.damage(seed, swap_words) for seed in range(15))
     assert not results["silent"] and results["refused"] > 3
-
-
-def test_swapped_words_and_swapped_shards_have_another_sum() -> None:
-    drawn = np.random.default_rng(0)
-    words = drawn.integers(0, 2**63, 5000, dtype=np.uint64)
-    sums = set()
-    for one, other in [(0, 0), *drawn.integers(0, 5000, (50, 2)).tolist()]:
-        swapped = words.copy()
-        swapped[[one, other]] = swapped[[other, one]]
-        sums.add(byte_sum(Bytes(swapped.tobytes() + b"abc"), 0, 8 * len(words) + 3))
-    assert len(sums) == 51
-
-
-class Bytes(bytes):
-    """A file in memory."""
-
-    def read_at(self, start: int, count: int) -> bytes:
-        return self[start : start + count]
 
 
 def test_shards_that_were_prepared_before_have_no_list_of_blocks_and_load(tmp_path: Path) -> None:
