@@ -18,7 +18,7 @@ from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
 from tests.checkpoint.test_checkpoints import run, steps
-from tests.checkpoint.two_processes import processes
+from tests.processes import run_together
 
 FILES = ("weights-00000.safetensors", "optimizer-00000.safetensors", "manifest.json", "facts.json", "COMMITTED")
 
@@ -149,12 +149,12 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_two_processes_share_the_writing_and_a_death_in_mid_save_commits_nothing(tmp_path: Path) -> None:
     whole = [f"{step} {loss.hex()}" for step, loss in enumerate(run(tmp_path / "one"), start=1)]
-    (code, _), (killed, _) = processes("-c", PEERS, tmp_path / "none", ABSENT="1")
+    (code, _), (killed, _) = run_together("-c", PEERS, tmp_path / "none", ABSENT="1")
     assert code != 0 and killed == -9 and not steps(tmp_path / "none")  # it is not waited for longer than the timeout
-    (code, _), (killed, _) = processes("-c", PEERS, tmp_path / "two", DYING="1")
+    (code, _), (killed, _) = run_together("-c", PEERS, tmp_path / "two", DYING="1")
     assert code != 0 and killed == -9
     assert steps(tmp_path / "two") == [2]
-    (code, first), (other, second) = processes("-c", PEERS, tmp_path / "two")
+    (code, first), (other, second) = run_together("-c", PEERS, tmp_path / "two")
     assert code == other == 0
     assert [[line for line in lines if line[0].isdigit()] for lines in (first, second)] == [whole[2:], whole[2:]]
     path = tmp_path / "two" / "checkpoints" / "step_8"

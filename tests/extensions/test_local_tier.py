@@ -15,8 +15,10 @@ from pretraining.config.errors import UserError
 from pretraining.extensions.local_tier.settings import LocalTierConfig, check_local_folder
 from pretraining.run.start import parameter_shapes
 from tests.checkpoint.small_run import small_config, train
-from tests.checkpoint.two_processes import HERE, processes
 from tests.faults.damage import flip_bit_at
+from tests.processes import ROOT, run_together
+
+DRIVER = ROOT / "tests" / "checkpoint" / "dtensor_driver.py"
 
 
 class KilledError(Exception):
@@ -113,13 +115,13 @@ dist.destroy_process_group()
 @pytest.mark.exhaustive
 def test_hosts_continue_from_their_own_folders_or_without_one_of_them_from_the_shared_one(tmp_path: Path) -> None:
     whole = {step: f"{step} {loss.hex()}" for step, loss in run(tmp_path / "one").items()}
-    (_, first), _ = processes("-c", HOSTS, tmp_path, "6")
+    (_, first), _ = run_together("-c", HOSTS, tmp_path, "6")
     assert [line for line in first if line[0].isdigit()] == [whole[step] for step in range(1, 7)]
-    (_, first), _ = processes("-c", HOSTS, tmp_path, "7")
+    (_, first), _ = run_together("-c", HOSTS, tmp_path, "7")
     assert f"continuing from {tmp_path}/host0/step_6" in "\n".join(first) and whole[7] in first
     for file in (tmp_path / "host1" / "step_7").iterdir():  # another host is in the place of the second one
         file.unlink()
-    (_, first), (code, _) = processes("-c", HOSTS, tmp_path, "8")
+    (_, first), (code, _) = run_together("-c", HOSTS, tmp_path, "8")
     output = "\n".join(first)
     assert code == 0 and f"{tmp_path}/host0: " in output and "has no step_7, so it is not used" in output
     assert f"continuing from {tmp_path}/checkpoints/step_4" in output
@@ -128,6 +130,6 @@ def test_hosts_continue_from_their_own_folders_or_without_one_of_them_from_the_s
 
 @pytest.mark.slow
 def test_a_host_has_what_its_devices_hold_and_refuses_another_mesh(tmp_path: Path) -> None:
-    for code, output in processes(HERE / "dtensor_driver.py", tmp_path, "hosts"):
+    for code, output in run_together(DRIVER, tmp_path, "hosts"):
         assert code == 0, output
         assert "this host has not all of even that its devices take now" in output[-1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +21,7 @@ from pretraining.parallel.processes import Processes
 from pretraining.parallel.torch import engine as torch_engine
 from pretraining.parallel.torch.engine import TorchEngine
 from pretraining.run import start as preflight
-from tests.parallel.launch import ROOT, environment
-from tests.ports import free_port
-from tests.waiting import PATIENCE
+from tests.processes import run_together
 
 GIB = 2**30
 
@@ -116,11 +112,5 @@ except UserError as error:
 
 @pytest.mark.slow
 def test_hosts_that_do_not_share_a_folder_are_noticed_at_the_start(tmp_path: Path) -> None:
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-c", SHARED, str(tmp_path)]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, env=environment(RANK=str(rank), **variables), stdout=-1, text=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        assert "is not visible on" in process.communicate(timeout=PATIENCE)[0]
+    for _, output in run_together("-c", SHARED, tmp_path):
+        assert "is not visible on" in "\n".join(output)
