@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import main_training
+from pretraining.monitor.metrics import read_metrics
 from tests.waiting import PATIENCE
 from tests.warm import python
 
@@ -53,6 +56,24 @@ def finish(folder: Path, devices: int = 8, code: int = 0, **fields: Any) -> str:
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, output
     return output
+
+
+def train(folder: Path, **fields: Any) -> None:
+    """Train on the torch engine in this process; with dummy data unless fields name others."""
+    flags = {**FLAGS, "engine": "torch", "device": "cpu", "use_torch_compile": False, "log_dir": folder, **fields}
+    flags |= {} if "data_path" in fields else {"use_dummy_dataset": True}
+    assert main_training.main(**{name: str(value) for name, value in flags.items()}) == 0
+
+
+def continue_from(run: Path, step: int, folder: Path) -> Path:
+    """Let the next run in `folder` continue from a checkpoint of another run; return the folder."""
+    shutil.copytree(run / "checkpoints" / f"step_{step}", folder / "checkpoints" / f"step_{step}")
+    return folder
+
+
+def reports(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return what a run has reported of its training, by step."""
+    return {line["step"]: line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
 
 
 def figures(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:

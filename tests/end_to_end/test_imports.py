@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.small import ROOT, environment
+from tests.end_to_end.small import ROOT, environment, reports
 from tests.tools.importing.files import SETTINGS, tree, write
 from tests.warm import python
 
@@ -45,12 +45,8 @@ def train(folder: Path, runs: dict[str, list[str]]) -> dict[str, list[dict[str, 
     commands = [[*words, *COMMON, f"--log_dir={folder / name}"] for name, words in runs.items()]
     one_thread = {**environment(), "OMP_NUM_THREADS": "1"}  # two threads take four times the CPU time of a busy machine
     subprocess.run([*python(), "-c", DRIVER, json.dumps(commands)], cwd=ROOT, env=one_thread, check=True)
-    return {name: reported_steps(folder / name / "metrics.jsonl") for name in runs}
-
-
-def reported_steps(path: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: line[name] for name in SAME} for line in lines if "loss" in line]
+    lines = {name: reports(folder / name).values() for name in runs}
+    return {name: [{figure: line[figure] for figure in SAME} for line in lines[name]] for name in runs}
 
 
 def changed_file(folder: Path, kind: str, changes: dict[str, Any]) -> str:

@@ -126,9 +126,7 @@ def start(base: Path, adapter: Path, log_dir: Path, **fields: Any) -> tuple[Trai
     flags = {**RUN, "ckpt_load_path": str(base), "lora_load_path": str(adapter), "log_dir": str(log_dir), **fields}
     done = train({name: str(value) for name, value in flags.items()})
     assert done.code == 0
-    lines = map(json.loads, (log_dir / "metrics.jsonl").read_text().splitlines())
-    config = CONFIGURATION(**json.loads((log_dir / "config.json").read_text()))
-    return config, next(line["loss"] for line in lines if "loss" in line)
+    return CONFIGURATION(**json.loads((log_dir / "config.json").read_text())), done.losses[1]
 
 
 def loss_of(model: Any, config: TrainConfig) -> float:

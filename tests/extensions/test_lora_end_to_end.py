@@ -23,6 +23,7 @@ from pretraining.models.llama import Llama
 from pretraining.models.ops import next_token_loss
 from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.generate import base_weights, load_model
+from tests.end_to_end.small import reports
 from tests.warm import python
 
 pytestmark = pytest.mark.slow
@@ -74,8 +75,7 @@ def merged(base: Path) -> Path:
 
 
 def losses(folder: Path) -> list[float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line["loss"] for line in reports(folder).values()]
 
 
 def adapted_model(run: Path) -> tuple[TrainConfig, Llama]:
