@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 
 from benchmarks.code_size import code_lines
 from main_training import train
+from pretraining.monitor.metrics import read_metrics
 from tests.data.corpora import numbered, write_flat
 from tests.end_to_end.small import FLAGS, ROOT, environment, figures
 from tests.waiting import wait_until
@@ -106,7 +106,7 @@ def test_the_extension_of_contributing_md_is_a_folder_with_a_flag(tmp_path: Path
     flags = {"use_dummy_dataset": True, "num_steps": 2, "engine": "torch", "watch_layer": 0}
     done = run(core, tmp_path / "run", **flags)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines if "activation_mean" in line] == [1, 2]
     refused = run(core, tmp_path / "run", watch_layer=-2)
     assert refused.returncode == 2 and "--watch_layer=-2" in refused.stderr

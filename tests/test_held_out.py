@@ -42,18 +42,17 @@ SIZES: dict[str, Any] = {
 
 
 class Runs(NamedTuple):
-    """The same run by one process, by two that shard the parameters, and on four devices of the other engine."""
+    """A run by one process."""
 
     flags: dict[str, Any]
     model: Llama
     alone: list[dict[str, Any]]
-    others: dict[str, list[dict[str, Any]]]
     folder: Path
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Two runs over data of two datasets, validated with all of the held-out documents."""
+    """A run over data of two datasets, validated with all of the held-out documents."""
     root = tmp_path_factory.mktemp("held_out")
     texts = {name: [sentence(name, n) for n in range(count)] for name, count in DATASETS.items()}
     train_tokenizer([text for some in texts.values() for text in some], 300, root / "tokenizer.model", 1)
@@ -72,18 +71,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                  for n, (a, b, c) in enumerate(zip(WORDS, WORDS[1:], WORDS[2:], strict=False))]  # fmt: skip
     (root / "words.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     alone = train({**flags, "log_dir": root / "alone"})
-    starts = {"two": (2, {}), "xla": (ALONE, {"engine": "xla", "device": "auto"})}
-    for name, (processes, changed) in starts.items():
-        given = {**flags, **changed, "log_dir": root / name}.items()
-        words = [f"--{setting}={value}" for setting, value in given if (name, setting) != ("xla", "device")]
-        command = launched(processes, str(ROOT / "main_training.py"), *words)
-        variables = environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4")
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    others = {name: read_metrics(root / name / "metrics.jsonl") for name in starts}
     checkpoint = open_checkpoint(root / "alone" / "checkpoints" / "step_4")
     model = load_model(saved_config(checkpoint.facts.config), read_tensors(checkpoint, is_weight))
-    return Runs({name: str(value) for name, value in flags.items()}, model, alone.records, others, root)
+    return Runs({name: str(value) for name, value in flags.items()}, model, alone.records, root)
 
 
 def sentence(name: str, number: int) -> str:
@@ -132,11 +122,21 @@ def test_each_dataset_has_its_loss_and_the_total_is_weighted_by_tokens(runs: Run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["two", "xla"])
+@pytest.mark.parametrize(("processes", "engine"), [(2, "torch"), (ALONE, "xla")])
 @pytest.mark.exhaustive
-def test_other_meshes_and_engines_report_the_same_figures(runs: Runs, mesh: str) -> None:
+def test_other_meshes_and_engines_report_the_same_figures(
+    runs: Runs, processes: int, engine: str, tmp_path: Path
+) -> None:
+    """Of two processes that shard the parameters, and of four devices of the other engine."""
+    given = {**runs.flags, "engine": engine, "log_dir": tmp_path}.items()
+    words = [f"--{name}={value}" for name, value in given if (engine, name) != ("xla", "device")]
+    command = launched(processes, str(ROOT / "main_training.py"), *words)
+    variables = environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4")
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = read_metrics(tmp_path / "metrics.jsonl")
     for kind in ("val_loss", "eval_acc/words"):
-        alone, other = (validation(records, kind) for records in (runs.alone, runs.others[mesh]))
+        alone, other = (validation(of, kind) for of in (runs.alone, records))
         assert other.keys() == alone.keys()
         for name, value in alone.items():
             assert other[name] == pytest.approx(value, rel=1e-4), name

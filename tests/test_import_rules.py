@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -241,3 +243,21 @@ def test_a_room_without_a_row_is_found(tmp_path: Path, rules: Rules) -> None:
     (tmp_path / PACKAGE / "new").mkdir(parents=True)
     (tmp_path / PACKAGE / "new" / "module.py").touch()
     assert violations(tmp_path, rules) == {"new has no row"}
+
+
+# Code -> packages that it does not load, because they take seconds, or may not be there
+LAZY = {
+    "monitor": ("from pretraining.monitor import {monitor}", "torch torch_xla numpy tensorboard wandb"),
+    "data": ("import pretraining.data", "torch torch_xla pyarrow"),
+    "help": ("from pretraining.config.help import help_text; help_text()", "torch numpy"),
+    "importer": ("import pretraining.tools.importing.report, pretraining.optim.schedule", "torch numpy"),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_room_loads_nothing_heavy_before_it_is_used(name: str) -> None:
+    code, heavy = LAZY[name]
+    monitor = [path.stem for path in (ROOT / PACKAGE / "monitor").glob("[!_]*.py")]
+    program = f"{code.format(monitor=', '.join(monitor))}; import sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert len(monitor) >= 9 and not set(heavy.split()) & set(loaded.stdout.split())

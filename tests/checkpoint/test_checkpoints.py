@@ -24,6 +24,7 @@ from pretraining.config.validate import problems
 from pretraining.run.start import parameter_shapes
 from pretraining.storage import FolderLock
 from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config, train, train_step
+from tests.faults.damage import flip_bit_at
 
 
 def run(folder: Path, **fields: Any) -> list[float]:
@@ -36,13 +37,6 @@ def run(folder: Path, **fields: Any) -> list[float]:
 def steps(folder: Path) -> list[int]:
     """The committed steps, oldest first."""
     return [open_checkpoint(path).facts.step for path in reversed(find_checkpoints(folder / "checkpoints").committed)]
-
-
-def flip(path: Path, at: int = -1) -> None:
-    """Turn one bit of a file over."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +68,6 @@ def test_a_continued_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, ba
     assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
 
 
-def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
-    run(tmp_path)
-    assert run(tmp_path) == []
-
-
 def test_training_in_the_background_of_a_save_does_not_change_what_is_saved(tmp_path: Path) -> None:
     config = small_config(tmp_path, async_checkpointing=True)
     model, optimizer = open_run(config)
@@ -91,36 +80,36 @@ def test_training_in_the_background_of_a_save_does_not_change_what_is_saved(tmp_
     assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
 
 
-def test_processes_of_one_host_share_its_memory() -> None:
-    assert shortage([("a", 4, 10), ("b", 9, 10), ("a", 6, 11)]) == ""
-    assert shortage([("a", 4 << 30, 10 << 30), ("a", 7 << 30, 11 << 30)]) == (
-        "a has 10.7 GB of memory available for copies of 11.8 GB"
-    )
-
-
 def test_without_memory_for_the_copy_a_save_is_not_asynchronous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert shortage([("a", 4, 10), ("b", 9, 10), ("a", 6, 11)]) == ""  # processes of one host share its memory
+    hosts = [("a", 4 << 30, 10 << 30), ("a", 7 << 30, 11 << 30)]
+    assert shortage(hosts) == "a has 10.7 GB of memory available for copies of 11.8 GB"
     monkeypatch.setattr("pretraining.checkpoint.checkpoints.available_memory", lambda: 1000)
     run(tmp_path, num_steps=2, async_checkpointing=True)
     assert "this save is not asynchronous" in capsys.readouterr().out
     assert steps(tmp_path) == [2]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_until_none_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = run(tmp_path, num_steps=4)
-    flip(tmp_path / "checkpoints" / "step_4" / "weights-00000.safetensors")
+    flip_bit_at(tmp_path / "checkpoints" / "step_4" / "weights-00000.safetensors")
     assert run(tmp_path, num_steps=4) == whole[2:]
     assert "step_4/weights-00000.safetensors: bytes" in capsys.readouterr().out
     assert run(tmp_path, num_steps=4) == []  # saved again
     assert (tmp_path / "checkpoints" / "step_4.damaged").is_dir()
+    for path in find_checkpoints(tmp_path / "checkpoints").committed:
+        flip_bit_at(Path(str(path)) / "manifest.json")
+    with pytest.raises(UserError, match="none of the checkpoints can be read"):
+        run(tmp_path)
 
 
 def test_a_damaged_checkpoint_does_not_count_when_old_ones_are_removed(tmp_path: Path) -> None:
     whole = run(tmp_path, num_steps=4)
-    flip(tmp_path / "checkpoints" / "step_4" / "weights-00000.safetensors")
+    flip_bit_at(tmp_path / "checkpoints" / "step_4" / "weights-00000.safetensors")
     config = small_config(tmp_path, num_steps=4, checkpoint_interval=1, keep_last_n_checkpoints=1)
     model, optimizer = open_run(config)
     checkpoints = Checkpoints(config, tmp_path)
@@ -132,49 +121,20 @@ def test_a_damaged_checkpoint_does_not_count_when_old_ones_are_removed(tmp_path:
     assert run(tmp_path, num_steps=4) == whole[3:]
 
 
-def test_resume_must_does_not_pass_over_a_damaged_checkpoint(tmp_path: Path) -> None:
-    run(tmp_path, num_steps=4)
-    flip(tmp_path / "checkpoints" / "step_4" / "facts.json", 3)
-    with pytest.raises(UserError, match=r"facts\.json: differs"):
-        run(tmp_path, resume="must")
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again_from_nothing(tmp_path: Path) -> None:
-    run(tmp_path, num_steps=4)
-    for path in find_checkpoints(tmp_path / "checkpoints").committed:
-        flip(Path(str(path)) / "manifest.json")
-    with pytest.raises(UserError, match="none of the checkpoints can be read"):
-        run(tmp_path)
-
-
-def test_resume_never_and_must_are_refusals(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--resume=must, but"):
-        run(tmp_path, resume="must")
-    run(tmp_path, resume="never")
-    with pytest.raises(UserError, match="--resume=never, but"):
-        run(tmp_path, resume="never")
-    assert run(tmp_path, resume="must") == []
-
-
-def test_strays_are_ignored_and_survive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strays_survive_and_leftovers_of_interrupted_saves_are_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "checkpoints"
-    for name in ("step_99", "step_007", "step_x", "step_3_ckp", "other"):
+    for name in ("step_99", "step_007", "step_x", "step_3_ckp", "other", "step_5.partial", "step_1.deleted"):
         (folder / name).mkdir(parents=True)
-    (folder / "step_50").write_text("a file")
-    (folder / "README").write_text("notes")
+    (folder / "step_5.partial" / "weights-00000.safetensors").write_bytes(b"half")
+    for name in ("step_50", "README"):
+        (folder / name).write_text("a file")
     run(tmp_path, keep_last_n_checkpoints=1)
     assert steps(tmp_path) == [8]
-    assert {"step_99", "step_007", "step_x", "step_50", "README", "other"} <= {p.name for p in folder.iterdir()}
+    strays = {"step_99", "step_007", "step_x", "step_3_ckp", "other", "step_50", "README"}
+    assert {path.name for path in folder.iterdir()} == {*strays, "step_8", "lock"}
     assert "step_99 has no marker" in capsys.readouterr().out
-
-
-def test_leftovers_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    for name in ("step_5.partial", "step_1.deleted"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "weights-00000.safetensors").write_bytes(b"half")
-    run(tmp_path, checkpoint_interval=100)
-    assert {p.name for p in folder.iterdir()} == {"step_8", "lock"}
 
 
 # ---- Starting from another run
@@ -212,42 +172,27 @@ def check_start_of(config: TrainConfig, log_dir: Path) -> None:
     check_starting_point(config, log_dir, parameter_shapes(config))
 
 
-def test_a_start_that_cannot_go_well_is_refused_before_a_model_exists(tmp_path: Path) -> None:
-    def check(**fields: Any) -> None:
-        check_start_of(small_config(tmp_path, **fields), tmp_path)
+def test_a_start_that_cannot_go_well_is_refused_before_a_model_exists_and_by_the_run(tmp_path: Path) -> None:
+    def check(folder: Path = tmp_path, **fields: Any) -> None:
+        check_start_of(small_config(folder, **fields), folder)
+
+    def refuses(words: str, folder: Path = tmp_path, **fields: Any) -> None:
+        for start in (check, run):
+            with pytest.raises((UserError, ConfigError), match=words):
+                start(folder, **fields)
 
     check()
-    with pytest.raises(UserError, match="--resume=must"):
-        check(resume="must")
-    run(tmp_path, num_steps=4)
+    refuses("--resume=must, but", resume="must")
+    run(tmp_path, num_steps=4, resume="never")
     check(resume="must")
-    with pytest.raises(UserError, match="--resume=never"):
-        check(resume="never")
-    with pytest.raises(ConfigError, match="--hidden_size=32"):
-        check(hidden_size=32)
-    flip(tmp_path / "checkpoints" / "step_4" / "facts.json")
+    refuses("--resume=never, but", resume="never")
+    refuses(r"(?s)--hidden_size=32 .*trained with 16.*--norm_eps=0.001 .*with 1e-05", hidden_size=32, norm_eps=1e-3)
+    refuses(r"--optimizer=lion .*trained with adamw", optimizer="lion")
+    refuses(r"--learning_rate=0.001 .*override_lr_on_resume", learning_rate=1e-3)
+    flip_bit_at(tmp_path / "checkpoints" / "step_4" / "facts.json")
     check()
-    with pytest.raises(UserError, match=r"facts\.json: differs"):
-        check(resume="must")
-
-
-def test_another_model_is_refused_with_the_field_and_both_values(tmp_path: Path) -> None:
-    run(tmp_path, num_steps=2)
-    with pytest.raises(ConfigError, match=r"(?s)--hidden_size=32 .*trained with 16.*--norm_eps=0.001 .*with 1e-05"):
-        run(tmp_path, hidden_size=32, norm_eps=1e-3)
-
-
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    run(tmp_path, num_steps=2)
-    with pytest.raises(ConfigError, match=r"--optimizer=lion .*trained with adamw"):
-        check_start_of(small_config(tmp_path, num_steps=4, optimizer="lion"), tmp_path)
-
-
-def test_another_learning_rate_needs_its_flag(tmp_path: Path) -> None:
-    run(tmp_path, num_steps=2)
-    with pytest.raises(ConfigError, match=r"--learning_rate=0.001 .*override_lr_on_resume"):
-        run(tmp_path, learning_rate=1e-3)
-    assert len(run(tmp_path, learning_rate=1e-3, override_lr_on_resume=True)) == 6
+    refuses(r"facts\.json: differs", resume="must")
+    assert len(run(tmp_path, num_steps=4, learning_rate=1e-3, override_lr_on_resume=True)) == 2  # after step 2
 
 
 def test_other_changes_are_made_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,27 +280,12 @@ def test_a_failing_disk_is_reported_and_stops_the_run_after_so_many_in_a_row(
     with pytest.raises(SaveFailedError, match=r"2 saves in a row failed, .*No space left"):
         run(tmp_path, ckpt_max_failures=2)
     assert capsys.readouterr().out.count("earlier checkpoints are untouched") == 2
+    for background in (False, True):
+        with pytest.raises(SaveFailedError, match="the last save"):
+            run(tmp_path, checkpoint_interval=100, async_checkpointing=background)
     monkeypatch.undo()
     assert steps(tmp_path) == [2]
     assert len(run(tmp_path)) == 6
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_run_whose_last_save_fails_does_not_end_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr("os.fsync", refuse)
-    with pytest.raises(SaveFailedError, match="the last save"):
-        run(tmp_path, checkpoint_interval=100, async_checkpointing=background)
-
-
-def test_newest_checkpoint_takes_a_run_a_folder_or_a_step(tmp_path: Path) -> None:
-    run(tmp_path)
-    folder = tmp_path / "checkpoints"
-    assert {newest_checkpoint(path) for path in (tmp_path, folder, folder / "step_8")} == {folder / "step_8"}
 
 
 @pytest.mark.parametrize("is_dummy", [False, True])

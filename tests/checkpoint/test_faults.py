@@ -18,7 +18,7 @@ from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
 from tests.checkpoint.test_checkpoints import run, steps
-from tests.checkpoint.two_processes import processes
+from tests.processes import run_together
 from tests.selection import needs
 
 FILES = ("weights-00000.safetensors", "optimizer-00000.safetensors", "manifest.json", "facts.json", "COMMITTED")
@@ -109,16 +109,11 @@ def test_a_checkpoint_that_carries_a_pickle_is_refused_and_nothing_of_it_runs(
 
 
 @needs("other_weights")
-def test_a_folder_of_pickles_alone_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "ckpt").mkdir()
-    (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    (tmp_path / "ckpt" / "__0_0.distcp").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+def test_a_folder_of_pickles_alone_is_no_checkpoint_and_no_model_of_hugging_face(tmp_path: Path) -> None:
+    for name in (".metadata", "__0_0.distcp"):
+        (tmp_path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
     with pytest.raises(UserError, match="holds no committed checkpoint"):
-        run(tmp_path / "run", ckpt_load_path=str(tmp_path / "ckpt"))
-    assert not (tmp_path / "exploded").exists()
-
-
-def test_hugging_face_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
+        run(tmp_path / "run", ckpt_load_path=str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     torch.save(Bomb(tmp_path / "exploded"), tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="contains weights as pickles"):
@@ -156,12 +151,12 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_two_processes_share_the_writing_and_a_death_in_mid_save_commits_nothing(tmp_path: Path) -> None:
     whole = [f"{step} {loss.hex()}" for step, loss in enumerate(run(tmp_path / "one"), start=1)]
-    (code, _), (killed, _) = processes("-c", PEERS, tmp_path / "none", ABSENT="1")
+    (code, _), (killed, _) = run_together("-c", PEERS, tmp_path / "none", ABSENT="1")
     assert code != 0 and killed == -9 and not steps(tmp_path / "none")  # it is not waited for longer than the timeout
-    (code, _), (killed, _) = processes("-c", PEERS, tmp_path / "two", DYING="1")
+    (code, _), (killed, _) = run_together("-c", PEERS, tmp_path / "two", DYING="1")
     assert code != 0 and killed == -9
     assert steps(tmp_path / "two") == [2]
-    (code, first), (other, second) = processes("-c", PEERS, tmp_path / "two")
+    (code, first), (other, second) = run_together("-c", PEERS, tmp_path / "two")
     assert code == other == 0
     assert [[line for line in lines if line[0].isdigit()] for lines in (first, second)] == [whole[2:], whole[2:]]
     path = tmp_path / "two" / "checkpoints" / "step_8"

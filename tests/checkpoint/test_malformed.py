@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.files import digest
-from pretraining.checkpoint.manifest import FACTS, MANIFEST, open_checkpoint, write_commit
+from pretraining.checkpoint.manifest import FACTS, MANIFEST, open_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
 from pretraining.run.start import parameter_shapes
@@ -158,6 +158,13 @@ def test_a_malformed_folder_is_one_error_before_the_model_is_placed(
 # ---- Checkpoints of our own with valid digests
 
 
+def write_with_digests(target: Path, texts: dict[str, bytes]) -> None:
+    """Write a manifest and facts, and the marker with their digests."""
+    marker = json.dumps({"format": 1, "step": 2, **{name: digest(text) for name, text in texts.items()}}).encode()
+    for name, text in {**texts, MARKER: marker + b"\n" + digest(marker + b"\n").encode() + b"\n"}.items():
+        (target / name).write_bytes(text)
+
+
 @st.composite
 def forged(draw: st.DrawFn, sound: Path, target: Path) -> Path:
     """A checkpoint in `target` whose manifest or facts are changed, with the digests of what is there."""
@@ -166,21 +173,11 @@ def forged(draw: st.DrawFn, sound: Path, target: Path) -> Path:
     manifest, facts = (json.loads((target / name).read_text()) for name in (MANIFEST, FACTS))
     tensor = manifest["tensors"][draw(st.sampled_from(sorted(manifest["tensors"])))]
     file = manifest["files"][draw(st.sampled_from(sorted(manifest["files"])))]
-    objects = [
-        manifest,
-        manifest["tensors"],
-        manifest["files"],
-        tensor,
-        tensor["pieces"][0],
-        file,
-        facts,
-        facts["mesh"],
-    ]
-    change_object(draw, draw(st.sampled_from([*objects, facts["config"], facts["config"]])), values)
+    objects = [manifest, manifest["tensors"], manifest["files"], tensor, tensor["pieces"][0], file, facts]
+    objects += [facts["mesh"], facts["config"], facts["config"]]
+    change_object(draw, draw(st.sampled_from(objects)), values)
     texts = {name: json.dumps(value).encode() for name, value in ((MANIFEST, manifest), (FACTS, facts))}
-    marker = json.dumps({"format": 1, "step": 2, **{name: digest(text) for name, text in texts.items()}}).encode()
-    for name, text in {**texts, MARKER: marker + b"\n" + digest(marker + b"\n").encode() + b"\n"}.items():
-        (target / name).write_bytes(text)
+    write_with_digests(target, texts)
     return target
 
 
@@ -212,18 +209,8 @@ def test_a_forged_checkpoint_is_one_error(tmp_path_factory: pytest.TempPathFacto
 def test_a_manifest_names_files_of_its_folder(name: str, tmp_path: Path) -> None:
     config = small_config(tmp_path, **SMALL)
     path = save(tmp_path, open_run(config).state(), facts_of(config, 2))
-    checkpoint = open_checkpoint(path)
-    text = (path / MANIFEST).read_text().replace("weights-00000.safetensors", name)
-    for file in (MANIFEST, FACTS, MARKER):
-        (path / file).unlink()
-    write_commit(path, checkpoint.manifest, checkpoint.facts)
-    marker = (
-        (path / MARKER)
-        .read_text()
-        .splitlines()[0]
-        .replace(digest((path / MANIFEST).read_bytes()), digest(text.encode()))
-    )
-    (path / MANIFEST).write_text(text)
-    (path / MARKER).write_text(f"{marker}\n{digest(f'{marker}{chr(10)}'.encode())}\n")
+    texts = {file: (path / file).read_bytes() for file in (MANIFEST, FACTS)}
+    texts[MANIFEST] = texts[MANIFEST].replace(b"weights-00000.safetensors", name.encode())
+    write_with_digests(path, texts)
     with pytest.raises(UserError, match=r"manifest\.json: is not what this program writes \(the file '"):
         open_checkpoint(path)

@@ -15,8 +15,10 @@ import torch
 
 from pretraining.checkpoint.store import read_tensors
 from tests.checkpoint.dtensor_driver import reference
-from tests.checkpoint.two_processes import HERE, processes
+from tests.processes import ROOT, run_together
 from tests.warm import python
+
+DRIVER = ROOT / "tests" / "checkpoint" / "dtensor_driver.py"
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +52,7 @@ def test_a_state_saved_on_any_mesh_loads_on_another_bitwise_and_an_adapter_in_ev
 
 def test_tensors_split_over_processes_load_whole_and_in_another_split(tmp_path: Path) -> None:
     for act in ("save", "load"):
-        assert [code for code, _ in processes(HERE / "dtensor_driver.py", tmp_path, act)] == [0, 0], act
+        assert [code for code, _ in run_together(DRIVER, tmp_path, act)] == [0, 0], act
     whole = read_tensors(tmp_path / "step_1")
     assert whole.keys() == reference().keys()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in reference().items())

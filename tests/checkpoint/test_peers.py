@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.checkpoint.two_processes import processes
+from tests.processes import run_together
 
 TIMEOUT = 4  # s
 
@@ -37,7 +37,7 @@ def main() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_slow_process_is_waited_for_and_one_that_gives_no_answer_is_lost() -> None:
-    (_, output), _ = processes("-m", "tests.checkpoint.test_peers")
+    (_, output), _ = run_together("-m", "tests.checkpoint.test_peers")
     assert output[-2:] == ["waited for a slow one", "True"]  # gloo prints lines, too
 
 

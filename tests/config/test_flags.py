@@ -59,67 +59,34 @@ def complaints(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 # ---- what is accepted
 
 
-@pytest.mark.parametrize(
-    "words", [["--batch_size=4"], ["--batch_size", "4"], ["--batch-size=4"], ["--batch-size", "4"]]
-)
-def test_a_value_may_stand_apart_and_a_name_may_have_dashes(words: list[str]) -> None:
-    assert parse(DUMMY, *words).batch_size == 4
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [  # a command line -> fields
+    *((words, {"batch_size": 4}) for words in ("--batch_size=4", "--batch_size 4", "--batch-size=4", "--batch-size 4")),
+    *((f"--low_cpu_fsdp{text}", {"low_cpu_fsdp": True}) for text in ("", "=True", "=true", "=1")),
+    *((f"--{text}", {"use_torch_compile": False}) for text in ("nouse_torch_compile", "no-use-torch-compile")),
+    *((f"--{text}", {"use_torch_compile": False}) for text in ("no_use_torch_compile", "use_torch_compile=false")),
+    ("--low_cpu_fsdp --batch_size 3", {"low_cpu_fsdp": True, "batch_size": 3}),  # no value of the first flag
+    *((f"--run_name={text}", {"run_name": text}) for text in ("2026_08_01", "1e5", "1_000", "abc#1", "a=b", "None")),
+    *((f"--run_name={text}", {"run_name": text}) for text in ("True", "[1]", "a,b", "-", "")),
+    ("--norm_eps=1e-6 --norm_weight_decay", {"norm_eps": 1e-6, "norm_weight_decay": True}),  # "no" is no negation here
+    *((f"--num_layers={text}", {"num_layers": value}) for text, value in (("none", None), ("None", None), ("4", 4))),
+    ("--rope_theta=5e5", {"rope_theta": 500000.0}),
+    *((f"--num_steps={text}", {"num_steps": 100_000}) for text in ("100000", "1e5", "100_000", "100000.0")),
+    ("--sharding_strategy=FSDP", {"sharding_strategy": "fsdp"}),
+    ("--checkpoint_interval 0 --log_dir -1", {"log_dir": "-1"}),
+]
 
 
-@pytest.mark.parametrize("word", ["--low_cpu_fsdp", "--low_cpu_fsdp=True", "--low_cpu_fsdp=true", "--low_cpu_fsdp=1"])
-def test_a_boolean_is_true_in_every_usual_spelling(word: str) -> None:
-    assert parse(DUMMY, word).low_cpu_fsdp is True
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "--nouse_torch_compile",
-        "--no-use-torch-compile",
-        "--no_use_torch_compile",
-        "--use_torch_compile=false",
-        "--use_torch_compile=False",
-    ],
-)
-def test_a_boolean_is_false_in_every_usual_spelling(word: str) -> None:
-    assert parse(DUMMY, word).use_torch_compile is False
-
-
-def test_a_bare_boolean_does_not_swallow_the_next_flag() -> None:
-    config = parse(DUMMY, "--low_cpu_fsdp", "--batch_size", "3")
-    assert (config.low_cpu_fsdp, config.batch_size) == (True, 3)
-
-
-@pytest.mark.parametrize(
-    "text", ["2026_08_01", "1e5", "1_000", "abc#1", "a=b", "None", "True", "[1]", "a,b", " x ", "-", ""]
-)
-def test_text_is_taken_as_it_stands(text: str) -> None:
-    assert parse(DUMMY, f"--run_name={text}").run_name == text
+@pytest.mark.parametrize(("line", "fields"), ACCEPTED)
+def test_flags_are_read_as_people_write_them(line: str, fields: dict[str, Any]) -> None:
+    config = parse(DUMMY, *line.split(" "))
+    read = {name: getattr(config, name) for name in fields}
+    assert read == fields and [*map(type, read.values())] == [*map(type, fields.values())]
 
 
 @needs("trackers")
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0")))
 def test_any_text_reaches_the_field_unchanged(text: str) -> None:
     assert parse(DUMMY, f"--tracker_project_name={text}").tracker_project_name == text
-
-
-def test_a_field_whose_name_begins_with_no_is_not_a_negation() -> None:
-    assert parse(DUMMY, "--norm_eps=1e-6").norm_eps == 1e-6
-    assert parse(DUMMY, "--norm_weight_decay").norm_weight_decay is True
-
-
-@pytest.mark.parametrize(
-    ("word", "value"),
-    [("--num_layers=none", None), ("--num_layers=None", None), ("--num_layers=4", 4), ("--rope_theta=5e5", 500000.0)],
-)
-def test_optional_fields_take_none_or_a_value(word: str, value: float | None) -> None:
-    assert getattr(parse(DUMMY, word), word[2:].partition("=")[0]) == value
-
-
-@pytest.mark.parametrize("text", ["100000", "1e5", "100_000", "100000.0"])
-def test_a_whole_number_may_be_written_as_people_write_it(text: str) -> None:
-    steps = parse(DUMMY, f"--num_steps={text}").num_steps
-    assert (steps, type(steps)) == (100_000, int)
 
 
 @given(st.integers())
@@ -138,20 +105,11 @@ def test_reading_a_value_gives_its_type_or_a_value_error(text: str, kind: type) 
         assert type(parse_value(text, kind)) is kind
 
 
-def test_the_documented_capitals_of_a_strategy_are_accepted_and_kept_small() -> None:
-    assert parse(DUMMY, "--sharding_strategy=FSDP").sharding_strategy == "fsdp"
-    settings: dict[str, Any] = {"sharding_strategy": "HSDP"}
-    assert CONFIGURATION(**settings).sharding_strategy == "hsdp"
-
-
-def test_a_value_may_be_a_negative_number() -> None:
-    assert parse(DUMMY, "--checkpoint_interval", "0", "--log_dir", "-1").log_dir == "-1"
-
-
 def test_python_values_mean_what_their_text_means() -> None:
     config = configure({"use_dummy_dataset": True, "datasets": ("a", "b"), "num_layers": None, "seed": 3})
     assert (config.datasets, config.num_layers, config.seed) == ("a,b", None, 3)
-    assert CONFIGURATION(datasets="a,b", weights="1,2").datasets == "a,b"
+    settings: dict[str, Any] = {"datasets": "a,b", "weights": "1,2", "sharding_strategy": "HSDP"}
+    assert (CONFIGURATION(**settings).datasets, CONFIGURATION(**settings).sharding_strategy) == ("a,b", "hsdp")
 
 
 def test_the_last_of_a_repeated_flag_wins_with_a_note_naming_both(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,10 +118,7 @@ def test_the_last_of_a_repeated_flag_wins_with_a_note_naming_both(capsys: pytest
     notes = capsys.readouterr().err
     assert "--batch_size=4 is overridden by the later --batch_size=8" in notes
     assert "--low_cpu_fsdp=True is overridden by the later --low_cpu_fsdp=False" in notes
-
-
-def test_a_flag_repeated_with_the_same_value_needs_no_note(capsys: pytest.CaptureFixture[str]) -> None:
-    parse(DUMMY, "--batch_size=4", "--batch_size=4")
+    parse(DUMMY, "--batch_size=4", "--batch_size=4")  # the same value needs no note
     assert not capsys.readouterr().err
 
 
@@ -171,27 +126,20 @@ SECRET = "s3://KEY:SEC/RET@bucket"
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("name", "values"),
     [
-        {"data_path": [SECRET, "s3://KEY:SECRET2@bucket"]},  # the note about a repeated flag, and the refusal
-        {"data_path": [f"{SECRET}/a?token=SECRET"]},
-        {"batch_sise": [SECRET]},
-        {"batch_size": [SECRET]},
-        {"file_type": [SECRET]},
-        {"eval_tasks": [f"a.jsonl,{SECRET}"]},  # a list of paths: no setting of its own, and printed as it stands
-        {"config_file": [SECRET]},
-        {"import_config": [SECRET]},
-        {"model_config_path": [SECRET]},
-        {"ckpt_load_path": [SECRET]},
+        ("data_path", [SECRET, "s3://KEY:SECRET2@bucket"]),  # the note about a repeated flag, and the refusal
+        ("data_path", [f"{SECRET}/a?token=SECRET"]),
+        ("eval_tasks", [f"a.jsonl,{SECRET}"]),  # a list of paths: no setting of its own, and printed as it stands
+        *((name, [SECRET]) for name in ("batch_sise", "batch_size", "file_type", "config_file", "import_config")),
+        *((name, [SECRET]) for name in ("model_config_path", "ckpt_load_path")),
     ],
 )
-def test_a_secret_in_a_flag_is_never_printed(flags: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"--{name}={value}" for name, values in flags.items() for value in values]
-
+def test_a_secret_in_a_flag_is_never_printed(name: str, values: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     def main(**flags: str) -> None:
         configure(flags)
 
-    run(main, [DUMMY, *words])
+    run(main, [DUMMY, *(f"--{name}={value}" for value in values)])
     printed = "".join(capsys.readouterr())
     assert "***@bucket" in printed and not re.search("SEC|RET", printed)
 
@@ -241,6 +189,8 @@ def test_the_name_of_a_run_is_one_folder(name: str) -> None:
         (["--", "--trace"], "--trace"),
         (["--batch_size=4", "5"], "5  belongs to no flag"),
         (["--self=1"], "no such flag"),
+        (["--model_variant=llama3-8b"], "; did you mean llama3_8b?"),
+        (["--optimizer=adam_w"], "; did you mean adamw?"),
     ],
 )
 def test_what_is_no_flag_or_no_value_of_its_type_is_refused(
@@ -253,15 +203,6 @@ def test_a_mistake_and_its_consequences_are_one_problem(capsys: pytest.CaptureFi
     assert complaints(capsys, "--data_pth=x").startswith("1 problem ")
     assert complaints(capsys, DUMMY, "--model_variant=tiny", "--seq_length=two").startswith("1 problem ")
     assert complaints(capsys, DUMMY, "--num_kv_heads=0").startswith("1 problem ")
-
-
-@pytest.mark.parametrize(
-    ("flag", "meant"), [("--model_variant=llama3-8b", "llama3_8b"), ("--optimizer=adam_w", "adamw")]
-)
-def test_a_choice_that_does_not_exist_is_answered_with_the_nearest_one(
-    flag: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert f"; did you mean {meant}?" in complaints(capsys, DUMMY, flag)
 
 
 @given(st.lists(st.sampled_from(["--batch_size", "--low_cpu_fsdp", "--nolow_cpu_fsdp", "--x", "--", "-b", "3", "a=b"])))
@@ -327,18 +268,14 @@ def test_the_code_of_main_is_the_code_of_the_process(code: int, capsys: pytest.C
     assert not capsys.readouterr().out  # fire would print it
 
 
-def test_a_mistake_found_later_ends_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:
-    def main(**_: str) -> None:
-        raise UserError("--data_path=/nowhere does not exist; give a folder of shards")
+def test_a_mistake_found_later_ends_the_same_way_and_our_own_keep_their_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def main(**flags: str) -> None:
+        raise UserError("--data_path=/nowhere does not exist; give a folder") if "seed" in flags else ValueError("ours")
 
-    assert run(main, [DUMMY]) == 2
-    assert capsys.readouterr().err == "--data_path=/nowhere does not exist; give a folder of shards\n"
-
-
-def test_our_own_mistakes_keep_their_traceback() -> None:
-    def main(**_: str) -> None:
-        raise ValueError("ours")
-
+    assert run(main, [DUMMY, "--seed=1"]) == 2
+    assert capsys.readouterr().err == "--data_path=/nowhere does not exist; give a folder\n"
     with pytest.raises(ValueError, match="ours"):
         run(main, [DUMMY])
 
@@ -357,21 +294,10 @@ def test_each_rank_leaves_its_own_exit_code(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "1").read_text() == "3"
 
 
-def test_a_dictionary_of_flags_is_checked_like_a_command_line() -> None:
-    with pytest.raises(ConfigError) as caught:
-        configure({"batch_sise": "4", "seq_length": "two"})
-    assert [problem.subject for problem in caught.value.problems] == ["--batch_sise=4", "--seq_length=two"]
-
-
-def test_an_edited_default_of_another_type_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    edited: dict[str, Any] = {"learning_rate": "1e-4", "num_steps": 10.0, "log_grad_norm": "yes", "seed": None}
+def test_an_edited_default_of_another_type_is_one_problem() -> None:
+    edited: dict[str, Any] = {"learning_rate": "1e-4", "num_steps": 10.0, "seed": None, "log_grad_norm": "yes"}
     found = problems(CONFIGURATION(**edited, use_dummy_dataset=True), CHECKS)
-    assert [problem.subject for problem in found] == [
-        "--learning_rate=1e-4",
-        "--num_steps=10.0",
-        "--seed=None",
-        "--log_grad_norm=yes",
-    ]
+    assert [problem.subject for problem in found] == [f"--{name}={value}" for name, value in edited.items()]
     assert found[0].remedy == "expected a number or none, not the str '1e-4'"
 
 
@@ -383,7 +309,7 @@ def test_a_variant_brings_its_own_sequence_length(variant: str) -> None:
     assert CONFIGURATION(model_variant=variant, seq_length=7).seq_length == 7
 
 
-TOOLS = ("document", "inspect_data", "report")
+TOOLS = ("document", "generate", "inspect_data", "report")
 SCRIPTS = ["main_training.py", *(f"-m pretraining.tools.{name}" for name in TOOLS)]
 
 
@@ -426,22 +352,13 @@ def test_every_script_that_prints_ends_in_the_shared_way() -> None:
 
 def test_the_start_of_a_run_prints_each_setting_that_is_not_the_default_and_its_source(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text("seed = 5")
-    flags = {
-        "model_variant": "tiny",
-        "num_steps": "3",
-        "use_dummy_dataset": "True",
-        "config_file": f"{tmp_path}/own.toml",
-    }
-    code = f"from main_training import configure; configure({flags})"
+    flags = {"model_variant": "tiny", "num_steps": "3", "use_dummy_dataset": "True"}
+    code = f"from main_training import configure; configure({flags | {'config_file': f'{tmp_path}/own.toml'}})"
     environment = {**os.environ, "SCRIPT_SETTINGS": "--num_steps=3 --model_variant=mini"}
     command = [sys.executable, "-c", code]
     printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    lines = dict(line.split(maxsplit=1) for line in printed.splitlines())
-    assert lines == {
-        "--model_variant=tiny": "command line",
-        "--seq_length=512": "derived",
-        "--num_steps=3": "scripts/train.sh",
-        "--use_dummy_dataset=True": "command line",
-        "--checkpoint_interval=0": "derived",
+    assert dict(line.split(maxsplit=1) for line in printed.splitlines()) == {
+        **{"--model_variant=tiny": "command line", "--seq_length=512": "derived", "--num_steps=3": "scripts/train.sh"},
+        **{"--use_dummy_dataset=True": "command line", "--checkpoint_interval=0": "derived"},
         "--seed=5": f"seed=5 in {tmp_path}/own.toml",
     }

@@ -78,6 +78,9 @@ def test_a_value_is_refused_where_its_row_says_and_nowhere_else(limit: Any, fiel
         ("bf16", {"pipeline_parallel_size": 2}, True),
         ("fp32", {"precision": "bf16_sr"}, True),
         ("bf16", {"precision": "bf16_sr"}, False),
+        *(("bf16", {"precision": "manual", **fields}, False) for fields in ({"master_weights": False}, {})),
+        ("fp32", {"precision": "manual", "master_weights": False}, True),
+        ("fp32", {"precision": "manual"}, False),
     ],
 )
 def test_the_xla_engine_reduces_in_bf16_what_it_multiplies_in_bf16(dtype: Any, fields: Any, refused: bool) -> None:

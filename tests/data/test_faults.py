@@ -18,11 +18,11 @@ import pytest
 
 from pretraining.config.errors import UserError
 from pretraining.data import Prefetcher, open_stream
-from pretraining.data.checksums import byte_sum
 from pretraining.data.index import TokenShard, open_index, sidecar_path
 from pretraining.tools.inspect_data import verify
 from tests.data import corpora
 from tests.data.corpora import corpus, numbered, rows, settings
+from tests.faults.damage import flip_bit_at
 from tests.faults.unread import OTHERS, UnreadShard, flip_bit, swap_words
 
 DOCUMENTS = numbered([60] * 100)
@@ -56,34 +56,33 @@ def test_a_shard_truncated_before_the_start_is_named(tmp_path: Path, store: str,
     assert str(path) in complaint(tmp_path / "data")
 
 
-@pytest.mark.parametrize("store", ["arrow", "megatron"])
-def test_a_shard_truncated_while_it_is_read_is_an_error_with_its_name(tmp_path: Path, store: str) -> None:
-    (tmp_path / "data").mkdir()
-    path = WRITERS[store](tmp_path / "data" / "s", numbered([60] * 3000))
-    stream = open_stream(settings(tmp_path / "data"))
-    stream.batch(0)
-    truncate(path.with_suffix(".bin") if store == "megatron" else path, 0.1)
-    with pytest.raises(UserError, match=re.escape(str(path))):
-        rows(stream, 500)
+CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {  # what happens to a shard -> what the error says
+    "truncated": ("", lambda shard: truncate(shard, 0.1)),
+    "removed": (": removed or replaced while the run reads it", Path.unlink),
+    "replaced": (": removed or replaced while the run reads it", lambda shard: rewritten(shard).replace(shard)),
+    "rewritten": (": changed while the run reads it", lambda shard: os.utime(shard, ns=(0, 0))),
+}
 
 
-@pytest.mark.parametrize("change", ["removed", "replaced", "rewritten"])
-def test_a_shard_that_changes_in_mid_run_stops_it_through_the_reading_thread(tmp_path: Path, change: str) -> None:
-    folder = corpus(tmp_path / "data", numbered([60] * 3000))
-    shard = folder / "s0.arrow"
+def rewritten(shard: Path) -> Path:
+    """Return another file with the content of a shard."""
+    other = shard.parents[2] / "new"
+    other.write_bytes(shard.read_bytes())
+    return other
+
+
+@pytest.mark.parametrize(("store", "change"), [*(("arrow", change) for change in CHANGES), ("megatron", "truncated")])
+def test_a_shard_that_changes_in_mid_run_stops_it_through_the_reading_thread(
+    tmp_path: Path, store: str, change: str
+) -> None:
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    path = WRITERS[store](tmp_path / "data" / "a" / "s", numbered([60] * 3000))
     ahead = Prefetcher(open_stream(settings(tmp_path / "data")), 1)
     ahead.batch(0)
-    if change == "removed":
-        shard.unlink()
-    elif change == "replaced":
-        (tmp_path / "new").write_bytes(shard.read_bytes())
-        (tmp_path / "new").replace(shard)
-    else:
-        os.utime(shard, ns=(0, 0))
-    with pytest.raises(
-        UserError, match=rf"{re.escape(str(shard))}: (removed or replaced|changed) while the run reads it"
-    ):
-        for step in range(1, 200):
+    words, act = CHANGES[change]
+    act(path.with_suffix(".bin") if store == "megatron" else path)
+    with pytest.raises(UserError, match=re.escape(f"{path}{words}")):
+        for step in range(1, 500):
             ahead.batch(step)
     ahead.close()
 
@@ -126,56 +125,42 @@ def test_compressed_record_batches_are_named_with_the_remedy(tmp_path: Path) -> 
     path = tmp_path / "data" / "x.arrow"
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=options) as writer:
         writer.write_table(table)
-    assert (
-        complaint(tmp_path / "data")
-        == f"{path}: compressed buffers cannot be read in place: write the shard without compression"
-    )
+    remedy = "compressed buffers cannot be read in place: write the shard without compression"
+    assert complaint(tmp_path / "data") == f"{path}: {remedy}"
 
 
-@pytest.mark.parametrize("kind", ["uint32", "int64"])
-def test_a_token_id_outside_the_vocabulary_is_an_error_with_the_shard(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "token", "words"),
+    [
+        ("uint32", 70_000, "token id 70000, but the model's vocabulary is 50,000"),
+        ("int64", 70_000, "token id 70000, but the model's vocabulary is 50,000"),
+        ("int64", 2**40, f"token id {2**40} is outside"),
+    ],
+)
+def test_a_token_id_outside_the_vocabulary_is_an_error_with_the_shard(
+    tmp_path: Path, kind: str, token: int, words: str
+) -> None:
     (tmp_path / "data").mkdir()
-    documents = [*numbered([30] * 99), [5, 70_000, 6]]
-    path = corpora.write_flat(tmp_path / "data" / "x", documents, kind)
-    stream = open_stream(settings(tmp_path / "data", vocab_size=50_000))
-    with pytest.raises(UserError) as caught:
-        rows(stream, 200)
-    assert str(caught.value).startswith(f"{path}: token id 70000, but the model's vocabulary is 50,000")
+    path = corpora.write_flat(tmp_path / "data" / "x", [*numbered([30] * 99), [5, token, 6]], kind)
+    with pytest.raises(UserError, match=f"^{re.escape(f'{path}: {words}')}"):
+        rows(open_stream(settings(tmp_path / "data", vocab_size=50_000)), 200)
 
 
-def test_ids_that_fit_no_int32_are_an_error_with_the_shard(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    path = corpora.write_flat(tmp_path / "data" / "x", [*numbered([30] * 99), [5, 2**40]], "int64")
-    with pytest.raises(UserError, match=rf"{re.escape(str(path))}: token id {2**40} is outside"):
-        rows(open_stream(settings(tmp_path / "data")), 200)
-
-
-def test_a_missing_dataset_suggests_the_nearest_name(tmp_path: Path) -> None:
-    corpus(tmp_path / "data", DOCUMENTS, name="wikipedia")
+def test_data_that_cannot_be_trained_on_are_named(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "data", DOCUMENTS, name="wikipedia")
     assert "did you mean wikipedia?" in complaint(tmp_path / "data", datasets="wikipeda")
     assert "no such folder; did you mean data?" in complaint(tmp_path / "dota")
     assert "no shards" in complaint(tmp_path / "data", file_type="megatron")
     (tmp_path / "empty").mkdir()
     assert "no shards" in complaint(tmp_path / "empty")
     assert "appears more than once" in complaint(tmp_path / "data", datasets="wikipedia,wikipedia")
-
-
-def test_a_file_that_is_no_shard_is_not_skipped(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "data", DOCUMENTS)
-    (folder / "more.jsonl").write_text('{"text": "a"}\n')
-    message = complaint(tmp_path / "data")
-    assert str(folder / "more.jsonl") in message and "pretraining.tools.prepare" in message
-
-
-def test_a_dataset_too_small_for_one_batch_is_an_error(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "data", DOCUMENTS)
     message = complaint(tmp_path / "data", global_batch_size=1000)
     assert message.startswith(f"{folder}: 6,100 tokens, fewer than the 16,000")
-
-
-def test_a_dataset_without_tokens_is_an_error(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "data", [[], [], []])
-    assert complaint(tmp_path / "data").startswith(f"{folder}: no tokens")
+    (folder / "more.jsonl").write_text('{"text": "a"}\n')  # a file that is no shard is not skipped
+    message = complaint(tmp_path / "data")
+    assert str(folder / "more.jsonl") in message and "pretraining.tools.prepare" in message
+    folder = corpus(tmp_path / "none", [[], [], []])
+    assert complaint(tmp_path / "none").startswith(f"{folder}: no tokens")
 
 
 def test_too_few_documents_for_a_split_are_counted(tmp_path: Path) -> None:
@@ -228,18 +213,14 @@ def test_flipped_bytes_are_found_by_verifying(tmp_path: Path) -> None:
         assert verify(indexes, {}, tmp_path / "index") == (0, 1 + (store == "megatron"))
         assert verify(indexes, {}, tmp_path / "index") == (1 + (store == "megatron"), 0)
         flipped = path.with_suffix(".bin") if store == "megatron" else path
-        raw = bytearray(flipped.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        flipped.write_bytes(raw)
+        flip_bit_at(flipped, flipped.stat().st_size // 2)
         with pytest.raises(UserError, match=re.escape(f"{flipped}: its checksum is not the recorded one")):
             verify(indexes, {}, tmp_path / "index")
 
 
 def flip(path: Path, at: int, stamp: os.stat_result) -> None:
     """Flip a bit and restore the file's times, as a failing disk would."""
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
+    flip_bit_at(path, at)
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
 
 
@@ -324,24 +305,6 @@ def test_words_exchanged_after_the_first_read_are_found(kind: str, tmp_path: Pat
     shard = UnreadShard(tmp_path, kind, is_read=True)
     results = Counter(shard.damage(seed, swap_words) for seed in range(15))
     assert not results["silent"] and results["refused"] > 3
-
-
-def test_swapped_words_and_swapped_shards_have_another_sum() -> None:
-    drawn = np.random.default_rng(0)
-    words = drawn.integers(0, 2**63, 5000, dtype=np.uint64)
-    sums = set()
-    for one, other in [(0, 0), *drawn.integers(0, 5000, (50, 2)).tolist()]:
-        swapped = words.copy()
-        swapped[[one, other]] = swapped[[other, one]]
-        sums.add(byte_sum(Bytes(swapped.tobytes() + b"abc"), 0, 8 * len(words) + 3))
-    assert len(sums) == 51
-
-
-class Bytes(bytes):
-    """A file in memory."""
-
-    def read_at(self, start: int, count: int) -> bytes:
-        return self[start : start + count]
 
 
 def test_shards_that_were_prepared_before_have_no_list_of_blocks_and_load(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def test_many_small_and_empty_record_batches_share_one_index(tmp_path: Path) -> 
 def test_the_index_is_built_once_and_never_next_to_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = corpora.corpus(tmp_path / "data", DOCUMENTS)
     before = sorted(folder.iterdir())
+    folder.chmod(0o555)  # which stops any user but root
     first = rows(open_stream(settings(tmp_path / "data")), 9)
+    folder.chmod(0o755)
     assert sorted(folder.iterdir()) == before
 
     def refuse(*_: Any) -> None:
@@ -109,13 +111,6 @@ def test_data_are_the_same_under_every_path_to_their_folder(tmp_path: Path, monk
         assert np.array_equal(rows(stream, 9), want)
         if path == Path("data"):
             (tmp_path / "link").unlink()
-
-
-def test_data_in_a_folder_that_cannot_be_written_is_read(tmp_path: Path) -> None:
-    folder = corpora.corpus(tmp_path / "data", DOCUMENTS)
-    folder.chmod(0o555)
-    assert len(rows(open_stream(settings(tmp_path / "data")), 3)) == 3
-    folder.chmod(0o755)
 
 
 def test_an_index_folder_that_cannot_be_written_is_an_error_with_the_flag(tmp_path: Path) -> None:

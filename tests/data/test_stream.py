@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from pretraining.data.files import OpenFiles
 from pretraining.data.stream import cut_rows
 from pretraining.storage import LocalFile
 from tests.data.corpora import SEPARATOR, corpus, epoch_tokens, numbered, rows, settings
+from tests.data.test_mixture import three, whose
 
 LENGTHS = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(100, 700))
 SHARDS = st.lists(st.lists(LENGTHS, min_size=1, max_size=150), min_size=1, max_size=3).filter(
@@ -33,29 +35,26 @@ SHARDS = st.lists(st.lists(LENGTHS, min_size=1, max_size=150), min_size=1, max_s
 def small_corpus(shards: list[list[int]], **fields: Any) -> Iterator[tuple[TrainConfig, list[list[int]]]]:
     """A configuration and the documents of one dataset in which every id occurs once."""
     documents = numbered([length for shard in shards for length in shard])
+    parts = np.split(np.array(documents, dtype=object), np.cumsum([len(shard) for shard in shards])[:-1])
     with tempfile.TemporaryDirectory() as folder:
-        first = 0
-        parts = []
-        for shard in shards:
-            parts.append(documents[first : first + len(shard)])
-            first += len(shard)
-        corpus(Path(folder) / "data", *parts)
+        corpus(Path(folder) / "data", *(part.tolist() for part in parts))
         yield settings(Path(folder) / "data", **fields), documents
 
 
 @tries(max_examples=25)
 @given(SHARDS, st.integers(1, 60), st.sampled_from([1, 2, 3, 8, 1024]))
-def test_every_token_is_delivered_exactly_once_in_each_epoch(
+def test_every_token_is_delivered_exactly_once_in_each_epoch_and_empty_documents_are_counted(
     shards: list[list[int]], seq_length: int, lanes: int
 ) -> None:
     with small_corpus(shards, seq_length=seq_length, logical_shards=lanes) as (config, documents):
         stream = open_stream(config)
-        tokens = epoch_tokens(stream)
-        assert tokens == sum(map(len, documents)) + sum(bool(document) for document in documents)
+        tokens, written = epoch_tokens(stream), sum(map(bool, documents))
+        assert tokens == sum(map(len, documents)) + written
+        assert stream.facts()["datasets"][0]["empty_documents"] == len(documents) - written
         for epochs in (1, 2):
             begun = -(-epochs * tokens // seq_length)  # sequences that begin in these epochs
             counts = Counter(np.concatenate(rows(stream, begun)).tolist())
-            assert counts[SEPARATOR] >= epochs * sum(bool(document) for document in documents)
+            assert counts[SEPARATOR] >= epochs * written
             del counts[SEPARATOR]
             assert set(counts) == {token for document in documents for token in document}
             assert min(counts.values()) == epochs
@@ -131,10 +130,7 @@ def test_the_published_order_never_changes(tmp_path: Path) -> None:
     """A run must resume under any later version. Numbers: this code's own, when the order was settled."""
     corpus(tmp_path / "data", numbered([15] * 300))
     got = rows(open_stream(settings(tmp_path / "data", seed=7)), 6)
-    assert [int(row[0]) for row in got] == PUBLISHED
-
-
-PUBLISHED = [2867, 422, 32, 1862, 2807, 3182]
+    assert [int(row[0]) for row in got] == [2867, 422, 32, 1862, 2807, 3182]
 
 
 def test_without_shuffling_documents_come_as_they_are_stored(tmp_path: Path) -> None:
@@ -174,10 +170,12 @@ def test_the_dummy_stream_is_learnable_and_does_not_depend_on_the_mesh() -> None
     assert not np.array_equal(open_stream(config, split="valid").batch(3)["tokens"], whole["tokens"])
 
 
-def test_a_world_that_does_not_divide_the_batch_is_an_error(tmp_path: Path) -> None:
+def test_a_world_that_does_not_divide_the_batch_and_a_rank_outside_it_are_errors(tmp_path: Path) -> None:
     corpus(tmp_path / "data", numbered([50] * 10))
     with pytest.raises(ValueError, match="global_batch_size=8 is not a multiple of the 3 ranks"):
         open_stream(settings(tmp_path / "data", global_batch_size=8), 0, 3)
+    with pytest.raises(UserError, match="rank 2 of a world of 2"):
+        open_stream(settings(tmp_path, global_batch_size=2), 2, 2)
 
 
 def test_an_error_reaches_the_step_it_belongs_to_through_the_reading_thread(tmp_path: Path) -> None:
@@ -192,23 +190,10 @@ def test_an_error_reaches_the_step_it_belongs_to_through_the_reading_thread(tmp_
     ahead.close()
 
 
-def test_the_room_does_not_load_torch() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, pretraining.data; sys.exit(bool({'torch', 'torch_xla', 'pyarrow'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]).returncode == 0
-
-
 def test_an_unset_global_batch_size_counts_one_device_per_rank(tmp_path: Path) -> None:
     corpus(tmp_path / "data", numbered([50] * 40))
     config = settings(tmp_path / "data", global_batch_size=None, batch_size=3, gradient_accumulation_steps=2)
     assert open_stream(config, 1, 2).batch(0)["tokens"].shape == (6, 16)
-
-
-def test_a_rank_outside_the_world_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="rank 2 of a world of 2"):
-        open_stream(settings(tmp_path, global_batch_size=2), 2, 2)
 
 
 def test_a_file_that_another_thread_evicts_stays_open_until_it_is_read(
@@ -248,3 +233,58 @@ def test_a_row_is_cut_into_rows_in_which_positions_begin_again(documents: list[i
         begun = [place for place in range(first, first + length) if positions[place] == 0 or place == first]
         assert row.tolist() == [place - max(b for b in begun if b <= place) for place in range(first, first + length)]
     assert np.array_equal(cut["positions"][12 // length :], np.tile(np.arange(length), (12 // length, 1)))
+
+
+# ---- What users of fms-fsdp's loader met, and no property above excludes
+
+
+def test_the_default_settings_read_the_default_format(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([5000] * 3))
+    config = TrainConfig(data_path=str(tmp_path / "data"), datasets="a", weights="1", index_dir=str(tmp_path / "index"))
+    assert open_stream(config).batch(0)["tokens"].shape == (2, 4096)
+
+
+def test_memory_and_state_are_small(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([300] * 3000))
+    tracemalloc.start()
+    stream = open_stream(settings(tmp_path / "data", logical_shards=1024, seq_length=512))
+    for step in range(1200):
+        stream.batch(step)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4e6  # the ancestor: 2.1 GB
+    assert len(str(stream.state(1200))) < 1000  # the ancestor: 124 MB
+
+
+def test_the_mix_is_kept_when_the_world_changes(tmp_path: Path) -> None:
+    three(tmp_path / "data")
+    config = settings(tmp_path / "data", datasets="a,b,c", weights="3,4,1", global_batch_size=8)
+    state = open_stream(config, 1, 2).state(13)
+    parts = [open_stream(config, rank, 4, state=state) for rank in range(4)]
+    names = [whose(row) for step in range(50) for part in parts for row in part.batch(step)["tokens"]]
+    assert [names.count(name) for name in "abc"] == [150, 200, 50]
+
+
+def test_another_sequence_length_never_mixes_shapes(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([300] * 50))
+    state = open_stream(settings(tmp_path / "data", seq_length=128)).state(9)
+    again = open_stream(settings(tmp_path / "data", seq_length=64, accept_data_changes=True), state=state)
+    assert {row.shape for row in rows(again, 50)} == {(64,)}
+
+
+def test_open_files_do_not_grow_with_logical_shards_or_shards(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", *[numbered([15] * 10, 2 + 1000 * number) for number in range(160)])
+    opened = Path("/proc/self/fd")
+    before = len(list(opened.iterdir()))
+    stream = open_stream(settings(tmp_path / "data", logical_shards=10**9))  # the ancestor needs a reader each: hours
+    rows(stream, 160 * 10)
+    assert len(list(opened.iterdir())) - before < 150
+    stream.close()
+    assert len(list(opened.iterdir())) == before
+
+
+def test_the_first_sequences_come_from_all_over_the_data(tmp_path: Path) -> None:
+    corpus(tmp_path / "data", numbered([15] * 4096))
+    first = np.array([row[0] for row in rows(open_stream(settings(tmp_path / "data", logical_shards=256)), 200)])
+    assert np.abs(np.diff(first)).mean() > 4096 * 15 / 5  # a third for independent draws; the ancestor: a few documents
+    assert len(np.unique(first // (4096 * 15 // 8))) >= 8

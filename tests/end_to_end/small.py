@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import main_training
+from pretraining.monitor.metrics import read_metrics
 from tests.waiting import PATIENCE
 from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
 FLAGS = {
-    "model_variant": "custom",
-    "num_layers": 3,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_kv_heads": 2,
-    "vocab_size": 320,
-    "seq_length": 32,
-    "global_batch_size": 16,
-    "batch_size": 2,
-    "num_steps": 40,
-    "learning_rate": 1e-2,
-    "mixed_precision": False,
-    "sharding_strategy": "fsdp",
-    "fsdp_activation_checkpointing": True,
-    "selective_checkpointing": "1/2",
-    "report_interval": 1,
+    **{"model_variant": "custom", "num_layers": 3, "hidden_size": 32, "intermediate_size": 64},
+    **{"num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 320, "seq_length": 32, "global_batch_size": 16},
+    **{"batch_size": 2, "num_steps": 40, "learning_rate": 1e-2, "mixed_precision": False, "sharding_strategy": "fsdp"},
+    **{"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2", "report_interval": 1},
     "checkpoint_interval": 5,
 }
 DETERMINISTIC = "loss loss_spike grad_norm param_norm learning_rate tokens_seen consumed data_hash val_loss test_loss"
@@ -66,6 +56,24 @@ def finish(folder: Path, devices: int = 8, code: int = 0, **fields: Any) -> str:
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, output
     return output
+
+
+def train(folder: Path, **fields: Any) -> None:
+    """Train on the torch engine in this process; with dummy data unless fields name others."""
+    flags = {**FLAGS, "engine": "torch", "device": "cpu", "use_torch_compile": False, "log_dir": folder, **fields}
+    flags |= {} if "data_path" in fields else {"use_dummy_dataset": True}
+    assert main_training.main(**{name: str(value) for name, value in flags.items()}) == 0
+
+
+def continue_from(run: Path, step: int, folder: Path) -> Path:
+    """Let the next run in `folder` continue from a checkpoint of another run; return the folder."""
+    shutil.copytree(run / "checkpoints" / f"step_{step}", folder / "checkpoints" / f"step_{step}")
+    return folder
+
+
+def reports(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return what a run has reported of its training, by step."""
+    return {line["step"]: line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
 
 
 def figures(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:

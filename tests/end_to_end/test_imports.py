@@ -10,37 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.small import ROOT, environment
-from tests.tools.importing.files import put, tree, write
+from tests.end_to_end.small import ROOT, environment, reports
+from tests.tools.importing.files import SETTINGS, tree, write
 from tests.warm import python
 
 pytestmark = pytest.mark.slow
 
 # What the three files say, as somebody would write it here. One CPU process: 2 micro-batches a step.
-FLAGS = {
-    "model_variant": "custom",
-    "num_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_kv_heads": 2,
-    "max_position_embeddings": 32,
-    "norm_eps": 1e-6,
-    "init_std": 0.03,
-    "mixed_precision": False,
-    "seq_length": 32,
-    "batch_size": 16,
-    "global_batch_size": 32,
-    "num_steps": 12,
-    "learning_rate": 3e-3,
-    "min_lr": 3e-4,
-    "adam_beta2": 0.98,
-    "weight_decay": 0.05,
-    "grad_clip_thresh": 0.5,
-    "seed": 7,
-    "num_workers": 2,
-    "report_interval": 1,
-}
+FLAGS = {**SETTINGS, "model_variant": "custom", "batch_size": 16}
 CURVES = {
     "nemo": {"lr_schedule": "cosine", "lr_warmup_steps": 3},
     "nxdt": {"lr_schedule": "cosine", "lr_warmup_steps": 3},
@@ -68,19 +45,12 @@ def train(folder: Path, runs: dict[str, list[str]]) -> dict[str, list[dict[str, 
     commands = [[*words, *COMMON, f"--log_dir={folder / name}"] for name, words in runs.items()]
     one_thread = {**environment(), "OMP_NUM_THREADS": "1"}  # two threads take four times the CPU time of a busy machine
     subprocess.run([*python(), "-c", DRIVER, json.dumps(commands)], cwd=ROOT, env=one_thread, check=True)
-    return {name: reported_steps(folder / name / "metrics.jsonl") for name in runs}
-
-
-def reported_steps(path: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: line[name] for name in SAME} for line in lines if "loss" in line]
+    lines = {name: reports(folder / name).values() for name in runs}
+    return {name: [{figure: line[figure] for figure in SAME} for line in lines[name]] for name in runs}
 
 
 def changed_file(folder: Path, kind: str, changes: dict[str, Any]) -> str:
-    file = tree(kind)
-    for key, value in changes.items():
-        put(file, key, value)
-    return write(folder, file, f"{kind}.yaml")
+    return write(folder, tree(kind, changes), f"{kind}.yaml")
 
 
 def as_words(flags: dict[str, Any]) -> list[str]:
@@ -102,69 +72,28 @@ def test_each_format_trains_as_the_equivalent_flags_do(tmp_path: Path) -> None:
 # scripts/train.sh's batch and rate and half of its model, as a file of each format says them
 SHAPES: dict[str, dict[str, Any]] = {
     "nemo": {
-        "trainer.max_steps": 8,
-        "trainer.devices": 1,
-        "trainer.num_nodes": 1,
-        "trainer.gradient_clip_val": 1.0,
-        "model.micro_batch_size": 8,
-        "model.global_batch_size": 16,
-        "model.encoder_seq_length": 128,
-        "model.max_position_embeddings": 512,
-        "model.num_layers": 2,
-        "model.hidden_size": 192,
-        "model.ffn_hidden_size": 512,
-        "model.num_attention_heads": 6,
-        "model.num_query_groups": 3,
-        "model.layernorm_epsilon": 1e-5,
-        "model.init_method_std": 0.07,
-        "model.optim.weight_decay": 0.1,
-        "model.optim.betas": [0.9, 0.95],
-        "model.optim.sched.warmup_steps": 2,
+        **{"trainer.max_steps": 8, "trainer.devices": 1, "trainer.num_nodes": 1, "trainer.gradient_clip_val": 1.0},
+        **{"model.micro_batch_size": 8, "model.global_batch_size": 16, "model.encoder_seq_length": 128},
+        **{"model.max_position_embeddings": 512, "model.num_layers": 2, "model.hidden_size": 192},
+        **{"model.ffn_hidden_size": 512, "model.num_attention_heads": 6, "model.num_query_groups": 3},
+        **{"model.layernorm_epsilon": 1e-5, "model.init_method_std": 0.07, "model.optim.weight_decay": 0.1},
+        **{"model.optim.betas": [0.9, 0.95], "model.optim.sched.warmup_steps": 2},
     },
     "neox": {
-        "train_iters": 8,
-        "gradient_clipping": 1.0,
-        "train_micro_batch_size_per_gpu": 8,
-        "num_nodes": 1,
-        "num_gpus": 1,
-        "split": "8,1,1",
-        "seq_length": 128,
-        "max_position_embeddings": 512,
-        "num_layers": 2,
-        "hidden_size": 192,
-        "intermediate_size": 1536,
-        "num_attention_heads": 6,
-        "num_kv_heads": 3,
-        "rms_norm_epsilon": 1e-5,
-        "init_method_std": 0.07,
-        "weight_decay": 0.1,
+        **{"train_iters": 8, "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 8, "num_nodes": 1},
+        **{"num_gpus": 1, "split": "8,1,1", "seq_length": 128, "max_position_embeddings": 512, "num_layers": 2},
+        **{"hidden_size": 192, "intermediate_size": 1536, "num_attention_heads": 6, "num_kv_heads": 3},
+        **{"rms_norm_epsilon": 1e-5, "init_method_std": 0.07, "weight_decay": 0.1, "eval_iters": 1},
         "optimizer.params.betas": [0.9, 0.95],
-        "eval_iters": 1,
     },
 }
-SHAPES["nxdt"] = {
-    {
-        "model.micro_batch_size": "data.micro_batch_size",
-        "model.global_batch_size": "data.global_batch_size",
-        "model.num_query_groups": "model.num_kv_heads",
-    }.get(key, key): value
-    for key, value in SHAPES["nemo"].items()
-}
+OTHER_KEYS = {f"model.{name}_batch_size": f"data.{name}_batch_size" for name in ("micro", "global")}
+OTHER_KEYS["model.num_query_groups"] = "model.num_kv_heads"
+SHAPES["nxdt"] = {OTHER_KEYS.get(key, key): value for key, value in SHAPES["nemo"].items()}
 QUICKSTART = {
-    "model_variant": "tiny",
-    "num_layers": 2,
-    "seq_length": 128,
-    "global_batch_size": 16,
-    "batch_size": 8,
-    "num_steps": 8,
-    "learning_rate": 3e-3,
-    "init_std": 0.07,
-    "mixed_precision": False,
-    "seed": 7,
-    "report_interval": 1,
-    "lr_warmup_steps": 2,
-    "min_lr": 3e-4,
-    "num_workers": 2,
+    **{"model_variant": "tiny", "num_layers": 2, "seq_length": 128, "global_batch_size": 16, "batch_size": 8},
+    **{"num_steps": 8, "learning_rate": 3e-3, "init_std": 0.07, "mixed_precision": False, "seed": 7},
+    **{"report_interval": 1, "lr_warmup_steps": 2, "min_lr": 3e-4, "num_workers": 2},
 }
 
 

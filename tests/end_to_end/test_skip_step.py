@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.small import ROOT, environment
+from tests.end_to_end.small import ROOT, environment, reports
 from tests.warm import python
 
 SPIKE, STEPS = 100, 120
@@ -42,8 +42,7 @@ TINY: dict[str, Any] = {
 
 
 def losses_and_outliers(folder: Path) -> dict[int, tuple[float, float]]:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: (record["loss"], record["outliers"]) for record in records if "loss" in record}
+    return {step: (record["loss"], record["outliers"]) for step, record in reports(folder).items()}
 
 
 @pytest.mark.slow

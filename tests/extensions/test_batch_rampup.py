@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -15,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import main_training
 from main_training import CONFIGURATION
 from pretraining.config.batches import GlobalBatches, global_batches, tokens_of_run
 from pretraining.config.errors import ConfigError, UserError
@@ -23,12 +20,8 @@ from pretraining.data import open_stream
 from pretraining.data.prefetch import Prefetcher
 from pretraining.extensions.batch_rampup.settings import BatchRamp
 from pretraining.parallel.mesh import resolve_batch
-from tests.config.test_validate import found
 from tests.data.corpora import corpus, epoch_tokens, numbered, rows, settings
-from tests.end_to_end.small import FLAGS, figures
-from tests.tools.importing.files import tree
-from tests.tools.importing.test_import import config as imported
-from tests.tools.importing.test_import import merged, refusal
+from tests.end_to_end.small import continue_from, figures, reports, train
 
 RAMPS = st.builds(
     lambda start, increment, count, samples: (BatchRamp(start, increment, samples), start + increment * count),
@@ -37,8 +30,7 @@ RAMPS = st.builds(
 )
 
 STEPS = 9
-FIELDS = {"rampup_batch_size": "4,4,40", "use_dummy_dataset": True, "num_steps": STEPS, "checkpoint_interval": 3}
-RAMPED: dict[str, Any] = {"global_batch_size": 16, "batch_size": 4}
+FIELDS: dict[str, Any] = {"rampup_batch_size": "4,4,40", "num_steps": STEPS, "checkpoint_interval": 3}
 SIZES = [4, 4, 4, 4, 8, 8, 12, 16, 16]  # 4 more after every 40 / 3 sequences
 
 
@@ -92,24 +84,6 @@ def test_a_growing_global_batch_has_the_sequences_of_a_constant_one_on_any_numbe
         open_stream(settings(tmp_path / "data", global_batch_size=24, rampup_batch_size="8,4,64"), 0, 8)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"rampup_batch_size": "2,2,100"}, ["--rampup_batch_size=2,2,100", "needs --global_batch_size"]),
-        (
-            {**RAMPED, "rampup_batch_size": "4,4"},
-            ["=4,4", "start,increment,samples", "16,16,100000"],
-        ),
-        ({**RAMPED, "rampup_batch_size": "16,4,9"}, ["starts with 16", "global_batch_size=16"]),
-        ({**RAMPED, "rampup_batch_size": "6,2,9"}, ["starts with 6", "multiple of 4", "use 4 or 8"]),
-        ({**RAMPED, "rampup_batch_size": "4,8,9"}, ["grows by 8", "16 - 4", "use 4 or 12"]),
-    ],
-)
-def test_a_ramp_that_does_not_come_to_the_global_batch_is_refused(fields: dict[str, Any], words: list[str]) -> None:
-    (problem,) = found(**fields)
-    assert all(word in problem for word in words), problem
-
-
 def test_a_growing_global_batch_is_refused_with_the_sizes_that_every_rank_can_divide() -> None:
     def resolved(ramp: str, **fields: Any) -> Any:
         return resolve_batch(CONFIGURATION(batch_size=2, global_batch_size=64, rampup_batch_size=ramp, **fields), 8)
@@ -123,31 +97,17 @@ def test_a_growing_global_batch_is_refused_with_the_sizes_that_every_rank_can_di
         resolved("16,16,99", pipeline_parallel_size=2)
 
 
-def test_nemo_s_growing_global_batch_is_this_recipe_s(tmp_path: Path) -> None:
-    node = merged(tree("nemo"), {"model": {"rampup_batch_size": [16, 8, 1000]}})
-    assert vars(imported(node, tmp_path))["rampup_batch_size"] == "16,8,1000"
-    assert "grows by 5" in refusal(merged(node, {"model": {"rampup_batch_size": [16, 5, 1000]}}), tmp_path)
-
-
-def train(folder: Path) -> int:
-    flags = {**FLAGS, **FIELDS, "log_dir": folder, "engine": "torch", "device": "cpu", "use_torch_compile": False}
-    return main_training.main(**{name: str(value) for name, value in flags.items()})
-
-
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_while_the_global_batch_grows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(tmp_path / "whole") == 0
+    train(tmp_path / "whole", **FIELDS)
     printed = capsys.readouterr().out
     assert "; 4 sequences at first, these from step 8 on (4 sizes); " in printed
     assert f"{sum(SIZES) * 32:,} tokens in {STEPS} steps" in printed
-    lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "loss" in line]
+    lines = reports(tmp_path / "whole").values()
     assert [line["samples_seen"] for line in lines] == [sum(SIZES[: step + 1]) for step in range(STEPS)]
     assert [line["tokens_per_second"] * line["step_time"] / 32 for line in lines] == pytest.approx(SIZES)
 
-    (tmp_path / "half/checkpoints").mkdir(parents=True)
-    shutil.copytree(tmp_path / "whole/checkpoints/step_3", tmp_path / "half/checkpoints/step_3")
-    assert train(tmp_path / "half") == 0
+    train(continue_from(tmp_path / "whole", 3, tmp_path / "half"), **FIELDS)
     assert figures(tmp_path / "half") == {key: line for key, line in figures(tmp_path / "whole").items() if key[0] > 3}

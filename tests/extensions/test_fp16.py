@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from main_training import CONFIGURATION, configure
-from pretraining.config.errors import ConfigError
+from main_training import CONFIGURATION
 from pretraining.extensions.fp16.scale import LossScale
 from tests.parallel.launch import ALONE, run_on_torch
 from tests.parallel.toy import TOY
@@ -60,21 +59,6 @@ def test_the_dynamic_scale_is_deepspeed_s(power: int, window: int, hysteresis: i
         scaling.update(torch.tensor(good))
         found.append(scaling.scale.item())
     assert found == deepspeed(2.0**power, window, hysteresis, 4.0, finite)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"precision": "fp16", "engine": "xla"}, "precision=fp16 +is not supported by engine=xla"),
-        ({"loss_scale": 8.0}, "loss_scale=8.0 +needs --precision=fp16"),
-        ({"precision": "fp16", "loss_scale": 8.0, "loss_scale_window": 5}, "loss_scale_window=5 +is for the dynamic"),
-        ({"precision": "fp16", "initial_scale_power": 33}, "at least 0 and below 33"),
-        ({"precision": "fp16", "loss_scale_hysteresis": 0}, "at least 1"),
-    ],
-)
-def test_loss_scale_settings_without_effect_are_refused(fields: Fields, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        configure({"use_dummy_dataset": True, **fields})
 
 
 CHOSEN = {ALONE: ("fp32", "overflowing"), 2: ("rising", "overflowing", "halfway")}

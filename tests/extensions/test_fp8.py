@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from main_training import configure
-from pretraining.config.errors import ConfigError, UserError
+from pretraining.config.errors import UserError
 from pretraining.extensions.fp8 import linear
 from pretraining.extensions.fp8.linear import E4M3, E5M2, Float8, float8_linear, quantize
 from tests.parallel.launch import ALONE, run_on_torch
@@ -131,25 +130,6 @@ def test_losses_on_two_processes_are_those_of_one(case: str) -> None:
 @pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     assert outcome(ALONE)["resumed"] == outcome(ALONE)["fp8"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"engine": "xla"}, "precision=fp8 +is not supported by engine=xla"),
-        ({"intermediate_size": 200}, "intermediate_size=200 +is not a multiple of 16.*use 192 or 208"),
-        (
-            {"tensor_parallel_size": 4, "intermediate_size": 160},
-            "intermediate_size=160 +is not a multiple of 64 = 16 x 4 ranks.*use 128 or 192",
-        ),
-        ({"num_kv_heads": 1}, "num_kv_heads=1 +x head_dim=8 = 8 is not a multiple of 16"),
-        ({"batch_size": 1, "seq_length": 40}, "batch_size=1 +x 40 tokens = 40 is not a multiple of 16.*use 32 or 48"),
-    ],
-)
-def test_what_fp8_cannot_multiply_is_refused_with_the_sizes_that_it_can(fields: Fields, message: str) -> None:
-    shape = {"model_variant": "tiny", "hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4, "head_dim": 8}
-    with pytest.raises(ConfigError, match=message):
-        configure({"use_dummy_dataset": True, "precision": "fp8", **shape, "intermediate_size": 256, **fields})
 
 
 def test_a_gpu_without_float8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

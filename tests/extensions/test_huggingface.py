@@ -32,16 +32,10 @@ from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
 from tests.end_to_end.small import ROOT
-from tests.selection import needs
 
 LLAMA3 = {
-    "rope_theta": 5e5,
-    "rope_scaling_type": "llama3",
-    "rope_scaling_factor": 4.0,
-    "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 2.0,
-    "rope_original_max_position": 8,
-    "max_position_embeddings": 64,
+    **{"rope_theta": 5e5, "rope_scaling_type": "llama3", "rope_scaling_factor": 4.0, "rope_low_freq_factor": 1.0},
+    **{"rope_high_freq_factor": 2.0, "rope_original_max_position": 8, "max_position_embeddings": 64},
     "norm_eps": 1e-6,
 }
 
@@ -50,6 +44,7 @@ GPT_NEOX = {
     **{"norm_type": "layernorm", "norm_bias": True, "mlp_bias": True, "attn_bias": True, "activation": "gelu"},
     **{"parallel_residual": True, "rotary_percentage": 0.5, "num_kv_heads": 4},
 }
+MUP = {"mup_base_width": 6, "mup_base_head_dim": 2}
 
 
 def own_tokenizers() -> Any:
@@ -72,52 +67,54 @@ def logits(config: TrainConfig, weights: dict[str, torch.Tensor], tokens: torch.
         return model(tokens)
 
 
-@pytest.mark.parametrize("fields", [{}, LLAMA3, {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}])
-def test_an_exported_model_is_the_same_function_in_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
+EXPORTS: list[tuple[dict[str, Any], str]] = [  # settings, and the family that has them
+    *(({}, "Llama"), (LLAMA3, "Llama"), ({"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}, "Llama")),
+    *(({"sliding_window": 7}, "Mistral"), ({"qk_norm": True}, "Qwen3"), ({"qkv_bias": True}, "Qwen2")),
+    *(({"qk_norm": True, "attn_bias": True}, "Qwen3"), (GPT_NEOX, "GPTNeoX")),
+    ({**GPT_NEOX, "parallel_residual": False, "activation": "gelu_tanh", "attn_bias": False}, "GPTNeoX"),
+    ({**MUP, "tie_word_embeddings": True}, "Llama"),
+    *((MUP, "Llama"), ({**MUP, "qk_norm": True}, "Qwen3"), ({**MUP, **GPT_NEOX}, "GPTNeoX")),
+]
+
+
+@pytest.mark.parametrize(("fields", "family"), EXPORTS)
+def test_an_exported_model_is_the_same_function_in_transformers_and_comes_back_under_its_names(
+    tmp_path: Path, fields: dict[str, Any], family: str
+) -> None:
+    """An export has the factors of muP in its weights, and is another model when it comes back."""
     transformers = pytest.importorskip("transformers")
     path = saved(tmp_path / "run", **fields)
+    weights = read_tensors(path, is_weight)
     exported = to_huggingface(open_checkpoint(path), tmp_path / "hf", shard_size=3000)
-    theirs = transformers.LlamaForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    tokens = torch.randint(0, 64, (2, 48), generator=torch.Generator().manual_seed(0))
-    ours = logits(small_config(tmp_path, **fields), read_tensors(path, is_weight), tokens)
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-4)
-    if fields:  # the rotary settings made a difference that the tolerance would not have hidden
-        plain = logits(small_config(tmp_path), read_tensors(path, is_weight), tokens)
-        assert (plain - ours).abs().max() > 0.01
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind"),
-    [
-        ({"sliding_window": 7}, "MistralForCausalLM"),
-        ({"qk_norm": True}, "Qwen3ForCausalLM"),
-        ({"qk_norm": True, "attn_bias": True}, "Qwen3ForCausalLM"),
-        ({"qkv_bias": True}, "Qwen2ForCausalLM"),
-        (GPT_NEOX, "GPTNeoXForCausalLM"),
-        ({**GPT_NEOX, "parallel_residual": False, "activation": "gelu_tanh", "attn_bias": False}, "GPTNeoXForCausalLM"),
-    ],
-)
-def test_llama_s_relatives_travel_under_their_own_names(tmp_path: Path, fields: dict[str, Any], kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    path = saved(tmp_path / "run", **fields)
-    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    assert type(theirs).__name__ == kind
-    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
-    ours = logits(small_config(tmp_path, **fields), read_tensors(path, is_weight), tokens)
+    assert type(theirs).__name__ == f"{family}ForCausalLM"
+    tokens = torch.randint(0, 64, (2, 48), generator=torch.Generator().manual_seed(0))
+    ours = logits(small_config(tmp_path, **fields), weights, tokens)
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-4)
+    described = {name: value for name, value in fields.items() if name not in MUP}
+    if described != fields or "rope_scaling_type" in fields:  # a difference that the tolerance would not have hidden
+        plain = {name: value for name, value in described.items() if not name.startswith("rope_")}
+        assert (logits(small_config(tmp_path, **plain), weights, tokens) - ours).abs().max() > 0.01
+    if described != fields:
+        return
     theirs.save_pretrained(tmp_path / "back")  # as they write it, with all of their keys
     back = open_any_checkpoint(tmp_path / "back")
-    described = {name: value for name, value in fields.items() if name != "num_kv_heads"}  # GPT-NeoX has none
+    described.pop("num_kv_heads", None)  # GPT-NeoX has none
     assert {name: back.facts.config[name] for name in described} == described
-    weights = read_tensors(path, is_weight)
     assert back.manifest.tensors.keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in read_tensors(back).items())
     settings, _, problems, _ = model_flags({"model_config_path": tmp_path / "back"})
     assert not problems
     assert {name: settings[name] for name in described} == described
+    again = to_huggingface(
+        open_checkpoint(to_checkpoint(open_any_checkpoint(exported), tmp_path / "imported")),
+        tmp_path / "again",
+        shard_size=3000,
+    )
+    names = sorted(path.name for path in exported.iterdir())
+    assert names == sorted(path.name for path in again.iterdir()) and len(names) > 4
+    assert all((exported / name).read_bytes() == (again / name).read_bytes() for name in names)
 
 
 @needs("other_weights")
@@ -130,16 +127,9 @@ def test_a_transformers_model_trains_here_and_starts_as_the_same_function(
     scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            rms_norm_eps=1e-6,
-            initializer_range=0.5,
-            tie_word_embeddings=tied,
+            **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+            **{"rms_norm_eps": 1e-6, "initializer_range": 0.5, "tie_word_embeddings": tied},
             rope_parameters={**scaling, "original_max_position_embeddings": 8, "rope_theta": 5e5},
         )
     ).eval()
@@ -162,17 +152,6 @@ def test_a_transformers_model_trains_here_and_starts_as_the_same_function(
     converted = open_checkpoint(to_checkpoint(open_any_checkpoint(tmp_path / "hf"), tmp_path / "converted"))
     assert ("lm_head.weight" not in converted.manifest.tensors) == tied
     assert converted.facts.config["tie_word_embeddings"] == tied
-
-
-def test_import_then_export_gives_the_same_bytes(tmp_path: Path) -> None:
-    first = to_huggingface(open_checkpoint(saved(tmp_path / "run", **LLAMA3)), tmp_path / "first", shard_size=3000)
-    imported = to_checkpoint(open_any_checkpoint(first), tmp_path / "imported")
-    second = to_huggingface(open_checkpoint(imported), tmp_path / "second", shard_size=3000)
-    names = sorted(path.name for path in first.iterdir())
-    assert names == sorted(path.name for path in second.iterdir())
-    assert len(names) > 4
-    for name in names:
-        assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
 def test_the_shards_are_as_small_as_asked_and_the_index_names_every_tensor(tmp_path: Path) -> None:
@@ -237,6 +216,20 @@ def tokenizer_json(target: Path, texts: list[str]) -> None:
     model.save(str(target))
 
 
+def trained(folder: Path, source: str, **settings: Any) -> str:
+    """Train a sentencepiece model on the lines of a text; return its path."""
+    prefix, lines = str(folder / "sp"), iter(source.splitlines())
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=prefix, minloglevel=2, **settings)
+    return f"{prefix}.model"
+
+
+def write_exported(path: str, folder: Path) -> None:
+    """Write the files that transformers reads in place of a sentencepiece model."""
+    folder.mkdir()
+    for name, content in export_tokenizer(path)[1].items():
+        (folder / name).write_bytes(content)
+
+
 @pytest.mark.parametrize("file", ["tokenizer.model", "tokenizer.json"])
 def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(file: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -268,9 +261,7 @@ def test_transformers_reads_an_exported_tokenizer_without_sentencepiece_and_prot
     pytest.importorskip("transformers")
     source = Path(__file__).read_text()
     own_tokenizers().train([source], 400, tmp_path / "sp.model", threads=1)
-    (tmp_path / "hf").mkdir()
-    for name, content in export_tokenizer(str(tmp_path / "sp.model"))[1].items():
-        (tmp_path / "hf" / name).write_bytes(content)
+    write_exported(str(tmp_path / "sp.model"), tmp_path / "hf")
     script = f"""
 import sys
 sys.modules |= dict.fromkeys(("sentencepiece", "google.protobuf"))
@@ -294,6 +285,7 @@ IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": F
         {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False},
         {"model_type": "unigram", "user_defined_symbols": ["<|im_start|>"], **IDENTITY},
         {"model_type": "unigram", "byte_fallback": True},
+        {"model_type": "char"},  # which transformers cannot follow
     ],
 )
 def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepiece(
@@ -301,27 +293,20 @@ def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepie
 ) -> None:
     transformers = pytest.importorskip("transformers")
     source = (ROOT / "tests" / "checkpoint" / "test_checkpoints.py").read_text()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(source.splitlines()),
-        model_prefix=str(tmp_path / "sp"),
-        vocab_size=500,
-        minloglevel=2,
-        **settings,
-    )
-    (tmp_path / "hf").mkdir()
-    for name, content in export_tokenizer(str(tmp_path / "sp.model"))[1].items():
-        (tmp_path / "hf" / name).write_bytes(content)
-    ours, theirs = (
-        own_tokenizers().open_tokenizer(str(tmp_path / "sp.model")),
-        transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"),
-    )
+    if settings["model_type"] == "char":
+        with pytest.raises(UserError, match="only BPE and unigram models"):
+            export_tokenizer(trained(tmp_path, source, vocab_size=60, **settings))
+        return
+    path = trained(tmp_path, source, vocab_size=500, **settings)
+    write_exported(path, tmp_path / "hf")
+    ours, theirs = own_tokenizers().open_tokenizer(path), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     texts = random_texts([*source.split(), *settings.get("user_defined_symbols", [])])
     is_unigram = settings["model_type"] == "unigram"
     pairs = zip(ours.encode(texts), theirs(texts, add_special_tokens=False)["input_ids"], strict=True)
     different = [(a, b) for a, b in pairs if a != b]
     assert len(different) <= 3 * is_unigram
     assert ("same score" in capsys.readouterr().err) == is_unigram
-    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
+    model = sentencepiece.SentencePieceProcessor(model_file=path)
     for one, other in different:  # of the same score
         assert sum(map(model.get_score, one)) == pytest.approx(sum(map(model.get_score, other)), rel=1e-6)
     assert theirs.eos_token_id == ours.separator
@@ -329,32 +314,6 @@ def test_normalizing_and_unigram_models_are_exported_with_the_ids_of_sentencepie
 
 
 LITERAL = ["a</s>b", "</s>", "<s>the model</s> and more<unk>", "x <unk> y</s></s>z\nend", "the <s>", "no < /s> here"]
-
-
-def test_a_sentencepiece_model_that_transformers_cannot_follow_is_refused(tmp_path: Path) -> None:
-    sentences = iter(Path(__file__).read_text().splitlines())
-    prefix = str(tmp_path / "sp")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=sentences, model_prefix=prefix, vocab_size=60, model_type="char", minloglevel=2
-    )
-    with pytest.raises(UserError, match="only BPE and unigram models"):
-        export_tokenizer(f"{prefix}.model")
-
-
-@needs("mup")
-@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, {"qk_norm": True}, GPT_NEOX])
-def test_an_export_has_the_factors_of_mup_in_its_weights(tmp_path: Path, fields: dict[str, Any]) -> None:
-    transformers = pytest.importorskip("transformers")
-    mup = {"mup_base_width": 6, "mup_base_head_dim": 2, **fields}
-    path = saved(tmp_path / "run", **mup)
-    exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
-    ours = logits(small_config(tmp_path, **mup), read_tensors(path, is_weight), tokens)
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-4)
-    plain = logits(small_config(tmp_path, **fields), read_tensors(path, is_weight), tokens)
-    assert (plain - ours).abs().max() > 0.01
 
 
 # ---- config.json
@@ -384,15 +343,16 @@ def test_every_variant_s_dimensions_survive_the_trip(variant: str) -> None:
 
 
 @pytest.mark.parametrize("version", [4, 5])
-def test_rotary_settings_of_both_transformers_generations_are_understood(version: int) -> None:
-    config = TrainConfig(model_variant="tiny", **{**LLAMA3, "norm_eps": 1e-5})  # type: ignore[arg-type]
-    described = config_json(config, "float32")
-    if version == 5:
-        described["rope_parameters"] = {**described.pop("rope_scaling"), "rope_theta": described.pop("rope_theta")}
-    back = ModelDescription(described).fields
-    assert {name: back[name] for name in LLAMA3 if name != "norm_eps"} == {
-        name: value for name, value in LLAMA3.items() if name != "norm_eps"
-    }
+def test_rotary_settings_of_both_transformers_generations_and_the_gate_are_understood(version: int) -> None:
+    acts: dict[Any, str] = {"geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh", "reglu": "relu"}
+    for activation, act in acts.items():
+        config = TrainConfig(model_variant="tiny", activation=activation, **LLAMA3)  # type: ignore[arg-type]
+        described = config_json(config, "float32")
+        assert described["hidden_act"] == act
+        if version == 5:
+            described["rope_parameters"] = {**described.pop("rope_scaling"), "rope_theta": described.pop("rope_theta")}
+        back = ModelDescription(described).fields
+        assert {name: back[name] for name in LLAMA3} == LLAMA3 and back["activation"] == activation
 
 
 @pytest.mark.parametrize(
@@ -423,29 +383,14 @@ def test_a_model_that_cannot_be_this_one_is_refused(tmp_path: Path, change: dict
 
 
 @pytest.mark.parametrize(
-    ("activation", "act"), [("geglu", "gelu"), ("geglu_tanh", "gelu_pytorch_tanh"), ("reglu", "relu")]
-)
-def test_the_gate_has_their_word_and_comes_back(activation: Any, act: str) -> None:
-    exported = config_json(TrainConfig(activation=activation), "float32")
-    assert exported["hidden_act"] == act
-    assert ModelDescription(exported).fields["activation"] == activation
-
-
-@pytest.mark.parametrize(
     "field",
     [
-        {"mlp_bias": True, "qk_norm": True},
-        {"attn_bias": True, "sliding_window": 4},
+        *({"parallel_residual": True}, {"rotary_percentage": 0.5}, {"activation": "gelu"}),
+        *({"mlp_bias": True, "qk_norm": True}, {"attn_bias": True, "sliding_window": 4}),  # no family has both
         {"position_embedding_type": "learned_absolute"},
     ],
 )
-def test_no_family_of_theirs_has_this_pair(field: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=next(iter(field))):
-        config_json(TrainConfig(**field), "float32")
-
-
-@pytest.mark.parametrize("field", [{"parallel_residual": True}, {"rotary_percentage": 0.5}, {"activation": "gelu"}])
-def test_a_function_that_their_llama_has_no_word_for_is_not_exported(field: dict[str, Any]) -> None:
+def test_a_function_that_their_models_have_no_word_for_is_not_exported(field: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(field))):
         config_json(TrainConfig(**field), "float32")
 
@@ -455,16 +400,6 @@ def test_another_shape_than_the_flags_say_is_refused_before_any_tensor_is_read(t
     exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
     with pytest.raises(ConfigError, match=r"(?s)--num_kv_heads=4 .*has 2.*--rope_theta=5000.* has 10000"):
         run(tmp_path / "b", ckpt_load_path=str(exported), num_kv_heads=4, rope_theta=5000.0)
-
-
-def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
-    exported = to_huggingface(open_checkpoint(saved(tmp_path / "run")), tmp_path / "hf")
-    file = exported / "model.safetensors"
-    sound = file.read_bytes()
-    for spoilt in (sound[:-1], sound[:4], sound[:100], b"\xff" * 8 + sound[8:], sound[:8] + b"x" + sound[9:]):
-        file.write_bytes(spoilt)
-        with pytest.raises(UnreadableError, match=r"model\.safetensors"):
-            open_any_checkpoint(exported)
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from main_training import CHECKS, CONFIGURATION
 from pretraining.config.flags import read_values
 from pretraining.config.variants import model_shape
 from pretraining.parallel.mesh import kv_repeats
-from tests.config.test_validate import found
 
 
 @pytest.mark.parametrize(("tensor", "asked", "repeats"), [(8, 0, 4), (8, 4, 4), (4, 4, 4), (4, 1, 1)])
 def test_heads_have_the_copies_that_are_asked_for(tensor: int, asked: int, repeats: int) -> None:
     config = CONFIGURATION(num_kv_heads=2, tensor_parallel_size=tensor, kv_replication=asked)
     assert kv_repeats(config, model_shape(config)) == repeats
-
-
-def test_copies_that_tensor_ranks_do_not_share_equally_are_refused() -> None:
-    fields: dict[str, Any] = {"tensor_parallel_size": 8, "kv_replication": 3, "num_kv_heads": 2}
-    (problem,) = found(**fields)
-    assert "--kv_replication=3" in problem and "num_kv_heads=2" in problem and "use 4 or 8" in problem
 
 
 def test_a_wrong_number_of_heads_is_one_problem() -> None:

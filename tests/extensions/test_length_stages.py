@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +9,7 @@ from typing import Any
 
 import pytest
 
-import main_training
-from tests.config.test_validate import STAGES, found
-from tests.end_to_end.small import FLAGS, ROOT, environment, figures
+from tests.end_to_end.small import FLAGS, ROOT, continue_from, environment, figures, reports, train
 from tests.parallel.launch import ALONE, launched
 
 FIELDS: dict[str, Any] = {
@@ -26,47 +22,18 @@ def flags(folder: Path, **fields: Any) -> dict[str, Any]:
     return {**FLAGS, **FIELDS, "log_dir": folder, "engine": "torch", "device": "cpu", **fields}
 
 
-def train(folder: Path) -> None:
-    assert main_training.main(**{name: str(value) for name, value in flags(folder).items()}) == 0
-
-
 def elsewhere(processes: int, folder: Path, **fields: Any) -> list[dict[str, Any]]:
     """Train in processes of their own, and return the reports."""
     words = [f"--{name}={value}" for name, value in flags(folder, **fields).items()]
     command = launched(processes, "main_training.py", *words)
     subprocess.run(command, cwd=ROOT, env={**environment(2), "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
-    return reports(folder)
-
-
-def reports(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"seq_length_stages": "64:9,128"}, ["--seq_length_stages=64:9,128", "LENGTH:STEP", "such as 1024:2000"]),
-        ({"seq_length_stages": "100:9", "seq_length": 256}, ["rows of 100 tokens", "divide seq_length=256"]),
-        (
-            {"seq_length_stages": "6:9", "seq_length": 24, "tensor_parallel_size": 4, "sequence_parallel": True},
-            ["rows of 6 tokens", "a multiple of 4"],
-        ),
-        (
-            {"seq_length_stages": "64:9", "seq_length": 256, **STAGES},
-            ["seq_length_stages", "--pipeline_parallel_size=1"],
-        ),
-    ],
-)
-def test_rows_that_do_not_divide_are_refused(fields: dict[str, Any], words: list[str]) -> None:
-    (problem,) = found(**fields)
-    assert all(word in problem for word in words), problem
+    return [*reports(folder).values()]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    train(folder)
+    train(folder, **FIELDS)
     return folder
 
 
@@ -75,27 +42,21 @@ def test_rows_grow_and_a_stopped_run_continues_bit_for_bit(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (2, 3, 4):  # the next rows are short, of another length for the first time, and longer
-        folder = tmp_path / str(step)
-        (folder / "checkpoints").mkdir(parents=True)
-        shutil.copytree(whole / "checkpoints" / f"step_{step}", folder / "checkpoints" / f"step_{step}")
-        train(folder)
+        train(folder := continue_from(whole, step, tmp_path / str(step)), **FIELDS)
         printed = capsys.readouterr().out
         assert "; rows of 8 tokens up to step 3; rows of 16 tokens up to step 5; " in printed
-        assert [f"first step with rows of {length} tokens" in printed for length in (8, 16, 32)] == [
-            step < 3,
-            True,
-            True,
-        ]
+        lengths = [length for length in (8, 16, 32) if f"first step with rows of {length} tokens" in printed]
+        assert lengths == [8, 16, 32][step >= 3 :]
         later = {key: line for key, line in figures(whole).items() if key[0] > step}
         assert figures(folder) == later
-    assert len({line["tokens_seen"] / line["step"] for line in reports(whole)}) == 1
+    assert len({line["tokens_seen"] / line["step"] for line in reports(whole).values()}) == 1
 
 
 @pytest.mark.skipif(not find_spec("torch_xla"), reason="needs torch_xla")
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_context_ranks_and_the_other_engine_have_the_same_losses(whole: Path, tmp_path: Path) -> None:
-    want = reports(whole)
+    want = [*reports(whole).values()]
     xla = elsewhere(ALONE, tmp_path / "xla", engine="xla", device="auto")
     counts = [line["compilations"] for line in xla]
     assert [step for step in range(2, 9) if counts[step - 1] > counts[step - 2]] == [4, 6]

@@ -12,13 +12,13 @@ import pytest
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import UserError
-from pretraining.config.validate import problems
-from pretraining.extensions.local_tier import EXTENSION
 from pretraining.extensions.local_tier.settings import LocalTierConfig, check_local_folder
 from pretraining.run.start import parameter_shapes
 from tests.checkpoint.small_run import small_config, train
-from tests.checkpoint.test_checkpoints import flip
-from tests.checkpoint.two_processes import HERE, processes
+from tests.faults.damage import flip_bit_at
+from tests.processes import ROOT, run_together
+
+DRIVER = ROOT / "tests" / "checkpoint" / "dtensor_driver.py"
 
 
 class KilledError(Exception):
@@ -64,11 +64,11 @@ def test_a_corrupt_local_checkpoint_is_one_line_and_the_run_continues_from_the_o
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = run(tmp_path, 6)
-    flip(next((tmp_path / "local" / "step_6").glob("weights-*")))
+    flip_bit_at(next((tmp_path / "local" / "step_6").glob("weights-*")))
     assert run(tmp_path, 5, resume="must") == {5: whole[5]}
     assert re.search("local/step_6/weights.* differ from what was saved.*is skipped", capsys.readouterr().out)
     assert names(tmp_path / "local") == ["step_5"]  # no later one is left, which would be of another run's course
-    flip(next((tmp_path / "local" / "step_5").glob("facts*")))
+    flip_bit_at(next((tmp_path / "local" / "step_5").glob("facts*")))
     config = small_config(tmp_path, **settings(tmp_path, resume="must"))
     facts = check_starting_point(config, tmp_path, parameter_shapes(config))
     assert facts and facts.step == 4
@@ -82,19 +82,6 @@ def test_local_checkpoints_alone_count_for_resume_and_the_folder_is_another_one(
     config = small_config(tmp_path, **settings(tmp_path, ckpt_local_path=str(tmp_path / "checkpoints")))
     with pytest.raises(UserError, match=r"--ckpt_local_path=.*: is the folder of the other checkpoints"):
         check_local_folder(cast(LocalTierConfig, config))
-
-
-@pytest.mark.parametrize(
-    ("given", "subject", "remedy"),
-    [
-        ({"ckpt_local_path": "s3://b/n", "checkpoint_interval": 9}, "--ckpt_local_path=s3://b/n", "a local path"),
-        ({"ckpt_local_path": "fast"}, "--ckpt_local_path=fast", "give an interval in steps"),
-        ({"ckpt_local_interval": 7}, "--ckpt_local_interval=7", "needs --ckpt_local_path"),
-    ],
-)
-def test_a_wrong_flag_is_one_problem_with_its_remedy(given: dict[str, Any], subject: str, remedy: str) -> None:
-    (found,) = problems(LocalTierConfig(use_dummy_dataset=True, **given), EXTENSION.checks)
-    assert found.subject == subject and remedy in found.remedy
 
 
 # ---- Several hosts
@@ -128,13 +115,13 @@ dist.destroy_process_group()
 @pytest.mark.exhaustive
 def test_hosts_continue_from_their_own_folders_or_without_one_of_them_from_the_shared_one(tmp_path: Path) -> None:
     whole = {step: f"{step} {loss.hex()}" for step, loss in run(tmp_path / "one").items()}
-    (_, first), _ = processes("-c", HOSTS, tmp_path, "6")
+    (_, first), _ = run_together("-c", HOSTS, tmp_path, "6")
     assert [line for line in first if line[0].isdigit()] == [whole[step] for step in range(1, 7)]
-    (_, first), _ = processes("-c", HOSTS, tmp_path, "7")
+    (_, first), _ = run_together("-c", HOSTS, tmp_path, "7")
     assert f"continuing from {tmp_path}/host0/step_6" in "\n".join(first) and whole[7] in first
     for file in (tmp_path / "host1" / "step_7").iterdir():  # another host is in the place of the second one
         file.unlink()
-    (_, first), (code, _) = processes("-c", HOSTS, tmp_path, "8")
+    (_, first), (code, _) = run_together("-c", HOSTS, tmp_path, "8")
     output = "\n".join(first)
     assert code == 0 and f"{tmp_path}/host0: " in output and "has no step_7, so it is not used" in output
     assert f"continuing from {tmp_path}/checkpoints/step_4" in output
@@ -143,6 +130,6 @@ def test_hosts_continue_from_their_own_folders_or_without_one_of_them_from_the_s
 
 @pytest.mark.slow
 def test_a_host_has_what_its_devices_hold_and_refuses_another_mesh(tmp_path: Path) -> None:
-    for code, output in processes(HERE / "dtensor_driver.py", tmp_path, "hosts"):
+    for code, output in run_together(DRIVER, tmp_path, "hosts"):
         assert code == 0, output
         assert "this host has not all of even that its devices take now" in output[-1]

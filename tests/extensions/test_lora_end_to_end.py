@@ -24,6 +24,7 @@ from pretraining.models.llama import Llama
 from pretraining.models.ops import next_token_loss
 from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.generate import base_weights, load_model
+from tests.end_to_end.small import reports
 from tests.warm import python
 
 pytestmark = pytest.mark.slow
@@ -75,8 +76,7 @@ def merged(base: Path) -> Path:
 
 
 def losses(folder: Path) -> list[float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line["loss"] for line in reports(folder).values()]
 
 
 def adapted_model(run: Path) -> tuple[TrainConfig, Llama]:
@@ -122,22 +122,6 @@ def test_with_the_base_in_the_checkpoint_it_is_unchanged_bit_for_bit_and_merges(
     tokens = torch.randint(0, 64, (2, 20))
     ours = adapted_model(tuned)[1](tokens)
     torch.testing.assert_close(theirs.float()(tokens).logits, ours, atol=1e-5, rtol=1e-5)
-
-
-def test_the_adapter_loads_in_peft_and_back(base: Path, tuned: Path) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    adapter = to_huggingface(open_any_checkpoint(tuned), tuned / "adapter")
-    exported = to_huggingface(open_any_checkpoint(base), base / "hf")
-    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    theirs = peft.PeftModel.from_pretrained(model, str(adapter)).float().eval()
-    config, ours = adapted_model(tuned)
-    tokens = torch.randint(0, 64, (2, 20))
-    torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)
-    # And back: a run that starts from PEFT's files on Hugging Face's weights begins with the same function
-    again = base.parent / "again"
-    flags = (*LORA[:2], "--num_steps=1", "--checkpoint_interval=0", f"--ckpt_load_path={exported}")
-    train(again, *flags, f"--lora_load_path={adapter}")
-    assert losses(again)[0] == pytest.approx(first_loss(config, ours), abs=1e-5)
 
 
 def test_trained_biases_load_in_peft_and_back(tmp_path: Path) -> None:

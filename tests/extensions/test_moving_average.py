@@ -9,13 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from main_training import CONFIGURATION, configure
+from main_training import CONFIGURATION
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
-from pretraining.config.errors import ConfigError
 from pretraining.models.init import build_model
 from tests.end_to_end.small import FLAGS, finish
-from tests.tools.importing.test_rules import config as imported
 
 main = pytest.importorskip("pretraining.tools.convert.convert").main
 DECAY, STEPS = 0.75, 4
@@ -44,25 +42,6 @@ def test_the_moving_average_follows_every_update_and_is_exported(
     for name, tensor in exported.items():
         assert torch.allclose(tensor, average[name], atol=1e-6), name
         assert not torch.allclose(tensor, weights[name], atol=1e-4), name
-
-
-def test_an_average_that_would_not_move_in_bf16_is_refused() -> None:
-    pytest.importorskip("pretraining.extensions.manual_precision")
-    fields = {"use_dummy_dataset": True, "precision": "manual", "master_weights": False, "ema_decay": 0.9}
-    with pytest.raises(ConfigError, match=r"--ema_decay=0.9 .*stochastic_rounding=True"):
-        configure(fields)
-    assert configure({**fields, "stochastic_rounding": True}).ema_decay == 0.9
-
-
-def test_a_run_has_the_default_name_that_it_had_when_this_setting_stood_in_the_core() -> None:
-    fields = {"ema_decay": 0.9, "optimizer": "muon", "optimizer_args": "momentum=0.9", "tie_word_embeddings": True}
-    assert CONFIGURATION(**fields).default_run_name == "llama2_7b-431280"
-
-
-def test_nemo_s_moving_average_is_imported(tmp_path: Path) -> None:
-    enabled, other = {"exp_manager.ema.enable": True}, {"exp_manager.ema.decay": 0.9999}
-    decays = [vars(imported("nemo", tmp_path, keys))["ema_decay"] for keys in (enabled, {**enabled, **other}, other)]
-    assert decays == [0.999, 0.9999, 0]  # the first is NeMo's default
 
 
 def test_a_run_without_a_moving_average_has_none_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

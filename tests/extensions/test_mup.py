@@ -10,31 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from main_training import CONFIGURATION, configure
-from pretraining.config.errors import ConfigError
+from main_training import CONFIGURATION
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.models.init import build_model
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.monitor.test_facts import facts
-from tests.selection import needs
 
 WIDTHS = (32, 64, 128, 256, 512)
 # 16 tokens, because what a token learns from others is noise that shrinks with 1 / sqrt(width) and hides the rest.
 MODEL: dict[str, Any] = {
-    "model_variant": "custom",
-    "vocab_size": 16,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "use_dummy_dataset": True,
-    "device": "cpu",
-    "mixed_precision": False,
-    "batch_size": 8,
-    "learning_rate": 1e-2,
-    "init_std": 0.05,
-    "output_init_method": "normal",
+    **{"model_variant": "custom", "vocab_size": 16, "num_layers": 2, "num_attention_heads": 4, "seq_length": 32},
+    **{"use_dummy_dataset": True, "device": "cpu", "mixed_precision": False, "batch_size": 8, "learning_rate": 1e-2},
+    **{"init_std": 0.05, "output_init_method": "normal"},
 }
 BASE: dict[str, Any] = {"mup_base_width": 32, "mup_base_head_dim": 8}
 STEPS = 8
@@ -143,21 +132,3 @@ def test_initial_weights_follow_the_table(method: str) -> None:
     for name, ratio in ratios.items():
         if "norm" not in name:
             assert ratio == pytest.approx(0.5 if name.endswith("_proj.weight") else 1.0, rel=0.1), name
-
-
-def test_a_run_has_the_default_name_that_it_had_when_these_settings_stood_in_the_core() -> None:
-    fields = {"mup_base_width": 512, "mup_base_head_dim": 32, "optimizer": "muon"}
-    assert CONFIGURATION(**fields, optimizer_args="momentum=0.9").default_run_name == "llama2_7b-356425"
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"optimizer": "lion"}, ["--mup_base_width=256", "lion", "adamw or muon"]),
-        pytest.param({"lora_rank": 8}, ["--mup_base_width=256", "adapters", "export"], marks=needs("lora")),
-    ],
-)
-def test_what_has_no_rule_is_refused(fields: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        configure({"use_dummy_dataset": True, "mup_base_width": 256, **fields})
-    assert all(word in str(caught.value) for word in words), str(caught.value)

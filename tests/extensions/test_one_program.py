@@ -104,14 +104,6 @@ def test_what_one_program_does_not_run_has_a_reason(fields: Fields, reason: str)
     assert (reason in found) if reason else not found
 
 
-@needs("pipeline")
-def test_stages_as_one_program_are_refused() -> None:
-    from tests.config.test_validate import found
-
-    (problem,) = found(one_program="always", pipeline_parallel_size=2, gradient_accumulation_steps=2)
-    assert "--one_program=always" in problem and "several programs" in problem
-
-
 def test_a_loop_over_flipped_tensors_runs_in_reverse_instead() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -87,10 +87,7 @@ CASES: dict[str, tuple[Reference, dict[str, Any]]] = {
     ),
     "rprop": (of_torch(torch.optim.Rprop, step_sizes=(1e-6, 0.012)), {"optimizer_args": "step_sizes=(1e-6,0.012)"}),
     "novograd": (written_out(novograd), {}),
-    "novograd, averaging": (
-        written_out(partial(novograd, averaging=True)),
-        {"optimizer_args": "grad_averaging=True"},
-    ),
+    "novograd, averaging": (written_out(partial(novograd, averaging=True)), {"optimizer_args": "grad_averaging=True"}),
     "adamw_fp32": (written_out(adamw_fp32), {}),
     "sm3": (written_out(sm3), {}),
     "sm3, beta": (written_out(partial(sm3, beta=0.9)), {"optimizer_args": "beta=0.9"}),

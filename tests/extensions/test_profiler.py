@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from main_training import CONFIGURATION, EXTENSIONS, configure
-from pretraining.config.errors import ConfigError
+from main_training import CONFIGURATION, EXTENSIONS
 from pretraining.run.start import settings_without_effect
-
-
-def test_traced_steps_are_steps_of_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"--profile_start_step=5 .*num_steps=4"):
-        configure({"use_dummy_dataset": True, "use_profiler": True, "num_steps": 4})
 
 
 def test_steps_that_no_profiler_traces_are_named() -> None:

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from main_training import CONFIGURATION
-from pretraining.extensions.save_schedule.settings import is_power
 from tests.checkpoint.test_checkpoints import run, steps
-from tests.config.test_validate import found
 
 LOG: dict[str, Any] = {"checkpoint_interval": 2, "checkpoint_scale": "log"}
 EXTRA: dict[str, Any] = {"checkpoint_interval": 100, "extra_checkpoint_steps": "0,1,5"}
@@ -40,22 +38,3 @@ def test_the_disk_of_default_checkpoints_is_a_fact() -> None:
     assert "(default: checkpoint_interval), 2 x" in kept
     chosen: list[dict[str, Any]] = [{"num_steps": 9, "checkpoint_interval": 3}, {"checkpoint_interval": 0}]
     assert not any("checkpoints" in CONFIGURATION(**tiny | fields).facts for fields in chosen)
-
-
-def test_powers_are_recognised() -> None:
-    assert [step for step in range(30) if is_power(step, 3)] == [1, 3, 9, 27]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({**LOG, "checkpoint_interval": 1}, ["--checkpoint_interval=1", "checkpoint_scale=log", "use 2 or more"]),
-        ({"checkpoint_scale": "cubic"}, ["--checkpoint_scale=cubic", "linear, log"]),
-        ({"extra_checkpoint_steps": "1,2"}, ["--extra_checkpoint_steps=1,2", "checkpoint_interval=0"]),
-        ({**EXTRA, "extra_checkpoint_steps": "1,x"}, ["--extra_checkpoint_steps=1,x", "step numbers", "0,100,1000"]),
-        ({**EXTRA, "extra_checkpoint_steps": "-1"}, ["--extra_checkpoint_steps=-1", "step numbers"]),
-    ],
-)
-def test_a_wrong_flag_is_one_problem_with_its_remedy(fields: dict[str, Any], words: list[str]) -> None:
-    (problem,) = found(**fields)
-    assert all(word in problem for word in words), problem

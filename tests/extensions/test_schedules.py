@@ -10,7 +10,7 @@ import pytest
 from main_training import configure
 from pretraining.extensions.schedules.settings import SCHEDULES
 from pretraining.optim.schedule import learning_rate
-from tests.optim.test_schedule import SHORT, check, check_refusal
+from tests.optim.test_schedule import SHORT, check
 
 NEOX = {"lr_schedule": "neox_cosine", "learning_rate": 6e-4, "lr_warmup_ratio": 0.01, "num_steps": 143_000}
 NEOX_2022 = {"lr_schedule": "neox2022_cosine", "learning_rate": 6e-4, "lr_warmup_ratio": 0.01, "num_steps": 320_000}
@@ -95,19 +95,3 @@ def test_stable_lm_s_cosine_goes_over_into_its_inverse_square_root_without_a_jum
     before, there, after = (learning_rate(checked, 250_000 + step) for step in (-10, 0, 10))
     assert there == pytest.approx(0.6)
     assert after - there == pytest.approx(there - before, rel=1e-4) == pytest.approx(-0.8 * math.pi * 1e-5, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("flags", "names"),
-    [
-        ({"lr_schedule": "noam"}, ("lr_schedule", "lr_d_model")),
-        ({"lr_schedule": "step", "lr_gamma": 0.5}, ("lr_schedule", "lr_step_size")),
-        ({"lr_gamma": 0.5}, ("lr_gamma", "lr_schedule=fms_cosine", "exponential_lr")),
-        (
-            {"lr_schedule": "hybrid_cosine_inv_sqrt", "lr_cooldown_steps": 95, "lr_warmup_steps": 9},
-            ("--lr_cooldown_steps=95", "num_steps=100", "9 steps"),
-        ),
-    ],
-)
-def test_contradictory_settings_name_both_fields(flags: dict[str, Any], names: tuple[str, ...]) -> None:
-    check_refusal(flags, names)

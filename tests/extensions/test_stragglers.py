@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from pretraining.extensions.stragglers.watch import SLOW, Lap, spread
+from tests.end_to_end.small import reports
 from tests.parallel.launch import ROOT, environment, launched
 from tests.parallel.toy import TOY
 
@@ -31,7 +31,7 @@ def test_the_reports_of_two_processes_have_the_spread(tmp_path: Path) -> None:
     command = launched(2, str(ROOT / "main_training.py"), *words)
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in map(json.loads, (tmp_path / "metrics.jsonl").open()) if "loss" in line]
+    lines = reports(tmp_path).values()
     assert len(lines) == 3
     for line in lines:
         assert line["straggler"] in (0, 1) and line["straggler_ratio"] >= 1

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
-import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +13,8 @@ import pytest
 from main_training import CONFIGURATION
 from pretraining.extensions.terminal.lines import facts_on_terminal, report_on_terminal
 from pretraining.extensions.terminal.status import LastLine
-from tests.parallel.launch import ROOT, environment
+from tests.parallel.launch import environment
+from tests.terminal import Terminal
 
 FLAGS = ("use_dummy_dataset", "model_variant=tiny", "num_layers=1", "seq_length=16", "engine=torch", "device=cpu")
 ERASE = "\r\x1b[K"
@@ -29,26 +24,11 @@ RECORD: dict[str, Any] = {"step": 20, "step_time": 0.25, "tokens_per_second_per_
 
 def on_terminal(folder: Path, **variables: str) -> str:
     """Run the main script on a terminal of 80 columns, and return what it wrote."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     flags = [*FLAGS, "num_steps=40", "report_interval=30", f"log_dir={folder}"]
     command = [sys.executable, "main_training.py", *(f"--{flag}" for flag in flags)]
-    variables = environment(TERM="xterm", **variables)
-    with subprocess.Popen(command, cwd=ROOT, env=variables, stdin=theirs, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        written = b""
-        while block := read(ours):
-            written += block
-    os.close(ours)
-    assert process.returncode == 0, written.decode()
-    return written.decode().replace("\r\n", "\n")
-
-
-def read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 2**16)
-    except OSError:  # EIO: the last process has closed it
-        return b""
+    terminal = Terminal(command, environment(TERM="xterm", **variables))
+    assert terminal.end() == 0, terminal.output
+    return terminal.output.replace("\r\n", "\n")
 
 
 def shown(written: str) -> list[str]:
@@ -76,14 +56,14 @@ def test_no_color_switches_colours_off_and_not_the_status_line(tmp_path: Path) -
     assert f"{ERASE}step  2/40" in written and not re.search(r"\x1b\[\d*m", written)
 
 
-class Terminal(io.StringIO):
+class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-def use_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Terminal:
+def use_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Screen:
     """Make the standard output a terminal without colours, of this width."""
-    terminal = Terminal()
+    terminal = Screen()
     monkeypatch.setattr("sys.stdout", terminal)
     for name, value in {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": str(columns)}.items():
         monkeypatch.setenv(name, value)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.damage import damage
-from tests.faults.harness import KILLED, REFUSED, TRY_AGAIN, Outcome, Programs, group
+from tests.faults.harness import KILLED, REFUSED, TRY_AGAIN, Outcome, Programs
 from tests.faults.programs import copied, left_over
+from tests.processes import group
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT)
 KINDS_OF_CALLS = ("open", "create", "read", "write", "sync", "truncate", "rename", "remove", "mkdir")

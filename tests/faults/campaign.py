@@ -35,16 +35,7 @@ from pretraining.monitor.metrics import read_metrics
 from tests.end_to_end.checkout import copy_checkout
 from tests.faults.attacks import Report, Target
 from tests.faults.harness import Programs
-from tests.faults.programs import (
-    contents,
-    converted,
-    left_over,
-    result,
-    scripts,
-    training,
-    write_bins,
-    write_corpus,
-)
+from tests.faults.programs import contents, converted, left_over, result, scripts, training, write_bins, write_corpus
 from tests.faults.stored import LARGE, PART, STAGES, StoredRun
 from tests.faults.unread import OTHERS, UnreadShard, flip_bit, swap_words
 from tests.object_storage import BUCKET, FaultProxy, environment, s3_server, upload

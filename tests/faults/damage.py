@@ -16,6 +16,13 @@ def _flip(data: bytes, chance: random.Random) -> bytes:
     return bytes(spoilt)
 
 
+def flip_bit_at(path: Path, at: int = -1) -> None:
+    """Flip the lowest bit of one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
 def _overwrite(data: bytes, chance: random.Random) -> bytes:
     """Replace a range by zeros, ones or noise."""
     start, size = chance.randrange(len(data) + 1), chance.randrange(1, 600)

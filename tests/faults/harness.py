@@ -20,7 +20,7 @@ import psutil
 
 from tests.faults.server import WITHIN
 from tests.parallel.launch import CHEAP_TO_COMPILE, ROOT
-from tests.ports import free_port
+from tests.processes import group
 
 HERE = Path(__file__).parent
 REFUSED = (2, 3)  # exit codes
@@ -47,15 +47,6 @@ class Outcome(NamedTuple):
         if self.code not in (0, KILLED, *REFUSED):
             return "exit code"
         return "no sentence" if self.code in REFUSED and not re.search(r"\w+ \w+", self.errors + self.output) else ""
-
-
-def group(processes: int) -> list[dict[str, str]]:
-    """Return torchrun's variables for each of these processes; none for one."""
-    if processes == 1:
-        return [{}]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
-    common["LOCAL_WORLD_SIZE"] = str(processes)
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def worst(codes: list[int | None]) -> int | None:

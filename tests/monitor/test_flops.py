@@ -44,38 +44,21 @@ def test_the_two_conventions_differ_by_11_percent_for_llama3_8b_at_8192() -> Non
     assert (full / 1e9, causal / 1e9) == (pytest.approx(57.9, abs=0.1), pytest.approx(51.5, abs=0.1))
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("TPU v4-8", "TPU v4"),
-        ("TPU v5litepod-16", "TPU v5e"),
-        ("TPU v5 lite", "TPU v5e"),
-        ("TPU v5p-128", "TPU v5p"),
-        ("TPU v6e-8", "TPU v6e"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H100 NVL", "H100 NVL"),
-        ("NVIDIA H200", "H200 SXM"),
-        ("NVIDIA H200 NVL", "H200 NVL"),
-        ("NVIDIA GH200 480GB", "GH200"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA GB200", "GB200"),
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA A10G", "A10G"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA L40", "L40"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA GeForce RTX 4090", "GeForce RTX 4090"),
-        ("AMD Instinct MI300X", "MI300X"),
-        ("trn1.32xlarge", "trn1 NeuronCore"),
-        ("trn2.48xlarge", "trn2 logical NeuronCore (LNC=2)"),
-    ],
-)
-def test_a_device_is_known_by_the_name_its_runtime_gives(device: str, name: str) -> None:
+TITLES = {  # as its runtime names a device -> its title
+    **{"TPU v4-8": "TPU v4", "TPU v5litepod-16": "TPU v5e", "TPU v5 lite": "TPU v5e", "TPU v5p-128": "TPU v5p"},
+    **{"TPU v6e-8": "TPU v6e", "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA H100 80GB HBM3": "H100 SXM"},
+    **{"NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA H100 NVL": "H100 NVL", "NVIDIA H200": "H200 SXM"},
+    **{"NVIDIA H200 NVL": "H200 NVL", "NVIDIA GH200 480GB": "GH200", "NVIDIA B200": "B200", "NVIDIA GB200": "GB200"},
+    **{"NVIDIA A10": "A10", "NVIDIA A10G": "A10G", "NVIDIA L4": "L4", "NVIDIA L40": "L40", "NVIDIA L40S": "L40S"},
+    **{"NVIDIA GeForce RTX 4090": "GeForce RTX 4090", "AMD Instinct MI300X": "MI300X"},
+    **{"trn1.32xlarge": "trn1 NeuronCore", "trn2.48xlarge": "trn2 logical NeuronCore (LNC=2)"},
+}
+
+
+@pytest.mark.parametrize("device", TITLES)
+def test_a_device_is_known_by_the_name_its_runtime_gives(device: str) -> None:
     kind = kind_of(device)
-    assert kind is not None
-    assert kind.title == name
+    assert kind is not None and kind.title == TITLES[device]
 
 
 def test_in_fp8_the_peak_is_that_of_fp8_and_unknown_where_there_is_none() -> None:

@@ -41,11 +41,8 @@ def test_llama2_7b_is_refused_on_a_24_gib_host_with_figures_and_without_allocati
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10 * 1024  # KiB
 
 
-def test_llama3_194m_fits_a_24_gib_host_with_one_copy() -> None:
-    check("llama3_194m_4k", copies=1)
-
-
 def test_copies_that_do_not_fit_are_advised_to_become_one() -> None:
+    check("llama3_194m_4k", copies=1)
     with pytest.raises(UserError, match="--sharding_strategy=fsdp"):
         check("llama3_194m_4k", copies=8)
 
@@ -66,17 +63,11 @@ def test_exactly_what_does_not_fit_is_refused(variant: str, copies: float, low: 
             check(variant, copies, processes, needed - 1, low_cpu_fsdp=low)
 
 
-def test_this_hosts_available_memory_is_a_plausible_number_of_bytes(tmp_path: Path) -> None:
-    assert 64 * 2**20 < available_memory(tmp_path / "no control group") < 2**47
-
-
 def test_a_control_groups_limit_counts_without_its_page_cache(tmp_path: Path) -> None:
+    assert 64 * 2**20 < available_memory(tmp_path / "no control group") < 2**47
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 100000\nfile 700000\nfile_mapped 5\n")
     assert available_memory(tmp_path) == 800_000
-
-
-def test_a_control_group_without_a_limit_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory(tmp_path) > 64 * 2**20

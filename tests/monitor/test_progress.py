@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.monitor.figures import amount, duration, flop, format_number, percent, size
-from pretraining.monitor.progress import evaluation_line, progress_line
+from pretraining.monitor.progress import evaluation_line, heartbeat, progress_line
+from tests.waiting import wait_until
 
 
 def record(step: int, **changed: Any) -> dict[str, Any]:
@@ -23,10 +25,8 @@ def test_the_line_says_what_a_person_wants_to_know() -> None:
     assert progress_line(record(120), 160) == (
         "step 120/160  75.0%  loss  3.3123  lr 1.20e-04  grad norm   0.810     12,346 tokens/s  MFU 38.2%  ETA 1m20s"
     )
-
-
-def test_an_unknown_peak_says_so() -> None:
     assert "MFU n/a" in progress_line(record(1, mfu=None), 10)
+    assert progress_line(record(9, loss_spike=True), 10).endswith("loss spike")
 
 
 @given(st.integers(1, 9999), st.floats(0, 20), st.floats(0, 1e6))
@@ -48,53 +48,23 @@ def test_only_the_last_step_is_100_percent(num_steps: int, data: st.DataObject) 
     assert ("100.0%" in line) == (step == num_steps)
 
 
-def test_validation_and_test_have_lines_of_their_own() -> None:
+def test_validation_and_test_have_lines_of_their_own_with_bits_per_byte_and_each_dataset() -> None:
     assert evaluation_line({"step": 80, "val_loss": 3.41}, 160) == "step  80/160  50.0%  validation loss  3.4100"
     assert evaluation_line({"step": 160, "test_loss": 3.4}, 160) == "step 160/160 100.0%  test loss  3.4000"
-
-
-def test_a_validation_line_has_bits_per_byte_and_each_dataset() -> None:
     figures = {"val_loss": 3.41, "val_bits_per_byte": 1.2, "val_loss/web": 3.5, "val_loss/code": 3.3, "val_tokens": 9}
     line = evaluation_line({"step": 80, **figures}, 160)
     assert line.endswith("validation loss  3.4100  1.2000 bits/byte  web  3.5000  code  3.3000")
 
 
-def test_a_spike_is_told_at_the_end_of_its_line() -> None:
-    assert progress_line(record(9, loss_spike=True), 10).endswith("loss spike")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0s"),
-        (59.4, "59s"),
-        (59.6, "1m00s"),
-        (3599, "59m59s"),
-        (3600, "1h00m"),
-        (86399, "23h59m"),
-        (187200, "2d04h"),
-    ],
-)
-def test_a_duration_has_two_units_at_most(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (size(0), "0 B"),
-        (size(1023), "1023 B"),
-        (size(1024), "1.00 KiB"),
-        (size(2**30), "1.00 GiB"),
-        (size(1.5 * 2**40), "1.50 TiB"),
-        (size(2**50), "1,024.00 TiB"),
-        (amount(4096), "4,096"),
-        (amount(6_738_415_616), "6.74 B"),
-        (amount(15e12), "15.00 T"),
-        (flop(989.5e12), "989.50 TFLOP"),
-        (flop(2500e12), "2.50 PFLOP"),
-        (percent(0.3824), "38.2%"),
-        (format_number(-1.5, 7, 3), " -1.500"),
+        *((size(0), "0 B"), (size(1023), "1023 B"), (size(1024), "1.00 KiB"), (size(2**30), "1.00 GiB")),
+        *((size(1.5 * 2**40), "1.50 TiB"), (size(2**50), "1,024.00 TiB"), (amount(4096), "4,096")),
+        *((amount(6_738_415_616), "6.74 B"), (amount(15e12), "15.00 T"), (flop(989.5e12), "989.50 TFLOP")),
+        *((flop(2500e12), "2.50 PFLOP"), (percent(0.3824), "38.2%"), (format_number(-1.5, 7, 3), " -1.500")),
+        *((duration(0), "0s"), (duration(59.4), "59s"), (duration(59.6), "1m00s"), (duration(3599), "59m59s")),
+        *((duration(3600), "1h00m"), (duration(86399), "23h59m"), (duration(187200), "2d04h")),
     ],
 )
 def test_a_figure_carries_its_unit(text: str, expected: str) -> None:
@@ -107,3 +77,22 @@ def test_a_size_reads_back_to_within_its_digits(count: int) -> None:
     assert match
     factor = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[match[2]]
     assert float(match[1].replace(",", "")) * factor == pytest.approx(count, rel=0.01)
+
+
+def heartbeats() -> list[threading.Thread]:
+    """Return the threads that print."""
+    return [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+
+
+def test_a_heartbeat_prints_while_its_body_runs_and_not_after(capsys: pytest.CaptureFixture[str]) -> None:
+    with heartbeat("compiling"):
+        pass
+    assert capsys.readouterr().out == ""  # a quick body is silent
+    lines: list[str] = []
+    with heartbeat("compiling", every=0.02):
+        wait_until(lambda: bool(lines.extend(capsys.readouterr().out.splitlines())) or len(lines) >= 3)  # type: ignore[func-returns-value]
+    assert not heartbeats()
+    assert all(line.startswith("compiling ... ") for line in lines)
+    with pytest.raises(ZeroDivisionError), heartbeat("compiling", every=0.01):
+        raise ZeroDivisionError
+    assert not heartbeats()

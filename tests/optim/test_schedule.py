@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from main_training import CONFIGURATION, configure
-from pretraining.config.errors import ConfigError
 from pretraining.config.schedules import SCHEDULES, Curve, fms_annealing, fms_cosine
 from pretraining.config.training import TrainConfig
 from pretraining.optim.schedule import learning_rate, milestone_steps
@@ -89,10 +88,7 @@ VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
         {**COSINE, "min_lr": 1e-6},
         {0: 1.5e-5 / 2001, 1: 3e-5 / 2001, 2000: 1.5e-5, 16_000: 8e-6, 30_000: 1e-6, 40_000: 1e-6},
     ),
-    (
-        {**HELD, "lr_constant_steps": 50_000},
-        {0: 0.0, 1: 4e-7, 500: 2e-4, 25_250: 1.1e-4, 50_000: 2e-5, 100_000: 2e-5},
-    ),
+    ({**HELD, "lr_constant_steps": 50_000}, {0: 0.0, 1: 4e-7, 500: 2e-4, 25_250: 1.1e-4, 50_000: 2e-5, 100_000: 2e-5}),
     # NxDT's own megatron_gpt_config.yaml: one step after the warm-up the rate is at its floor
     ({**HELD, "lr_constant_steps": 80_000_000}, {0: 0.0, 1: 4e-7, 500: 2e-4, 501: 2e-5, 100_000: 2e-5}),
     ({**SHORT, "lr_schedule": "cosine", "lr_warmup_steps": 0, "lr_constant_steps": 110, "min_lr": 0.5}, {0: 0.5}),
@@ -133,30 +129,6 @@ def test_no_rate_exceeds_the_peak_or_is_negative(name: str, total: int, peak: fl
     )
     for step in (*milestone_steps(chosen), data.draw(st.integers(0, 3 * total))):
         assert 0 <= learning_rate(chosen, step) <= peak * (1 + 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("flags", "names"),
-    [
-        (
-            {"lr_schedule": "cosine", "lr_warmup_steps": 5, "lr_warmup_ratio": 0.1},
-            ("lr_warmup_steps", "lr_warmup_ratio"),
-        ),
-        ({"lr_schedule": "cosine", "min_lr": 1.0}, ("min_lr", "learning_rate")),
-        ({"lr_schedule": "cosine", "lr_warmup_steps": 100}, ("lr_warmup_steps", "num_steps")),
-        ({"lr_power": 0.5}, ("lr_power", "lr_schedule=fms_cosine", "poly")),
-        ({"lr_schedule": "cosine", "training_stage": "annealing"}, ("lr_schedule", "training_stage")),
-    ],
-)
-def test_contradictory_settings_name_both_fields(flags: dict[str, Any], names: tuple[str, ...]) -> None:
-    check_refusal(flags, names)
-
-
-def check_refusal(flags: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Assert that the message about these flags has these names."""
-    with pytest.raises(ConfigError) as caught:
-        configure({"use_dummy_dataset": True, "num_steps": 100, "learning_rate": 1e-3, **flags})
-    assert all(name in str(caught.value) for name in names), str(caught.value)
 
 
 def test_fms_fsdps_annealing_stage_is_the_schedule_of_that_name() -> None:

@@ -73,3 +73,12 @@ def run(command: list[str], **variables: str) -> tuple[dict[str, Any], str]:
     )
     assert done.returncode == 0, done.stderr[-9000:]
     return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")), done.stderr
+
+
+def assert_same(
+    got: dict[str, Any], reference: dict[str, Any], absolute: float = 1e-5, relative: float | None = None
+) -> None:
+    """Assert that the losses of two cases are alike, and their gradient norms, which may also be `relative` apart."""
+    for figure in ("loss", "grad_norm", "evaluation"):
+        near = relative if figure == "grad_norm" else None
+        assert got[figure] == pytest.approx(reference[figure], abs=absolute, rel=near), figure

@@ -20,10 +20,7 @@ from pretraining.models.init import build_model
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.toy import TOY
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_kv_heads": 2, "seq_length": 256}  # head width 32
 
 

@@ -15,17 +15,7 @@ from typing import Any
 import pytest
 
 from pretraining.tools.plan.program import product_flops, program_collectives
-from tests.parallel.hlo import (
-    HIDDEN,
-    LAYERS,
-    LENGTH,
-    ROWS,
-    loops,
-    programs,
-    read_program,
-    results,
-    saved_for_backward,
-)
+from tests.parallel.hlo import HIDDEN, LAYERS, LENGTH, ROWS, loops, programs, read_program, results, saved_for_backward
 from tests.parallel.launch import HAS_SPLASH
 from tests.parallel.toy import TOY
 from tests.selection import Outcomes, chosen

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from main_training import CONFIGURATION
@@ -71,11 +71,7 @@ def test_the_xla_engine_shards_what_the_strategy_s_name_says() -> None:
     names: Iterable[Any] = STRATEGIES
     layouts = {name: xla_layout(TrainConfig(**WIDE, sharding_strategy=name), mesh) for name in names}
     assert {name: shares(layout, name) for name, layout in layouts.items()} == {
-        "ddp": (2, 2, 2),
-        "zero1": (2, 2, 16),
-        "zero2": (2, 16, 16),
-        "fsdp": (16, 16, 16),
-        "hsdp": (16, 16, 16),
+        **{"ddp": (2, 2, 2), "zero1": (2, 2, 16), "zero2": (2, 16, 16), "fsdp": (16, 16, 16), "hsdp": (16, 16, 16)}
     }
 
 
@@ -106,6 +102,9 @@ def test_adamw_s_state_is_16_bytes_a_parameter(variant: str) -> None:
         ({"sharding_strategy": "hsdp", "tensor_parallel_size": 2}, Mesh(1, 2, 2, 1, 2)),  # a group is a host of 4
         ({"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "context_parallel_size": 2}, Mesh(1, 1, 2, 2, 2)),
         ({"sharding_strategy": "hsdp", "pipeline_parallel_size": 4}, Mesh(stage=4, shard=2)),
+        *(({"sharding_strategy": "ddp"}, Mesh(1, 8, 1)), ({"sharding_strategy": "fsdp"}, Mesh(1, 1, 8))),
+        ({"sharding_strategy": "hsdp", "sharding_group_size": 2}, Mesh(1, 4, 2)),
+        ({"sharding_strategy": "hsdp"}, Mesh(1, 2, 4)),
     ],
 )
 def test_remaining_mesh_axes_are_data_parallel(fields: dict[str, Any], mesh: Mesh) -> None:
@@ -120,6 +119,7 @@ def test_remaining_mesh_axes_are_data_parallel(fields: dict[str, Any], mesh: Mes
         ({"tensor_parallel_size": 3}, "--tensor_parallel_size=3 +does not divide the 8 devices; use 1, 2, 4, 8"),
         ({"context_parallel_size": 3}, "--context_parallel_size=3 +does not divide the 8 devices"),
         ({"tensor_parallel_size": 4, "context_parallel_size": 4}, "x context_parallel_size=4 = 16 does not divide"),
+        ({"sharding_strategy": "hsdp", "sharding_group_size": 3}, "--sharding_group_size=3 .*8 devices; use 1, 2, 4"),
     ],
 )
 def test_sizes_that_do_not_divide_the_devices_are_refused_with_those_that_do(
@@ -136,27 +136,12 @@ def test_kv_heads_are_repeated_as_often_as_tensor_ranks_need(kv_heads: int, tens
 
 
 @given(st.integers(1, 10**6), st.integers(1, 512), st.integers(1, 64))
+@example(50277, 128, 2)  # Pythia's 50432
 def test_a_padded_vocabulary_is_the_least_that_divides(vocabulary: int, multiple: int, tensor: int) -> None:
     config = TrainConfig(vocab_size=vocabulary, make_vocab_size_divisible_by=multiple, tensor_parallel_size=tensor)
     padded = padded_vocabulary(config)
     assert padded % (multiple * tensor) == 0
     assert vocabulary <= padded < vocabulary + multiple * tensor
-
-
-def test_published_padded_sizes_are_met() -> None:  # Pythia: 50277 tokens, multiples of 128 times model parallelism
-    sizes = {2: 50432, 4: 50688, 1: 50304}
-    for tensor, padded in sizes.items():
-        config = TrainConfig(vocab_size=50277, make_vocab_size_divisible_by=128, tensor_parallel_size=tensor)
-        assert padded_vocabulary(config) == padded
-
-
-@pytest.mark.parametrize(
-    ("strategy", "group", "mesh"),
-    [("ddp", 0, Mesh(1, 8, 1)), ("fsdp", 0, Mesh(1, 1, 8)), ("hsdp", 4, Mesh(1, 2, 4)), ("hsdp", 0, Mesh(1, 4, 2))],
-)
-def test_the_mesh_of_each_strategy(strategy: Any, group: int, mesh: Mesh) -> None:
-    config = TrainConfig(sharding_strategy=strategy, sharding_group_size=group)
-    assert resolve_mesh(config, devices=8, linked=2) == mesh
 
 
 def test_through_torchtpu_a_group_is_the_slice_and_elsewhere_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,11 +176,6 @@ def test_on_a_cpu_blocks_are_compiled_by_the_user_s_word_alone_and_with_a_compil
         chooses_compile(HOST, True)
 
 
-def test_a_group_that_does_not_divide_the_devices_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"--sharding_group_size=3 .*8 devices; use 1, 2, 4, 8"):
-        resolve_mesh(TrainConfig(sharding_strategy="hsdp", sharding_group_size=3), 8, 8)
-
-
 @given(rows=st.integers(1, 8), devices=st.integers(1, 64), passes=st.integers(1, 16))
 def test_the_global_batch_is_rows_x_devices_x_accumulation_steps(rows: int, devices: int, passes: int) -> None:
     total = rows * devices * passes
@@ -220,13 +200,8 @@ def mask_of(choice: str, layers: int) -> str:
 @pytest.mark.parametrize(
     ("choice", "mask"),  # fms-fsdp's tests/test_selective_ac.py, 15 layers
     [
-        ("1", "T" * 15),
-        ("2", "FTFTFTFTFTFTFTF"),
-        ("1/2", "TFTFTFTFTFTFTFT"),
-        ("0.5", "TFTFTFTFTFTFTFT"),
-        ("1/3", "FTFFTFFTFFTFFTF"),
-        ("2/3", "TFTTFTTFTTFTTFT"),
-        ("1/5", "FFTFFFFTFFFFTFF"),
+        *(("1", "T" * 15), ("2", "FTFTFTFTFTFTFTF"), ("1/2", "TFTFTFTFTFTFTFT"), ("0.5", "TFTFTFTFTFTFTFT")),
+        *(("1/3", "FTFFTFFTFFTFFTF"), ("2/3", "TFTTFTTFTTFTTFT"), ("1/5", "FFTFFFFTFFFFTFF")),
         ("3/5", "TFTFTTFTFTTFTFT"),
     ],
 )
@@ -234,15 +209,9 @@ def test_the_mask_of_recomputed_blocks(choice: str, mask: str) -> None:
     assert mask_of(choice, 15) == mask
 
 
-def test_fractions_are_exact() -> None:
+def test_fractions_are_exact_and_without_the_switch_or_with_attention_alone_no_block_is_recomputed() -> None:
     assert mask_of("15/22", 11).count("T") == 8  # floats give 7
-
-
-def test_without_the_switch_nothing_is_recomputed() -> None:
     assert not any(block_mask(TrainConfig(selective_checkpointing="1"), 8))
-
-
-def test_attention_alone_recomputes_no_block() -> None:
     fields: dict[str, Any] = {"fsdp_activation_checkpointing": True, "checkpoint_granularity": "selective"}
     assert not any(block_mask(TrainConfig(**fields, checkpoint_modules="core_attention"), 8))
     assert all(block_mask(TrainConfig(**fields, checkpoint_modules="core_attention,mlp"), 8))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from pretraining.checkpoint.store import read_tensors
+from tests.end_to_end.small import reports
 from tests.parallel.launch import ALONE, ROOT, environment, launched
 from tests.parallel.toy import HALFWAY, TOY
 from tests.waiting import PATIENCE, wait_until
@@ -48,20 +49,14 @@ def call(command: list[str], **more: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def figures(folder: Path) -> dict[int, dict[str, Any]]:
-    """By step."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line for line in lines if "loss" in line}
-
-
 def assert_same_course(got: Path, reference: Path) -> None:
     """After step HALFWAY: the same tokens, and losses to floating-point tolerance."""
-    for step, line in figures(got).items():
-        expected = figures(reference)[step]
+    for step, line in reports(got).items():
+        expected = reports(reference)[step]
         assert line["data_hash"] == expected["data_hash"]
         assert line["loss"] == pytest.approx(expected["loss"], abs=1e-5)
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-5)
-    assert set(figures(got)) == set(range(HALFWAY + 1, TOY["num_steps"] + 1))
+    assert set(reports(got)) == set(range(HALFWAY + 1, TOY["num_steps"] + 1))
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
@@ -116,13 +111,13 @@ def test_survivors_of_a_killed_process_report_it_and_fewer_processes_continue(tm
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     assert "stopped: process 0 lost another one of the run" in done.stderr
-    assert done.returncode != 0 and max(figures(broken)) <= 8
+    assert done.returncode != 0 and max(reports(broken)) <= 8
 
     call(train_command(broken, 2, **more, **STAGES))
     call(train_command(whole, ALONE, **more))
-    for step, line in figures(whole).items():
-        assert figures(broken)[step]["loss"] == pytest.approx(line["loss"], abs=1e-5)
-        assert figures(broken)[step]["data_hash"] == line["data_hash"]
+    for step, line in reports(whole).items():
+        assert reports(broken)[step]["loss"] == pytest.approx(line["loss"], abs=1e-5)
+        assert reports(broken)[step]["data_hash"] == line["data_hash"]
 
 
 def test_a_signal_to_one_process_makes_all_save_and_exit(tmp_path: Path) -> None:
@@ -136,8 +131,8 @@ def test_a_signal_to_one_process_makes_all_save_and_exit(tmp_path: Path) -> None
         stderr=subprocess.STDOUT,
         text=True,
     )
-    wait_until(lambda: (tmp_path / "metrics.jsonl").exists() and len(figures(tmp_path)) > 3, run)
+    wait_until(lambda: (tmp_path / "metrics.jsonl").exists() and len(reports(tmp_path)) > 3, run)
     os.kill(psutil.Process(run.pid).children()[1].pid, signal.SIGTERM)
     said, _ = run.communicate(timeout=PATIENCE)
     assert sorted(file.read_text() for file in codes.iterdir()) == ["143", "143"], said
-    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == [f"step_{max(figures(tmp_path))}"]
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == [f"step_{max(reports(tmp_path))}"]

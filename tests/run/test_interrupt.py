@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
-import select
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ import pytest
 
 from pretraining.run.interrupt import ECHO
 from tests.parallel.launch import ROOT, environment
+from tests.terminal import Terminal
 from tests.waiting import PATIENCE
 from tests.warm import python
 
@@ -43,15 +42,8 @@ def test_a_signal_is_answered_and_a_second_one_obeyed_while_c_code_runs(state: s
 
 
 FLAGS = {
-    "engine": "xla",
-    "model_variant": "tiny",
-    "num_layers": 8,
-    "seq_length": 128,
-    "mixed_precision": False,
-    "batch_size": 1,
-    "pipeline_parallel_size": 4,
-    "gradient_accumulation_steps": 8,
-    "use_dummy_dataset": True,
+    **{"engine": "xla", "model_variant": "tiny", "num_layers": 8, "seq_length": 128, "mixed_precision": False},
+    **{"batch_size": 1, "pipeline_parallel_size": 4, "gradient_accumulation_steps": 8, "use_dummy_dataset": True},
 }
 
 
@@ -63,63 +55,31 @@ function = heartbeat.__wrapped__
 function.__defaults__ = (0.1, *function.__defaults__[1:])
 runpy.run_path("main_training.py", run_name="__main__")
 """
+CTRL_C = "\x03"
 LONG = 64  # micro-batches with which a compilation takes more than ten times as long as between two presses
 
 
-class Terminal:
+class Run(Terminal):
     """A run in a terminal of its own."""
 
     def __init__(self, **fields: object) -> None:
         flags = [f"--{name}={value}" for name, value in {**FLAGS, **fields}.items()]
         # Without the tests' XLA_FLAGS, with which a compilation may end before the first sign of life
         variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-        self.output = ""
-        self.process, self._terminal = pty.fork()
-        if not self.process:
-            os.chdir(ROOT)
-            os.execve(sys.executable, [sys.executable, "-c", LIVELY, *flags], {**os.environ, **variables})
-
-    def press_ctrl_c(self) -> None:
-        """Type it."""
-        os.write(self._terminal, b"\x03")
-
-    def wait_for(self, text: str) -> None:
-        """Read until `text` is printed."""
-        began = time.monotonic()
-        while text not in self.output:
-            assert self._read() and time.monotonic() < began + PATIENCE, self.output
-
-    def end(self) -> int:
-        """Return the exit code."""
-        began = time.monotonic()
-        while not (ended := os.waitpid(self.process, os.WNOHANG))[0]:
-            assert time.monotonic() < began + PATIENCE, self.output
-            self._read()
-        return os.waitstatus_to_exitcode(ended[1])
-
-    def _read(self) -> bool:
-        """Read what is printed within a moment; return whether the process may print more."""
-        if select.select([self._terminal], [], [], 0.02)[0]:
-            try:
-                self.output += os.read(self._terminal, 65536).decode(errors="replace")
-            except OSError:  # the process has ended
-                time.sleep(0.02)
-                return False
-        return True
+        super().__init__([sys.executable, "-c", LIVELY, *flags], {**os.environ, **variables})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("presses", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_ctrl_c_is_answered_while_xla_compiles_and_ends_the_run(presses: int, tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
-    run = Terminal(log_dir=tmp_path, gradient_accumulation_steps=8 if presses == 1 else LONG)
+    run = Run(log_dir=tmp_path, gradient_accumulation_steps=8 if presses == 1 else LONG)
     run.wait_for("compiling and running the first step, 8 layers ... ")
-    run.press_ctrl_c()
-    run.wait_for("SIGINT: leaving after this compilation; again to leave now")
+    run.type_in(CTRL_C, "SIGINT: leaving after this compilation; again to leave now")
     assert "compilation included" not in run.output  # the line after it
     if presses == 2:
         time.sleep(ECHO + 0.2)
-        run.press_ctrl_c()
+        run.type_in(CTRL_C, "")
     assert run.end() == 130
     assert ("compilation included" in run.output) == (presses == 1)
     assert "Traceback" not in run.output and "step       2/" not in run.output, run.output

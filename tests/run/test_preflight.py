@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,7 @@ from pretraining.parallel.processes import Processes
 from pretraining.parallel.torch import engine as torch_engine
 from pretraining.parallel.torch.engine import TorchEngine
 from pretraining.run import start as preflight
-from tests.parallel.launch import ROOT, environment
-from tests.ports import free_port
-from tests.waiting import PATIENCE
+from tests.processes import run_together
 
 GIB = 2**30
 
@@ -37,21 +34,15 @@ def engine(processes: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tu
     return opened.config, opened
 
 
-@pytest.mark.parametrize(("processes", "fits"), [(1, True), (8, False)])
-def test_every_process_of_the_host_counts_where_each_builds_the_unsharded_model(
-    processes: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+def test_every_process_of_the_host_counts_where_each_builds_the_model_or_keeps_its_state(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, opened = engine(processes, monkeypatch, low_cpu_fsdp=False, sharding_strategy="ddp")
-    opened.host_devices = 0  # accelerators: what counts is the model that each process builds first
     monkeypatch.setattr(memory, "available_memory", lambda: 4 * GIB)  # 1.5 GiB in each process
-    if fits:
-        preflight.check_hosts(config, opened)
-        return
-    with pytest.raises(UserError, match=r"in 8 processes.*--low_cpu_fsdp=True"):
-        preflight.check_hosts(config, opened)
-
-
-def test_every_process_of_the_host_counts_where_each_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processes, refused in ((1, ""), (8, r"in 8 processes.*--low_cpu_fsdp=True")):
+        config, opened = engine(processes, monkeypatch, low_cpu_fsdp=False, sharding_strategy="ddp")
+        opened.host_devices = 0  # accelerators: what counts is the model that each process builds first
+        with pytest.raises(UserError, match=refused) if refused else nullcontext():
+            preflight.check_hosts(config, opened)
     config, opened = engine(8, monkeypatch, low_cpu_fsdp=True, sharding_strategy="ddp")
     monkeypatch.setattr(memory, "available_memory", lambda: 16 * GIB)  # 6 GiB for each copy
     with pytest.raises(UserError, match=r"state of 8 devices.*--sharding_strategy=fsdp"):
@@ -121,11 +112,5 @@ except UserError as error:
 
 @pytest.mark.slow
 def test_hosts_that_do_not_share_a_folder_are_noticed_at_the_start(tmp_path: Path) -> None:
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-c", SHARED, str(tmp_path)]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, env=environment(RANK=str(rank), **variables), stdout=-1, text=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        assert "is not visible on" in process.communicate(timeout=PATIENCE)[0]
+    for _, output in run_together("-c", SHARED, tmp_path):
+        assert "is not visible on" in "\n".join(output)

@@ -94,16 +94,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("evaluate")
     train_tokenizer([" ".join(random.Random(n).choices(WORDS, k=20)) for n in range(50)], 290, root / "t.model", 1)
     config = CONFIGURATION(
-        model_variant="custom",
-        num_layers=2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        vocab_size=300,
-        seq_length=32,
-        max_position_embeddings=64,
-        init_std=0.5,
-        tokenizer_path=str(root / "t.model"),
+        **{"model_variant": "custom", "num_layers": 2, "hidden_size": 32, "intermediate_size": 64},
+        **{"num_attention_heads": 4, "vocab_size": 300, "seq_length": 32, "max_position_embeddings": 64},
+        **{"init_std": 0.5, "tokenizer_path": str(root / "t.model")},
         mup_base_width=16,  # whose factors the export has in its weights
     )
     state = {name: weight.detach() for name, weight in build_model(config).named_parameters()}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -50,11 +48,8 @@ logit_lists = st.lists(st.floats(-20, 20), min_size=2, max_size=30, unique=True)
 @given(logit_lists, st.integers(0, 2**31))
 def test_temperature_0_and_top_1_take_the_likeliest_token(logits: list[float], seed: int) -> None:
     values = torch.tensor(logits, dtype=torch.float64)
-    assert (
-        sample_token(values, 0, 0, generator(seed))
-        == sample_token(values, 2.0, 1, generator(seed))
-        == int(values.argmax())
-    )
+    drawn = [sample_token(values, heat, top, generator(seed)) for heat, top in ((0.0, 0), (2.0, 1))]
+    assert drawn == [int(values.argmax())] * 2
 
 
 @given(logit_lists, st.integers(1, 30), st.floats(0.1, 5), st.integers(0, 2**31))
@@ -91,18 +86,12 @@ def continuation(model: torch.nn.Module, count: int, window: int = 8, vocabulary
     return list(islice(sample(model, [5, 6], vocabulary, window, likeliest), count))  # type: ignore[arg-type]
 
 
-def test_each_token_follows_from_those_before_it() -> None:
+def test_each_token_follows_from_those_before_it_within_the_window_and_the_vocabulary() -> None:
     assert continuation(Counter(), 4) == [7, 8, 9, 10]
-
-
-def test_the_model_is_never_shown_more_than_the_window() -> None:
+    assert max(continuation(Counter(), 6, vocabulary=9)) == 8  # other rows of the head are padding
     model = Counter()
     continuation(model, 6, window=3)
     assert model.shown == [[5, 6], [5, 6, 7], [6, 7, 8], [7, 8, 9], [8, 9, 10], [9, 10, 11]]
-
-
-def test_padding_rows_of_the_vocabulary_are_never_drawn() -> None:
-    assert max(continuation(Counter(), 6, vocabulary=9)) == 8
 
 
 # ---- Text
@@ -182,10 +171,20 @@ def speak(run: Path, capsys: pytest.CaptureFixture[str]) -> Speak:
     return command
 
 
-def test_the_newest_checkpoint_speaks(speak: Speak) -> None:
-    said = speak("--prompt=the quick", "--temperature=0", "--max_new_tokens=5")
+def test_the_newest_checkpoint_speaks_unless_another_is_chosen(run: Path, speak: Speak, tmp_path: Path) -> None:
+    flags = ("--prompt=the quick", "--temperature=0", "--max_new_tokens=5")
+    said = speak(*flags)
     assert said.startswith("the quick")
     assert len(set(said.strip().removeprefix("the quic"))) == 1  # it says its last token again and again
+    assert speak(*flags, path=run / "checkpoints" / "step_2") == said
+    assert speak(*flags, path=run / "checkpoints" / "step_1") != said
+    (tmp_path / "named").mkdir()  # a run whose checkpoints lie elsewhere is found by its config
+    (tmp_path / "named" / "config.json").write_text(f'{{"ckpt_save_path": "{run / "checkpoints"}"}}')
+    assert speak(*flags, path=tmp_path / "named") == said
+    checkpoint = open_checkpoint(run / "checkpoints" / "step_2")  # the rows that a mesh needs are not of the checkpoint
+    config = {**checkpoint.facts.config, "make_vocab_size_divisible_by": 48, "tensor_parallel_size": 2}
+    save(tmp_path / "mesh" / "checkpoints", read_tensors(checkpoint), replace(checkpoint.facts, config=config))
+    assert speak(*flags, path=tmp_path / "mesh") == said
 
 
 @pytest.mark.parametrize(("words", "added", "note"), [(1, 40, "the text may have "), (40, 1, "the prompt has ")])
@@ -198,25 +197,12 @@ def test_text_beyond_the_context_length_is_announced(
     assert "each token follows from the 32 before it alone" in told
 
 
-def test_one_checkpoint_can_be_chosen(run: Path, speak: Speak) -> None:
-    flags = ("--prompt=the quick", "--temperature=0")
-    assert speak(*flags, path=run / "checkpoints" / "step_2") == speak(*flags)
-    assert speak(*flags, path=run / "checkpoints" / "step_1") != speak(*flags)
-
-
 def test_the_same_seed_says_the_same_and_another_something_else(speak: Speak) -> None:
     flags = ("--prompt=the", "--temperature=5", "--max_new_tokens=40")
     assert speak(*flags, "--seed=3") == speak(*flags, "--seed=3")
     assert speak(*flags, "--seed=3") != speak(*flags, "--seed=4")
-
-
-def test_without_a_prompt_a_document_begins(speak: Speak) -> None:
-    assert speak("--temperature=3", "--max_new_tokens=10").strip()
-
-
-def test_a_run_whose_checkpoints_lie_elsewhere_is_found_by_its_config(run: Path, speak: Speak, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(f'{{"ckpt_save_path": "{run / "checkpoints"}"}}')
-    assert speak("--temperature=0", "--prompt=fox", path=tmp_path) == speak("--temperature=0", "--prompt=fox")
+    assert speak("--temperature=3", "--max_new_tokens=10").strip()  # without a prompt, a document begins
+    assert speak("--prompt=--", "--max_new_tokens=1")
 
 
 def test_storage_that_a_configuration_names_is_contacted_on_request_alone(
@@ -249,17 +235,6 @@ def test_storage_that_a_configuration_names_is_contacted_on_request_alone(
         assert "--allow_remote contacts that storage" in capsys.readouterr().err
 
 
-def test_the_rows_that_a_mesh_needs_are_not_of_the_checkpoint(run: Path, speak: Speak, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(run / "checkpoints" / "step_2")
-    config = {**checkpoint.facts.config, "make_vocab_size_divisible_by": 48, "tensor_parallel_size": 2}
-    save(tmp_path / "checkpoints", dict(read_tensors(checkpoint)), replace(checkpoint.facts, config=config))
-    assert speak("--temperature=0", "--prompt=fox", path=tmp_path) == speak("--temperature=0", "--prompt=fox")
-
-
-def test_two_dashes_are_a_prompt(speak: Speak) -> None:
-    assert speak("--prompt=--", "--max_new_tokens=1")
-
-
 def test_a_run_with_a_tokenizer_json_speaks(run: Path, speak: Speak, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.CharBPETokenizer(suffix="")
@@ -275,17 +250,12 @@ def test_another_tokenizer_than_that_of_the_runs_data_is_refused(
     checkpoint = open_checkpoint(run / "checkpoints" / "step_1")
     path = run / "tokenizer.model"
     config = {**checkpoint.facts.config, "vocab_size": 35}
-    for number, (checksum, saved, words) in enumerate(
-        [
-            (
-                "0" * 64,
-                checkpoint.facts.config,
-                f"--tokenizer_path={path}: dataset a of the run was prepared",
-            ),
-            (file_hash(path), config, "the tokenizer has 36 ids, but the model's vocabulary is 35"),
-            (file_hash(path), checkpoint.facts.config, ""),
-        ]
-    ):
+    cases = [
+        ("0" * 64, checkpoint.facts.config, f"--tokenizer_path={path}: dataset a of the run was prepared"),
+        (file_hash(path), config, "the tokenizer has 36 ids, but the model's vocabulary is 35"),
+        (file_hash(path), checkpoint.facts.config, ""),
+    ]
+    for number, (checksum, saved, words) in enumerate(cases):
         data = {"mixture": {"a": {"tokenizer_sha256": checksum}, "b": {}}}
         save(tmp_path / str(number), read_tensors(checkpoint), replace(checkpoint.facts, data=data, config=saved))
         assert main([str(tmp_path / str(number)), "--max_new_tokens=1"]) == (2 if words else 0)
@@ -316,10 +286,3 @@ def test_a_mistake_is_one_clear_error_with_exit_code_2(
         code = ended.code
     assert code == 2
     assert words in capsys.readouterr().err
-
-
-def test_it_runs_as_the_readme_says(run: Path) -> None:
-    command = [sys.executable, "-m", "pretraining.tools.generate", str(run), "--prompt=the quick", "--max_new_tokens=3"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert said.stdout.startswith("the quick")
-    assert said.stderr == ""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ import pytest
 from pretraining import train
 from pretraining.config.errors import UserError
 from pretraining.tools.library import Training
-from tests.ports import free_port
-from tests.warm import python
+from tests.processes import run_together
 
 ROOT = Path(__file__).parents[2]
 CODE = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL))
@@ -52,18 +49,13 @@ def test_a_step_of_the_folder_is_loaded_and_an_empty_folder_holds_none(page: dic
             training.save(str(tmp_path), 9, user_content={"model": object()})
 
 
-def started(folder: Path, code: str, **variables: str) -> subprocess.Popen[str]:
-    """Start a process that runs the page's definitions and then `code` in `folder`."""
-    program = f"import json, sys; sys.path.insert(0, {str(ROOT)!r})\n{DEFINITIONS}\n{code}"
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", **variables}
-    return subprocess.Popen([*python(), "-c", program], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def losses_of(process: subprocess.Popen[str]) -> dict[int, float]:
-    """Return the losses in the last line that a process printed."""
-    printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 0
-    return {int(step): loss for step, loss in json.loads(printed.splitlines()[-1]).items()}
+def losses_of(folder: Path, code: str, processes: int = 1) -> list[dict[int, float]]:
+    """Return the losses that processes print which run the page's definitions and then `code` in `folder`."""
+    program = f"import json\n{DEFINITIONS}\nprint(json.dumps({code}))"
+    variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
+    results = run_together("-c", program, processes=processes, cwd=folder, **variables)
+    assert [code for code, _ in results] == [0] * processes
+    return [{int(step): loss for step, loss in json.loads(lines[-1]).items()} for _, lines in results]
 
 
 @pytest.mark.exhaustive
@@ -71,11 +63,7 @@ def losses_of(process: subprocess.Popen[str]) -> dict[int, float]:
 def test_the_loop_runs_on_two_processes_and_its_checkpoint_continues_on_the_other_engine(
     page: dict[str, Any], tmp_path: Path
 ) -> None:
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    code = "print(json.dumps(run(8)[0]))"
-    ranks = [started(tmp_path, code, RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank in range(2)]
-    for rank in ranks:
-        assert losses_of(rank) == pytest.approx(page["before"], rel=1e-5)
+    for losses in losses_of(tmp_path, "run(8)[0]", processes=2):
+        assert losses == pytest.approx(page["before"], rel=1e-5)
     pytest.importorskip("torch_xla")
-    continued = losses_of(started(tmp_path, "print(json.dumps(run(12, 'xla')[0]))"))
-    assert continued == pytest.approx(page["after"], rel=1e-5)
+    assert losses_of(tmp_path, "run(12, 'xla')[0]") == [pytest.approx(page["after"], rel=1e-5)]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +18,7 @@ from pretraining.config.errors import ConfigError, UserError
 from pretraining.models.ops import next_token_loss
 from pretraining.tools.library import OwnModel, Training
 from pretraining.tools.library.own_llama import as_llama, unlike_blocks
-from tests.ports import free_port
+from tests.processes import run_together
 
 ROOT = Path(__file__).parents[2]
 CODE = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_model.md").read_text(), re.DOTALL))
@@ -179,19 +176,10 @@ def test_blocks_that_differ_are_found_before_one_runs_for_all() -> None:
 
 def outputs(folder: Path, code: str, processes: int = 1) -> list[str]:
     """Run the page's definitions and then `code` in so many processes in `folder`; return the last line of each."""
-    program = f"import json, sys; sys.path.insert(0, {str(ROOT)!r})\n{DEFINITIONS}\n{code}"
-    variables = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
-    if processes > 1:
-        variables |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    started = []
-    for rank in map(str, range(processes)):
-        environment = variables | ({"RANK": rank, "LOCAL_RANK": rank} if processes > 1 else {})
-        command = [sys.executable, "-c", program]
-        started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True))
-    printed = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * processes
-    return [text.splitlines()[-1] for text in printed]
+    program, variables = f"import json\n{DEFINITIONS}\n{code}", {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
+    results = run_together("-c", program, processes=processes, cwd=folder, **variables)
+    assert [code for code, _ in results] == [0] * processes
+    return [lines[-1] if lines else "" for _, lines in results]
 
 
 def losses_of(line: str) -> dict[int, float]:

@@ -24,14 +24,9 @@ from tests.selection import needs
 
 def run(folder: Path, steps: int, rate: float, **last: float) -> Path:
     folder.mkdir()
+    usual = {"learning_rate": rate}
     lines = [
-        {
-            "step": step,
-            "loss": 9 / step,
-            "learning_rate": rate,
-            "tokens_seen": 64 * step,
-            "consumed": {"a": step, "b": 1},
-        }
+        {"step": step, "loss": 9 / step, "tokens_seen": 64 * step, "consumed": {"a": step, "b": 1}, **usual}
         for step in range(1, steps + 1)
     ]
     by_dataset = {"val_loss/web": 1.0, "val_loss/books": 1.5}
@@ -93,11 +88,6 @@ def test_the_page_has_the_median_speed_without_the_first_report(tmp_path: Path) 
     assert ["measured", "3", "2 s", "2,048", "n/a", "n/a", "n/a", "4.00 GiB"] in [cells[i : i + 8] for i in range(20)]
 
 
-def test_the_page_of_one_run_lies_in_its_folder(tmp_path: Path) -> None:
-    assert main([str(run(tmp_path / "one", 3, 1e-3))]) == 0
-    assert (tmp_path / "one" / "report.html").read_text().startswith("<!doctype html>")
-
-
 def test_a_watched_page_shows_the_runs_as_they_stand(tmp_path: Path) -> None:
     folder = run(tmp_path / "one", 2, 1e-3)
     command = [sys.executable, "-m", "pretraining.tools.report", str(folder), "--watch", "--port=0"]
@@ -110,14 +100,7 @@ def test_a_watched_page_shows_the_runs_as_they_stand(tmp_path: Path) -> None:
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 3, "loss": 0.125}\n')
         after = Page(urlopen(address).read().decode())
-        taken = [
-            sys.executable,
-            "-m",
-            "pretraining.tools.report",
-            str(folder),
-            "--watch",
-            f"--port={urlsplit(address).port}",
-        ]
+        taken = [*command[:-1], f"--port={urlsplit(address).port}"]
         assert subprocess.run(taken, stderr=subprocess.DEVNULL, check=False).returncode == 2
         server.send_signal(signal.SIGINT)
     assert server.returncode == 0
@@ -130,6 +113,10 @@ def test_a_folder_that_is_no_run_is_named_and_the_others_are_shown(
 ) -> None:
     other, damaged, shown = tmp_path / "other", tmp_path / "damaged", run(tmp_path / "run", 3, 1e-3)
     other.mkdir()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.json").write_text('{"seed": 1}')
+    assert main([str(tmp_path / "new")]) == 0  # a run without reports yet
+    assert "n/a" in (tmp_path / "new" / "report.html").read_text()
     run(damaged, 3, 1e-3)
     (damaged / "config.json").write_text("[" * 100_000)
     assert main([str(other)]) == 2
@@ -168,12 +155,6 @@ def test_a_curve_of_many_reports_keeps_its_extremes() -> None:
     assert kept.items() <= points.items() and list(kept) == sorted(kept)
     assert (kept[123], kept[45_678]) == (99.0, -99.0)
     assert thinned(kept) is kept  # few enough: all of them
-
-
-def test_a_run_without_reports_yet_is_a_page(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"seed": 1}')
-    assert main([str(tmp_path)]) == 0
-    assert "n/a" in (tmp_path / "report.html").read_text()
 
 
 def test_every_reported_value_is_on_the_page_with_its_step_tokens_and_hours(tmp_path: Path) -> None:
@@ -230,12 +211,7 @@ def test_a_restart_is_a_mark_on_the_curve_and_an_outlier_does_not_flatten_it(tmp
     records = [{"step": step, "loss": 2 + 8 / step, "memory_bytes": 3 * 2**29} for step in range(1, 60)]
     records += [{"step": 60, "loss": 128_670.0, "loss_spike": True}, {"step": 61, "val_loss": 2.5}]
     records.append({"step": 62, "val_loss": 2.75})
-    start = {
-        "host": "node-7",
-        "command": "train.py --seed=1",
-        "parameters": 194e6,
-        "versions": {"torch": "2.9"},
-    }
+    start = {"host": "node-7", "command": "train.py --seed=1", "parameters": 194e6, "versions": {"torch": "2.9"}}
     page = shown(tmp_path / "run", records, [{"step": step, "time": 1e9, **start} for step in (0, 20)])
     loss, memory = (figure for figure in page.figures if figure["layout"]["title"]["text"][:4] in ("Loss", "Peak"))
     trained, _, marks = loss["data"]

@@ -25,7 +25,7 @@ from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.models.llama import Llama
 from pretraining.tools.convert.convert import main
 from pretraining.tools.convert.pickles import LAYOUTS, describe_moments, load_pickle
-from tests.tools.importing.files import put, tree
+from tests.tools.importing.files import tree
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -58,15 +58,20 @@ def gpt_neox(parallel: bool = True) -> Any:
     return randomised(transformers.GPTNeoXForCausalLM(sizes))
 
 
-def assert_same_function(
-    theirs: Any, source: Path, target: Path, config: dict[str, Any] | None = None, *more: str
-) -> None:
-    """Convert the folder and compare the logits of the model that it becomes."""
+def convert(source: Path, target: Path, config: dict[str, Any] | None = None, *more: str) -> int:
+    """Run the command, with this configuration file of their trainer; return its exit code."""
     words = [str(source), str(target), *more]
     if config:
         (target.parent / "config.json").write_text(json.dumps(config))
         words.append(f"--import_config={target.parent / 'config.json'}")
-    assert main(words) == 0
+    return main(words)
+
+
+def assert_same_function(
+    theirs: Any, source: Path, target: Path, config: dict[str, Any] | None = None, *more: str
+) -> None:
+    """Convert the folder and compare the logits of the model that it becomes."""
+    assert convert(source, target, config, *more) == 0
     checkpoint = open_checkpoint(target / "step_0")
     ours = Llama(CONFIGURATION(**checkpoint.facts.config))
     ours.load_state_dict(read_tensors(checkpoint, is_weight))  # strict
@@ -145,10 +150,8 @@ def test_gpt_neox_s_llama_is_read_with_both_names_of_its_gate_and_both_orders_of
             there, here = f"sequential.{layer + 2}.", f"model.layers.{layer}."
             legacy = fused(here, state, groups=4).chunk(ranks)[rank]
             halves = [state[f"{here}mlp.{half}_proj.weight"].chunk(ranks)[rank] for half in ("gate", "up")]
-            gates = (
-                {f"mlp.{gate}": halves[0], f"mlp.{up}": halves[1]} if up else {f"mlp.{gate}": torch.cat(halves[::-1])}
-            )
-            gates |= {
+            of_gates = dict(zip((gate, up), halves, strict=True)) if up else {gate: torch.cat(halves[::-1])}
+            gates = {f"mlp.{name}": weight for name, weight in of_gates.items()} | {
                 "attention.query_key_value": legacy if order == "legacy" else by_rank(here, state, ranks)[rank],
                 "attention.dense": state[f"{here}self_attn.o_proj.weight"].chunk(ranks, 1)[rank],
                 f"mlp.{down}": state[f"{here}mlp.down_proj.weight"].chunk(ranks, 1)[rank],
@@ -164,8 +167,7 @@ def test_gpt_neox_s_llama_is_read_with_both_names_of_its_gate_and_both_orders_of
     if order:
         assert_same_function(theirs, tmp_path, tmp_path / "ours", config, f"--neox_gqa={order}")
         return
-    (tmp_path / "neox.json").write_text(json.dumps(config))
-    assert main([str(tmp_path), str(tmp_path / "ours"), f"--import_config={tmp_path / 'neox.json'}"]) == 2
+    assert convert(tmp_path, tmp_path / "ours", config) == 2
     assert "give --neox_gqa=head if the code that wrote it is of that day" in capsys.readouterr().err
 
 
@@ -232,9 +234,9 @@ def test_nemo_s_ranks_are_one_model(
             state = renamed(megatron(theirs.state_dict(), rank, ranks, layers), names)
             loaded = {"state_dict": state, "hyper_parameters": Foreign(0), "optimizer_states": [{"optimizer": {}}]}
             torch.save(loaded, here / "model_optim_rng.ckpt")
-    config = put(tree("nemo"), "model.tensor_model_parallel_size", ranks)
-    put(config, "model.tokenizer.model", "???")  # of no importance here
-    assert_same_function(theirs, folder, tmp_path / "ours", put(config, "model.pipeline_model_parallel_size", stages))
+    sizes = {"model.tensor_model_parallel_size": ranks, "model.pipeline_model_parallel_size": stages}
+    config = tree("nemo", {**sizes, "model.tokenizer.model": "???"})  # of no importance here
+    assert_same_function(theirs, folder, tmp_path / "ours", config)
     assert "without names; training starts with moments of 0" in capsys.readouterr().err
 
 
@@ -260,9 +262,8 @@ def test_nemo_s_optimizer_states_come_along_where_their_parameters_can_be_told(
         wrapper = {"optimizer": optimizer, "fp32_from_fp16_params": [[copies[n] for n in g] for g in groups]}
         model = {name: (copy if is_told else torch.ones_like(copy)).bfloat16() for name, copy in copies.items()}
         torch.save({"state_dict": model, "optimizer_states": [wrapper]}, folder / "model_optim_rng.ckpt")
-    config = put(put(tree("nemo"), "model.tensor_model_parallel_size", ranks), "model.optim.name", "adam")
-    (tmp_path / "nemo.json").write_text(json.dumps(config))
-    assert main([str(tmp_path / "nemo"), str(tmp_path / "ours"), f"--import_config={tmp_path / 'nemo.json'}"]) == 0
+    config = tree("nemo", {"model.tensor_model_parallel_size": ranks, "model.optim.name": "adam"})
+    assert convert(tmp_path / "nemo", tmp_path / "ours", config) == 0
     checkpoint = open_checkpoint(tmp_path / "ours" / "step_0")
     tensors = read_tensors(checkpoint)
     expected = {
@@ -305,8 +306,7 @@ def test_weights_that_mean_another_function_here_are_refused(
     key: str, value: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"state_dict": {}}, tmp_path / "model_weights.ckpt")
-    (tmp_path / "nemo.json").write_text(json.dumps(put(tree("nemo"), f"model.{key}", value)))
-    assert main([str(tmp_path), str(tmp_path / "ours"), f"--import_config={tmp_path / 'nemo.json'}"]) == 2
+    assert convert(tmp_path, tmp_path / "ours", tree("nemo", {f"model.{key}": value})) == 2
     assert reason in capsys.readouterr().err
 
 
@@ -363,10 +363,8 @@ def test_nxd_training_s_megatron_models_are_read_too(ranks: int, groups: int, tm
             model |= {f"{name}query.weight": query.clone(), f"{name}key_value.weight": pairs}
         shard = renamed(model, {"model.language_model": "language_model"})
         torch.save(shard, tmp_path / f"dp_rank_00_tp_rank_{rank:02}_pp_rank_00.pt")
-    config = put(
-        put(tree("nxdt"), "distributed_strategy.tensor_model_parallel_size", ranks), "model.num_kv_heads", groups
-    )
-    assert_same_function(theirs, tmp_path, tmp_path / "ours", config)
+    sizes = {"distributed_strategy.tensor_model_parallel_size": ranks, "model.num_kv_heads": groups}
+    assert_same_function(theirs, tmp_path, tmp_path / "ours", tree("nxdt", sizes))
 
 
 @pytest.mark.parametrize(
@@ -400,20 +398,18 @@ def replicated(ranks: int, copies: int) -> dict[str, Any]:
     """NxD Training's file for that many copies of keys and values on that many tensor ranks."""
     if copies > 1:
         pytest.importorskip("pretraining.extensions.kv_replication")
-    config = put(tree("nxdt"), "distributed_strategy.kv_replicator", copies)
-    put(config, "distributed_strategy.tensor_model_parallel_size", ranks)
-    return put(put(config, "trainer.devices", 8), "model.qkv_linear", True)
+    sizes = {"distributed_strategy.kv_replicator": copies, "distributed_strategy.tensor_model_parallel_size": ranks}
+    return tree("nxdt", {**sizes, "trainer.devices": 8, "model.qkv_linear": True})
 
 
 def test_nxd_training_s_ranks_with_keys_of_their_own_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "nxdt.json").write_text(json.dumps(replicated(4, 2)))
     for rank, shard in enumerate(nxdt_shards(llama().state_dict(), 4, 2)):
         for name in [name for name in shard if name.endswith(("weight_k", "weight_v"))]:
             shard[name] = shard[name] if rank else torch.randn_like(shard[name]) * shard[name].std()
         torch.save(shard, tmp_path / f"dp_rank_00_tp_rank_{rank:02}_pp_rank_00.pt")
-    assert main([str(tmp_path), str(tmp_path / "ours"), f"--import_config={tmp_path / 'nxdt.json'}"]) == 2
+    assert convert(tmp_path, tmp_path / "ours", replicated(4, 2)) == 2
     assert "the 2 copies of the keys differ, by " in capsys.readouterr().err
 
 
@@ -556,11 +552,8 @@ def test_a_folder_that_is_not_the_configuration_s_is_refused(
 ) -> None:
     for number, tensors in neox_layers(gpt_neox().state_dict()).items():
         torch.save(tensors, tmp_path / f"layer_{number:02}-model_00-model_states.pt")
-    words = [str(tmp_path), str(tmp_path / "ours")]
-    if change:
-        (tmp_path / "neox.json").write_text(json.dumps({**NEOX, "gpt_j_residual": True, **change}))
-        words.append(f"--import_config={tmp_path / 'neox.json'}")
-    assert main(words) == 2
+    config = {**NEOX, "gpt_j_residual": True, **change} if change else None
+    assert convert(tmp_path, tmp_path / "ours", config) == 2
     assert message in capsys.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import resource
@@ -82,6 +83,11 @@ def nxd_path(rank: int, stage: int) -> str:
 # ---- Theirs, ours, theirs
 
 
+def of_model(kind: str, **changes: object) -> dict[str, Any]:
+    """One format's file with other values in its section of the model."""
+    return tree(kind, {f"model.{key}": value for key, value in changes.items()})
+
+
 @pytest.mark.parametrize("form", ["mcore", "fast-swiglu", "swiglu"])
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
 def test_nemo_s_ranks_come_back(form: str, ranks: int, stages: int, tmp_path: Path) -> None:
@@ -89,25 +95,23 @@ def test_nemo_s_ranks_come_back(form: str, ranks: int, stages: int, tmp_path: Pa
     groups = 4 if form != "mcore" or ranks == 4 else 2  # grouped queries are megatron-core's alone
     state = {name: weight.bfloat16() for name, weight in llama(groups).state_dict().items()}
     files: Files = {}
-    for rank in range(ranks):
-        for stage in range(stages):
-            names = megatron(state, rank, ranks, range(stage * 2 // stages, (stage + 1) * 2 // stages), groups)
-            names = {name: x for name, x in names.items() if stage == 0 or "word_embeddings" not in name}
-            last = ("final_layernorm", "output_layer")
-            names = {name: x for name, x in names.items() if stage == stages - 1 or not any(w in name for w in last)}
-            if form == "mcore":
-                names = renamed(names, CORE)
-            elif form == "swiglu":
-                for name in [name for name in names if "dense_h_to_4h.weight" in name]:
-                    names[name], names[name.replace("4h.weight", "4h_2.weight")] = names[name].chunk(2)
-            if form != "mcore":
-                names["model.language_model.rotary_pos_emb.inv_freq"] = 1 / 50000 ** (torch.arange(0, 4, 2) / 4)
-            folder = f"tp_rank_{rank:02}_pp_rank_{stage:03}/" if stages > 1 else f"mp_rank_{rank:02}/" * (ranks > 1)
-            files[f"{folder}model_weights.ckpt"] = names
-    config = put(put(tree("nemo"), "model.tensor_model_parallel_size", ranks), "model.num_query_groups", groups)
-    put(put(config, "model.pipeline_model_parallel_size", stages), "model.activation", form.replace("mcore", "swiglu"))
-    put(put(config, "model.rotary_base", 50000), "model.rotary_percentage", 0.5)
-    back = assert_round_trip(files, put(config, "model.mcore_gpt", form == "mcore"), tmp_path / "nemo")
+    for rank, stage in itertools.product(range(ranks), range(stages)):
+        names = megatron(state, rank, ranks, range(stage * 2 // stages, (stage + 1) * 2 // stages), groups)
+        absent = ["word_embeddings"] * (stage > 0) + ["final_layernorm", "output_layer"] * (stage < stages - 1)
+        names = {name: x for name, x in names.items() if not any(word in name for word in absent)}
+        if form == "mcore":
+            names = renamed(names, CORE)
+        else:
+            names["model.language_model.rotary_pos_emb.inv_freq"] = 1 / 50000 ** (torch.arange(0, 4, 2) / 4)
+        for name in [name for name in names if "dense_h_to_4h.weight" in name] if form == "swiglu" else []:
+            names[name], names[name.replace("4h.weight", "4h_2.weight")] = names[name].chunk(2)
+        folder = f"tp_rank_{rank:02}_pp_rank_{stage:03}/" if stages > 1 else f"mp_rank_{rank:02}/" * (ranks > 1)
+        files[f"{folder}model_weights.ckpt"] = names
+    changes: dict[str, Any] = {"tensor_model_parallel_size": ranks, "num_query_groups": groups}
+    changes |= {"pipeline_model_parallel_size": stages}
+    changes |= {"activation": form.replace("mcore", "swiglu"), "mcore_gpt": form == "mcore"}
+    changes |= {"rotary_base": 50000, "rotary_percentage": 0.5}
+    back = assert_round_trip(files, of_model("nemo", **changes), tmp_path / "nemo")
     saved = yaml.safe_load((back / "model_config.yaml").read_text())
     assert saved["max_position_embeddings"] == saved["encoder_seq_length"] == 32  # a reference of the file
     assert saved["data"] == {"seq_length": 32, "num_workers": 2} and saved["target"].endswith(".MegatronGPTModel")
@@ -126,22 +130,16 @@ def test_nemo_s_gpt_comes_back(ranks: int, tmp_path: Path) -> None:
         **{f"encoder.final_layernorm.{end}": torch.randn(32, generator=generator) for end in ("weight", "bias")},
         "output_layer.weight": torch.randn(48 // ranks, 32, generator=generator),
     }
-    for name, count in {
-        f"encoder.layers.{layer}.{name}": count for layer in (0, 1) for name, count in rows.items()
-    }.items():
-        width = columns.get(name.split(".", 3)[3], 32)
+    for layer, (module, count) in itertools.product((0, 1), rows.items()):
+        name, width = f"encoder.layers.{layer}.{module}", columns.get(module, 32)
         model[f"{name}.weight"] = torch.randn(count, *([] if "norm" in name else [width]), generator=generator)
         model[f"{name}.bias"] = torch.randn(count, generator=generator)
     shard = {f"model.language_model.{name}": tensor for name, tensor in model.items()}
     files = {f"{f'mp_rank_{rank:02}/' * (ranks > 1)}model_weights.ckpt": shard for rank in range(ranks)}
-    config = put(
-        put(tree("nemo"), "model.tensor_model_parallel_size", ranks),
-        "model.position_embedding_type",
-        "learned_absolute",
-    )
-    put(put(config, "model.normalization", "layernorm"), "model.bias", True)
-    put(put(config, "model.num_query_groups", 4), "model.activation", "gelu")
-    assert_round_trip(files, put(config, "model.bias_activation_fusion", False), tmp_path / "nemo")
+    changes: dict[str, Any] = {"tensor_model_parallel_size": ranks}
+    changes |= {"position_embedding_type": "learned_absolute", "bias": True}
+    changes |= {"normalization": "layernorm", "num_query_groups": 4, "activation": "gelu"}
+    assert_round_trip(files, of_model("nemo", **changes, bias_activation_fusion=False), tmp_path / "nemo")
 
 
 @pytest.mark.parametrize("form", ["parts", "fused"])
@@ -176,13 +174,12 @@ def test_nxd_core_s_ungrouped_queries_come_back(
             parts = {x: shard.pop(f"{layer}qkv_proj.weight_{x}") for x in "qkv"}
             shard.update({f"{layer}{x}_proj.weight": part for x, part in parts.items()} if not is_fused else {})
             shard.update({f"{layer}qkv_proj.weight": torch.cat(list(parts.values()))} if is_fused else {})
-    config = put(put(tree("nxdt"), "distributed_strategy.tensor_model_parallel_size", 2), "model.num_kv_heads", 4)
-    put(put(config, "model_source", "hf"), "model.fuse_qkv", is_fused)
-    put(config, "model.share_embeddings_and_output_weights", is_tied)
+    tied = {"share_embeddings_and_output_weights": is_tied}
+    config = of_model("nxdt", num_kv_heads=4, fuse_qkv=is_fused, **tied) | {"model_source": "hf"}
+    put(config, "distributed_strategy.tensor_model_parallel_size", 2)
     assert_round_trip(stages_of(shards, 1, nxd_path), config, tmp_path / "nxd")
     for stages in (1, 2) if is_tied else ():
-        config = put(put(tree("nemo"), "model.share_embeddings_and_output_weights", True), "model.num_query_groups", 4)
-        put(config, "model.pipeline_model_parallel_size", stages)
+        config = of_model("nemo", num_query_groups=4, pipeline_model_parallel_size=stages, **tied)
         (tmp_path / "nemo.json").write_text(json.dumps(config))
         words = [str(tmp_path / "nxd" / "ours"), str(tmp_path / "nemo"), f"--export_config={tmp_path / 'nemo.json'}"]
         assert main(words) == (0 if stages == 1 else 2)
@@ -204,7 +201,7 @@ def test_nxd_training_s_megatron_models_come_back(groups: int, tmp_path: Path) -
                 fused = names.pop(f"{there}query_key_value.weight")
                 names[f"{there}query.weight"], names[f"{there}key_value.weight"] = fused.split((16, 16))
         shards.append(names)
-    config = put(put(tree("nxdt"), "distributed_strategy.tensor_model_parallel_size", 2), "model.num_kv_heads", groups)
+    config = tree("nxdt", {"distributed_strategy.tensor_model_parallel_size": 2, "model.num_kv_heads": groups})
     assert_round_trip(stages_of(shards, 1, nxd_path), config, tmp_path / "nxdt")
 
 
@@ -235,7 +232,7 @@ def test_ours_come_back_from_a_padded_vocabulary(
 ) -> None:
     """61 tokens are 64 rows there, the last three like the last token's. One rank at a time, averaged with a model
     of zeros and rounded: the halves."""
-    config = put(put(tree(kind), "model.make_vocab_size_divisible_by", 4), "model.mcore_gpt", True)
+    config = of_model(kind, make_vocab_size_divisible_by=4, mcore_gpt=True)
     put(config, {"nemo": "model.", "nxdt": "distributed_strategy."}[kind] + "tensor_model_parallel_size", 2)
     file = tmp_path / "their.json"
     file.write_text(json.dumps(config))
@@ -308,10 +305,8 @@ def test_what_their_files_cannot_hold_is_refused(
 ) -> None:  # fmt: skip
     if kind == "nxdt":
         pytest.importorskip("pretraining.extensions.pipeline")
-    config = tree(kind)
-    for key, value in {"model.mcore_gpt": True, **changes}.items() if kind == "nemo" else changes.items():
-        put(config, key, value)
-    (tmp_path / "their.json").write_text(json.dumps(config))
+    core = {"model.mcore_gpt": True} if kind == "nemo" else {}
+    (tmp_path / "their.json").write_text(json.dumps(tree(kind, {**core, **changes})))
     words = [str(ours), str(tmp_path / "theirs"), f"--export_config={tmp_path / 'their.json'}"]
     assert main([*words, *flags.split()]) == 2
     assert message.format(tmp_path / "their.json") in capsys.readouterr().err
@@ -348,7 +343,7 @@ def test_what_nxd_core_s_llama_does_not_have_is_refused(
 def test_a_disk_that_takes_no_more_is_a_sentence(
     ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "nemo.json").write_text(json.dumps(put(tree("nemo"), "model.mcore_gpt", True)))
+    (tmp_path / "nemo.json").write_text(json.dumps(of_model("nemo", mcore_gpt=True)))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:

@@ -45,7 +45,7 @@ CASES: dict[str, Fields] = {
         **{"tensor_parallel_size": 2, "sequence_parallel": True, "batch_size": 4},
     },
     "context x tensor": {
-        **{"sharding_strategy": "fsdp", "context_parallel_size": 2, "tensor_parallel_size": 2, "batch_size": 16},
+        **{"sharding_strategy": "fsdp", "context_parallel_size": 2, "tensor_parallel_size": 2, "batch_size": 16}
     },
     "repeated heads": {"sharding_strategy": "fsdp", "tensor_parallel_size": 4, "num_kv_heads": 2, "batch_size": 16},
     "context, ddp": {"sharding_strategy": "ddp", "context_parallel_size": 2, "batch_size": 8},

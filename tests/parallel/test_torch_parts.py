@@ -1,17 +1,20 @@
-"""The state of the torch engine as checkpoints see it, with shards that are not on the mesh's device; its updates."""
+"""Parts of the torch engine: its state as checkpoints see it, updates, flat buffers and the backend of TPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp  # registers FSDP2's operations
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx import GraphModule, symbolic_trace
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,8 +27,10 @@ from pretraining.optim.optimizer import ParameterState
 from pretraining.optim.rules import Muon
 from pretraining.parallel.layout import TorchLayout
 from pretraining.parallel.mesh import Mesh
+from pretraining.parallel.torch.flat import chunk_cat
 from pretraining.parallel.torch.state import LocalShards
 from pretraining.parallel.torch.step import TorchStep
+from pretraining.parallel.torch.tpu_compile import return_arguments
 from tests.checkpoint.saving import save
 
 CONFIG = TrainConfig(model_variant="tiny", seq_length=16, num_layers=1, vocab_size=100, make_vocab_size_divisible_by=64)
@@ -75,3 +80,44 @@ def test_muon_moves_a_stack_of_matrices_once_to_whole_ones_and_back(
     assert isinstance(updated, DTensor) and updated.placements == (Shard(1),) and updated.shape == (3, *shape)
     short, long = sorted(shape)
     assert flops.get_total_flops() == 5 * 2 * (2 * short * short * long + short**3)  # of one of the three matrices
+
+
+# ---- How the torch engine moves FSDP2's flat buffers on tiled devices. Its collectives run in test_emulated_tpu.py.
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_laid_out_as_fsdp2_does_and_padded_where_ranks_do_not_divide_them(
+    ranks: int, dtype: torch.dtype
+) -> None:
+    gradients = [torch.randn(shape) for shape in ((5, 3), (8, 2, 2), (7,), (3, 4))]
+    columns = sum(-(-len(gradient) // ranks) * gradient[0].numel() for gradient in gradients)
+    ours, expected = (torch.empty(ranks, columns, dtype=dtype) for _ in range(2))
+    chunk_cat(gradients, 0, ranks, ours)
+    torch.ops.fsdp.chunk_cat(gradients, 0, ranks, out=expected)
+    assert torch.equal(ours, expected)
+
+
+# ---- The backend of torch.compile on TPUs, with another compiler; test_emulated_tpu.py trains with TorchTPU's.
+
+
+def test_results_that_are_arguments_are_not_computed_and_are_the_caller_s_tensors() -> None:
+    computed: list[Any] = []
+
+    def compile_graph(name: str, graph: GraphModule, inputs: list[Any]) -> Callable[[list[Any]], Any]:
+        def run(given: list[Any]) -> Any:
+            tensors = list(given)
+            given.clear()
+            computed.append(graph(*tensors))
+            return computed[-1]
+
+        return run
+
+    graph = symbolic_trace(lambda x, weight: (x @ weight, weight, None, x, x + 1))
+    x, weight = torch.randn(2, 3), torch.randn(3, 3)
+    product, same_weight, nothing, same_x, more = return_arguments(compile_graph, "forward", graph, [x, weight])(
+        [x, weight]
+    )
+    assert len(computed[0]) == 3  # two tensors, and the None
+    assert same_weight is weight and same_x is x and nothing is None
+    assert torch.equal(product, x @ weight) and torch.equal(more, x + 1)

@@ -1,8 +1,9 @@
-"""num_epochs ends a run, and the configuration that is printed, written and trained with is the same one."""
+"""Which data a run trains on: num_epochs ends it, and skip_samples passes over the data of a spike."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,21 +12,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import main_training
 from pretraining.checkpoint.manifest import Facts
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.run.start import open_streams, stream_after
-from tests.end_to_end.small import FLAGS
+from tests.end_to_end.small import FLAGS, continue_from, figures, reports, train
 
 DOCUMENTS, TOKENS = 40, 101  # and a separator each: 40 x 102 / (16 x 32) = 7 whole steps of an epoch
 
 
 def run(folder: Path, **fields: object) -> None:
-    flags = {**FLAGS, "log_dir": folder, "data_path": folder / "data", "engine": "torch", "device": "cpu", **fields}
-    flags |= {"num_steps": 1000, "index_dir": folder / "index", "checkpoint_interval": 3}
-    assert main_training.main(**{name: str(value) for name, value in flags.items()}) == 0
+    data = {"data_path": folder / "data", "index_dir": folder / "index", "num_steps": 1000, "checkpoint_interval": 3}
+    train(folder, **data, **fields)
 
 
 @pytest.fixture
@@ -49,8 +48,7 @@ def test_the_steps_of_num_epochs_are_known_before_anything_is_derived(
         assert f"at step {steps}" in next(line for line in printed.splitlines() if line.startswith("learning rate"))
         assert f"complete: {steps} steps" in printed
         assert json.loads((corpus / "config.json").read_text())["num_steps"] == steps
-        lines = [json.loads(line) for line in (corpus / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines if "loss" in line] == list(range(1, steps + 1))
+        assert list(reports(corpus)) == list(range(1, steps + 1))
     assert "continuing from" in printed
 
 
@@ -70,3 +68,22 @@ def test_an_earlier_checkpoint_than_expected_ends_with_the_data_or_is_refused(co
     assert stream_after(checkpoint(2, 2), *expected).steps == 5
     with pytest.raises(UserError, match="from step 2 on num_epochs=1 allows 3 steps instead of 5"):
         stream_after(checkpoint(2, 4), *expected)  # its batches were twice as large
+
+
+# ---- The procedure of configs.md after a loss spike: back to a checkpoint, and past the data of the spike
+
+
+@pytest.mark.slow
+def test_a_run_goes_back_and_passes_the_data_of_a_spike_over(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    usual = {"lr_decay_steps": 8, "checkpoint_interval": 2}
+    train(first, **usual, num_steps=8)
+    shutil.copy(first / "metrics.jsonl", continue_from(first, 4, second))
+    for steps in (6, 8):  # the second command continues the first
+        train(second, **usual, num_steps=steps, skip_samples="64-95")
+    before, after = figures(first), figures(second)
+    assert {step: after[step, "loss"] for step in range(1, 5)} == {step: before[step, "loss"] for step in range(1, 5)}
+    for step in (5, 6):
+        assert after[step, "loss"]["data_hash"] == before[step + 2, "loss"]["data_hash"]
+        assert after[step, "loss"]["tokens_seen"] == before[step, "loss"]["tokens_seen"]
+        assert after[step, "loss"]["loss"] != before[step, "loss"]["loss"]

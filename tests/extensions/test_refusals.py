@@ -1,0 +1,105 @@
+"""Settings of extensions that contradict others: one problem each, which names both sides and the way out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from main_training import CONFIGURATION
+from pretraining.config.declaration import settings_of
+from tests.config.test_validate import STAGES, found
+
+SETTINGS = settings_of(CONFIGURATION)
+RAMPED: dict[str, Any] = {"global_batch_size": 16, "batch_size": 4}
+SAVED: dict[str, Any] = {"checkpoint_interval": 100}
+MANUAL: dict[str, Any] = {"precision": "manual", "master_weights": False}
+SHAPE = {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4, "head_dim": 8, "intermediate_size": 256}
+FP8: dict[str, Any] = {"precision": "fp8", "model_variant": "tiny", **SHAPE}
+LORA: dict[str, Any] = {
+    **{"model_variant": "custom", "vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4},
+    **{"num_kv_heads": 2, "intermediate_size": 48, "seq_length": 24, "lora_rank": 4},
+}
+LAYERS = "lora_target_modules=.* means other projections in layer 1 than in layer 0"
+SHORT: dict[str, Any] = {"num_steps": 100, "learning_rate": 1e-3}
+HYBRID = {"lr_schedule": "hybrid_cosine_inv_sqrt", "lr_cooldown_steps": 95, "lr_warmup_steps": 9}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # batch_rampup
+    ({"rampup_batch_size": "2,2,100"}, "--rampup_batch_size=2,2,100 .*needs --global_batch_size"),
+    ({**RAMPED, "rampup_batch_size": "4,4"}, "=4,4 .*start,increment,samples.*16,16,100000"),
+    ({**RAMPED, "rampup_batch_size": "16,4,9"}, "starts with 16.*global_batch_size=16"),
+    ({**RAMPED, "rampup_batch_size": "6,2,9"}, "starts with 6.*multiple of 4.*use 4 or 8"),
+    ({**RAMPED, "rampup_batch_size": "4,8,9"}, "grows by 8.*16 - 4.*use 4 or 12"),
+    # fp16, fp8
+    ({"precision": "fp16", "loss_scale": 8.0, "loss_scale_window": 5}, "loss_scale_window=5 +is for the dynamic"),
+    ({**FP8, "intermediate_size": 200}, "intermediate_size=200 +is not a multiple of 16.*use 192 or 208"),
+    (
+        {**FP8, "tensor_parallel_size": 4, "intermediate_size": 160, "num_kv_heads": 8, "head_dim": 16},
+        "intermediate_size=160 +is not a multiple of 64 = 16 x 4 ranks.*use 128 or 192",
+    ),
+    ({**FP8, "num_kv_heads": 1}, "num_kv_heads=1 +x head_dim=8 = 8 is not a multiple of 16"),
+    ({**FP8, "batch_size": 1, "seq_length": 40}, "batch_size=1 +x 40 tokens = 40 is not a mult.*use 32 or 48"),
+    # kv_replication
+    ({"tensor_parallel_size": 8, "kv_replication": 3, "num_kv_heads": 2}, "=3 .*num_kv_heads=2.*use 4 or 8"),
+    # length_stages
+    ({"seq_length_stages": "64:9,128"}, "--seq_length_stages=64:9,128 .*LENGTH:STEP.*such as 1024:2000"),
+    ({"seq_length_stages": "100:9", "seq_length": 256}, "rows of 100 tokens.*divide seq_length=256"),
+    (
+        {"seq_length_stages": "6:9", "seq_length": 24, "tensor_parallel_size": 4, "sequence_parallel": True},
+        "rows of 6 tokens.*a multiple of 4",
+    ),
+    ({"seq_length_stages": "64:9", "seq_length": 256, **STAGES}, "seq_length_stages.*--pipeline_parallel_size=1"),
+    # local_tier
+    ({"ckpt_local_path": "s3://b/n", "checkpoint_interval": 9}, "--ckpt_local_path=s3://b/n .*a local path"),
+    ({"ckpt_local_path": "fast"}, "--ckpt_local_path=fast .*give an interval in steps"),
+    # lora
+    ({**LORA, "lora_target_modules": "proj"}, "=proj .*matches no projection; .*q_proj, k_proj"),
+    ({**LORA, "lora_target_modules": "q_proj,typo"}, "=q_proj,typo .*contains typo, which matches no"),
+    ({**LORA, "lora_target_modules": "q_proj,"}, "matches no projection"),
+    (
+        {**LORA, "lora_target_modules": "gate_proj", "activation": "gelu"},
+        "contains gate_proj, which matches no projection",
+    ),
+    ({**LORA, "lora_target_modules": "layers.0.self_attn.q_proj"}, LAYERS),
+    ({**LORA, "lora_target_modules": r"model\.layers\.1\..*q_proj"}, LAYERS),
+    ({**LORA, "lora_target_modules": r"model\.layers\.0\..*q_proj"}, LAYERS),
+    ({**LORA, "lora_modules_to_save": "lm_head,typo"}, "contains typo, which ends the name of no module"),
+    (
+        {**LORA, "lora_modules_to_save": "lm_head", "tie_word_embeddings": True},
+        "contains lm_head, which ends the name of no",
+    ),
+    ({**LORA, "lora_modules_to_save": "q_proj"}, "lora_modules_to_save=q_proj .*q_proj, which has an adapter"),
+    # moving_average
+    ({**MANUAL, "ema_decay": 0.9}, "--ema_decay=0.9 .*stochastic_rounding=True"),
+    # mup
+    ({"mup_base_width": 256, "optimizer": "lion"}, "--mup_base_width=256 .*lion.*adamw or muon"),
+    ({"mup_base_width": 256, "lora_rank": 8}, "--mup_base_width=256 .*adapters.*export"),
+    # one_program
+    (
+        {"one_program": "always", "pipeline_parallel_size": 2, "gradient_accumulation_steps": 2},
+        "--one_program=always .*several programs",
+    ),
+    # profiler
+    ({"use_profiler": True, "num_steps": 4}, "--profile_start_step=5 .*num_steps=4"),
+    # save_schedule
+    (
+        {"checkpoint_interval": 1, "checkpoint_scale": "log"},
+        "--checkpoint_interval=1 .*checkpoint_scale=log.*use 2 or more",
+    ),
+    ({"extra_checkpoint_steps": "1,2"}, "--extra_checkpoint_steps=1,2 .*checkpoint_interval=0"),
+    ({**SAVED, "extra_checkpoint_steps": "1,x"}, "--extra_checkpoint_steps=1,x .*step numbers.*0,100,1000"),
+    ({**SAVED, "extra_checkpoint_steps": "-1"}, "--extra_checkpoint_steps=-1 .*step numbers"),
+    # schedules
+    ({**SHORT, "lr_schedule": "noam"}, "lr_schedule.*lr_d_model"),
+    ({**SHORT, "lr_schedule": "step", "lr_gamma": 0.5}, "lr_schedule.*lr_step_size"),
+    ({**SHORT, "lr_gamma": 0.5}, "lr_gamma.*lr_schedule=fms_cosine.*exponential_lr"),
+    ({**SHORT, **HYBRID}, "--lr_cooldown_steps=95 .*num_steps=100.*9 steps"),
+]
+REFUSED = [row for row in REFUSED if row[0].keys() <= SETTINGS.keys()]  # of extensions that are there
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED)
+def test_a_contradiction_is_one_problem_that_names_both_sides(fields: dict[str, Any], words: str) -> None:
+    (problem,) = found(**fields)
+    assert re.search(words, problem), problem

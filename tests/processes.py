@@ -1,0 +1,42 @@
+"""Processes of one program, with torchrun's variables and without torchrun, which hides exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from tests.ports import free_port
+from tests.waiting import PATIENCE
+from tests.warm import python
+
+ROOT = Path(__file__).parents[1]
+
+
+def group(processes: int) -> list[dict[str, str]]:
+    """Return torchrun's variables for each of these processes; none for one."""
+    if processes == 1:
+        return [{}]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+    common["LOCAL_WORLD_SIZE"] = str(processes)
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def run_together(
+    *command: str | Path, processes: int = 2, cwd: Path | None = None, **environment: str
+) -> list[tuple[int, list[str]]]:
+    """Exit status and output lines of `python COMMAND` as each of the ranks."""
+    inherited = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    started = [
+        subprocess.Popen(
+            [*python(), *map(str, command)],
+            cwd=cwd,
+            env=inherited | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for variables in group(processes)
+    ]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in started]
+    return [(process.returncode, text.splitlines()) for process, text in zip(started, outputs, strict=True)]
