@@ -251,8 +251,8 @@ class TrainConfig:
 
     # ---- Optimizer and schedule
     optimizer: Annotated[str, KeyOf("optimizers"), Resume.STATE, COMMON] = "adamw"
-    """"adam" adds the decay to the gradient, "muon" updates the matrices of the blocks and leaves the others to AdamW.
-    The table of optimizers in docs/settings.md has the sources and defaults of all. Elsewhere: optim."""
+    """The table of optimizers in docs/settings.md has the sources and defaults of all; extensions/optimizers adds those
+    besides "adamw" and "adam", which adds the decay to the gradient. Elsewhere: optim."""
     optimizer_args: Annotated[str, ARGUMENTS, Resume.STATE] = ""
     """Further settings of the optimizer, comma-separated: momentum=0.9,nesterov=True. Names and defaults are in the
     table of optimizers in docs/settings.md."""
@@ -592,9 +592,13 @@ class TrainConfig:
         """Return the rows of config/support.py about settings of extensions."""
         return ()
 
-    def update_rules(self) -> Mapping[str, Callable[..., Any]]:
-        """Return the update rules of optimizers that optim/rules.py does not have: name -> rule of the arguments."""
-        return {}
+    def update_rule(self, name: str) -> Any:
+        """Return the update rule (optim.rules.UpdateRule) of the parameter of this name; None: Adam's or AdamW's."""
+        return None
+
+    def own_rate(self, step: int) -> float | None:
+        """Return the learning rate of the 0-based update `step` where the optimizer has its own; None: lr_schedule's."""
+        return None
 
     def followers(self) -> Mapping[str, Callable[[Any, Any], Any]]:
         """Return what is kept with the optimizer state of each trained weight: name -> function that gives the new

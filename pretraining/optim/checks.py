@@ -73,16 +73,6 @@ def check_optimizer_settings(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "weight_decay", remedy)
 
 
-def check_relative_step(config: TrainConfig) -> Iterator[Problem]:
-    """Adafactor's relative step is a learning rate of its own."""
-    arguments = {**config.optimizers()[config.optimizer].arguments, **parse_arguments(config.optimizer_args)}
-    if arguments.get("warmup_init") and not arguments.get("relative_step"):
-        yield Problem("--optimizer_args=warmup_init=True", "needs relative_step=True; set both or none")
-    if arguments.get("relative_step") and config.learning_rate is not None:
-        remedy = "contradicts adafactor's relative_step=True, which computes its own; remove one of the two"
-        yield problem(config, "learning_rate", remedy)
-
-
 def check_precision(config: TrainConfig) -> Iterator[Problem]:
     """The two settings of precision agree."""
     mode = config.precision_mode
@@ -95,6 +85,5 @@ CHECKS = (
     check_schedule_settings,
     check_schedule_lengths,
     check_optimizer_settings,
-    check_relative_step,
     check_precision,
 )

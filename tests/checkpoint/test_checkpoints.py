@@ -534,9 +534,9 @@ def test_a_run_on_dummy_data_does_not_continue_one_on_real_data_nor_the_reverse(
 def test_another_optimizer_takes_weights_alone_from_a_checkpoint_and_none_from_its_own_run(tmp_path: Path) -> None:
     run(tmp_path, num_steps=2)
     source = str(tmp_path / "checkpoints")
-    other = small_config(tmp_path / "other", num_steps=4, optimizer="lion", ckpt_load_path=source)
-    with pytest.raises(ConfigError, match=r"--optimizer=lion .*has the state of adamw; --load_weights_only=True"):
+    other = small_config(tmp_path / "other", num_steps=4, optimizer="adam", ckpt_load_path=source)
+    with pytest.raises(ConfigError, match=r"--optimizer=adam .*has the state of adamw; --load_weights_only=True"):
         check_start_of(other, tmp_path / "other")
     check_start_of(replace(other, load_weights_only=True), tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"--optimizer=lion .*trained with adamw"):
-        check_start_of(small_config(tmp_path, num_steps=4, optimizer="lion"), tmp_path)
+    with pytest.raises(ConfigError, match=r"--optimizer=adam .*trained with adamw"):
+        check_start_of(small_config(tmp_path, num_steps=4, optimizer="adam"), tmp_path)

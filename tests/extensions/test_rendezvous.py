@@ -26,7 +26,7 @@ SETTINGS = {
     "learning_rate": "0.01",
     "grad_clip_thresh": "0.5",
     "sharding_strategy": "ddp",
-    "optimizer": "lion",
+    "optimizer": "adam",
     "num_steps": "7",
     "batch_size": "1",
     "global_batch_size": "8",

@@ -21,7 +21,6 @@ from pretraining.checkpoint.store import load
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
 from pretraining.optim.optimizer import ParameterState
-from pretraining.optim.rules import Muon
 from pretraining.parallel.layout import TorchLayout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.torch.state import LocalShards
@@ -64,6 +63,8 @@ def test_an_offloaded_shard_is_loaded_where_it_is(second_of_two_gpus: DeviceMesh
 def test_muon_moves_a_stack_of_matrices_once_to_whole_ones_and_back(
     second_of_two_gpus: DeviceMesh, shape: tuple[int, int]
 ) -> None:
+    from pretraining.extensions.optimizers.rules import Muon
+
     mesh, local = DeviceMesh("cpu", [0, 1]), (3, shape[0] // 2, shape[1])
     weight, gradient, momentum = (DTensor.from_local(torch.ones(local), mesh, [Shard(1)]) for _ in range(3))
     rule = Muon(momentum=0.9, nesterov=True, ns_steps=5, dtype=torch.bfloat16)
