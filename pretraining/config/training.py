@@ -277,8 +277,6 @@ class TrainConfig:
     z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Factor of the squared logarithm of the softmax's denominator, which is added to the training loss of every token
     and keeps logits from drifting (Chowdhery et al. 2022: 1e-4). Validation and test losses do not have it. 0: none."""
-    training_stage: Annotated[Literal["initial", "annealing"], Resume.RATE] = "initial"
-    """fms-fsdp's name of two schedules: "initial" is lr_schedule, "annealing" is lr_schedule=fms_annealing."""
     lr_schedule: Annotated[str, KeyOf("schedules"), Resume.RATE, COMMON] = "fms_cosine"
     """Learning rate by step. fms-fsdp's: "fms_cosine" (quadratic warm-up over min(2000, num_steps // 20) steps, then a
     cosine to 10 % of the peak), "fms_annealing" (linear from the peak to 0). "wsd": warm-up, lr_hold_steps at the peak,
@@ -298,10 +296,6 @@ class TrainConfig:
     """cosine: optimizer steps at min_lr at the end of the schedule; the cosine ends before them."""
     min_lr: Annotated[float, AtLeast(0), Resume.RATE] = 0.0
     """Lowest learning rate of the schedule, at most learning_rate. fms_cosine ends at a tenth of the peak instead."""
-    lr_power: Annotated[float, Above(0), Resume.RATE] = 1.0
-    """Schedules of polynomials: exponent of the fraction of the steps that is left."""
-    lr_cycle: Annotated[bool, Resume.RATE] = False
-    """Schedules of polynomials: start again after the steps of the schedule, with a longer decay each time."""
     max_skipped_steps: Annotated[int, AtLeast(0)] = 0
     """Optimizer steps with a loss or gradient that is not finite that may be skipped before training stops with exit
     code 3, counted anew at every start. A skipped step does not change parameters or optimizer state."""
@@ -810,8 +804,6 @@ class TrainConfig:
             shape = VARIANTS.get(self.model_variant)
             longest = self.max_position_embeddings or (shape.max_position_embeddings if shape else 4096)
             derived["seq_length"] = min(longest, 4096) if isinstance(longest, int) and longest > 0 else 4096
-        if self.training_stage == "annealing" and self.lr_schedule == "fms_cosine":
-            derived["lr_schedule"] = "fms_annealing"
         vars(self).update(derived)
 
 

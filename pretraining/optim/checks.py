@@ -27,9 +27,6 @@ def check_schedule_settings(config: TrainConfig) -> Iterator[Problem]:
     missing = [f"--{name}" for name in chosen.requires if getattr(config, name) is None]
     if missing:
         yield problem(config, "lr_schedule", f"needs {', '.join(missing)}")
-    if config.training_stage == "annealing" and config.lr_schedule != "fms_annealing":
-        remedy = "contradicts --training_stage=annealing, which selects fms_annealing; remove one of the two"
-        yield problem(config, "lr_schedule", remedy)
 
 
 def check_schedule_lengths(config: TrainConfig) -> Iterator[Problem]:

@@ -28,8 +28,6 @@ def curve_of(config: TrainConfig) -> Curve:
         total=config.lr_decay_steps or config.num_steps,
         hold=config.lr_hold_steps,
         constant=config.lr_constant_steps,
-        power=config.lr_power,
-        cycle=config.lr_cycle,
         more={name: getattr(config, name) for name in (*schedule.reads, *schedule.requires, "num_steps")},
     )
 
