@@ -27,6 +27,7 @@ NAMES_DEVICES = (
     "config.devices",
     "tools.plan.compiler",
     "extensions.splash.lowering",
+    "extensions.accelerators.table",
     "extensions.fp8.linear",
     "extensions.profiler.watch",
 )

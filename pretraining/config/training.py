@@ -620,6 +620,14 @@ class TrainConfig:
             raise UserError(f"--attention_impl=splash: {remedy}")
         return AttentionChoice("--attention_impl" if self.attention_impl == "chunked" else "no kernel is there")
 
+    def accelerator(self, kind: str) -> Any:
+        """Return the row of parallel/accelerator.py for a type of device that the core does not have.
+
+        Raises UserError if there is none.
+        """
+        remedy = "needs pretraining/extensions/accelerators, which is not there; use --device=cpu"
+        raise UserError(f"--device={kind}: {remedy}")
+
     def transformation_on(self, device: Any) -> Callable[[Any], None]:
         """Return what changes a model before the torch engine places it on `device`, a torch.device.
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pretraining.config.devices import DEVICE_KINDS
-from pretraining.parallel.accelerator import ACCELERATORS
+from pretraining.extensions.accelerators.table import ACCELERATORS
 from tests.parallel.launch import ALONE, ROOT, environment, launched, run
 from tests.ports import free_port
 
@@ -97,7 +97,7 @@ from pathlib import Path
 from tests.parallel.torchtpu import plugin, programs
 plugin.start(Path(tempfile.mkdtemp()))
 import torch
-from pretraining.parallel.torch.tpu_compile import fuse_operations
+from pretraining.extensions.accelerators.tpu_compile import fuse_operations
 x = torch.ones(4, device="tpu")
 x.tolist()
 counts = [programs.Program.count]

@@ -23,7 +23,7 @@ from pretraining.config.training import TrainConfig
 from pretraining.noise import name_hashes, random_bits
 from pretraining.optim.optimizer import Optimizer, ParameterState
 from pretraining.optim.rules import Adam, Moments
-from pretraining.parallel.accelerator import ACCELERATORS
+from pretraining.parallel.accelerator import accelerator_of
 from pretraining.parallel.step import Gradients, OptimizerStep
 from pretraining.parallel.torch.state import LocalShards, to_local
 from pretraining.parallel.torch.tensor import all_reduce_partial_gradients
@@ -141,7 +141,7 @@ class TorchStep(OptimizerStep):
             return
         assert gradients.divisor is not None
         divisor = gradients.divisor if clip is None else gradients.divisor / clip
-        divides = ACCELERATORS[self.device.type].divides_gradients
+        divides = accelerator_of(self.config, self.device.type).divides_gradients
         for group in self.groups:
             first = group[0]
             rule: Any = first.rule
