@@ -34,7 +34,7 @@ NAMES = (
     "extensions.skip_step", "extensions.report_figures", "extensions.stragglers", "extensions.sharding_report",
     "extensions.profiler", "extensions.questions", "extensions.preemption", "extensions.benchmark",
     "extensions.history", "extensions.trackers", "extensions.one_program", "extensions.preflight",
-    "extensions.terminal", "tools.completion",
+    "extensions.terminal", "tools.completion", "tools.help",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths

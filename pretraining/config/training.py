@@ -510,6 +510,16 @@ class TrainConfig:
         """Return the words of a command line with an extension's other spellings of flags replaced."""
         return words
 
+    @classmethod
+    def help_page(cls, word: str) -> str:
+        """Return the page of `--help=word`: every setting with its default, unless an extension documents them."""
+        return "\n".join(f"--{name}={setting.default}" for name, setting in settings_of(cls).items())
+
+    @classmethod
+    def named_elsewhere(cls, name: str) -> list[str]:
+        """Return the settings that other trainers call `name`, as far as an extension knows."""
+        return []
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one global batch, of the largest where they grow.

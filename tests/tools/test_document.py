@@ -13,11 +13,11 @@ import pytest
 from main_training import CONFIGURATION, configure
 from pretraining.config.declaration import settings_of
 from pretraining.config.flags import read
-from pretraining.config.help import documented_fields, fields_in, help_text, type_words
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.tools.document import CONFIGS, MIGRATING, PAGES, ROOT, fill_tables, main, tables_of
+from pretraining.tools.help import documented_fields, fields_in, help_text, type_words
 from tests.selection import complete
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -105,7 +105,7 @@ def test_every_field_that_lacks_documentation_is_named() -> None:
 
 
 def test_the_documentation_needs_no_torch() -> None:
-    code = "import sys, pretraining.config.help as d; d.help_text(); assert not {'torch', 'numpy'} & {*sys.modules}"
+    code = "import sys, pretraining.tools.help as d; d.help_text(); assert not {'torch', 'numpy'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
