@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 # Folders of pretraining/, in the order in which the loop calls them; one that is not there is left out.
 NAMES = (
     "tools.importing", "tools.prepare", "tools.plan", "extensions.rendezvous", "extensions.accelerators",
-    "extensions.pipeline", "extensions.kv_replication", "extensions.object_storage", "extensions.shard_formats", "extensions.local_tier",
-    "extensions.save_schedule", "extensions.huggingface", "extensions.tokenizers", "extensions.mup", "extensions.lora",
-    "extensions.moving_average", "extensions.batch_rampup", "extensions.length_stages", "extensions.optimizers",
-    "extensions.schedules", "extensions.splash", "extensions.fp8", "extensions.fp16", "extensions.manual_precision",
-    "extensions.skip_step", "extensions.report_figures", "extensions.stragglers", "extensions.sharding_report",
-    "extensions.profiler", "extensions.questions", "extensions.preemption", "extensions.benchmark",
-    "extensions.history", "extensions.trackers", "extensions.one_program", "extensions.preflight",
-    "extensions.terminal", "tools.completion", "tools.help",
+    "extensions.pipeline", "extensions.kv_replication", "extensions.object_storage", "extensions.shard_formats",
+    "extensions.local_tier", "extensions.save_schedule", "extensions.huggingface", "extensions.tokenizers",
+    "extensions.optimizers", "extensions.mup", "extensions.lora", "extensions.moving_average",
+    "extensions.batch_rampup", "extensions.length_stages", "extensions.schedules", "extensions.splash",
+    "extensions.fp8", "extensions.fp16", "extensions.manual_precision", "extensions.skip_step",
+    "extensions.report_figures", "extensions.stragglers", "extensions.sharding_report", "extensions.profiler",
+    "extensions.questions", "extensions.preemption", "extensions.benchmark", "extensions.history",
+    "extensions.trackers", "extensions.one_program", "extensions.preflight", "extensions.terminal", "tools.completion",
+    "tools.help",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths

@@ -7,7 +7,6 @@ ones of pretraining.
 
 from __future__ import annotations
 
-import ast
 from typing import Any, NamedTuple
 
 
@@ -27,31 +26,3 @@ OPTIMIZERS = {
     "adam": Hyperparameters(1e-3, 0.0, ADAM, "adds the decay to the gradient"),
 }
 FLAGS = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "optimizer_eps"}  # argument -> its own field
-
-
-def parse_arguments(text: str) -> dict[str, Any]:
-    """ "momentum=0.9,etas=(0.5,1.2)" or "{'momentum': 0.9}" by name. Raises ValueError for anything else."""
-    try:
-        if text.lstrip().startswith("{"):
-            arguments = ast.literal_eval(text)
-        else:
-            call = ast.parse(f"f({text})", mode="eval").body
-            if not isinstance(call, ast.Call) or call.args:
-                raise ValueError(text)
-            arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-    except (SyntaxError, TypeError) as error:
-        raise ValueError(text) from error
-    if not all(isinstance(name, str) for name in arguments):
-        raise ValueError(text)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
-
-
-def is_like(value: Any, default: Any) -> bool:
-    """Whether `value` is of the kind of `default`: a switch, a whole number, a number (or none), or as many numbers."""
-    if isinstance(default, bool):
-        return isinstance(value, bool)
-    if isinstance(default, tuple):
-        return isinstance(value, tuple) and len(value) == len(default) and all(map(is_like, value, default))
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, int) if isinstance(default, int) else isinstance(value, int | float)

@@ -40,7 +40,7 @@ from pretraining.config.grammar import (
     parse_steps,
     parse_weights,
 )
-from pretraining.config.optimizers import FLAGS, OPTIMIZERS, Hyperparameters, parse_arguments
+from pretraining.config.optimizers import FLAGS, OPTIMIZERS, Hyperparameters
 from pretraining.config.schedules import SCHEDULES, Schedule
 from pretraining.config.variants import CUSTOM, VARIANTS
 
@@ -53,7 +53,6 @@ STORABLE = Storable()
 PER_HOST = PerHost()
 BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a share of the blocks (1/3, 0.5)")
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
-ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
 NAME = Grammar(parse_name, "a name without a slash; --log_dir may be any folder")
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
 RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
@@ -253,9 +252,6 @@ class TrainConfig:
     optimizer: Annotated[str, KeyOf("optimizers"), Resume.STATE, COMMON] = "adamw"
     """The table of optimizers in docs/settings.md has the sources and defaults of all; extensions/optimizers adds those
     besides "adamw" and "adam", which adds the decay to the gradient. Elsewhere: optim."""
-    optimizer_args: Annotated[str, ARGUMENTS, Resume.STATE] = ""
-    """Further settings of the optimizer, comma-separated: momentum=0.9,nesterov=True. Names and defaults are in the
-    table of optimizers in docs/settings.md."""
     learning_rate: Annotated[float | None, Above(0), Resume.RATE, COMMON] = None
     """Peak learning rate. None: the optimizer's default, 3e-4 for adamw. Elsewhere: lr, max_lr."""
     adam_beta1: Annotated[float | None, AtLeast(0, below=1)] = None
@@ -601,7 +597,7 @@ class TrainConfig:
         return None
 
     def own_rate(self, step: int) -> float | None:
-        """Return the learning rate of the 0-based update `step` where the optimizer has its own; None: lr_schedule's."""
+        """Return the learning rate of the 0-based update `step` if the optimizer has its own; None: lr_schedule's."""
         return None
 
     def followers(self) -> Mapping[str, Callable[[Any, Any], Any]]:
@@ -617,7 +613,7 @@ class TrainConfig:
         return defaults._replace(
             learning_rate=defaults.learning_rate if self.learning_rate is None else self.learning_rate,
             weight_decay=defaults.weight_decay if self.weight_decay is None else self.weight_decay,
-            arguments={**defaults.arguments, **flags, **parse_arguments(self.optimizer_args)},
+            arguments={**defaults.arguments, **flags},
         )
 
     def attention_on(self, platform: str) -> AttentionChoice:

@@ -1,4 +1,4 @@
-"""Rules across the settings of optimizer, schedule and precision."""
+"""Rules across the settings of schedule and precision."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import Problem
-from pretraining.config.optimizers import FLAGS, is_like, parse_arguments
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 
@@ -49,27 +48,6 @@ def check_schedule_lengths(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "min_lr", f"is above learning_rate={peak}")
 
 
-def check_optimizer_settings(config: TrainConfig) -> Iterator[Problem]:
-    """The optimizer has every setting that is set, and each is set once."""
-    defaults = config.optimizers()[config.optimizer]
-    accepted = f"it has {', '.join(defaults.arguments)}" if defaults.arguments else "it has none"
-    for name, value in parse_arguments(config.optimizer_args).items():
-        subject = f"--optimizer_args={name}={value}"
-        if name not in defaults.arguments:
-            yield Problem(subject, f"optimizer={config.optimizer} has no {name}; {accepted}")
-        elif not is_like(value, defaults.arguments[name]):
-            yield Problem(subject, f"expected a value like {defaults.arguments[name]}")
-        elif name in FLAGS and getattr(config, FLAGS[name]) is not None:
-            other = f"{FLAGS[name]}={getattr(config, FLAGS[name])}"
-            yield Problem(subject, f"has the same meaning as {other}; set only one of the two")
-    for name, field in FLAGS.items():
-        if getattr(config, field) is not None and not isinstance(defaults.arguments.get(name, ()), float | None):
-            yield problem(config, field, f"optimizer={config.optimizer} has no {name} of one number; {accepted}")
-    if config.weight_decay and defaults.weight_decay is None:
-        remedy = f"optimizer={config.optimizer} has no weight decay; remove it, or use another optimizer"
-        yield problem(config, "weight_decay", remedy)
-
-
 def check_precision(config: TrainConfig) -> Iterator[Problem]:
     """The two settings of precision agree."""
     mode = config.precision_mode
@@ -81,6 +59,5 @@ def check_precision(config: TrainConfig) -> Iterator[Problem]:
 CHECKS = (
     check_schedule_settings,
     check_schedule_lengths,
-    check_optimizer_settings,
     check_precision,
 )

@@ -5,13 +5,15 @@ Defaults are torch.optim's or the named source's.
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pretraining.config.declaration import Grammar, Resume
 from pretraining.config.errors import Problem
-from pretraining.config.optimizers import ADAM, Hyperparameters, parse_arguments
+from pretraining.config.optimizers import ADAM, FLAGS, Hyperparameters
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 
@@ -48,14 +50,63 @@ OPTIMIZERS = {
 }
 
 
+def parse_arguments(text: str) -> dict[str, Any]:
+    """ "momentum=0.9,etas=(0.5,1.2)" or "{'momentum': 0.9}" by name. Raises ValueError for anything else."""
+    try:
+        if text.lstrip().startswith("{"):
+            arguments = ast.literal_eval(text)
+        else:
+            call = ast.parse(f"f({text})", mode="eval").body
+            if not isinstance(call, ast.Call) or call.args:
+                raise ValueError(text)
+            arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(text) from error
+    if not all(isinstance(name, str) for name in arguments):
+        raise ValueError(text)
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+
+
+def is_like(value: Any, default: Any) -> bool:
+    """Whether `value` is of the kind of `default`: a switch, a whole number, a number (or none), or as many numbers."""
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and len(value) == len(default) and all(map(is_like, value, default))
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) if isinstance(default, int) else isinstance(value, int | float)
+
+
+ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
+
+
 @dataclass(frozen=True)
 class OptimizersConfig(TrainConfig):
     """A configuration whose optimizer may be one of the table."""
+
+    # ---- Optimizer and schedule
+    optimizer_args: Annotated[str, ARGUMENTS, Resume.STATE] = ""
+    """Further settings of the optimizer, comma-separated: momentum=0.9,nesterov=True. Names and defaults are in the
+    table of optimizers in docs/settings.md."""
 
     @classmethod
     def optimizers(cls) -> Mapping[str, Hyperparameters]:
         """See TrainConfig."""
         return {**super().optimizers(), **OPTIMIZERS}
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """See TrainConfig."""
+        chosen = super().hyperparameters
+        return chosen._replace(arguments={**chosen.arguments, **parse_arguments(self.optimizer_args)})
+
+    @property
+    def matching_settings(self) -> list[str]:
+        """See TrainConfig: this setting once stood after `optimizer`, and runs keep their names."""
+        names = [name for name in super().matching_settings if name != "optimizer_args"]
+        place = names.index("optimizer") + 1
+        return [*names[:place], "optimizer_args", *names[place:]]
 
     def update_rule(self, name: str) -> Any:
         """See TrainConfig."""
@@ -72,6 +123,27 @@ class OptimizersConfig(TrainConfig):
         return min(largest, 1 / math.sqrt(step + 1))
 
 
+def check_optimizer_settings(config: OptimizersConfig) -> Iterator[Problem]:
+    """The optimizer has every setting that is set, and each is set once."""
+    defaults = config.optimizers()[config.optimizer]
+    accepted = f"it has {', '.join(defaults.arguments)}" if defaults.arguments else "it has none"
+    for name, value in parse_arguments(config.optimizer_args).items():
+        subject = f"--optimizer_args={name}={value}"
+        if name not in defaults.arguments:
+            yield Problem(subject, f"optimizer={config.optimizer} has no {name}; {accepted}")
+        elif not is_like(value, defaults.arguments[name]):
+            yield Problem(subject, f"expected a value like {defaults.arguments[name]}")
+        elif name in FLAGS and getattr(config, FLAGS[name]) is not None:
+            other = f"{FLAGS[name]}={getattr(config, FLAGS[name])}"
+            yield Problem(subject, f"has the same meaning as {other}; set only one of the two")
+    for name, field in FLAGS.items():
+        if getattr(config, field) is not None and not isinstance(defaults.arguments.get(name, ()), float | None):
+            yield problem(config, field, f"optimizer={config.optimizer} has no {name} of one number; {accepted}")
+    if config.weight_decay and defaults.weight_decay is None:
+        remedy = f"optimizer={config.optimizer} has no weight decay; remove it, or use another optimizer"
+        yield problem(config, "weight_decay", remedy)
+
+
 def check_relative_step(config: OptimizersConfig) -> Iterator[Problem]:
     """Adafactor's relative step is a learning rate of its own."""
     arguments = {**config.optimizers()[config.optimizer].arguments, **parse_arguments(config.optimizer_args)}
@@ -82,4 +154,4 @@ def check_relative_step(config: OptimizersConfig) -> Iterator[Problem]:
         yield problem(config, "learning_rate", remedy)
 
 
-CHECKS = (check_relative_step,)
+CHECKS = (check_optimizer_settings, check_relative_step)
