@@ -35,11 +35,10 @@ from pretraining.optim.optimizer import Optimizer, build_optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator
 from pretraining.parallel.accelerator import HOST, Accelerator
-from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
+from pretraining.parallel.engine import Batch, StepResult, TrainingState, with_token_ids
 from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_shards
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes, raise_process_error, read_processes
-from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.torch import tensor as torch_tensor
 from pretraining.parallel.torch.blocks import TorchBlocks
 from pretraining.parallel.torch.context import ContextRanks
@@ -250,7 +249,7 @@ class TorchTrainee:
 
     # ---- Running
 
-    def train_step(self, batch: Batch, learning_rate: float) -> DeviceScalars:
+    def train_step(self, batch: Batch, learning_rate: float) -> StepResult:
         """See engine.Trainee.
 
         Gradients are reduce-scattered in a shard group after every micro-batch and all-reduced over its replicas
@@ -259,7 +258,7 @@ class TorchTrainee:
         """
         with self.engine.accelerator.fuse():
             self.accumulate(with_token_ids(self.config, batch, self.engine.data_rank))
-            return DeviceScalars(self.step.figures, self.step.apply(learning_rate))
+            return StepResult(self.step.figures, self.step.apply(learning_rate))
 
     def accumulate(self, batch: Batch) -> None:
         """Add up the loss and the gradients of all micro-batches of a step."""
@@ -325,7 +324,7 @@ class TorchTrainee:
         return tuple(self._document_mask(segments[:, :end], window, length) for end in ends)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> DeviceScalars:
+    def evaluate(self, batch: Batch) -> StepResult:
         """See engine.Trainee."""
         totals = torch.zeros(2, device=self.engine.device)
         for micro_batch, _ in self._micro_batches(batch):
@@ -335,7 +334,7 @@ class TorchTrainee:
             if isinstance(module, FSDPModule):  # without a backward pass, what was gathered for the step stays gathered
                 module.reshard()
         mean, tokens = totals[0] / totals[1], totals[1] / self.engine.mesh.tensor
-        return DeviceScalars(("loss", "tokens"), torch.stack((mean, tokens)))
+        return StepResult(("loss", "tokens"), torch.stack((mean, tokens)))
 
     def evaluated(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of one micro-batch and its trained tokens, [2], as this process counts them."""
