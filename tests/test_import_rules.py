@@ -29,6 +29,7 @@ NAMES_DEVICES = (
     "extensions.splash.lowering",
     "extensions.accelerators.table",
     "extensions.fp8.linear",
+    "extensions.fp8.settings",
     "extensions.profiler.watch",
 )
 # Every file of a kind has these: a command its main and what parses its flags, an extension what opens its watcher

@@ -639,8 +639,6 @@ class TrainConfig:
 
         Raises UserError where precision=fp8 cannot run.
         """
-        if self.precision == "fp8":
-            raise UserError("--precision=fp8: needs pretraining/extensions/fp8, which is not there; use mixed_bf16")
         return lambda model: None
 
     # Batches that an extension changes in the course of a run: it overrides these methods.
@@ -699,10 +697,14 @@ class TrainConfig:
         """Return the class of the engine "xla" or "torch" that runs this configuration; None: the core's."""
         return None
 
-    def manual_precision(self) -> Any:
-        """Return the dtypes of precision=manual, an optim.precision.Precision. Raises UserError."""
-        remedy = "needs pretraining/extensions/manual_precision, which is not there; use mixed_bf16"
-        raise UserError(f"--precision=manual: {remedy}")
+    def own_precision(self, mode: str) -> Any:
+        """Return the dtypes, an optim.precision.Precision, of a mode that the core does not have.
+
+        Raises UserError if there is no such extension.
+        """
+        folder = "manual_precision" if mode == "manual" else mode
+        remedy = f"needs pretraining/extensions/{folder}, which is not there; use mixed_bf16"
+        raise UserError(f"--precision={mode}: {remedy}")
 
     @property
     def has_bf16_weights(self) -> bool:
@@ -714,8 +716,6 @@ class TrainConfig:
 
         Raises UserError where precision=fp16 cannot run.
         """
-        if self.precision == "fp16":
-            raise UserError("--precision=fp16: needs pretraining/extensions/fp16, which is not there; use mixed_bf16")
         return None
 
     def recent_figures_on(self, device: Any) -> Any:
