@@ -596,6 +596,13 @@ class TrainConfig:
         """Return the update rule (optim.rules.UpdateRule) of the parameter of this name; None: Adam's or AdamW's."""
         return None
 
+    def full_tensor_updates(self, shards: Any, parameters: Any, gradients: Any, step: Any, rate: Any) -> Any:
+        """Return the new shards of the torch engine's parameters of a group whose rule needs full tensors.
+
+        shards: parallel.torch.state.LocalShards; see parallel.step.OptimizerStep.compute_updates for the others.
+        """
+        raise NotImplementedError("no rule of the core needs full tensors")
+
     def own_rate(self, step: int) -> float | None:
         """Return the learning rate of the 0-based update `step` if the optimizer has its own; None: lr_schedule's."""
         return None

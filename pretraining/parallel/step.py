@@ -77,9 +77,9 @@ class OptimizerStep(ABC):
     def place(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> None:
         """Shard `tensor`, which has been written, as the layout shards the parameter or its moments."""
 
-    @abstractmethod
     def on_full(self, function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
         """See rules.OnFull."""
+        return function(matrices)
 
     def compute_updates(
         self, parameters: Sequence[ParameterState], gradients: Sequence[Tensor], step: Tensor, rate: Tensor

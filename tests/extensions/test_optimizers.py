@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
 
+from pretraining.extensions.optimizers.full_tensors import on_full
 from pretraining.extensions.optimizers.rules import Muon
 from pretraining.extensions.optimizers.settings import OPTIMIZERS
 from pretraining.models.init import on_meta
-from pretraining.optim.optimizer import build_optimizer
+from pretraining.optim.optimizer import ParameterState, build_optimizer
 from tests.optim.test_optimizer import config
 from tests.optim.test_rules import STEPS, Reference, check, of_torch, ours, written_out
 
@@ -175,3 +183,26 @@ def test_muon_takes_the_matrices_of_the_blocks_and_leaves_the_rest_to_adamw() ->
     orthogonal = [parameter.name for parameter in parameters if isinstance(parameter.rule, Muon)]
     assert len(orthogonal) == 2 * 7
     assert all(".layers." in name and "norm" not in name for name in orthogonal)
+
+
+@pytest.fixture
+def second_of_two() -> Iterator[None]:
+    """This process is the second of two, of which the first is not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("second_of_two")
+@pytest.mark.parametrize("shape", [(8, 8), (16, 8), (8, 16)])
+def test_muon_moves_a_stack_of_matrices_once_to_whole_ones_and_back(shape: tuple[int, int]) -> None:
+    mesh, local = DeviceMesh("cpu", [0, 1]), (3, shape[0] // 2, shape[1])
+    weight, gradient, momentum = (DTensor.from_local(torch.ones(local), mesh, [Shard(1)]) for _ in range(3))
+    rule = Muon(momentum=0.9, nesterov=True, ns_steps=5, dtype=torch.bfloat16)
+    parameter = ParameterState("", weight, rule, 0.1, ndim=2, moments={"momentum_buffer": momentum})
+    with CommDebugMode() as collectives, FlopCounterMode(display=False) as flops:
+        updated, _ = parameter.compute_update(gradient, torch.tensor(1.0), torch.tensor(0.1), on_full)
+    assert list(collectives.get_comm_counts().values()) == [2]
+    assert isinstance(updated, DTensor) and updated.placements == (Shard(1),) and updated.shape == (3, *shape)
+    short, long = sorted(shape)
+    assert flops.get_total_flops() == 5 * 2 * (2 * short * short * long + short**3)  # of one of the three matrices

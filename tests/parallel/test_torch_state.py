@@ -1,9 +1,8 @@
-"""The state of the torch engine as checkpoints see it, with shards that are not on the mesh's device; its updates."""
+"""The state of the torch engine as checkpoints see it, with shards that are not on the mesh's device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.flop_counter import FlopCounterMode
 
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import load
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
-from pretraining.optim.optimizer import ParameterState
 from pretraining.parallel.layout import TorchLayout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.torch.state import LocalShards
-from pretraining.parallel.torch.step import TorchStep
 from tests.checkpoint.saving import save
 
 CONFIG = TrainConfig(model_variant="tiny", seq_length=16, num_layers=1, vocab_size=100, make_vocab_size_divisible_by=64)
@@ -57,22 +52,3 @@ def test_an_offloaded_shard_is_loaded_where_it_is(second_of_two_gpus: DeviceMesh
     for name, tensor in unpadded.items():
         second = tensor[len(full[name]) // 2 :]
         assert torch.equal(offloaded[name][: len(second)], second), name
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (16, 8), (8, 16)])
-def test_muon_moves_a_stack_of_matrices_once_to_whole_ones_and_back(
-    second_of_two_gpus: DeviceMesh, shape: tuple[int, int]
-) -> None:
-    from pretraining.extensions.optimizers.rules import Muon
-
-    mesh, local = DeviceMesh("cpu", [0, 1]), (3, shape[0] // 2, shape[1])
-    weight, gradient, momentum = (DTensor.from_local(torch.ones(local), mesh, [Shard(1)]) for _ in range(3))
-    rule = Muon(momentum=0.9, nesterov=True, ns_steps=5, dtype=torch.bfloat16)
-    parameter = ParameterState("", weight, rule, 0.1, ndim=2, moments={"momentum_buffer": momentum})
-    on_full = partial(TorchStep.on_full, object.__new__(TorchStep))
-    with CommDebugMode() as collectives, FlopCounterMode(display=False) as flops:
-        updated, _ = parameter.compute_update(gradient, torch.tensor(1.0), torch.tensor(0.1), on_full)
-    assert list(collectives.get_comm_counts().values()) == [2]
-    assert isinstance(updated, DTensor) and updated.placements == (Shard(1),) and updated.shape == (3, *shape)
-    short, long = sorted(shape)
-    assert flops.get_total_flops() == 5 * 2 * (2 * short * short * long + short**3)  # of one of the three matrices

@@ -114,6 +114,12 @@ class OptimizersConfig(TrainConfig):
 
         return super().update_rule(name) or rule_of(self, name)
 
+    def full_tensor_updates(self, shards: Any, parameters: Any, gradients: Any, step: Any, rate: Any) -> Any:
+        """See TrainConfig."""
+        from pretraining.extensions.optimizers.full_tensors import compute_on_full_tensors
+
+        return compute_on_full_tensors(shards, parameters, gradients, step, rate)
+
     def own_rate(self, step: int) -> float | None:
         """See TrainConfig: Adafactor's relative step (Shazeer and Stern 2018, section 7)."""
         arguments = self.hyperparameters.arguments
