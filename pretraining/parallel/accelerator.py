@@ -147,9 +147,3 @@ def peak_bytes(device: torch.device) -> int | None:
     if device == HOST:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return torch.accelerator.max_memory_allocated() or None
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until `device` has finished its queued work."""
-    if device != HOST:
-        torch.accelerator.synchronize()

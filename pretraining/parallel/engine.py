@@ -114,9 +114,6 @@ class Trainee(Protocol):
     def evaluate(self, batch: Batch) -> StepResult:
         """Compute the loss on this process's rows of a global batch without changing any state."""
 
-    def parameter_norm(self) -> float:
-        """Return the L2 norm of the unsharded parameters. Waits for the device."""
-
     def state(self) -> TrainingState:
         """Return a handle on the live state, for one save or for one load. A commit makes older handles invalid."""
 
@@ -159,9 +156,6 @@ class Engine(Protocol):
 
     def memory_bytes(self) -> int | None:
         """Return the peak bytes in use on this process's busiest device; None where the device does not report it."""
-
-    def start_trace(self, folder: str) -> Callable[[], None]:
-        """Start a profile of this process's devices; return what stops it and writes it for TensorBoard to `folder`."""
 
     def close(self) -> None:
         """Leave the process group, if this engine joined one."""

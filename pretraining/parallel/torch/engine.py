@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
-from torch.profiler import profile, supported_activities, tensorboard_trace_handler
 
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
@@ -136,18 +135,6 @@ class TorchEngine:
     def memory_bytes(self) -> int | None:
         """See engine.Engine."""
         return accelerator.peak_bytes(self.device)
-
-    def start_trace(self, folder: str) -> Callable[[], None]:
-        """See engine.Engine."""
-        handler = tensorboard_trace_handler(folder, worker_name=f"process_{self.process_index}")
-        trace = profile(activities=supported_activities(), on_trace_ready=handler)
-        trace.start()
-
-        def stop() -> None:
-            accelerator.synchronize(self.device)
-            trace.stop()
-
-        return stop
 
     def close(self) -> None:
         """See engine.Engine."""
@@ -339,13 +326,6 @@ class TorchTrainee:
     def evaluated(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of one micro-batch and its trained tokens, [2], as this process counts them."""
         return torch.stack(self._loss(batch))
-
-    @torch.no_grad()
-    def parameter_norm(self) -> float:
-        """See engine.Trainee."""
-        square = self.step.power_sum({name: self.shards.local(name) for name in self.shards.weights})
-        reduce_over_processes(square)
-        return square.sqrt().item()
 
     # ---- Logical state
 

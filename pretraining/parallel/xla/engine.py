@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch_xla
 import torch_xla.debug.metrics as xla_metrics
-import torch_xla.debug.profiler as xp
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
@@ -115,16 +114,6 @@ class XlaEngine:
     def memory_bytes(self) -> int | None:
         """Return the process's peak on a CPU host; under SPMD torch-xla does not report that of devices."""
         return peak_bytes(HOST) if xr.device_type() == "CPU" else None
-
-    def start_trace(self, folder: str) -> Callable[[], None]:
-        """See engine.Engine."""
-        xp.start_trace(folder)
-
-        def stop() -> None:
-            wait_for_all()
-            xp.stop_trace()
-
-        return stop
 
     def close(self) -> None:
         """See engine.Engine."""
@@ -296,13 +285,6 @@ class XlaTrainee:
             total = total + torch.stack(self._loss(inputs))
             torch_xla.sync()
         return EvaluationSums(("loss", "tokens"), total)
-
-    @torch.no_grad()
-    def parameter_norm(self) -> float:
-        """See engine.Trainee. A separate graph, compiled at the first call."""
-        norm = nn.utils.get_total_norm(list(self.model.parameters()), foreach=False)
-        torch_xla.sync()
-        return norm.item()
 
     # ---- Logical state
 
