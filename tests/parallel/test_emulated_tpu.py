@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from pretraining.config.devices import DEVICE_KINDS
-from pretraining.extensions.accelerators.table import ACCELERATORS
 from tests.parallel.launch import ALONE, ROOT, environment, launched, run
 from tests.ports import free_port
 
@@ -139,6 +138,8 @@ print(json.dumps({"peaks": peaks, "variables": sorted(set(os.environ) - known)})
 
 
 def test_names_peaks_and_launch_variables_are_those_of_torch_tpu() -> None:
+    from pretraining.extensions.accelerators.table import ACCELERATORS
+
     facts, _ = run([PYTHON, "-c", FACTS], **{**NO_TPU, "TORCH_TPU_TOPOLOGY": "2,2,1"})
     titles = {kind.title: kind.peak_flops for kind in DEVICE_KINDS if kind.name.startswith("tpu")}
     assert titles.items() <= facts["peaks"].items()
