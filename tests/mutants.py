@@ -37,9 +37,17 @@ MUTANTS = {
     "no bias correction": Mutant(
         "optim/rules.py", "(second / one_minus_power(self.beta2, context.step)).sqrt()", "second.sqrt()", "optim golden"
     ),
-    "Muon does not scale": Mutant("optim/rules.py", "0.2 * math.sqrt(max(", "0.2 * math.sqrt(min(", "optim"),
+    "Muon does not scale": Mutant(
+        "extensions/optimizers/rules.py",
+        "0.2 * math.sqrt(max(",
+        "0.2 * math.sqrt(min(",
+        "extensions/test_optimizers.py",
+    ),
     "Lion mixes with the other beta": Mutant(
-        "optim/rules.py", "(self.beta1 * first + (1 - self.beta1) * grad).sign()", "first.sign()", "optim"
+        "extensions/optimizers/rules.py",
+        "(self.beta1 * first + (1 - self.beta1) * grad).sign()",
+        "first.sign()",
+        "extensions/test_optimizers.py",
     ),
     "the rate is a step late": Mutant(
         "config/schedules.py", "    done = step + 1\n", "    done = step\n", "optim golden"

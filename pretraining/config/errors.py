@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pretraining.config.grammar import without_credentials
@@ -24,22 +19,6 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         return without_credentials(super().__str__())
-
-
-@contextmanager
-def extra_packages(purpose: str) -> Iterator[None]:
-    """Import packages of requirements/tools.txt. Raises UserError with the command that installs a missing one."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise UserError(f"{purpose} needs the package {error.name}: {install_command('tools')}") from error
-
-
-def install_command(extra: str) -> str:
-    """Return the command that installs the packages of an extra: a file of requirements/, where there is a checkout."""
-    file = Path(__file__).parents[2] / "requirements" / f"{extra}.txt"
-    source = f"-r {os.path.relpath(file)}" if file.exists() else f"'minimal-llama-pretraining[{extra}]'"
-    return f"{shlex.quote(sys.executable)} -m pip install {source}"
 
 
 def counted(number: int, noun: str) -> str:

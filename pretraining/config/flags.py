@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from pretraining.config.declaration import Setting, settings_of
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.grammar import without_credentials
-from pretraining.config.help import named_elsewhere
 from pretraining.config.script import exit_code, write_exit_code
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import Check, problems
@@ -48,7 +47,9 @@ def run(
     """
     words = sys.argv[1:] if arguments is None else arguments
     if request := next((word for word in words if word in ("--help", "-h") or word.startswith("--help=")), None):
-        return _print_help(request.partition("=")[2], configuration)
+        if first_rank():
+            print(configuration.help_page(request.partition("=")[2]))
+        return 0
     try:
         code = exit_code(lambda: _call(main, read(words, configuration), checks, configuration))
     except UserError as error:
@@ -56,14 +57,6 @@ def run(
         code = error.code
     write_exit_code(code)
     return code
-
-
-def _print_help(word: str, configuration: type[TrainConfig]) -> int:
-    from pretraining.config.help import help_text
-
-    if first_rank():
-        print(help_text(word, configuration))
-    return 0
 
 
 def _call(
@@ -164,7 +157,7 @@ def _stray(word: str, rest: deque[str], settings: Settings) -> Problem:
 
 
 def _unknown(name: str, subject: str, configuration: type[TrainConfig]) -> Problem:
-    near = _meant(named_elsewhere(name, configuration)) or _nearest(name, settings_of(configuration))
+    near = _meant(configuration.named_elsewhere(name)) or _nearest(name, settings_of(configuration))
     return Problem(subject, f"no such flag{near or '; --help lists them all'}")
 
 

@@ -1,4 +1,4 @@
-"""The usual learning rate schedules: the formula of each, and the settings that it reads.
+"""The core's learning rate schedules: the formula of each, and the settings that it reads.
 
 Pure arithmetic: the rate is a function of the step. Steps are 0-based optimizer updates; the returned value is the one
 that update uses. Formulas: NeMo 1.14 `core/optim/lr_scheduler.py` unless a docstring names another source. After its
@@ -23,8 +23,6 @@ class Curve(NamedTuple):
     total: int = 1
     hold: int = 0  # steps at the peak after the warm-up
     constant: int = 0  # steps at the floor before the end
-    power: float = 1.0
-    cycle: bool = False
     more: Mapping[str, Any] = MappingProxyType({})  # settings that the schedule alone reads, and num_steps
 
 
@@ -65,22 +63,10 @@ def fms_cosine(step: int, s: Curve) -> float:
     return s.peak * min(rising, falling)
 
 
-def fms_annealing(step: int, s: Curve) -> float:
-    """fms-fsdp's straight line from the peak at step 0 to 0 at the total; the last update still has peak / total."""
-    return s.peak * max(1 - step / s.total, 0.0)
-
-
 @after_warmup
 def constant(step: int, s: Curve) -> float:
     """`WarmupPolicy`, and `WarmupHoldPolicy` whose hold has the same height: the peak; after the total, the floor."""
     return s.floor if step > s.total else s.peak
-
-
-def linear_warmup_decay(step: int, s: Curve) -> float:
-    """Hugging Face's linear schedule (NxDT's `LinearAnnealingWithWarmUp`): from 0 at step 0 to the peak, and to 0."""
-    if step < s.warmup:
-        return s.peak * step / max(1, s.warmup)
-    return s.peak * max(0.0, (s.total - step) / max(1, s.total - s.warmup))
 
 
 def cosine(step: int, s: Curve) -> float:
@@ -104,38 +90,12 @@ def wsd(step: int, s: Curve) -> float:
     return s.floor + (s.peak - s.floor) * min(1.0, max(s.total - step, 0) / (s.total - stable))
 
 
-@after_warmup
-def inverse_sqrt(step: int, s: Curve) -> float:
-    """`InverseSquareRootAnnealing`: peak / sqrt((step + 1) / (warmup + 1))."""
-    return s.floor if step > s.total else s.peak / math.sqrt((step + 1) / (s.warmup + 1))
-
-
-@after_warmup
-def poly(step: int, s: Curve) -> float:
-    """`PolynomialDecayAnnealing`: (peak - floor) (1 - share done)^power + floor; with `cycle`, again and again."""
-    return polynomial(step, s, s.warmup)
-
-
-def polynomial(step: int, s: Curve, begin: float) -> float:
-    """Return the rate of a polynomial that begins at step `begin`."""
-    done, length = step - begin, s.total - begin
-    if step > s.total:
-        return s.floor
-    if s.cycle:
-        length *= max(1, math.ceil(done / length))
-    return (s.peak - s.floor) * (1 - min(done, length) / length) ** s.power + s.floor
-
-
 SPAN = ("lr_warmup_steps", "lr_warmup_ratio", "lr_decay_steps")
 FLOOR = (*SPAN, "min_lr")
 
 SCHEDULES = {
     "fms_cosine": Schedule(fms_cosine, ("lr_decay_steps",)),
-    "fms_annealing": Schedule(fms_annealing, ("lr_decay_steps",)),
     "constant": Schedule(constant, FLOOR),
-    "linear_warmup_decay": Schedule(linear_warmup_decay, SPAN),
     "cosine": Schedule(cosine, (*FLOOR, "lr_constant_steps")),
     "wsd": Schedule(wsd, (*FLOOR, "lr_hold_steps")),
-    "inverse_sqrt": Schedule(inverse_sqrt, FLOOR),
-    "poly": Schedule(poly, (*FLOOR, "lr_power", "lr_cycle")),
 }

@@ -46,10 +46,6 @@ def _reduces_in_another_dtype(config: TrainConfig) -> bool:
 
 LIMITS = (
     Limit("device", XLA, "PJRT_DEVICE names the device of the xla engine"),
-    Limit("precision", XLA, "TPUs and Trainium have bf16, which needs no loss scale (mixed_bf16)",
-          values="fp16", is_set=lambda config: config.precision == "fp16"),
-    Limit("precision", ("xla", "torch on tpu"), "only the torch engine on CUDA and CPUs multiplies float8 matrices",
-          values="fp8", is_set=lambda config: config.precision == "fp8"),
     Limit("reduce_dtype", XLA, "the xla engine sums gradients in bf16 if products are bf16, in fp32 if parameters are",
           values="fp32 with bf16 parameters; bf16 with fp32 products or in a pipeline",
           is_set=_reduces_in_another_dtype),

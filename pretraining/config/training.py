@@ -40,7 +40,7 @@ from pretraining.config.grammar import (
     parse_steps,
     parse_weights,
 )
-from pretraining.config.optimizers import FLAGS, OPTIMIZERS, Hyperparameters, parse_arguments
+from pretraining.config.optimizers import FLAGS, OPTIMIZERS, Hyperparameters
 from pretraining.config.schedules import SCHEDULES, Schedule
 from pretraining.config.variants import CUSTOM, VARIANTS
 
@@ -53,7 +53,6 @@ STORABLE = Storable()
 PER_HOST = PerHost()
 BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a share of the blocks (1/3, 0.5)")
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
-ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
 NAME = Grammar(parse_name, "a name without a slash; --log_dir may be any folder")
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
 RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
@@ -251,11 +250,8 @@ class TrainConfig:
 
     # ---- Optimizer and schedule
     optimizer: Annotated[str, KeyOf("optimizers"), Resume.STATE, COMMON] = "adamw"
-    """"adam" adds the decay to the gradient, "muon" updates the matrices of the blocks and leaves the others to AdamW.
-    The table of optimizers in docs/settings.md has the sources and defaults of all. Elsewhere: optim."""
-    optimizer_args: Annotated[str, ARGUMENTS, Resume.STATE] = ""
-    """Further settings of the optimizer, comma-separated: momentum=0.9,nesterov=True. Names and defaults are in the
-    table of optimizers in docs/settings.md."""
+    """The table of optimizers in docs/settings.md has the sources and defaults of all; extensions/optimizers adds those
+    besides "adamw" and "adam", which adds the decay to the gradient. Elsewhere: optim."""
     learning_rate: Annotated[float | None, Above(0), Resume.RATE, COMMON] = None
     """Peak learning rate. None: the optimizer's default, 3e-4 for adamw. Elsewhere: lr, max_lr."""
     adam_beta1: Annotated[float | None, AtLeast(0, below=1)] = None
@@ -277,8 +273,6 @@ class TrainConfig:
     z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Factor of the squared logarithm of the softmax's denominator, which is added to the training loss of every token
     and keeps logits from drifting (Chowdhery et al. 2022: 1e-4). Validation and test losses do not have it. 0: none."""
-    training_stage: Annotated[Literal["initial", "annealing"], Resume.RATE] = "initial"
-    """fms-fsdp's name of two schedules: "initial" is lr_schedule, "annealing" is lr_schedule=fms_annealing."""
     lr_schedule: Annotated[str, KeyOf("schedules"), Resume.RATE, COMMON] = "fms_cosine"
     """Learning rate by step. fms-fsdp's: "fms_cosine" (quadratic warm-up over min(2000, num_steps // 20) steps, then a
     cosine to 10 % of the peak), "fms_annealing" (linear from the peak to 0). "wsd": warm-up, lr_hold_steps at the peak,
@@ -298,10 +292,6 @@ class TrainConfig:
     """cosine: optimizer steps at min_lr at the end of the schedule; the cosine ends before them."""
     min_lr: Annotated[float, AtLeast(0), Resume.RATE] = 0.0
     """Lowest learning rate of the schedule, at most learning_rate. fms_cosine ends at a tenth of the peak instead."""
-    lr_power: Annotated[float, Above(0), Resume.RATE] = 1.0
-    """Schedules of polynomials: exponent of the fraction of the steps that is left."""
-    lr_cycle: Annotated[bool, Resume.RATE] = False
-    """Schedules of polynomials: start again after the steps of the schedule, with a longer decay each time."""
     max_skipped_steps: Annotated[int, AtLeast(0)] = 0
     """Optimizer steps with a loss or gradient that is not finite that may be skipped before training stops with exit
     code 3, counted anew at every start. A skipped step does not change parameters or optimizer state."""
@@ -506,6 +496,16 @@ class TrainConfig:
         """Return the words of a command line with an extension's other spellings of flags replaced."""
         return words
 
+    @classmethod
+    def help_page(cls, word: str) -> str:
+        """Return the page of `--help=word`: every setting with its default, unless an extension documents them."""
+        return "\n".join(f"--{name}={setting.default}" for name, setting in settings_of(cls).items())
+
+    @classmethod
+    def named_elsewhere(cls, name: str) -> list[str]:
+        """Return the settings that other trainers call `name`, as far as an extension knows."""
+        return []
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one global batch, of the largest where they grow.
@@ -582,9 +582,20 @@ class TrainConfig:
         """Return the rows of config/support.py about settings of extensions."""
         return ()
 
-    def update_rules(self) -> Mapping[str, Callable[..., Any]]:
-        """Return the update rules of optimizers that optim/rules.py does not have: name -> rule of the arguments."""
-        return {}
+    def update_rule(self, name: str) -> Any:
+        """Return the update rule (optim.rules.UpdateRule) of the parameter of this name; None: Adam's or AdamW's."""
+        return None
+
+    def full_tensor_updates(self, shards: Any, parameters: Any, gradients: Any, step: Any, rate: Any) -> Any:
+        """Return the new shards of the torch engine's parameters of a group whose rule needs full tensors.
+
+        shards: parallel.torch.state.LocalShards; see parallel.step.OptimizerStep.compute_updates for the others.
+        """
+        raise NotImplementedError("no rule of the core needs full tensors")
+
+    def own_rate(self, step: int) -> float | None:
+        """Return the learning rate of the 0-based update `step` if the optimizer has its own; None: lr_schedule's."""
+        return None
 
     def followers(self) -> Mapping[str, Callable[[Any, Any], Any]]:
         """Return what is kept with the optimizer state of each trained weight: name -> function that gives the new
@@ -599,7 +610,7 @@ class TrainConfig:
         return defaults._replace(
             learning_rate=defaults.learning_rate if self.learning_rate is None else self.learning_rate,
             weight_decay=defaults.weight_decay if self.weight_decay is None else self.weight_decay,
-            arguments={**defaults.arguments, **flags, **parse_arguments(self.optimizer_args)},
+            arguments={**defaults.arguments, **flags},
         )
 
     def attention_on(self, platform: str) -> AttentionChoice:
@@ -612,13 +623,19 @@ class TrainConfig:
             raise UserError(f"--attention_impl=splash: {remedy}")
         return AttentionChoice("--attention_impl" if self.attention_impl == "chunked" else "no kernel is there")
 
+    def accelerator(self, kind: str) -> Any:
+        """Return the row of parallel/accelerator.py for a type of device that the core does not have.
+
+        Raises UserError if there is none.
+        """
+        remedy = "needs pretraining/extensions/accelerators, which is not there; use --device=cpu"
+        raise UserError(f"--device={kind}: {remedy}")
+
     def transformation_on(self, device: Any) -> Callable[[Any], None]:
         """Return what changes a model before the torch engine places it on `device`, a torch.device.
 
         Raises UserError where precision=fp8 cannot run.
         """
-        if self.precision == "fp8":
-            raise UserError("--precision=fp8: needs pretraining/extensions/fp8, which is not there; use mixed_bf16")
         return lambda model: None
 
     # Batches that an extension changes in the course of a run: it overrides these methods.
@@ -677,10 +694,14 @@ class TrainConfig:
         """Return the class of the engine "xla" or "torch" that runs this configuration; None: the core's."""
         return None
 
-    def manual_precision(self) -> Any:
-        """Return the dtypes of precision=manual, an optim.precision.Precision. Raises UserError."""
-        remedy = "needs pretraining/extensions/manual_precision, which is not there; use mixed_bf16"
-        raise UserError(f"--precision=manual: {remedy}")
+    def own_precision(self, mode: str) -> Any:
+        """Return the dtypes, an optim.precision.Precision, of a mode that the core does not have.
+
+        Raises UserError if there is no such extension.
+        """
+        folder = "manual_precision" if mode == "manual" else mode
+        remedy = f"needs pretraining/extensions/{folder}, which is not there; use mixed_bf16"
+        raise UserError(f"--precision={mode}: {remedy}")
 
     @property
     def has_bf16_weights(self) -> bool:
@@ -692,8 +713,6 @@ class TrainConfig:
 
         Raises UserError where precision=fp16 cannot run.
         """
-        if self.precision == "fp16":
-            raise UserError("--precision=fp16: needs pretraining/extensions/fp16, which is not there; use mixed_bf16")
         return None
 
     def recent_figures_on(self, device: Any) -> Any:
@@ -816,8 +835,6 @@ class TrainConfig:
             shape = VARIANTS.get(self.model_variant)
             longest = self.max_position_embeddings or (shape.max_position_embeddings if shape else 4096)
             derived["seq_length"] = min(longest, 4096) if isinstance(longest, int) and longest > 0 else 4096
-        if self.training_stage == "annealing" and self.lr_schedule == "fms_cosine":
-            derived["lr_schedule"] = "fms_annealing"
         vars(self).update(derived)
 
 

@@ -307,7 +307,7 @@ class Llama(Module):
     def hidden(self, tokens: Tensor, inputs: BatchInputs = NO_INPUTS, run_blocks: RunBlocks | None = None) -> Tensor:
         """Return the input of the output head, [B, T, D]."""
         x = self.embed(tokens, inputs)
-        x = (run_blocks or _run_in_order)(self.model.layers, x, self.with_rope(tokens, inputs))
+        x = (run_blocks or run_in_order)(self.model.layers, x, self.with_rope(tokens, inputs))
         return self.model.norm(x)
 
     def embed(self, tokens: Tensor, inputs: BatchInputs) -> Tensor:
@@ -340,7 +340,8 @@ def loss_options(config: TrainConfig) -> LossOptions:
     return LossOptions(config.z_loss if torch.is_grad_enabled() else 0.0, config.logit_softcap)
 
 
-def _run_in_order(blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
+def run_in_order(blocks: Iterable[nn.Module], x: Tensor, inputs: BatchInputs) -> Tensor:
+    """Run consecutive blocks, [B, T, D] -> [B, T, D]; `inputs` are those of the first. See RunBlocks."""
     for block in blocks:
         x = block(x, inputs)
         inputs = inputs.next_block()

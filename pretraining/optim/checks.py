@@ -1,4 +1,4 @@
-"""Rules across the settings of optimizer, schedule and precision."""
+"""Rules across the settings of schedule and precision."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import Problem
-from pretraining.config.optimizers import FLAGS, is_like, parse_arguments
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 
@@ -27,9 +26,6 @@ def check_schedule_settings(config: TrainConfig) -> Iterator[Problem]:
     missing = [f"--{name}" for name in chosen.requires if getattr(config, name) is None]
     if missing:
         yield problem(config, "lr_schedule", f"needs {', '.join(missing)}")
-    if config.training_stage == "annealing" and config.lr_schedule != "fms_annealing":
-        remedy = "contradicts --training_stage=annealing, which selects fms_annealing; remove one of the two"
-        yield problem(config, "lr_schedule", remedy)
 
 
 def check_schedule_lengths(config: TrainConfig) -> Iterator[Problem]:
@@ -52,37 +48,6 @@ def check_schedule_lengths(config: TrainConfig) -> Iterator[Problem]:
         yield problem(config, "min_lr", f"is above learning_rate={peak}")
 
 
-def check_optimizer_settings(config: TrainConfig) -> Iterator[Problem]:
-    """The optimizer has every setting that is set, and each is set once."""
-    defaults = config.optimizers()[config.optimizer]
-    accepted = f"it has {', '.join(defaults.arguments)}" if defaults.arguments else "it has none"
-    for name, value in parse_arguments(config.optimizer_args).items():
-        subject = f"--optimizer_args={name}={value}"
-        if name not in defaults.arguments:
-            yield Problem(subject, f"optimizer={config.optimizer} has no {name}; {accepted}")
-        elif not is_like(value, defaults.arguments[name]):
-            yield Problem(subject, f"expected a value like {defaults.arguments[name]}")
-        elif name in FLAGS and getattr(config, FLAGS[name]) is not None:
-            other = f"{FLAGS[name]}={getattr(config, FLAGS[name])}"
-            yield Problem(subject, f"has the same meaning as {other}; set only one of the two")
-    for name, field in FLAGS.items():
-        if getattr(config, field) is not None and not isinstance(defaults.arguments.get(name, ()), float | None):
-            yield problem(config, field, f"optimizer={config.optimizer} has no {name} of one number; {accepted}")
-    if config.weight_decay and defaults.weight_decay is None:
-        remedy = f"optimizer={config.optimizer} has no weight decay; remove it, or use another optimizer"
-        yield problem(config, "weight_decay", remedy)
-
-
-def check_relative_step(config: TrainConfig) -> Iterator[Problem]:
-    """Adafactor's relative step is a learning rate of its own."""
-    arguments = {**config.optimizers()[config.optimizer].arguments, **parse_arguments(config.optimizer_args)}
-    if arguments.get("warmup_init") and not arguments.get("relative_step"):
-        yield Problem("--optimizer_args=warmup_init=True", "needs relative_step=True; set both or none")
-    if arguments.get("relative_step") and config.learning_rate is not None:
-        remedy = "contradicts adafactor's relative_step=True, which computes its own; remove one of the two"
-        yield problem(config, "learning_rate", remedy)
-
-
 def check_precision(config: TrainConfig) -> Iterator[Problem]:
     """The two settings of precision agree."""
     mode = config.precision_mode
@@ -94,7 +59,5 @@ def check_precision(config: TrainConfig) -> Iterator[Problem]:
 CHECKS = (
     check_schedule_settings,
     check_schedule_lengths,
-    check_optimizer_settings,
-    check_relative_step,
     check_precision,
 )

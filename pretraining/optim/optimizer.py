@@ -12,11 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pretraining.config.optimizers import Hyperparameters
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import is_hidden_matrix
-from pretraining.optim.precision import precision_of
-from pretraining.optim.rules import UPDATE_RULES, Adam, Moments, MomentSpec, Muon, OnFull, UpdateContext, UpdateRule
+from pretraining.optim.rules import Adam, Moments, MomentSpec, OnFull, UpdateContext, UpdateRule
 
 
 @dataclass
@@ -71,24 +68,15 @@ def build_optimizer(config: TrainConfig, named_parameters: Iterable[tuple[str, T
         if weight.requires_grad:
             decay = (chosen.weight_decay or 0.0) if config.norm_weight_decay or decays(name) else 0.0
             ndim = weight.dim() - is_stacked(name)
-            rule = _update_rule(config, chosen, name)
+            rule = _update_rule(config, name)
             scale = config.rate_scale(name)
             parameters.append(ParameterState(name, weight, rule, decay, ndim, scale, config.followers()))
     return Optimizer(parameters)
 
 
-def _update_rule(config: TrainConfig, chosen: Hyperparameters, name: str) -> UpdateRule:
-    arguments, rules = chosen.arguments, {**UPDATE_RULES, **config.update_rules()}
-    if config.optimizer != "muon":
-        rule: UpdateRule = rules[config.optimizer](**arguments)
-        return rule
-    adam = {key: arguments[key] for key in ("beta1", "beta2", "eps")}
-    # Embedding, head, norms and biases do not map hidden states to hidden states: AdamW, as in Moonlight and Keller
-    # Jordan's Muon.
-    if not is_hidden_matrix(name):
-        return Adam(**adam, decoupled=True)
-    muon = {key: value for key, value in arguments.items() if key not in adam}
-    return Muon(**muon, dtype=precision_of(config).compute)
+def _update_rule(config: TrainConfig, name: str) -> UpdateRule:
+    rule: UpdateRule | None = config.update_rule(name)
+    return rule or Adam(**config.hyperparameters.arguments, decoupled=config.optimizer == "adamw")
 
 
 def decays(name: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pretraining.config.training import TrainConfig
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 class Precision(NamedTuple):
@@ -45,15 +45,13 @@ MODES = {
     "mixed_bf16_sr": Precision(activations=BF16, compute=BF16, stochastic_rounding=True),
     "bf16_sr": Precision(BF16, BF16, BF16, BF16, BF16, stochastic_rounding=True),
     "autocast": Precision(compute=BF16),
-    "fp16": Precision(activations=FP16, compute=FP16),
-    "fp8": Precision(activations=BF16, compute=BF16),  # around the products of extensions/fp8
 }
 
 
 def precision_of(config: TrainConfig) -> Precision:
     """Dtypes that `precision`, `mixed_precision` and `reduce_dtype` ask for."""
     mode = config.precision_mode
-    chosen = config.manual_precision() if mode == "manual" else MODES[mode]
+    chosen = MODES[mode] if mode in MODES else config.own_precision(mode)
     state = FP32 if config.hyperparameters.has_fp32_state else chosen.optimizer_state
     reduction = BF16 if config.reduce_dtype == "bf16" else FP32
     return chosen._replace(optimizer_state=state, gradient_reduction=reduction)

@@ -6,8 +6,6 @@ Does not depend on optimizers or devices. Steps are 0-based optimizer updates. F
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from pretraining.config.schedules import Curve
 from pretraining.config.training import TrainConfig
@@ -15,16 +13,9 @@ from pretraining.config.training import TrainConfig
 
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Return the rate of the 0-based optimizer update `step`, also past the end."""
-    arguments = config.hyperparameters.arguments
-    if arguments.get("relative_step"):
-        return relative_step(step, arguments)
+    if (rate := config.own_rate(step)) is not None:
+        return rate
     return config.schedules()[config.lr_schedule].rate(step, curve_of(config))
-
-
-def relative_step(step: int, arguments: Mapping[str, Any]) -> float:
-    """Adafactor's relative step, which replaces the schedule (Shazeer and Stern 2018, section 7)."""
-    largest = 1e-6 * (step + 1) if arguments["warmup_init"] else arguments["min_step"]
-    return min(largest, 1 / math.sqrt(step + 1))
 
 
 def curve_of(config: TrainConfig) -> Curve:
@@ -37,8 +28,6 @@ def curve_of(config: TrainConfig) -> Curve:
         total=config.lr_decay_steps or config.num_steps,
         hold=config.lr_hold_steps,
         constant=config.lr_constant_steps,
-        power=config.lr_power,
-        cycle=config.lr_cycle,
         more={name: getattr(config, name) for name in (*schedule.reads, *schedule.requires, "num_steps")},
     )
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from pretraining.config.training import TrainConfig
 from pretraining.parallel.layout import Layout
 from pretraining.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Batch = dict[str, np.ndarray]
 # Names in the logical state of what only some runs have, and begin anew without: fp16's loss scale, the figures of the
@@ -50,11 +53,14 @@ def raise_lost_peer_error(process: int, timeout: int) -> Iterator[None]:
         raise LostPeerError(f"{message} (collective_timeout): {str(lost).splitlines()[0]}") from error
 
 
-class StepResult(Protocol):
-    """Scalars of one optimizer step, which stay on the device until they are read."""
+class StepResult:
+    """Scalars of one optimizer step, or of an evaluation, which stay on the device until they are read."""
+
+    def __init__(self, names: tuple[str, ...], values: Tensor) -> None:
+        self._names, self._values = names, values
 
     def read(self) -> dict[str, float]:
-        """Wait for the device and return the scalars.
+        """Wait for the device and return the scalars, in one transfer.
 
         Of a step: "loss" (mean over every trained token of the global batch), "grad_norm" (before clipping),
         "updates", "refused" and "first_refused" (optimizer steps of this process so far, how many were refused
@@ -62,6 +68,7 @@ class StepResult(Protocol):
         skip_step_deviations "outliers" (updates skipped for that reason).
         Of an evaluation: "loss" and "tokens" (trained positions).
         """
+        return dict(zip(self._names, self._values.tolist(), strict=True))
 
 
 class TrainingState(Mapping[str, Any]):
@@ -107,9 +114,6 @@ class Trainee(Protocol):
     def evaluate(self, batch: Batch) -> StepResult:
         """Compute the loss on this process's rows of a global batch without changing any state."""
 
-    def parameter_norm(self) -> float:
-        """Return the L2 norm of the unsharded parameters. Waits for the device."""
-
     def state(self) -> TrainingState:
         """Return a handle on the live state, for one save or for one load. A commit makes older handles invalid."""
 
@@ -152,9 +156,6 @@ class Engine(Protocol):
 
     def memory_bytes(self) -> int | None:
         """Return the peak bytes in use on this process's busiest device; None where the device does not report it."""
-
-    def start_trace(self, folder: str) -> Callable[[], None]:
-        """Start a profile of this process's devices; return what stops it and writes it for TensorBoard to `folder`."""
 
     def close(self) -> None:
         """Leave the process group, if this engine joined one."""

@@ -10,7 +10,6 @@ from pretraining.config.errors import ConfigError, UserError, counted
 from pretraining.config.support import unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.parallel import accelerator
-from pretraining.parallel.accelerator import ACCELERATORS
 from pretraining.parallel.engine import Engine
 from pretraining.parallel.processes import read_processes
 
@@ -44,13 +43,14 @@ def choose_engine(config: TrainConfig) -> tuple[str, str]:
         return "xla", "--engine"
     kind, count = accelerator.find_devices()
     kind = kind if config.device == "auto" else config.device
-    caveat = f", {ACCELERATORS[kind].caveat}" if ACCELERATORS[kind].caveat else ""
+    row = accelerator.accelerator_of(config, kind)
+    caveat = f", {row.caveat}" if row.caveat else ""
     if config.engine == "torch":
         return "torch", f"--engine{caveat}"
     if config.device != "auto":
         return "torch", f"--device={kind}{caveat}"
     if count:
-        return "torch", f"{counted(count, ACCELERATORS[kind].title)} found{caveat}"
+        return "torch", f"{counted(count, row.title)} found{caveat}"
     if read_processes().world_size > 1:
         return "torch", "several processes per host, and xla uses one"
     if _has_xla():

@@ -23,17 +23,6 @@ from pretraining.parallel.engine import LOSS_SCALE, RECENT_FIGURES
 COUNTERS = ("updates", "refused", "first_refused")  # see engine.StepResult
 
 
-class DeviceScalars:
-    """Named scalars that stay on the device until they are read. Implements engine.StepResult."""
-
-    def __init__(self, names: tuple[str, ...], values: Tensor) -> None:
-        self._names, self._values = names, values
-
-    def read(self) -> dict[str, float]:
-        """Return all of them in one transfer."""
-        return dict(zip(self._names, self._values.tolist(), strict=True))
-
-
 class Gradients(NamedTuple):
     """The gradients of one global batch."""
 
@@ -88,9 +77,9 @@ class OptimizerStep(ABC):
     def place(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> None:
         """Shard `tensor`, which has been written, as the layout shards the parameter or its moments."""
 
-    @abstractmethod
     def on_full(self, function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
         """See rules.OnFull."""
+        return function(matrices)
 
     def compute_updates(
         self, parameters: Sequence[ParameterState], gradients: Sequence[Tensor], step: Tensor, rate: Tensor

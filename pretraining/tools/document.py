@@ -18,11 +18,11 @@ from typing import Any
 
 from main_training import CONFIGURATION
 from pretraining.config.declaration import Resume, settings_of
-from pretraining.config.help import Field, documented_fields, needs_words, type_words
 from pretraining.config.optimizers import FLAGS
 from pretraining.config.script import exit_with
 from pretraining.config.support import limits_of
 from pretraining.config.variants import VARIANTS
+from pretraining.tools.help import Field, documented_fields, needs_words, type_words
 from pretraining.tools.importing.migration import migration_tables
 
 SETTINGS = settings_of(CONFIGURATION)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from main_training import CONFIGURATION
 from pretraining.checkpoint.folder import ALLOW_REMOTE
 from pretraining.config.errors import UserError, counted
 from pretraining.config.grammar import comma_separated
@@ -87,7 +88,7 @@ def evaluate(flags: argparse.Namespace) -> Results:
     if others:
         import_harness(others)
     model, tokenizer, _ = open_model(flags)
-    scorer = Scorer(model.to(open_device(flags.device)), tokenizer, flags.batch_size)
+    scorer = Scorer(model.to(open_device(CONFIGURATION(device=flags.device))), tokenizer, flags.batch_size)
     results: Results = {}
     for name, task in open_tasks(",".join(files), tokenizer, scorer.longest, model.shape.vocab_size).items():
         scores = iter(scorer.score([request for choices in task.requests for request in choices]))

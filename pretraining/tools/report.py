@@ -20,7 +20,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pretraining.config.errors import UserError, extra_packages
+from pretraining.config.errors import UserError
 from pretraining.config.script import (
     FINISHED,
     STOPPED_ITSELF,
@@ -29,6 +29,7 @@ from pretraining.config.script import (
     ArgumentParser,
     exit_with,
 )
+from pretraining.extensions.packages import extra_packages
 from pretraining.monitor.account import ACTIVITIES, goodput, totals
 from pretraining.monitor.figures import amount, duration, percent, size
 from pretraining.monitor.metrics import FILE_NAME, read_metrics

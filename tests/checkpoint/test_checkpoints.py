@@ -14,7 +14,7 @@ import torch
 
 from main_training import CHECKS
 from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, shortage
-from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
+from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.checkpoint.store import is_weight, read_tensors

@@ -49,7 +49,7 @@ def complaints(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     def main(**flags: str) -> None:
         configure(flags)
 
-    assert run(main, words) == 2
+    assert run(main, words, configuration=CONFIGURATION) == 2
     said = capsys.readouterr()
     assert not said.out
     assert "Traceback" not in said.err

@@ -12,6 +12,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.support import limits_of, unsupported
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
+from pretraining.optim.precision import precision_of
 from pretraining.parallel.checks import CHECKS
 
 SETTINGS, LIMITS = settings_of(CONFIGURATION), limits_of(CONFIGURATION)
@@ -20,8 +21,6 @@ PLACES = [("xla", None), ("torch", "cpu"), ("torch", "tpu"), ("torch", "cuda")]
 # One configuration with the values of each row.
 EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("device", {"device": "cuda"}),
-    ("precision", {"precision": "fp16"}),
-    ("precision", {"precision": "fp8"}),
     ("reduce_dtype", {"reduce_dtype": "bf16", "mixed_precision": False}),
     ("collective_timeout", {"collective_timeout": 5}),
     ("cpu_offload", {"cpu_offload": True}),
@@ -31,10 +30,17 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("pipeline_balance", {"pipeline_parallel_size": 2, "pipeline_balance": True}),
     ("pipeline_schedule", {"pipeline_parallel_size": 2, "pipeline_schedule": "GPipe"}),
     ("kv_replication", {"kv_replication": 2}),
+    ("precision", {"precision": "fp8"}),
+    ("precision", {"precision": "fp16"}),
     ("memory_profiling", {"memory_profiling": True}),
     ("one_program", {"one_program": "always"}),
 ]
-EXAMPLES = [(setting, fields) for setting, fields in EXAMPLES if setting in SETTINGS]  # of extensions that are there
+VALUES = {limit.values for limit in LIMITS}
+EXAMPLES = [  # of extensions that are there
+    (setting, fields)
+    for setting, fields in EXAMPLES
+    if setting in SETTINGS and (setting != "precision" or fields[setting] in VALUES)
+]
 
 
 def test_every_row_has_an_example_and_no_default_is_unsupported() -> None:
@@ -53,11 +59,11 @@ def test_a_kernel_whose_extension_is_not_there_is_refused_and_none_is_needed() -
 
 def test_a_precision_whose_extension_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match=r"--precision=fp8: needs pretraining/extensions/fp8, .*use mixed_bf16"):
-        TrainConfig(precision="fp8").transformation_on("cpu")
+        precision_of(TrainConfig(precision="fp8"))
     with pytest.raises(UserError, match=r"--precision=fp16: needs pretraining/extensions/fp16, .*use mixed_bf16"):
-        TrainConfig(precision="fp16").loss_scale_on("cpu")
+        precision_of(TrainConfig(precision="fp16"))
     with pytest.raises(UserError, match=r"--precision=manual: needs pretraining/extensions/manual_precision, "):
-        TrainConfig(precision="manual").manual_precision()
+        precision_of(TrainConfig(precision="manual"))
 
 
 @pytest.mark.parametrize(("limit", "fields"), [(limit, row[1]) for limit, row in zip(LIMITS, EXAMPLES, strict=True)])

@@ -16,8 +16,9 @@ from main_training import CHECKS, CONFIGURATION
 from pretraining.config.errors import UserError
 from pretraining.config.validate import problems
 from pretraining.extensions.clock.settings import check_launch_time
+from tests.end_to_end.small import reports
 from tests.parallel.launch import ROOT, environment
-from tests.parallel.test_torch_runs import ON_TORCH, figures, train_command
+from tests.parallel.test_torch_runs import ON_TORCH, train_command
 
 
 @pytest.mark.parametrize("text", ["garbage", "nan", "1e999"])
@@ -52,22 +53,22 @@ def test_the_clock_saves_and_ends_a_run_that_continues_bitwise(tmp_path: Path) -
         return subprocess.Popen(command, cwd=ROOT, env=variables, text=True, **output)  # type: ignore[call-overload]
 
     run = started()
-    while not (saved := checkpoint_steps(tmp_path)) or not metrics.exists() or max(figures(tmp_path)) < saved[-1] + 3:
+    while not (saved := checkpoint_steps(tmp_path)) or not metrics.exists() or max(reports(tmp_path)) < saved[-1] + 3:
         assert run.poll() is None, run.communicate()[0]
         time.sleep(0.05)
     for process in psutil.Process(run.pid).children():
         process.kill()
     run.communicate(timeout=60)
-    newest, before = checkpoint_steps(tmp_path)[-1], figures(tmp_path)
+    newest, before = checkpoint_steps(tmp_path)[-1], reports(tmp_path)
 
     run = started(max_run_seconds=1)  # a step is made even if its start takes longer
     said, _ = run.communicate(timeout=600)
     assert sorted(file.read_text() for file in codes.iterdir()) == ["4", "4"], said
     assert "the time of --max_run_seconds=1 is up" in said
-    last = max(figures(tmp_path))
+    last = max(reports(tmp_path))
     assert newest < last and checkpoint_steps(tmp_path)[-1] == last
     for step in set(before) & set(range(newest + 1, last + 1)):
-        line = figures(tmp_path)[step]
+        line = reports(tmp_path)[step]
         assert {name: line[name] for name in ("loss", "grad_norm", "data_hash")} == {
             name: before[step][name] for name in ("loss", "grad_norm", "data_hash")
         }

@@ -32,6 +32,7 @@ from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
 from tests.end_to_end.small import ROOT
+from tests.selection import needs
 
 LLAMA3 = {
     **{"rope_theta": 5e5, "rope_scaling_type": "llama3", "rope_scaling_factor": 4.0, "rope_low_freq_factor": 1.0},

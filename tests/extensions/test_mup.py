@@ -17,7 +17,9 @@ from pretraining.models.init import build_model
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.monitor.test_facts import facts
+from tests.selection import needs
 
+OPTIMIZERS = ["adamw", pytest.param("muon", marks=needs("optimizers"))]
 WIDTHS = (32, 64, 128, 256, 512)
 # 16 tokens, because what a token learns from others is noise that shrinks with 1 / sqrt(width) and hides the rest.
 MODEL: dict[str, Any] = {
@@ -82,7 +84,7 @@ def slopes(widths: Sequence[int] = WIDTHS, **fields: Any) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_changes_outputs_by_as_much_at_every_width(optimizer: str) -> None:
     with_mup = slopes(optimizer=optimizer, **BASE)
     assert len(with_mup) == 8
@@ -98,7 +100,7 @@ def test_heads_of_one_width_need_no_base_head_dim() -> None:
         assert all(found[path] == pytest.approx(first, rel=0.3) for found in by_width), path
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_base_model_is_the_one_without_mup(optimizer: str) -> None:
     with_mup, plain = (changes(of_width(32, optimizer=optimizer, **fields)) for fields in (BASE, {}))
     assert with_mup == plain

@@ -1,17 +1,54 @@
-"""Every rule of an uncommon optimizer against its source, like tests/optim/test_rules.py."""
+"""Every rule besides Adam's against its source, like tests/optim/test_rules.py."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
 
+from pretraining.extensions.optimizers.full_tensors import on_full
+from pretraining.extensions.optimizers.rules import Muon
 from pretraining.extensions.optimizers.settings import OPTIMIZERS
-from tests.optim.test_rules import Reference, check, of_torch, written_out
+from pretraining.models.init import on_meta
+from pretraining.optim.optimizer import ParameterState, build_optimizer
+from tests.optim.test_optimizer import config
+from tests.optim.test_rules import STEPS, Reference, check, of_torch, ours, written_out
+
+
+def lion(w: Tensor, g: Tensor, kept: dict[str, Any], step: int) -> Tensor:
+    m = kept.get("m", torch.zeros_like(w))
+    kept["m"] = 0.99 * m + 0.01 * g
+    return w * (1 - 0.01 * 0.1) - 0.01 * torch.sign(0.9 * m + 0.1 * g)
+
+
+def adafactor(w: Tensor, g: Tensor, kept: dict[str, Any], step: int, beta1: float | None = None) -> Tensor:
+    """fairseq's, which NeMo copied."""
+    keep = 1 - step**-0.8
+    square = g * g + 1e-30
+    if w.dim() == 2:
+        kept["r"] = keep * kept.get("r", 0) + (1 - keep) * square.mean(-1)
+        kept["c"] = keep * kept.get("c", 0) + (1 - keep) * square.mean(-2)
+        update = g * (kept["r"] / kept["r"].mean()).rsqrt()[:, None] * kept["c"].rsqrt()[None]
+    else:
+        kept["v"] = keep * kept.get("v", 0) + (1 - keep) * square
+        update = g * kept["v"].rsqrt()
+    update = update / max(1.0, float(update.square().mean().sqrt()) / 1.0)
+    rate = 0.01 * max(1e-3, float(w.square().mean().sqrt()))
+    update = rate * update
+    if beta1:
+        update = kept["m"] = beta1 * kept.get("m", 0) + (1 - beta1) * update
+    return w - rate * 0.1 * w - update
 
 
 def novograd(w: Tensor, g: Tensor, kept: dict[str, Any], step: int, averaging: bool = False) -> Tensor:
@@ -74,6 +111,18 @@ def madgrad(w: Tensor, g: Tensor, kept: dict[str, Any], step: int) -> Tensor:
 
 
 CASES: dict[str, tuple[Reference, dict[str, Any]]] = {
+    "sgd": (of_torch(torch.optim.SGD, weight_decay=0.1), {}),
+    "sgd, momentum": (
+        of_torch(torch.optim.SGD, weight_decay=0.1, momentum=0.9, dampening=0.3),
+        {"optimizer_args": "momentum=0.9,dampening=0.3"},
+    ),
+    "sgd, nesterov": (
+        of_torch(torch.optim.SGD, weight_decay=0.1, momentum=0.9, nesterov=True),
+        {"optimizer_args": "{'momentum': 0.9, 'nesterov': True}"},
+    ),
+    "lion": (written_out(lion), {}),
+    "adafactor": (written_out(adafactor), {}),
+    "adafactor, beta1": (written_out(partial(adafactor, beta1=0.9)), {"adam_beta1": 0.9}),
     "adamax": (of_torch(torch.optim.Adamax, betas=(0.9, 0.999), weight_decay=0.1), {}),
     "adadelta": (of_torch(torch.optim.Adadelta, weight_decay=0.1), {}),
     "adagrad": (
@@ -103,4 +152,54 @@ def test_five_updates_are_the_source_s(case: str) -> None:
 
 
 def test_every_optimizer_has_a_source_to_compare_with() -> None:
-    assert {case.partition(",")[0] for case in CASES} == set(OPTIMIZERS)
+    assert {case.partition(",")[0] for case in CASES} | {"muon"} == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("tall", [False, True])
+def test_muon_is_torch_s_own_at_the_same_scale(tall: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shape = (12, 5) if tall else (5, 12)
+    weight = torch.randn(shape, generator=generator)
+    gradients = [[torch.randn(shape, generator=generator)] for _ in range(STEPS)]
+    reference = of_torch(torch.optim.Muon, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    got = ours([weight], gradients, optimizer="muon", learning_rate=0.01)
+    # Both iterate in bf16, in another order
+    torch.testing.assert_close(got[0], reference([weight], gradients)[0], rtol=0.02, atol=0.002)
+
+
+def test_muon_s_update_is_nearly_orthogonal() -> None:
+    weights, gradients = [torch.zeros(6, 24)], [[torch.randn(6, 24, generator=torch.Generator().manual_seed(2))]]
+    fields = {"learning_rate": 1.0, "weight_decay": 0.0, "mixed_precision": False}
+    (moved,) = ours(weights, gradients, optimizer="muon", **fields)
+    singular = torch.linalg.svdvals(moved / (0.2 * math.sqrt(24)))
+    assert float(singular.min()) > 0.6 and float(singular.max()) < 1.3
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_leaves_the_rest_to_adamw() -> None:
+    parameters = build_optimizer(config(optimizer="muon"), on_meta(config()).named_parameters()).parameters
+    orthogonal = [parameter.name for parameter in parameters if isinstance(parameter.rule, Muon)]
+    assert len(orthogonal) == 2 * 7
+    assert all(".layers." in name and "norm" not in name for name in orthogonal)
+
+
+@pytest.fixture
+def second_of_two() -> Iterator[None]:
+    """This process is the second of two, of which the first is not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("second_of_two")
+@pytest.mark.parametrize("shape", [(8, 8), (16, 8), (8, 16)])
+def test_muon_moves_a_stack_of_matrices_once_to_whole_ones_and_back(shape: tuple[int, int]) -> None:
+    mesh, local = DeviceMesh("cpu", [0, 1]), (3, shape[0] // 2, shape[1])
+    weight, gradient, momentum = (DTensor.from_local(torch.ones(local), mesh, [Shard(1)]) for _ in range(3))
+    rule = Muon(momentum=0.9, nesterov=True, ns_steps=5, dtype=torch.bfloat16)
+    parameter = ParameterState("", weight, rule, 0.1, ndim=2, moments={"momentum_buffer": momentum})
+    with CommDebugMode() as collectives, FlopCounterMode(display=False) as flops:
+        updated, _ = parameter.compute_update(gradient, torch.tensor(1.0), torch.tensor(0.1), on_full)
+    assert list(collectives.get_comm_counts().values()) == [2]
+    assert isinstance(updated, DTensor) and updated.placements == (Shard(1),) and updated.shape == (3, *shape)
+    short, long = sorted(shape)
+    assert flops.get_total_flops() == 5 * 2 * (2 * short * short * long + short**3)  # of one of the three matrices

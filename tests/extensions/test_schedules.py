@@ -1,4 +1,4 @@
-"""The rates of uncommon schedules: values worked out by hand from each source's formula."""
+"""The rates of further schedules: values worked out by hand from each source's formula."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
 
-from main_training import configure
+from main_training import CONFIGURATION, configure
+from pretraining.config.schedules import Curve
+from pretraining.extensions.schedules.formulas import fms_annealing
 from pretraining.extensions.schedules.settings import SCHEDULES
 from pretraining.optim.schedule import learning_rate
-from tests.optim.test_schedule import SHORT, check
+from tests.optim.test_schedule import SHORT, check, peaks, totals
 
+LINEAR = {"lr_schedule": "linear_warmup_decay", "learning_rate": 1.5e-4, "lr_warmup_steps": 100, "num_steps": 10_000}
 NEOX = {"lr_schedule": "neox_cosine", "learning_rate": 6e-4, "lr_warmup_ratio": 0.01, "num_steps": 143_000}
 NEOX_2022 = {"lr_schedule": "neox2022_cosine", "learning_rate": 6e-4, "lr_warmup_ratio": 0.01, "num_steps": 320_000}
 # Of 100 steps; at the quarter the rate is 0.6 and falls by 0.8 pi / 100 a step
@@ -19,6 +23,9 @@ HYBRID: dict[str, Any] = {"learning_rate": 1.0, "min_lr": 0.2, "lr_warmup_steps"
 HYBRID |= {"lr_schedule": "hybrid_cosine_inv_sqrt", "lr_decay_steps": 100}
 ROOT = math.sqrt((60 - 25 + 0.6 * 100 / (1.6 * math.pi)) / (0.6 * 100 / (1.6 * math.pi)))
 VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
+    (LINEAR, {0: 0.0, 1: 1.5e-6, 100: 1.5e-4, 101: 1.5e-4 * 9899 / 9900, 5050: 7.5e-5, 9999: 1.5e-4 / 9900}),
+    ({**SHORT, "lr_schedule": "inverse_sqrt"}, {10: 1.0, 43: 0.5, 98: 1 / 3}),
+    ({**SHORT, "lr_schedule": "poly", "lr_power": 3.0, "min_lr": 0.2}, {10: 1.0, 60: 0.3, 110: 0.2, 300: 0.2}),
     (
         {**NEOX, "min_lr": 6e-5},
         {
@@ -87,7 +94,7 @@ def test_a_schedule_has_the_values_of_its_formula(flags: dict[str, Any], rates: 
 
 
 def test_every_schedule_has_a_vector() -> None:
-    assert {flags["lr_schedule"] for flags, _ in VECTORS} == set(SCHEDULES)
+    assert {flags["lr_schedule"] for flags, _ in VECTORS} | {"fms_annealing"} == set(SCHEDULES)
 
 
 def test_stable_lm_s_cosine_goes_over_into_its_inverse_square_root_without_a_jump_or_a_bend() -> None:
@@ -95,3 +102,12 @@ def test_stable_lm_s_cosine_goes_over_into_its_inverse_square_root_without_a_jum
     before, there, after = (learning_rate(checked, 250_000 + step) for step in (-10, 0, 10))
     assert there == pytest.approx(0.6)
     assert after - there == pytest.approx(there - before, rel=1e-4) == pytest.approx(-0.8 * math.pi * 1e-5, rel=1e-4)
+
+
+@given(totals, peaks)
+def test_annealing_starts_at_the_peak_and_its_last_update_is_not_zero(total: int, peak: float) -> None:
+    annealed = CONFIGURATION(num_steps=total, training_stage="annealing", learning_rate=peak)
+    assert annealed.lr_schedule == "fms_annealing"
+    assert learning_rate(annealed, 0) == peak
+    assert learning_rate(annealed, total - 1) == pytest.approx(peak / total, rel=1e-6)
+    assert fms_annealing(total, Curve(peak, total=total)) == 0.0

@@ -12,7 +12,7 @@ from main_training import CONFIGURATION
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
 from pretraining.optim.optimizer import Optimizer, ParameterState, build_optimizer, moment_shape
-from pretraining.optim.rules import Adam, Muon
+from pretraining.optim.rules import Adam
 
 
 def config(**fields: Any) -> TrainConfig:
@@ -65,13 +65,6 @@ def test_settings_reach_the_rule() -> None:
     (parameter,) = build_optimizer(chosen, [("a.weight", nn.Parameter(torch.ones(2)))]).parameters
     assert parameter.rule == Adam(0.8, 0.7, 1e-3, decoupled=True)
     assert parameter.decay == 0.2
-
-
-def test_muon_takes_the_matrices_of_the_blocks_and_leaves_the_rest_to_adamw() -> None:
-    parameters = build_optimizer(config(optimizer="muon"), on_meta(config()).named_parameters()).parameters
-    orthogonal = [parameter.name for parameter in parameters if isinstance(parameter.rule, Muon)]
-    assert len(orthogonal) == 2 * 7
-    assert all(".layers." in name and "norm" not in name for name in orthogonal)
 
 
 @pytest.mark.parametrize("optimizer", CONFIGURATION.optimizers())

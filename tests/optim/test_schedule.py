@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from main_training import CONFIGURATION, configure
-from pretraining.config.schedules import SCHEDULES, Curve, fms_annealing, fms_cosine
+from pretraining.config.schedules import SCHEDULES, Curve, fms_cosine
 from pretraining.config.training import TrainConfig
 from pretraining.optim.schedule import learning_rate, milestone_steps
 
@@ -18,8 +18,8 @@ totals = st.integers(1, 10**7)
 peaks = st.floats(1e-8, 10.0)
 
 
-def config(num_steps: int, stage: Any = "initial", peak: float = 3e-4) -> TrainConfig:
-    return TrainConfig(num_steps=num_steps, training_stage=stage, learning_rate=peak)
+def config(num_steps: int, peak: float = 3e-4) -> TrainConfig:
+    return TrainConfig(num_steps=num_steps, learning_rate=peak)
 
 
 @pytest.mark.parametrize(("step", "rate"), [(1, 2.99925e-7), (1000, 2.25e-4), (2000, 2.983382e-4), (40_000, 3e-5)])
@@ -38,14 +38,12 @@ def test_under_20_steps_there_is_no_warm_up_and_no_division_by_zero(num_steps: i
 @given(totals, peaks, st.data())
 def test_no_update_is_wasted_and_none_exceeds_the_peak(total: int, peak: float, data: st.DataObject) -> None:
     step = data.draw(st.integers(0, total - 1))
-    for stage in ("initial", "annealing"):
-        assert peak / total / 1e4 < learning_rate(config(total, stage, peak), step) <= peak
+    assert peak / total / 1e4 < learning_rate(config(total, peak), step) <= peak
 
 
 @given(totals, st.integers(0, 10**8))
 def test_the_rate_stays_at_its_floor_after_the_last_step(total: int, extra: int) -> None:
     assert learning_rate(config(total), total + extra) == pytest.approx(3e-5)
-    assert learning_rate(config(total, "annealing"), total + extra) == 0
 
 
 @given(st.integers(20, 10**6), st.data())
@@ -62,17 +60,8 @@ def test_the_cosine_is_half_way_at_the_middle() -> None:
     assert fms_cosine(2499, Curve(1.0, total=10_000)) == pytest.approx(0.1 + 0.45 * (1 + math.sqrt(0.5)))
 
 
-@given(totals, peaks)
-def test_annealing_starts_at_the_peak_and_its_last_update_is_not_zero(total: int, peak: float) -> None:
-    annealed = config(total, "annealing", peak)
-    assert learning_rate(annealed, 0) == peak
-    assert learning_rate(annealed, total - 1) == pytest.approx(peak / total, rel=1e-6)
-    assert fms_annealing(total, Curve(peak, total=total)) == 0.0
-
-
 # ---- The other schedules: values worked out by hand from each source's formula
 
-LINEAR = {"lr_schedule": "linear_warmup_decay", "learning_rate": 1.5e-4, "lr_warmup_steps": 100, "num_steps": 10_000}
 COSINE = {
     "lr_schedule": "cosine",
     "learning_rate": 1.5e-5,
@@ -83,7 +72,6 @@ COSINE = {
 HELD = {"lr_schedule": "cosine", "learning_rate": 2e-4, "lr_warmup_steps": 500, "num_steps": 100_000, "min_lr": 2e-5}
 SHORT = {"learning_rate": 1.0, "lr_warmup_steps": 10, "num_steps": 110}
 VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
-    (LINEAR, {0: 0.0, 1: 1.5e-6, 100: 1.5e-4, 101: 1.5e-4 * 9899 / 9900, 5050: 7.5e-5, 9999: 1.5e-4 / 9900}),
     (
         {**COSINE, "min_lr": 1e-6},
         {0: 1.5e-5 / 2001, 1: 3e-5 / 2001, 2000: 1.5e-5, 16_000: 8e-6, 30_000: 1e-6, 40_000: 1e-6},
@@ -93,8 +81,6 @@ VECTORS: list[tuple[dict[str, Any], dict[int, float]]] = [
     ({**HELD, "lr_constant_steps": 80_000_000}, {0: 0.0, 1: 4e-7, 500: 2e-4, 501: 2e-5, 100_000: 2e-5}),
     ({**SHORT, "lr_schedule": "cosine", "lr_warmup_steps": 0, "lr_constant_steps": 110, "min_lr": 0.5}, {0: 0.5}),
     ({**SHORT, "lr_schedule": "constant"}, {0: 1 / 11, 9: 10 / 11, 10: 1.0, 110: 1.0}),
-    ({**SHORT, "lr_schedule": "inverse_sqrt"}, {10: 1.0, 43: 0.5, 98: 1 / 3}),
-    ({**SHORT, "lr_schedule": "poly", "lr_power": 3.0, "min_lr": 0.2}, {10: 1.0, 60: 0.3, 110: 0.2, 300: 0.2}),
     ({**SHORT, "lr_schedule": "wsd", "lr_hold_steps": 60, "min_lr": 0.1}, {10: 1.0, 70: 1.0, 90: 0.55, 110: 0.1}),
 ]
 
@@ -112,7 +98,7 @@ def check(flags: dict[str, Any], rates: dict[int, float]) -> None:
 
 
 def test_every_schedule_has_a_vector() -> None:
-    assert {str(flags["lr_schedule"]) for flags, _ in VECTORS} | {"fms_cosine", "fms_annealing"} == set(SCHEDULES)
+    assert {str(flags["lr_schedule"]) for flags, _ in VECTORS} | {"fms_cosine"} == set(SCHEDULES)
 
 
 @given(st.sampled_from(sorted(CONFIGURATION.schedules())), st.integers(20, 10**6), st.floats(1e-8, 1.0), st.data())
@@ -129,7 +115,3 @@ def test_no_rate_exceeds_the_peak_or_is_negative(name: str, total: int, peak: fl
     )
     for step in (*milestone_steps(chosen), data.draw(st.integers(0, 3 * total))):
         assert 0 <= learning_rate(chosen, step) <= peak * (1 + 1e-12)
-
-
-def test_fms_fsdps_annealing_stage_is_the_schedule_of_that_name() -> None:
-    assert config(100, "annealing").lr_schedule == "fms_annealing"

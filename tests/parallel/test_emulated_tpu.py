@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from pretraining.config.devices import DEVICE_KINDS
-from pretraining.parallel.accelerator import ACCELERATORS
 from tests.parallel.launch import ALONE, ROOT, environment, launched, run
 from tests.ports import free_port
 
@@ -97,7 +96,7 @@ from pathlib import Path
 from tests.parallel.torchtpu import plugin, programs
 plugin.start(Path(tempfile.mkdtemp()))
 import torch
-from pretraining.parallel.torch.tpu_compile import fuse_operations
+from pretraining.extensions.accelerators.tpu_compile import fuse_operations
 x = torch.ones(4, device="tpu")
 x.tolist()
 counts = [programs.Program.count]
@@ -139,6 +138,8 @@ print(json.dumps({"peaks": peaks, "variables": sorted(set(os.environ) - known)})
 
 
 def test_names_peaks_and_launch_variables_are_those_of_torch_tpu() -> None:
+    from pretraining.extensions.accelerators.table import ACCELERATORS
+
     facts, _ = run([PYTHON, "-c", FACTS], **{**NO_TPU, "TORCH_TPU_TOPOLOGY": "2,2,1"})
     titles = {kind.title: kind.peak_flops for kind in DEVICE_KINDS if kind.name.startswith("tpu")}
     assert titles.items() <= facts["peaks"].items()

@@ -61,7 +61,8 @@ RESUMED: tuple[str, ...] = (
 )
 CASES: dict[str, Fields] = chosen(
     {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM, **BY_MUP},
-    ("adafactor", "muon", "fp32", "mixed_bf16", "bf16_sr", "dropout", "1-norm"),  # fp32 is AdamW
+    # fp32 is AdamW; the first two are an extension's
+    (*BY_OPTIMIZER.keys() & {"adafactor", "muon"}, "fp32", "mixed_bf16", "bf16_sr", "dropout", "1-norm"),
 )
 RESUMED = tuple(name for name in RESUMED if name in CASES)
 

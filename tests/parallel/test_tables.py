@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from main_training import CONFIGURATION
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
-from pretraining.config.variants import VARIANTS, model_shape, padded_vocabulary
+from pretraining.config.variants import VARIANTS, padded_vocabulary
 from pretraining.models.llama import Llama
-from pretraining.parallel.accelerator import HOST, chooses_compile, linked_processes
+from pretraining.parallel.accelerator import ACCELERATORS, HOST, chooses_compile
 from pretraining.parallel.layout import STRATEGIES, TorchLayout, XlaLayout, xla_layout
-from pretraining.parallel.mesh import Mesh, chunks_by_rank, kv_repeats, notes, resolve_batch, resolve_mesh
-from pretraining.parallel.processes import Processes
+from pretraining.parallel.mesh import Mesh, chunks_by_rank, kv_repeats, resolve_batch, resolve_mesh
 from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.parallel.sharding import LLAMA_SHARDING, axes_of, spec_of
 from pretraining.parallel.state_bytes import state_bytes, unsharded_state_bytes
@@ -144,20 +143,6 @@ def test_a_padded_vocabulary_is_the_least_that_divides(vocabulary: int, multiple
     assert vocabulary <= padded < vocabulary + multiple * tensor
 
 
-def test_through_torchtpu_a_group_is_the_slice_and_elsewhere_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = Processes(world_size=32, local_world_size=4)
-    assert linked_processes(processes) == (4, "a host has 4 processes")
-    monkeypatch.setenv("TORCH_TPU_TOPOLOGY", "4,4,1")
-    linked, reason = linked_processes(processes)
-    assert (linked, reason) == (16, "a TPU slice has 16 chips")
-    config = TrainConfig(sharding_strategy="hsdp")
-    mesh = resolve_mesh(config, 32, linked)
-    assert mesh == Mesh(1, 2, 16)
-    line = "hsdp: 2 groups of 16, because a TPU slice has 16 chips; see --sharding_group_size"
-    assert line in notes(config, model_shape(config), mesh, "torch", reason)
-    assert not notes(replace(config, sharding_group_size=16), model_shape(config), mesh, "torch", reason)
-
-
 @given(st.integers(1, 64))
 def test_causal_attention_costs_all_context_ranks_the_same(ranks: int) -> None:
     chunks = chunks_by_rank(ranks)
@@ -169,11 +154,11 @@ def test_on_a_cpu_blocks_are_compiled_by_the_user_s_word_alone_and_with_a_compil
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not chooses_compile(HOST, None)
-    assert not chooses_compile(HOST, False)
-    assert chooses_compile(torch.device("cuda"), None)
+    assert not chooses_compile(ACCELERATORS["cpu"], HOST, None)
+    assert not chooses_compile(ACCELERATORS["cpu"], HOST, False)
+    assert chooses_compile(ACCELERATORS["cuda"], torch.device("cuda"), None)
     with pytest.raises(UserError, match=r"--use_torch_compile=True: .* no-such-compiler; install it, or use False"):
-        chooses_compile(HOST, True)
+        chooses_compile(ACCELERATORS["cpu"], HOST, True)
 
 
 @given(rows=st.integers(1, 8), devices=st.integers(1, 64), passes=st.integers(1, 16))

@@ -8,14 +8,13 @@ import math
 import tempfile
 from pathlib import Path
 from shutil import which
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.training import SETTINGS, TrainConfig
+from pretraining.config.training import TrainConfig
 from pretraining.parallel import accelerator, select
 from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine, refuse_variables
@@ -302,28 +301,20 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
     assert chosen(gpus=0, xla=True, device="cpu") == "torch"
     assert chosen(gpus=8, xla=True, engine="xla") == "xla"
     assert chosen(gpus=0, xla=True, engine="torch") == "torch"
-    assert "not run on TPU hardware" in choose_engine(TrainConfig(engine="torch", device="tpu"))[1]
-    assert choose_engine(TrainConfig(device="neuron")) == ("torch", "--device=neuron, untested on hardware")
+    with pytest.raises(UserError, match=r"--device=tpu: needs pretraining/extensions/accelerators, which is not there"):
+        chosen(gpus=0, xla=True, device="tpu")
     with pytest.raises(UserError, match="torch_xla is not installed"):
         chosen(gpus=0, xla=False, engine="xla")
-
-
-def test_the_choices_of_a_device_are_the_rows_of_the_table() -> None:
-    assert {"auto", *accelerator.ACCELERATORS} == set(SETTINGS["device"].constraint.choices)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     ("device", "dtype", "width", "kernel"),
     [
         *(("cpu", torch.float32, 80, "repeated"), ("cuda", torch.float16, 160, "grouped")),
-        *(("tpu", torch.bfloat16, 128, "contiguous"), ("tpu", torch.bfloat16, 160, "chunked")),
-        *(("tpu", torch.float16, 64, "chunked"), ("neuron", torch.bfloat16, 128, "chunked")),
     ],
 )
-def test_attention_is_chunked_where_the_device_has_no_kernel(
-    device: str, dtype: torch.dtype, width: int, kernel: str
-) -> None:
-    assert accelerator.kernel_of(SimpleNamespace(type=device), dtype, width) == kernel  # type: ignore[arg-type]
+def test_attention_has_the_kernel_of_the_device(device: str, dtype: torch.dtype, width: int, kernel: str) -> None:
+    assert accelerator.ACCELERATORS[device].kernel_of(dtype, width) == kernel
 
 
 @pytest.mark.parametrize("value", ["1", "true"])
@@ -348,7 +339,7 @@ def test_a_cpu_without_virtual_devices_is_refused(monkeypatch: pytest.MonkeyPatc
     [
         (False, {"compile_cache_dir": "x", "attention_impl": "splash"}),
         (False, {"cpu_offload": True, "compile_cache_dir": "x"}),
-        (True, {"precision": "fp16", "cpu_offload": True, "collective_timeout": 5}),
+        (True, {"cpu_offload": True, "collective_timeout": 5}),
     ],
 )
 def test_unsupported_settings_are_refused_together_before_the_engine_opens(
@@ -373,14 +364,6 @@ def test_sizes_that_the_number_of_processes_rules_out_are_refused_before_a_devic
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"device": "cuda"}, "no CUDA GPU; .* --device=cpu"),
-        ({"device": "tpu"}, "needs the package torch_tpu"),
-        ({"device": "neuron"}, "needs the package torch_neuronx: docs/clusters.md"),
-    ],
-)
-def test_a_missing_device_is_one_sentence(fields: Fields, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        TorchEngine(TrainConfig(model_variant="tiny", seq_length=64, **fields))
+def test_a_missing_device_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"no CUDA GPU; .* --device=cpu"):
+        TorchEngine(TrainConfig(model_variant="tiny", seq_length=64, device="cuda"))

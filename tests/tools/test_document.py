@@ -11,11 +11,11 @@ import pytest
 from main_training import CONFIGURATION, configure
 from pretraining.config.declaration import settings_of
 from pretraining.config.flags import read
-from pretraining.config.help import documented_fields, fields_in, help_text, type_words
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
 from pretraining.parallel.recompute import block_mask, scan_plan
 from pretraining.tools.document import CONFIGS, MIGRATING, PAGES, ROOT, fill_tables, main, tables_of
+from pretraining.tools.help import documented_fields, fields_in, help_text, type_words
 from tests.selection import complete
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))

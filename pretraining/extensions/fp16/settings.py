@@ -8,8 +8,17 @@ from typing import Annotated, Any
 
 from pretraining.config.declaration import Above, AtLeast, Needs, settings_of
 from pretraining.config.errors import Problem
+from pretraining.config.support import XLA, Limit
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
+
+LIMIT = Limit(
+    "precision",
+    XLA,
+    "TPUs and Trainium have bf16, which needs no loss scale (mixed_bf16)",
+    values="fp16",
+    is_set=lambda config: config.precision == "fp16",
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,21 @@ class Float16Config(TrainConfig):
     """Dynamic loss scale: overflows before the scale is halved; counted from 0 again when it doubles."""
     min_loss_scale: Annotated[float, Above(0), Needs("precision", "fp16")] = 1.0
     """Dynamic loss scale: the smallest scale; overflows at it count for max_skipped_steps."""
+
+    @classmethod
+    def limits(cls) -> tuple[Any, ...]:
+        """See TrainConfig."""
+        return (*super().limits(), LIMIT)
+
+    def own_precision(self, mode: str) -> Any:
+        """See TrainConfig."""
+        if mode != "fp16":
+            return super().own_precision(mode)
+        from torch import float16
+
+        from pretraining.optim.precision import Precision
+
+        return Precision(activations=float16, compute=float16)
 
     def loss_scale_on(self, device: Any) -> Any:
         """See TrainConfig."""

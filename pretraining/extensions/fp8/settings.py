@@ -7,14 +7,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretraining.config.errors import Problem
+from pretraining.config.support import Limit
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import multiples_around
 from pretraining.config.variants import model_shape
+
+LIMIT = Limit(
+    "precision",
+    ("xla", "torch on tpu"),
+    "only the torch engine on CUDA and CPUs multiplies float8 matrices",
+    values="fp8",
+    is_set=lambda config: config.precision == "fp8",
+)
 
 
 @dataclass(frozen=True)
 class Float8Config(TrainConfig):
     """A configuration whose precision may be fp8."""
+
+    @classmethod
+    def limits(cls) -> tuple[Any, ...]:
+        """See TrainConfig."""
+        return (*super().limits(), LIMIT)
+
+    def own_precision(self, mode: str) -> Any:
+        """See TrainConfig: the dtypes around the products of float8 matrices."""
+        if mode != "fp8":
+            return super().own_precision(mode)
+        from pretraining.optim.precision import MODES
+
+        return MODES["mixed_bf16"]
 
     def transformation_on(self, device: Any) -> Callable[[Any], None]:
         """See TrainConfig."""

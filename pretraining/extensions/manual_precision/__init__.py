@@ -23,8 +23,10 @@ class ManualPrecisionConfig(TrainConfig):
     """True: round to bf16 stochastically, which is exact on average; deterministic, and the same on every mesh. False:
     round to nearest. None: False."""
 
-    def manual_precision(self) -> Any:
+    def own_precision(self, mode: str) -> Any:
         """See TrainConfig."""
+        if mode != "manual":
+            return super().own_precision(mode)
         from pretraining.optim.precision import BF16, FP32, Precision
 
         master = BF16 if self.has_bf16_weights else FP32

@@ -34,7 +34,7 @@ class MovingAverageConfig(TrainConfig):
     def matching_settings(self) -> list[str]:
         """See TrainConfig: this setting once stood after `optimizer_args`, and runs keep their names."""
         names = [name for name in super().matching_settings if name != "ema_decay"]
-        place = names.index("optimizer_args") + 1
+        place = max(names.index(name) for name in ("optimizer", "optimizer_args") if name in names) + 1
         return [*names[:place], "ema_decay", *names[place:]]
 
 

@@ -19,10 +19,9 @@ from pretraining.extensions.one_program.settings import OneProgramConfig
 from pretraining.extensions.one_program.tpu import compile_whole
 from pretraining.models.llama import Llama
 from pretraining.optim.optimizer import Optimizer, build_optimizer
-from pretraining.parallel.engine import Batch, with_token_ids
+from pretraining.parallel.engine import Batch, StepResult, with_token_ids
 from pretraining.parallel.layout import TorchLayout
 from pretraining.parallel.recompute import model_mask
-from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.torch.engine import TorchEngine, TorchTrainee
 
 COMPILERS: dict[str, Compile] = {"torch_tpu": compile_whole}  # by the package that registers the device
@@ -111,13 +110,13 @@ class OneProgramTrainee(TorchTrainee):
         """See TorchTrainee."""
         return ProgramStep(self.config, optimizer, self.engine.home, self.shards, None)
 
-    def train_step(self, batch: Batch, learning_rate: float) -> DeviceScalars:
+    def train_step(self, batch: Batch, learning_rate: float) -> StepResult:
         """See engine.Trainee. Replicas sum their gradients after the last micro-batch."""
         rate, sums = torch.tensor(learning_rate, device=self.engine.device), list[Tensor]()
         for micro_batch, is_last in self._micro_batches(with_token_ids(self.config, batch, self.engine.data_rank)):
             function = partial(self._micro_step, tuple(micro_batch), len(sums), is_last)
             sums = self._run(function, [*sums, *micro_batch.values(), rate], freed=len(sums))
-        return DeviceScalars(self.step.figures, sums[0])
+        return StepResult(self.step.figures, sums[0])
 
     def _micro_step(self, names: tuple[str, ...], count: int, is_last: bool, *given: Tensor) -> list[Tensor]:
         """Return the gradients of all micro-batches up to this one; of the last, the step's figures.

@@ -1,6 +1,6 @@
-"""Uncommon optimizers: NeMo's, GPT-NeoX's, NxD Core's, DeepSpeed's and the others of torch.optim."""
+"""Optimizers besides Adam and AdamW: Muon, Lion, Adafactor, SGD, those of other trainers and of torch.optim."""
 
 from pretraining.config.extension import Extension
-from pretraining.extensions.optimizers.settings import OptimizersConfig
+from pretraining.extensions.optimizers.settings import CHECKS, OptimizersConfig
 
-EXTENSION = Extension(configuration=OptimizersConfig)
+EXTENSION = Extension(configuration=OptimizersConfig, checks=CHECKS)

@@ -1,18 +1,23 @@
-"""Update rules of uncommon optimizers. See optim/rules.py for what a rule is.
+"""Update rules of optimizers besides Adam and AdamW. See optim/rules.py for what a rule is.
 
-Formulas: torch.optim's documentation for adamax, adadelta, adagrad, rmsprop and rprop; the others name their source.
+Formulas: torch.optim's documentation for sgd, adamax, adadelta, adagrad, rmsprop and rprop; the others name their
+source.
 tests/extensions/test_optimizers.py compares each with its source.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from pretraining.config.variants import is_hidden_matrix
+from pretraining.extensions.optimizers.settings import OptimizersConfig
+from pretraining.optim.precision import precision_of
 from pretraining.optim.rules import (
     Adam,
     Moments,
@@ -20,8 +25,126 @@ from pretraining.optim.rules import (
     UpdateContext,
     UpdateRule,
     one_minus_power,
-    tensor_dims,
 )
+
+
+def tensor_dims(ndim: int) -> tuple[int, ...]:
+    """Return the dimensions of one tensor, counted from the last."""
+    return tuple(range(-ndim, 0))
+
+
+def _mean(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Mean over `dims`, with keepdim. Divides last, because shards of an uneven split have different counts."""
+    return x.sum(dims, keepdim=True) / math.prod(x.shape[dim] for dim in dims)
+
+
+@dataclass(frozen=True)
+class SGD(UpdateRule):
+    momentum: float
+    dampening: float
+    nesterov: bool
+
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        return {"momentum_buffer": MomentSpec()} if self.momentum else {}
+
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        grad = grad + context.decay * weight
+        if not self.momentum:
+            return weight - context.rate * grad, {}
+        fresh = torch.where(context.step == 1, 1.0, 1 - self.dampening)
+        buffer = self.momentum * moments["momentum_buffer"] + fresh * grad
+        direction = grad + self.momentum * buffer if self.nesterov else buffer
+        return weight - context.rate * direction, {"momentum_buffer": buffer}
+
+
+@dataclass(frozen=True)
+class Adafactor(UpdateRule):
+    """Shazeer and Stern 2018 as in NeMo and fairseq: the second moment of a matrix is factored into means of its rows
+    and columns. OptimizersConfig.own_rate is its relative_step."""
+
+    needs_full_tensor: ClassVar[bool] = True
+    beta1: float | None
+    eps: tuple[float, float]
+    clip_threshold: float
+    decay_rate: float
+    scale_parameter: bool
+
+    def moment_specs(self, ndim: int) -> dict[str, MomentSpec]:
+        first = {} if self.beta1 is None else {"exp_avg": MomentSpec()}
+        if ndim < 2:
+            return {"exp_avg_sq": MomentSpec(), **first}
+        return {
+            "exp_avg_sq_row": MomentSpec(reduced_dims=(-1,)),
+            "exp_avg_sq_col": MomentSpec(reduced_dims=(-2,)),
+            **first,
+        }
+
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        dims = tensor_dims(context.ndim)
+        keep = 1 - context.step**self.decay_rate
+        square = grad.square() + self.eps[0]
+        measured = {"exp_avg_sq": square}
+        if context.ndim > 1:
+            measured = {"exp_avg_sq_row": _mean(square, (-1,)), "exp_avg_sq_col": _mean(square, (-2,))}
+        new = {name: keep * moments[name] + (1 - keep) * mean for name, mean in measured.items()}
+        if context.ndim < 2:
+            update = grad * new["exp_avg_sq"].rsqrt()
+        else:
+            row, column = new["exp_avg_sq_row"], new["exp_avg_sq_col"]
+            update = grad * (row / _mean(row, (-2,))).rsqrt() * column.rsqrt()
+        update = update / (_mean(update.square(), dims).sqrt() / self.clip_threshold).clamp(min=1.0)
+        rate = context.rate
+        if self.scale_parameter:
+            rate = rate * _mean(weight.square(), dims).sqrt().clamp(min=self.eps[1])
+        update = update * rate
+        if self.beta1 is not None:
+            update = new["exp_avg"] = self.beta1 * moments["exp_avg"] + (1 - self.beta1) * update
+        return weight * (1 - rate * context.decay) - update, new
+
+
+@dataclass(frozen=True)
+class Lion(UpdateRule):
+    """Chen et al. 2023, algorithm 2."""
+
+    moment_names = ("exp_avg",)
+    beta1: float
+    beta2: float
+
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        first = moments["exp_avg"]
+        direction = (self.beta1 * first + (1 - self.beta1) * grad).sign()
+        weight = weight * (1 - context.rate * context.decay) - context.rate * direction
+        return weight, {"exp_avg": self.beta2 * first + (1 - self.beta2) * grad}
+
+
+@dataclass(frozen=True)
+class Muon(UpdateRule):
+    """Jordan et al. 2024: orthogonalised momentum, scaled to the RMS of an AdamW update (Liu et al. 2025)."""
+
+    moment_names = ("momentum_buffer",)
+    needs_full_tensor: ClassVar[bool] = True
+    momentum: float
+    nesterov: bool
+    ns_steps: int
+    dtype: torch.dtype  # of the matrix products
+
+    def update(self, weight: Tensor, grad: Tensor, moments: Moments, context: UpdateContext) -> tuple[Tensor, Moments]:
+        buffer = self.momentum * moments["momentum_buffer"] + (1 - self.momentum) * grad
+        direction = self.momentum * buffer + (1 - self.momentum) * grad if self.nesterov else buffer
+        scale = 0.2 * math.sqrt(max(weight.shape[-2:]))
+        orthogonal = context.on_full(self._orthogonal, direction.to(self.dtype)).to(direction.dtype)
+        update = context.rate * scale * orthogonal
+        return weight * (1 - context.rate * context.decay) - update, {"momentum_buffer": buffer}
+
+    def _orthogonal(self, x: Tensor) -> Tensor:
+        """Approximate U V^T of x [.., m, n] = U S V^T by a quintic Newton-Schulz iteration on the shorter side."""
+        tall = x.shape[-2] > x.shape[-1]
+        y = x.mT if tall else x
+        y = y / (y.square().sum((-2, -1), keepdim=True).sqrt() + 1e-7)
+        for _ in range(self.ns_steps):
+            gram = y @ y.mT
+            y = 3.4445 * y + (-4.7750 * gram + 2.0315 * (gram @ gram)) @ y
+        return y.mT if tall else y
 
 
 @dataclass(frozen=True)
@@ -243,7 +366,15 @@ class Madgrad(UpdateRule):
         return weight, {"grad_sum_sq": squares, "s": total, "x0": moments["x0"]}
 
 
+def _adafactor(*, relative_step: bool, warmup_init: bool, min_step: float, **arguments: Any) -> UpdateRule:
+    """Drop the three arguments that OptimizersConfig.own_rate reads."""
+    return Adafactor(**arguments)
+
+
 UPDATE_RULES: dict[str, Callable[..., UpdateRule]] = {
+    "sgd": SGD,
+    "adafactor": _adafactor,
+    "lion": Lion,
     "adamw_fp32": AdamWFp32,
     "adamax": Adamax,
     "adadelta": Adadelta,
@@ -254,3 +385,26 @@ UPDATE_RULES: dict[str, Callable[..., UpdateRule]] = {
     "madgrad_wd": Madgrad,
     "onebit_adam": OneBitAdam,
 }
+
+
+def rule_of(config: OptimizersConfig, name: str) -> UpdateRule | None:
+    """Return the rule of the parameter of this name; None: one of the core's optimizers is chosen."""
+    chosen = config.hyperparameters
+    if config.optimizer == "muon":
+        return _muon(chosen.arguments, name, precision_of(config).compute)
+    if config.optimizer == "rprop":
+        return Rprop(**chosen.arguments, first_step=chosen.learning_rate)
+    build = UPDATE_RULES.get(config.optimizer)
+    return build(**chosen.arguments) if build else None
+
+
+def _muon(arguments: dict[str, Any], name: str, dtype: torch.dtype) -> UpdateRule:
+    """Return Muon for matrices that map hidden states to hidden states, and AdamW for all others.
+
+    As in Moonlight and Keller Jordan's Muon: embedding, head, norms and biases are the others.
+    """
+    adam = {key: arguments[key] for key in ("beta1", "beta2", "eps")}
+    if not is_hidden_matrix(name):
+        return Adam(**adam, decoupled=True)
+    muon = {key: value for key, value in arguments.items() if key not in adam}
+    return Muon(**muon, dtype=dtype)

@@ -1,20 +1,38 @@
-"""The table of uncommon optimizers: see config/optimizers.py. Imports no torch."""
+"""The table of optimizers besides adam and adamw: see config/optimizers.py. Imports no torch.
+
+Defaults are torch.optim's or the named source's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from pretraining.config.optimizers import ADAM, Hyperparameters
+from pretraining.config.declaration import Grammar, Resume
+from pretraining.config.errors import Problem
+from pretraining.config.optimizers import ADAM, FLAGS, Hyperparameters
 from pretraining.config.training import TrainConfig
+from pretraining.config.validate import problem
 
 _ONE_BIT = "DeepSpeed's compressed updates after freeze_step, but devices still exchange whole gradients"
+_ADAFACTOR = {"beta1": None, "eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8, "scale_parameter": True}
+_ADAFACTOR |= {"relative_step": False, "warmup_init": False, "min_step": 1e-2}
 _NOVOGRAD = {"beta1": 0.95, "beta2": 0.98, "eps": 1e-8, "grad_averaging": False}
 _NOVOGRAD |= {"luc": False, "luc_trust": 1e-3, "luc_eps": 1e-8}
 
 OPTIMIZERS = {
+    "sgd": Hyperparameters(1e-3, 0.0, {"momentum": 0.0, "dampening": 0.0, "nesterov": False}),
+    "adafactor": Hyperparameters(1e-2, 0.0, _ADAFACTOR, "at torch.optim's learning rate"),
+    "lion": Hyperparameters(1e-4, 0.0, {"beta1": 0.9, "beta2": 0.99}),
+    "muon": Hyperparameters(
+        3e-4,
+        0.1,
+        {**ADAM, "momentum": 0.95, "nesterov": True, "ns_steps": 5},
+        "updates the matrices of the blocks and leaves the others to AdamW",
+    ),
     "adamw_fp32": Hyperparameters(
         3e-4, 0.1, {**ADAM, "eps": 1e-6}, "NxD Core's, whose state is fp32", has_fp32_state=True
     ),
@@ -32,18 +50,114 @@ OPTIMIZERS = {
 }
 
 
+def parse_arguments(text: str) -> dict[str, Any]:
+    """ "momentum=0.9,etas=(0.5,1.2)" or "{'momentum': 0.9}" by name. Raises ValueError for anything else."""
+    try:
+        if text.lstrip().startswith("{"):
+            arguments = ast.literal_eval(text)
+        else:
+            call = ast.parse(f"f({text})", mode="eval").body
+            if not isinstance(call, ast.Call) or call.args:
+                raise ValueError(text)
+            arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(text) from error
+    if not all(isinstance(name, str) for name in arguments):
+        raise ValueError(text)
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+
+
+def is_like(value: Any, default: Any) -> bool:
+    """Whether `value` is of the kind of `default`: a switch, a whole number, a number (or none), or as many numbers."""
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and len(value) == len(default) and all(map(is_like, value, default))
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) if isinstance(default, int) else isinstance(value, int | float)
+
+
+ARGUMENTS = Grammar(parse_arguments, "name=value, comma-separated, such as momentum=0.9,nesterov=True")
+
+
 @dataclass(frozen=True)
 class OptimizersConfig(TrainConfig):
-    """A configuration whose optimizer may be an uncommon one."""
+    """A configuration whose optimizer may be one of the table."""
+
+    # ---- Optimizer and schedule
+    optimizer_args: Annotated[str, ARGUMENTS, Resume.STATE] = ""
+    """Further settings of the optimizer, comma-separated: momentum=0.9,nesterov=True. Names and defaults are in the
+    table of optimizers in docs/settings.md."""
 
     @classmethod
     def optimizers(cls) -> Mapping[str, Hyperparameters]:
         """See TrainConfig."""
         return {**super().optimizers(), **OPTIMIZERS}
 
-    def update_rules(self) -> Mapping[str, Callable[..., Any]]:
+    @property
+    def hyperparameters(self) -> Hyperparameters:
         """See TrainConfig."""
-        from pretraining.extensions.optimizers.rules import UPDATE_RULES, Rprop
+        chosen = super().hyperparameters
+        return chosen._replace(arguments={**chosen.arguments, **parse_arguments(self.optimizer_args)})
 
-        first_step = self.hyperparameters.learning_rate
-        return {**super().update_rules(), **UPDATE_RULES, "rprop": partial(Rprop, first_step=first_step)}
+    @property
+    def matching_settings(self) -> list[str]:
+        """See TrainConfig: this setting once stood after `optimizer`, and runs keep their names."""
+        names = [name for name in super().matching_settings if name != "optimizer_args"]
+        place = names.index("optimizer") + 1
+        return [*names[:place], "optimizer_args", *names[place:]]
+
+    def update_rule(self, name: str) -> Any:
+        """See TrainConfig."""
+        from pretraining.extensions.optimizers.rules import rule_of
+
+        return super().update_rule(name) or rule_of(self, name)
+
+    def full_tensor_updates(self, shards: Any, parameters: Any, gradients: Any, step: Any, rate: Any) -> Any:
+        """See TrainConfig."""
+        from pretraining.extensions.optimizers.full_tensors import compute_on_full_tensors
+
+        return compute_on_full_tensors(shards, parameters, gradients, step, rate)
+
+    def own_rate(self, step: int) -> float | None:
+        """See TrainConfig: Adafactor's relative step (Shazeer and Stern 2018, section 7)."""
+        arguments = self.hyperparameters.arguments
+        if not arguments.get("relative_step"):
+            return super().own_rate(step)
+        largest = 1e-6 * (step + 1) if arguments["warmup_init"] else arguments["min_step"]
+        return min(largest, 1 / math.sqrt(step + 1))
+
+
+def check_optimizer_settings(config: OptimizersConfig) -> Iterator[Problem]:
+    """The optimizer has every setting that is set, and each is set once."""
+    defaults = config.optimizers()[config.optimizer]
+    accepted = f"it has {', '.join(defaults.arguments)}" if defaults.arguments else "it has none"
+    for name, value in parse_arguments(config.optimizer_args).items():
+        subject = f"--optimizer_args={name}={value}"
+        if name not in defaults.arguments:
+            yield Problem(subject, f"optimizer={config.optimizer} has no {name}; {accepted}")
+        elif not is_like(value, defaults.arguments[name]):
+            yield Problem(subject, f"expected a value like {defaults.arguments[name]}")
+        elif name in FLAGS and getattr(config, FLAGS[name]) is not None:
+            other = f"{FLAGS[name]}={getattr(config, FLAGS[name])}"
+            yield Problem(subject, f"has the same meaning as {other}; set only one of the two")
+    for name, field in FLAGS.items():
+        if getattr(config, field) is not None and not isinstance(defaults.arguments.get(name, ()), float | None):
+            yield problem(config, field, f"optimizer={config.optimizer} has no {name} of one number; {accepted}")
+    if config.weight_decay and defaults.weight_decay is None:
+        remedy = f"optimizer={config.optimizer} has no weight decay; remove it, or use another optimizer"
+        yield problem(config, "weight_decay", remedy)
+
+
+def check_relative_step(config: OptimizersConfig) -> Iterator[Problem]:
+    """Adafactor's relative step is a learning rate of its own."""
+    arguments = {**config.optimizers()[config.optimizer].arguments, **parse_arguments(config.optimizer_args)}
+    if arguments.get("warmup_init") and not arguments.get("relative_step"):
+        yield Problem("--optimizer_args=warmup_init=True", "needs relative_step=True; set both or none")
+    if arguments.get("relative_step") and config.learning_rate is not None:
+        remedy = "contradicts adafactor's relative_step=True, which computes its own; remove one of the two"
+        yield problem(config, "learning_rate", remedy)
+
+
+CHECKS = (check_optimizer_settings, check_relative_step)

@@ -8,6 +8,7 @@ import torch
 
 from pretraining.config.extension import Watcher
 from pretraining.extensions.profiler.settings import ProfilerConfig
+from pretraining.extensions.profiler.trace import start_trace
 from pretraining.run.training_run import TrainingRun
 
 MEMORY_EVENTS = 100_000  # kept allocations and frees: some steps of a small model, about 100 MB of file
@@ -28,7 +29,7 @@ class Profiler(Watcher):
     def before_step(self, step: int) -> None:
         """Begin the trace."""
         if self._traces and step == self._first:
-            self._stop = self._run.engine.start_trace(str(self._folder))
+            self._stop = start_trace(self._run.engine, str(self._folder))
             if self._config.memory_profiling:
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 

@@ -47,7 +47,9 @@ class ReportFigures(Watcher):
     def _norm(self) -> dict[str, float]:
         if not self._config.log_param_norm:
             return {}
-        return {"param_norm": self._run.trainee.parameter_norm()}
+        from pretraining.extensions.report_figures.norm import parameter_norm
+
+        return {"param_norm": parameter_norm(self._run.trainee)}
 
     def _times(self) -> dict[str, float]:
         if not self._config.log_step_timing:

@@ -1,4 +1,4 @@
-"""Uncommon learning rate schedules: NeMo's, GPT-NeoX's, Stable LM's, DeepSpeed's and two of torch.optim."""
+"""Further learning rate schedules: of fms-fsdp, NeMo, GPT-NeoX, Stable LM, DeepSpeed and torch.optim."""
 
 from pretraining.config.extension import Extension
 from pretraining.extensions.schedules.settings import CHECKS, SchedulesConfig

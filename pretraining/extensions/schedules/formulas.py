@@ -1,4 +1,4 @@
-"""Formulas of uncommon learning rate schedules: see config/schedules.py.
+"""Formulas of further learning rate schedules: see config/schedules.py.
 
 Formulas: NeMo 1.14 `core/optim/lr_scheduler.py` unless a docstring names another source. After its total every schedule
 keeps its last value (GPT-NeoX's cosine rises again), except the inverse square root of the hybrid one.
@@ -9,9 +9,46 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from pretraining.config.schedules import Curve, Rate, after_warmup, polynomial
+from pretraining.config.schedules import Curve, Rate, after_warmup
+
+# ---- fms-fsdp and Hugging Face
+
+
+def fms_annealing(step: int, s: Curve) -> float:
+    """fms-fsdp's straight line from the peak at step 0 to 0 at the total; the last update still has peak / total."""
+    return s.peak * max(1 - step / s.total, 0.0)
+
+
+def linear_warmup_decay(step: int, s: Curve) -> float:
+    """Hugging Face's linear schedule (NxDT's `LinearAnnealingWithWarmUp`): from 0 at step 0 to the peak, and to 0."""
+    if step < s.warmup:
+        return s.peak * step / max(1, s.warmup)
+    return s.peak * max(0.0, (s.total - step) / max(1, s.total - s.warmup))
+
 
 # ---- NeMo
+
+
+@after_warmup
+def inverse_sqrt(step: int, s: Curve) -> float:
+    """`InverseSquareRootAnnealing`: peak / sqrt((step + 1) / (warmup + 1))."""
+    return s.floor if step > s.total else s.peak / math.sqrt((step + 1) / (s.warmup + 1))
+
+
+@after_warmup
+def poly(step: int, s: Curve) -> float:
+    """`PolynomialDecayAnnealing`: (peak - floor) (1 - share done)^power + floor; with lr_cycle, again and again."""
+    return polynomial(step, s, s.warmup)
+
+
+def polynomial(step: int, s: Curve, begin: float) -> float:
+    """Return the rate of a polynomial that begins at step `begin`."""
+    done, length = step - begin, s.total - begin
+    if step > s.total:
+        return s.floor
+    if s.more["lr_cycle"]:
+        length *= max(1, math.ceil(done / length))
+    return (s.peak - s.floor) * (1 - min(done, length) / length) ** s.more["lr_power"] + s.floor
 
 
 @after_warmup

@@ -1,10 +1,10 @@
-"""The settings of uncommon learning rate schedules, and the table of these: see config/schedules.py."""
+"""The settings of further learning rate schedules, and the table of these: see config/schedules.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pretraining.config.declaration import Above, AtLeast, Resume
 from pretraining.config.errors import Problem
@@ -26,6 +26,10 @@ _NEOX = {
 }
 _HYBRID = Schedule(formulas.hybrid_cosine_inv_sqrt, (*FLOOR, "lr_cooldown_steps"), rounds_warmup=False)
 SCHEDULES = {
+    "fms_annealing": Schedule(formulas.fms_annealing, ("lr_decay_steps",)),
+    "linear_warmup_decay": Schedule(formulas.linear_warmup_decay, SPAN),
+    "inverse_sqrt": Schedule(formulas.inverse_sqrt, FLOOR),
+    "poly": Schedule(formulas.poly, (*FLOOR, "lr_power", "lr_cycle")),
     "warmup_hold": Schedule(constant, (*FLOOR, "lr_hold_steps")),
     "square": Schedule(formulas.square, FLOOR),
     "square_root": Schedule(formulas.square_root, FLOOR),
@@ -43,9 +47,15 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class SchedulesConfig(TrainConfig):
-    """A configuration whose schedule may be an uncommon one."""
+    """A configuration whose schedule may be one of the table."""
 
     # ---- Optimizer and schedule
+    training_stage: Annotated[Literal["initial", "annealing"], Resume.RATE] = "initial"
+    """fms-fsdp's name of two schedules: "initial" is lr_schedule, "annealing" is lr_schedule=fms_annealing."""
+    lr_power: Annotated[float, Above(0), Resume.RATE] = 1.0
+    """Schedules of polynomials: exponent of the fraction of the steps that is left."""
+    lr_cycle: Annotated[bool, Resume.RATE] = False
+    """Schedules of polynomials: start again after the steps of the schedule, with a longer decay each time."""
     lr_cooldown_steps: Annotated[int, AtLeast(0), Resume.RATE] = 0
     """Last optimizer steps of num_steps, in which the rate falls in a straight line to 0."""
     lr_gamma: Annotated[float | None, Above(0, at_most=1), Resume.RATE] = None
@@ -56,6 +66,12 @@ class SchedulesConfig(TrainConfig):
     """noam_hold: exponent of the decay."""
     lr_d_model: Annotated[int | None, AtLeast(1), Resume.RATE] = None
     """noam: width d of the factor 1 / sqrt(d); required there."""
+
+    def __post_init__(self) -> None:
+        """See TrainConfig."""
+        super().__post_init__()
+        if self.training_stage == "annealing" and self.lr_schedule == "fms_cosine":
+            vars(self).update(lr_schedule="fms_annealing")
 
     @classmethod
     def schedules(cls) -> Mapping[str, Schedule]:
@@ -72,4 +88,11 @@ def check_cooldown(config: SchedulesConfig) -> Iterator[Problem]:
         yield problem(config, "lr_cooldown_steps", remedy)
 
 
-CHECKS = (check_cooldown,)
+def check_stage(config: SchedulesConfig) -> Iterator[Problem]:
+    """The two names of a schedule agree."""
+    if config.training_stage == "annealing" and config.lr_schedule != "fms_annealing":
+        remedy = "contradicts --training_stage=annealing, which selects fms_annealing; remove one of the two"
+        yield problem(config, "lr_schedule", remedy)
+
+
+CHECKS = (check_cooldown, check_stage)

@@ -9,10 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pretraining.config.attention import AttentionChoice
-from pretraining.config.errors import Problem, UserError, install_command
+from pretraining.config.errors import Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 from pretraining.config.variants import model_shape
+from pretraining.extensions.packages import install_command
 from pretraining.parallel.mesh import Mesh, kv_repeats, uneven_rows
 
 if TYPE_CHECKING:

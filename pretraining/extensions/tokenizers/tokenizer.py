@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining.config.errors import UserError, extra_packages
+from pretraining.config.errors import UserError
 from pretraining.data.files import write_atomically
 from pretraining.data.origin import check_tokenizer
+from pretraining.extensions.packages import extra_packages
 from pretraining.storage import location
 
 # Tokens that end a document in published tokenizer.json files, the likeliest first.

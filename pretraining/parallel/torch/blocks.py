@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pretraining.config.training import TrainConfig
-from pretraining.models.llama import BatchInputs, Block, Llama
+from pretraining.models.llama import BatchInputs, Block, Llama, run_in_order
 from pretraining.parallel.recompute import model_mask
 from pretraining.parallel.torch.tensor import gather_from_sequence, scatter_to_sequence
 
@@ -66,18 +66,10 @@ class TorchBlocks:
 
         Recomputes checkpoint_num_layers blocks together, where that is several: all blocks are chosen then.
         """
-
-        def run(x: Tensor, inputs: BatchInputs, *chosen: nn.Module) -> Tensor:
-            for block in chosen:
-                x = block(x, inputs)
-                inputs = inputs.next_block()
-            return x
-
-        layers, size, inputs = list(blocks), self.config.checkpoint_num_layers, inputs.next_block(first)
+        layers, size = list(blocks), self.config.checkpoint_num_layers
+        run = partial(checkpoint, run_in_order, **RECOMPUTE) if size > 1 else run_in_order
         for start in range(0, len(layers), size):
-            chosen = layers[start : start + size]
-            x = checkpoint(run, x, inputs, *chosen, **RECOMPUTE) if size > 1 else run(x, inputs, *chosen)
-            inputs = inputs.next_block(len(chosen))
+            x = run(layers[start : start + size], x, inputs.next_block(first + start))
         return x
 
 

@@ -1,7 +1,7 @@
 """The torch engine: one process per device, FSDP2 over a device mesh, collectives by torch.distributed.
 
-Runs on the devices of accelerator.ACCELERATORS. Started by torchrun, or alone as a single process. A step
-waits for the device only where its result is read.
+Runs on the devices of accelerator.ACCELERATORS, and of extensions. Started by torchrun, or alone as a single process. A
+step waits for the device only where its result is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
-from torch.profiler import profile, supported_activities, tensorboard_trace_handler
 
 from pretraining.config.errors import ConfigError
 from pretraining.config.training import TrainConfig
@@ -34,13 +33,11 @@ from pretraining.models.ops import IGNORED, Kernel, LossAndGradient, document_ma
 from pretraining.optim.optimizer import Optimizer, build_optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel import accelerator
-from pretraining.parallel.accelerator import ACCELERATORS, HOST, Accelerator
-from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
+from pretraining.parallel.accelerator import HOST, Accelerator
+from pretraining.parallel.engine import Batch, StepResult, TrainingState, with_token_ids
 from pretraining.parallel.layout import shard_dimension, torch_layout, uneven_shards
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh
 from pretraining.parallel.processes import Processes, raise_process_error, read_processes
-from pretraining.parallel.step import DeviceScalars
-from pretraining.parallel.torch import flat as torch_flat
 from pretraining.parallel.torch import tensor as torch_tensor
 from pretraining.parallel.torch.blocks import TorchBlocks
 from pretraining.parallel.torch.context import ContextRanks
@@ -60,24 +57,25 @@ class TorchEngine:
         processes = read_processes()
         self.process_index, self.process_count = processes.rank, processes.world_size
         self.host_processes = processes.local_world_size
-        linked, self.linked = accelerator.linked_processes(processes)
+        self.accelerator = accelerator.accelerator_of(config, accelerator.device_type(config.device))
+        linked, self.linked = self.accelerator.linked(processes)
         self.mesh = resolve_mesh(config, self.process_count, linked)
         self.layout = torch_layout(config, self.mesh)
         if problems := list(uneven_shards(config, self.mesh)):
             raise ConfigError(problems)
         self.config = config = resolve_batch(config, self.mesh.data_ranks)
-        self.device = accelerator.open_device(config.device)
-        self.device_name, self.accelerator = accelerator.device_name(self.device), ACCELERATORS[self.device.type]
+        self.device = accelerator.open_device(config)
+        self.device_name = accelerator.device_name(self.device)
         self.home = HOST if config.cpu_offload else self.device  # of shards, gradients and moments
         self.host_devices = self.host_processes if self.home == HOST else 0
         self.data_size, self.rows = self.mesh.data_ranks, config.batch_size
         # Every context rank is fed the same rows, and takes its tokens of them
         self.data_rank = self.process_index // (self.mesh.context * self.mesh.tensor) % self.data_size
         self.precision = precision_of(config)
-        self.compiles = accelerator.chooses_compile(self.device, config.use_torch_compile)
+        self.compiles = accelerator.chooses_compile(self.accelerator, self.device, config.use_torch_compile)
         self.transform = config.transformation_on(self.device)
-        accelerator.set_matmul_precision(self.device, self.precision.compute)
-        kernel = accelerator.kernel_of(self.device, self.precision.compute, model_shape(config).head_dim)
+        accelerator.set_matmul_precision(self.accelerator, self.precision.compute)
+        kernel = self.accelerator.kernel_of(self.precision.compute, model_shape(config).head_dim)
         self.kernel: Kernel = kernel if config.attention_impl == "auto" else "chunked"
         self.attention, self.remarks = "", list[str]()
         self._joined, self.context = False, None
@@ -117,7 +115,7 @@ class TorchEngine:
         if self.device.index is not None and self.device.type in dist.Backend.backend_capability["gloo"]:
             options["device_id"] = self.device
         timeout = timedelta(seconds=self.config.collective_timeout)
-        dist.init_process_group(accelerator.backend_of(self.device), timeout=timeout, **options)
+        dist.init_process_group(accelerator.backend_of(self.accelerator, self.device), timeout=timeout, **options)
         self._joined = True
 
     def place(self, model: Llama) -> TorchTrainee:
@@ -137,18 +135,6 @@ class TorchEngine:
     def memory_bytes(self) -> int | None:
         """See engine.Engine."""
         return accelerator.peak_bytes(self.device)
-
-    def start_trace(self, folder: str) -> Callable[[], None]:
-        """See engine.Engine."""
-        handler = tensorboard_trace_handler(folder, worker_name=f"process_{self.process_index}")
-        trace = profile(activities=supported_activities(), on_trace_ready=handler)
-        trace.start()
-
-        def stop() -> None:
-            accelerator.synchronize(self.device)
-            trace.stop()
-
-        return stop
 
     def close(self) -> None:
         """See engine.Engine."""
@@ -230,8 +216,7 @@ class TorchTrainee:
         fsdp.fully_shard(root, reshard_after_forward=False, **options)
         if root is self.model:
             fsdp.register_fsdp_forward_method(root, "loss")
-        if self.engine.accelerator.is_tiled:
-            torch_flat.use_rows(root)
+        self.engine.accelerator.after_sharding(root)
 
     def _fill(self, values: dict[str, Tensor]) -> None:
         """Write this process's shards of `values`, or where there are none, of the initial weights."""
@@ -251,7 +236,7 @@ class TorchTrainee:
 
     # ---- Running
 
-    def train_step(self, batch: Batch, learning_rate: float) -> DeviceScalars:
+    def train_step(self, batch: Batch, learning_rate: float) -> StepResult:
         """See engine.Trainee.
 
         Gradients are reduce-scattered in a shard group after every micro-batch and all-reduced over its replicas
@@ -260,7 +245,7 @@ class TorchTrainee:
         """
         with self.engine.accelerator.fuse():
             self.accumulate(with_token_ids(self.config, batch, self.engine.data_rank))
-            return DeviceScalars(self.step.figures, self.step.apply(learning_rate))
+            return StepResult(self.step.figures, self.step.apply(learning_rate))
 
     def accumulate(self, batch: Batch) -> None:
         """Add up the loss and the gradients of all micro-batches of a step."""
@@ -326,7 +311,7 @@ class TorchTrainee:
         return tuple(self._document_mask(segments[:, :end], window, length) for end in ends)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> DeviceScalars:
+    def evaluate(self, batch: Batch) -> StepResult:
         """See engine.Trainee."""
         totals = torch.zeros(2, device=self.engine.device)
         for micro_batch, _ in self._micro_batches(batch):
@@ -336,18 +321,11 @@ class TorchTrainee:
             if isinstance(module, FSDPModule):  # without a backward pass, what was gathered for the step stays gathered
                 module.reshard()
         mean, tokens = totals[0] / totals[1], totals[1] / self.engine.mesh.tensor
-        return DeviceScalars(("loss", "tokens"), torch.stack((mean, tokens)))
+        return StepResult(("loss", "tokens"), torch.stack((mean, tokens)))
 
     def evaluated(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of one micro-batch and its trained tokens, [2], as this process counts them."""
         return torch.stack(self._loss(batch))
-
-    @torch.no_grad()
-    def parameter_norm(self) -> float:
-        """See engine.Trainee."""
-        square = self.step.power_sum({name: self.shards.local(name) for name in self.shards.weights})
-        reduce_over_processes(square)
-        return square.sqrt().item()
 
     # ---- Logical state
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from pretraining.models.init import VOCABULARIES
 from pretraining.models.llama import Llama
@@ -59,7 +59,7 @@ class LocalShards:
         """`model` has been sharded; `shapes` are those of all parameters before."""
         self.weights: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.shapes, self._vocabulary = shapes, model.shape.vocab_size
-        self.layout, self._device_mesh = layout, device_mesh
+        self.layout, self.device_mesh = layout, device_mesh
         self.mesh = mesh = layout.grid
         data_rank, self._tensor_rank = divmod(process_index, mesh.tensor)
         self._shard_rank = data_rank % mesh.shard
@@ -101,26 +101,6 @@ class LocalShards:
         """
         extents = zip(self.shapes[name], self.local(name).shape, shard.shape, strict=True)
         return torch.Size(full if local_extent == shard_extent else 1 for full, local_extent, shard_extent in extents)
-
-    def as_dtensor(self, name: str, shard: Tensor) -> Tensor:
-        """Return the DTensor of which `shard`, sharded like the parameter `name`, is this process's shard.
-
-        It is replicated along dimensions that the parameter shards and in which `shard` has extent 1.
-        """
-        weight, local = self.weights[name], self.local(name)
-        if not isinstance(weight, DTensor):
-            return shard
-        mesh, placed = weight.device_mesh, weight.placements
-        if self.mesh.tensor > 1:
-            assert self._device_mesh is not None
-            dim = self.layout.tensor_dimension(name)
-            mesh = self._device_mesh
-            placed = (Replicate(), Replicate() if dim is None else Shard(dim), Shard(shard_dimension(name)))
-        shape = self.unsharded_shape(name, shard)
-        is_like = [not isinstance(p, Shard) or local.shape[p.dim] == shard.shape[p.dim] for p in placed]
-        placed = tuple(p if like else Replicate() for p, like in zip(placed, is_like, strict=True))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(shard, mesh, placed, run_check=False, shape=shape, stride=stride)
 
 
 def to_local(tensor: Tensor) -> Tensor:

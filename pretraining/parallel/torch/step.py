@@ -6,8 +6,7 @@ A plain tensor costs no DTensor dispatch, and takes the masks of torch's fused o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -16,14 +15,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
 from pretraining.config.training import TrainConfig
 from pretraining.noise import name_hashes, random_bits
 from pretraining.optim.optimizer import Optimizer, ParameterState
 from pretraining.optim.rules import Adam, Moments
-from pretraining.parallel.accelerator import ACCELERATORS
+from pretraining.parallel.accelerator import accelerator_of
 from pretraining.parallel.step import Gradients, OptimizerStep
 from pretraining.parallel.torch.state import LocalShards, to_local
 from pretraining.parallel.torch.tensor import all_reduce_partial_gradients
@@ -141,7 +139,7 @@ class TorchStep(OptimizerStep):
             return
         assert gradients.divisor is not None
         divisor = gradients.divisor if clip is None else gradients.divisor / clip
-        divides = ACCELERATORS[self.device.type].divides_gradients
+        divides = accelerator_of(self.config, self.device.type).divides_gradients
         for group in self.groups:
             first = group[0]
             rule: Any = first.rule
@@ -172,42 +170,10 @@ class TorchStep(OptimizerStep):
     def compute_updates(
         self, parameters: Sequence[ParameterState], gradients: Sequence[Tensor], step: Tensor, rate: Tensor
     ) -> Iterable[tuple[Tensor, Moments]]:
-        """Return this process's shards of the updates; rules that need full tensors compute on stacked DTensors."""
-        first = parameters[0]
-        if not first.rule.needs_full_tensor:
-            return super().compute_updates(parameters, gradients, step, rate)
-
-        def stack(shards: Iterable[Tensor]) -> Tensor:
-            named = zip(parameters, shards, strict=True)
-            return torch.stack([self.shards.as_dtensor(parameter.name, shard) for parameter, shard in named])
-
-        moments = {name: stack(parameter.moments[name] for parameter in parameters) for name in first.moments}
-        stacked = replace(first, weight=stack(parameter.weight for parameter in parameters), moments=moments)
-        weight, updated = stacked.compute_update(stack(gradients), step, rate, self.on_full)
-        shards = [self._shards_like(stacked.weight, weight)]
-        shards += [self._shards_like(moments[name], moment) for name, moment in updated.items()]
-        return [(weight, dict(zip(updated, values, strict=True))) for weight, *values in zip(*shards, strict=True)]
-
-    def on_full(self, function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
-        """Distribute a stack of matrices, a DTensor [parameters, m, n], over the devices, and the results back.
-
-        Sharded matrices would have 26 collectives each in Muon, and gathered ones would be computed by every device.
-        """
-        if not isinstance(matrices, DTensor):
-            return function(matrices)
-        mesh, shape, stride = matrices.device_mesh, matrices.shape, matrices.stride()
-        mine = matrices.redistribute(placements=[Shard(0)] * mesh.ndim)
-        done = function(mine.to_local()).contiguous()
-        results = DTensor.from_local(done, mesh, mine.placements, run_check=False, shape=shape, stride=stride)
-        return results.redistribute(placements=matrices.placements)
-
-    def _shards_like(self, old: Any, new: Tensor) -> Sequence[Tensor]:
-        """Local shards of the stack `new` in the placements of `old`, where the optimizer state is.
-
-        DTensors are on the mesh's device also where the shards are offloaded.
-        """
-        shards = new.redistribute(placements=old.placements) if isinstance(new, DTensor) else new
-        return to_local(shards).to(self.device).unbind()
+        """See OptimizerStep. Rules that need full tensors are an extension's, which has them on this engine."""
+        if parameters[0].rule.needs_full_tensor:
+            return self.config.full_tensor_updates(self.shards, parameters, gradients, step, rate)
+        return super().compute_updates(parameters, gradients, step, rate)
 
     def place(self, parameter: ParameterState, tensor: Tensor, *, is_moment: bool) -> None:
         """See OptimizerStep. A local shard stays where it is."""

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch_xla
 import torch_xla.debug.metrics as xla_metrics
-import torch_xla.debug.profiler as xp
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
@@ -28,11 +27,10 @@ from pretraining.models.ops import IGNORED, Kernel, next_token_loss
 from pretraining.optim.optimizer import build_optimizer
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.accelerator import HOST, peak_bytes
-from pretraining.parallel.engine import Batch, TrainingState, with_token_ids
+from pretraining.parallel.engine import Batch, StepResult, TrainingState, with_token_ids
 from pretraining.parallel.layout import STACK, xla_layout
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh, token_order
 from pretraining.parallel.sharding import LOGITS, NORM_ACTIVATIONS, REPLICAS, TOKENS
-from pretraining.parallel.step import DeviceScalars
 from pretraining.parallel.xla import has_own_flags
 from pretraining.parallel.xla.blocks import ScannedBlocks, grouped, narrowed, place_activations, stack_layers
 from pretraining.parallel.xla.graph import GraphCache, wait_for_all
@@ -44,7 +42,7 @@ from pretraining.parallel.xla.step import XlaStep, device_bytes, layer_name
 CPU_FLAGS = "--xla_backend_optimization_level=1"
 
 
-class EvaluationSums(DeviceScalars):
+class EvaluationSums(StepResult):
     """Summed loss and trained tokens; divided on the host, which saves a graph."""
 
     def read(self) -> dict[str, float]:
@@ -117,16 +115,6 @@ class XlaEngine:
         """Return the process's peak on a CPU host; under SPMD torch-xla does not report that of devices."""
         return peak_bytes(HOST) if xr.device_type() == "CPU" else None
 
-    def start_trace(self, folder: str) -> Callable[[], None]:
-        """See engine.Engine."""
-        xp.start_trace(folder)
-
-        def stop() -> None:
-            wait_for_all()
-            xp.stop_trace()
-
-        return stop
-
     def close(self) -> None:
         """See engine.Engine."""
         if self.process_count > 1:
@@ -197,7 +185,7 @@ class XlaTrainee:
 
     # ---- Running
 
-    def train_step(self, batch: Batch, learning_rate: float) -> DeviceScalars:
+    def train_step(self, batch: Batch, learning_rate: float) -> StepResult:
         """See engine.Trainee. One graph; with accumulation, one per micro-batch (the same each time) and one more."""
 
         def accumulate(**inputs: Tensor) -> list[Tensor]:
@@ -219,7 +207,7 @@ class XlaTrainee:
             else:
                 last |= inputs
         name = "update" if self.step.accumulates else "step"
-        return DeviceScalars(self.step.figures, *self.run_graph(name, update, last))
+        return StepResult(self.step.figures, *self.run_graph(name, update, last))
 
     def run_graph(self, name: str, function: Callable[..., list[Tensor]], arguments: dict[str, Tensor]) -> list[Tensor]:
         """Return the results of a part of a training step, which is traced once for each shape of its arguments."""
@@ -290,20 +278,13 @@ class XlaTrainee:
         return gathered
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> DeviceScalars:
+    def evaluate(self, batch: Batch) -> StepResult:
         """See engine.Trainee."""
         total = torch.zeros(2).to(self.engine.device)
         for inputs in self._micro_batches(batch):
             total = total + torch.stack(self._loss(inputs))
             torch_xla.sync()
         return EvaluationSums(("loss", "tokens"), total)
-
-    @torch.no_grad()
-    def parameter_norm(self) -> float:
-        """See engine.Trainee. A separate graph, compiled at the first call."""
-        norm = nn.utils.get_total_norm(list(self.model.parameters()), foreach=False)
-        torch_xla.sync()
-        return norm.item()
 
     # ---- Logical state
 

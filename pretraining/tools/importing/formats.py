@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.errors import UserError, extra_packages
+from pretraining.config.errors import UserError
+from pretraining.extensions.packages import extra_packages
 from pretraining.tools.importing import nemo, neox, nxdt
 from pretraining.tools.importing.foreign import ForeignConfig
 from pretraining.tools.importing.mappings import TrainerFormat

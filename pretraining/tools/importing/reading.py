@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pretraining.config.errors import UserError, extra_packages
+from pretraining.config.errors import UserError
+from pretraining.extensions.packages import extra_packages
 
 # What a file may hold, far above any configuration: NeMo's own example files have 12 KB, 250 values and 4 levels.
 DEEPEST = 50  # levels of mappings and lists

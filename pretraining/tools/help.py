@@ -7,11 +7,12 @@ import inspect
 import re
 import sys
 import textwrap
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from pretraining.config.declaration import OneOf, Setting, settings_of
-from pretraining.config.extension import COMBINED
+from pretraining.config.extension import COMBINED, Extension
 from pretraining.config.training import TrainConfig
 
 WIDTH = 100  # columns of --help
@@ -58,12 +59,6 @@ def fields_in(source: str, name: str = "TrainConfig") -> dict[str, list[Field]]:
         needs = "a default, a docstring below it and a '# ---- Group' above it"
         raise ValueError(f"{name}: {', '.join(undocumented)}: every field needs {needs}")
     return groups
-
-
-def named_elsewhere(name: str, configuration: type) -> list[str]:
-    """Return the fields that other trainers call `name`: their documentation ends with "Elsewhere:" and such names."""
-    fields = [field for group in documented_fields(configuration).values() for field in group]
-    return [field.name for field in fields if name in re.findall(r"\w+", field.text.partition(" Elsewhere: ")[2])]
 
 
 HEADING = re.compile(r" +# ---- (.+)")
@@ -118,3 +113,22 @@ def _help_lines(field: Field, setting: Setting) -> list[str]:
     text = f"({type_words(setting)}) {field.text}{needs_words(setting)}"
     head = f"  --{field.name}={field.default.strip(chr(34))}"
     return [head, *textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+
+
+@dataclass(frozen=True)
+class DocumentedConfig(TrainConfig):
+    """A configuration that reads its documentation."""
+
+    @classmethod
+    def help_page(cls, word: str) -> str:
+        """See TrainConfig."""
+        return help_text(word, cls)
+
+    @classmethod
+    def named_elsewhere(cls, name: str) -> list[str]:
+        """See TrainConfig: the documentation of a field may end with "Elsewhere:" and such names."""
+        fields = [field for group in documented_fields(cls).values() for field in group]
+        return [field.name for field in fields if name in re.findall(r"\w+", field.text.partition(" Elsewhere: ")[2])]
+
+
+EXTENSION = Extension(configuration=DocumentedConfig)

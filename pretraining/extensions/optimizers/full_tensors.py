@@ -1,0 +1,83 @@
+"""Updates of rules that need full tensors, on the shards of the torch engine: computed on stacked DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from pretraining.optim.optimizer import ParameterState
+from pretraining.optim.rules import Moments
+from pretraining.parallel.layout import shard_dimension
+from pretraining.parallel.torch.state import LocalShards, to_local
+
+
+def compute_on_full_tensors(
+    shards: LocalShards,
+    parameters: Sequence[ParameterState],
+    gradients: Sequence[Tensor],
+    step: Tensor,
+    rate: Tensor,
+) -> list[tuple[Tensor, Moments]]:
+    """Return this process's shards of the new weight and moments of each parameter, in fp32. All of them are alike."""
+    first = parameters[0]
+
+    def stack(tensors: Iterable[Tensor]) -> Tensor:
+        named = zip(parameters, tensors, strict=True)
+        return torch.stack([as_dtensor(shards, parameter.name, tensor) for parameter, tensor in named])
+
+    moments = {name: stack(parameter.moments[name] for parameter in parameters) for name in first.moments}
+    stacked = replace(first, weight=stack(parameter.weight for parameter in parameters), moments=moments)
+    weight, updated = stacked.compute_update(stack(gradients), step, rate, on_full)
+    device = first.weight.device
+    results = [_shards_like(stacked.weight, weight, device)]
+    results += [_shards_like(moments[name], moment, device) for name, moment in updated.items()]
+    return [(weight, dict(zip(updated, values, strict=True))) for weight, *values in zip(*results, strict=True)]
+
+
+def on_full(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    """Distribute a stack of matrices, a DTensor [parameters, m, n], over the devices, and the results back.
+
+    Sharded matrices would have 26 collectives each in Muon, and gathered ones would be computed by every device.
+    """
+    if not isinstance(matrices, DTensor):
+        return function(matrices)
+    mesh, shape, stride = matrices.device_mesh, matrices.shape, matrices.stride()
+    mine = matrices.redistribute(placements=[Shard(0)] * mesh.ndim)
+    done = function(mine.to_local()).contiguous()
+    results = DTensor.from_local(done, mesh, mine.placements, run_check=False, shape=shape, stride=stride)
+    return results.redistribute(placements=matrices.placements)
+
+
+def as_dtensor(shards: LocalShards, name: str, shard: Tensor) -> Tensor:
+    """Return the DTensor of which `shard`, sharded like the parameter `name`, is this process's shard.
+
+    It is replicated along dimensions that the parameter shards and in which `shard` has extent 1.
+    """
+    weight, local = shards.weights[name], shards.local(name)
+    if not isinstance(weight, DTensor):
+        return shard
+    mesh, placed = weight.device_mesh, weight.placements
+    if shards.mesh.tensor > 1:
+        assert shards.device_mesh is not None
+        dim = shards.layout.tensor_dimension(name)
+        mesh = shards.device_mesh
+        placed = (Replicate(), Replicate() if dim is None else Shard(dim), Shard(shard_dimension(name)))
+    shape = shards.unsharded_shape(name, shard)
+    is_like = [not isinstance(p, Shard) or local.shape[p.dim] == shard.shape[p.dim] for p in placed]
+    placed = tuple(p if like else Replicate() for p, like in zip(placed, is_like, strict=True))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(shard, mesh, placed, run_check=False, shape=shape, stride=stride)
+
+
+def _shards_like(old: Any, new: Tensor, device: torch.device) -> Sequence[Tensor]:
+    """Local shards of the stack `new` in the placements of `old`, on `device`, where the optimizer state is.
+
+    DTensors are on the mesh's device also where the shards are offloaded.
+    """
+    shards = new.redistribute(placements=old.placements) if isinstance(new, DTensor) else new
+    return to_local(shards).to(device).unbind()

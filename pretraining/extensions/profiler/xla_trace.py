@@ -1,0 +1,20 @@
+"""A trace by torch-xla's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch_xla.debug.profiler as xp
+
+from pretraining.parallel.xla.graph import wait_for_all
+
+
+def start_xla_trace(folder: str) -> Callable[[], None]:
+    """Start a profile of this process's devices; return what waits for them, stops it and writes it to `folder`."""
+    xp.start_trace(folder)
+
+    def stop() -> None:
+        wait_for_all()
+        xp.stop_trace()
+
+    return stop

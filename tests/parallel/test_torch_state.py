@@ -1,0 +1,54 @@
+"""The state of the torch engine as checkpoints see it, with shards that are not on the mesh's device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pretraining.checkpoint.manifest import Facts, open_checkpoint
+from pretraining.checkpoint.peers import Peers
+from pretraining.checkpoint.store import load
+from pretraining.config.training import TrainConfig
+from pretraining.models.init import on_meta
+from pretraining.parallel.layout import TorchLayout
+from pretraining.parallel.mesh import Mesh
+from pretraining.parallel.torch.state import LocalShards
+from tests.checkpoint.saving import save
+
+CONFIG = TrainConfig(model_variant="tiny", seq_length=16, num_layers=1, vocab_size=100, make_vocab_size_divisible_by=64)
+FACTS = Facts(1, 0, None, {}, "torch", {})
+ALONE = Peers(together=False)
+
+
+@pytest.fixture
+def second_of_two_gpus() -> Iterator[DeviceMesh]:
+    """The mesh of process 1 of 2; no device is opened."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield DeviceMesh("cuda", [0, 1], _init_backend=False)
+    dist.destroy_process_group()
+
+
+def test_an_offloaded_shard_is_loaded_where_it_is(second_of_two_gpus: DeviceMesh, tmp_path: Path) -> None:
+    model = on_meta(CONFIG)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    shards = LocalShards(model, shapes, TorchLayout(Mesh(replica=1, shard=2), "fsdp"), None, process_index=1)
+    full = {name: torch.randn(weight.shape) for name, weight in model.named_parameters()}
+    shards.weights = {
+        name: DTensor.from_local(tensor.chunk(2)[1].to("meta"), second_of_two_gpus, [Shard(0)])  # type: ignore[misc]
+        for name, tensor in full.items()
+    }
+    unpadded = {name: tensor[:100] if len(tensor) == 128 else tensor for name, tensor in full.items()}
+    save(tmp_path / "full", unpadded, FACTS, ALONE)
+    offloaded = {name: torch.zeros_like(tensor.chunk(2)[1]) for name, tensor in full.items()}
+    state = {name: shards.checkpoint_tensor(name, shard) for name, shard in offloaded.items()}
+    load(open_checkpoint(tmp_path / "full" / "step_1"), state, ALONE)
+    for name, tensor in unpadded.items():
+        second = tensor[len(full[name]) // 2 :]
+        assert torch.equal(offloaded[name][: len(second)], second), name
