@@ -1,6 +1,6 @@
 """Seconds per training step of whole programs: this one on both engines, and what people would use instead.
 
-    python -m benchmarks.peers.train [--steps=24] [--turns=5] [--contenders="torch engine,compiled loop"]
+    python -m benchmarks.peers.train [--steps=24] [--turns=5] [--contenders="torch engine;compiled loop"]
 
 All start from one Hugging Face folder of the `tiny` shape and train on the same batches of 16 x 256 tokens, in fp32 on
 all cores, with AdamW and clipping; the losses of every step must agree within 1e-4. In every turn each program runs for
@@ -38,6 +38,7 @@ from pretraining.monitor.metrics import read_metrics
 ROWS, LENGTH, VOCABULARY = 16, 256, 4096
 OURS: dict[str, tuple[str, ...]] = {
     "torch engine": ("--engine=torch", "--device=cpu"),
+    "torch engine, compiled": ("--engine=torch", "--device=cpu", "--use_torch_compile=True"),
     "xla engine": ("--engine=xla",),
 }
 PEERS = {"transformers' Trainer": "trainer", "loop": "loop", "compiled loop": "compiled"}
@@ -137,11 +138,11 @@ def main() -> None:
     """Measure and print; see the module's docstring."""
     parser = options_of(__doc__, python=False)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--contenders", default=",".join([*OURS, *PEERS]))
+    parser.add_argument("--contenders", default=";".join([*OURS, *PEERS]))
     options = parser.parse_args()
     print_facts(versions(["torch", "torch_xla", "transformers", "accelerate"]))
     with tempfile.TemporaryDirectory() as work:
-        compare(options.contenders.split(","), options.steps, options.turns, Path(work))
+        compare(options.contenders.split(";"), options.steps, options.turns, Path(work))
 
 
 if __name__ == "__main__":
