@@ -36,8 +36,16 @@ TEXT = "the quick brown fox jumps over a lazy dog and äts größe ßweets in co
 WORDS = re.findall(r"\w+", TEXT)
 DATASETS = {"prose": 60, "lists": 25}  # documents of each
 SIZES: dict[str, Any] = {
-    **{"model_variant": "custom", "num_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 300},
-    **{"num_attention_heads": 4, "seq_length": 32, "global_batch_size": 8, "batch_size": 2, "num_steps": 4},
+    "model_variant": "custom",
+    "num_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "vocab_size": 300,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "global_batch_size": 8,
+    "batch_size": 2,
+    "num_steps": 4,
 }
 
 
@@ -61,11 +69,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name, some in texts.items():
         corpus(root / "data", tokenizer.encode(some), name=name)
     flags = {
-        **{**SIZES, "data_path": root / "data", "valid_data_path": root / "data", "index_dir": root / "index"},
-        **{"tokenizer_path": root / "tokenizer.model", "sep_token": tokenizer.separator, "learning_rate": 1e-2},
-        **{"val_interval": 4, "val_steps": -1, "drop_last_val": False, "mixed_precision": False, "engine": "torch"},
-        **{"device": "cpu", "sharding_strategy": "fsdp", "report_interval": 1},
-        **{"eval_tasks": root / "words.jsonl", "eval_interval": 4},
+        **SIZES,
+        "data_path": root / "data",
+        "valid_data_path": root / "data",
+        "index_dir": root / "index",
+        "tokenizer_path": root / "tokenizer.model",
+        "sep_token": tokenizer.separator,
+        "learning_rate": 1e-2,
+        "val_interval": 4,
+        "val_steps": -1,
+        "drop_last_val": False,
+        "mixed_precision": False,
+        "engine": "torch",
+        "device": "cpu",
+        "sharding_strategy": "fsdp",
+        "report_interval": 1,
+        "eval_tasks": root / "words.jsonl",
+        "eval_interval": 4,
     }
     questions = [{"context": f"{a} {b}", "choices": [c, a, f"{b} {c}"], "answer": n % 3}
                  for n, (a, b, c) in enumerate(zip(WORDS, WORDS[1:], WORDS[2:], strict=False))]  # fmt: skip
@@ -170,8 +190,8 @@ def test_a_batch_of_one_request_has_its_likelihood(runs: Runs, fields: dict[str,
 def test_a_dataset_without_trained_tokens_has_no_figures() -> None:
     figures = held_out_figures("val", {"a": HeldOut(6.0, 2.0, 3), "b": HeldOut(0.0, 0.0, 0), "c": HeldOut(2.0, 2.0, 1)})
     assert figures == pytest.approx({
-        **{"val_loss": 2.0, "val_bits_per_byte": 2 / math.log(2), "val_tokens": 4.0},
-        **{"val_loss/a": 3.0, "val_bits_per_byte/a": 2 / math.log(2), "val_tokens/a": 2.0},
-        **{"val_loss/c": 1.0, "val_bits_per_byte/c": 2 / math.log(2), "val_tokens/c": 2.0},
+        "val_loss": 2.0, "val_bits_per_byte": 2 / math.log(2), "val_tokens": 4.0,
+        "val_loss/a": 3.0, "val_bits_per_byte/a": 2 / math.log(2), "val_tokens/a": 2.0,
+        "val_loss/c": 1.0, "val_bits_per_byte/c": 2 / math.log(2), "val_tokens/c": 2.0,
     })  # fmt: skip
     assert held_out_figures("test", {"a": HeldOut(6.0, 2.0, None)}) == {"test_loss": 3.0}

@@ -19,8 +19,14 @@ from pretraining.models.ops import next_token_loss
 from pretraining.parallel.engine import TrainingState
 
 DIMENSIONS = {
-    **{"model_variant": "custom", "vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_attention_heads": 4},
-    **{"num_kv_heads": 2, "intermediate_size": 32, "seq_length": 16},
+    "model_variant": "custom",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "intermediate_size": 32,
+    "seq_length": 16,
 }
 
 

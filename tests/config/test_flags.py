@@ -358,7 +358,10 @@ def test_the_start_of_a_run_prints_each_setting_that_is_not_the_default_and_its_
     command = [sys.executable, "-c", code]
     printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     assert dict(line.split(maxsplit=1) for line in printed.splitlines()) == {
-        **{"--model_variant=tiny": "command line", "--seq_length=512": "derived", "--num_steps=3": "scripts/train.sh"},
-        **{"--use_dummy_dataset=True": "command line", "--checkpoint_interval=0": "derived"},
+        "--model_variant=tiny": "command line",
+        "--seq_length=512": "derived",
+        "--num_steps=3": "scripts/train.sh",
+        "--use_dummy_dataset=True": "command line",
+        "--checkpoint_interval=0": "derived",
         "--seed=5": f"seed=5 in {tmp_path}/own.toml",
     }

@@ -25,8 +25,13 @@ from tests.selection import needs
 SETTINGS = settings_of(CONFIGURATION)
 
 CUSTOM: dict[str, Any] = {
-    **{"model_variant": "custom", "num_layers": 4, "hidden_size": 64, "intermediate_size": 160},
-    **{"num_attention_heads": 8, "vocab_size": 512, "seq_length": 64},
+    "model_variant": "custom",
+    "num_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 8,
+    "vocab_size": 512,
+    "seq_length": 64,
 }
 
 
@@ -216,8 +221,15 @@ def test_a_setting_without_the_one_that_it_needs_is_refused(setting: Setting) ->
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        *(("1", 1), ("3", 3), ("1/3", Fraction(1, 3)), ("2/6", Fraction(1, 3)), ("0.5", Fraction(1, 2))),
-        *((".5", Fraction(1, 2)), ("0.1", Fraction(1, 10)), ("1.0", 1), ("3/3", 1)),  # the decimal, not the float
+        ("1", 1),
+        ("3", 3),
+        ("1/3", Fraction(1, 3)),
+        ("2/6", Fraction(1, 3)),
+        ("0.5", Fraction(1, 2)),
+        (".5", Fraction(1, 2)),
+        ("0.1", Fraction(1, 10)),
+        ("1.0", 1),
+        ("3/3", 1),  # the decimal, not the float
     ],
 )
 def test_a_choice_of_blocks_is_read_exactly(text: str, value: int | Fraction) -> None:
@@ -228,8 +240,23 @@ def test_a_choice_of_blocks_is_read_exactly(text: str, value: int | Fraction) ->
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "0", "0/3", "0.0", "-1", "-1/3", "5/3", "1.5", "1/0", "1/-3", "1e-1", "nan", "1//3", "1/3/2", "all"),
-        *("2.0", "__import__('os').getpid() and 0.5"),  # text is never evaluated
+        "",
+        "0",
+        "0/3",
+        "0.0",
+        "-1",
+        "-1/3",
+        "5/3",
+        "1.5",
+        "1/0",
+        "1/-3",
+        "1e-1",
+        "nan",
+        "1//3",
+        "1/3/2",
+        "all",
+        "2.0",
+        "__import__('os').getpid() and 0.5",  # text is never evaluated
     ],
 )
 def test_no_other_text_is_a_choice_of_blocks(text: str) -> None:

@@ -17,10 +17,23 @@ from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
 FLAGS = {
-    **{"model_variant": "custom", "num_layers": 3, "hidden_size": 32, "intermediate_size": 64},
-    **{"num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 320, "seq_length": 32, "global_batch_size": 16},
-    **{"batch_size": 2, "num_steps": 40, "learning_rate": 1e-2, "mixed_precision": False, "sharding_strategy": "fsdp"},
-    **{"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2", "report_interval": 1},
+    "model_variant": "custom",
+    "num_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 320,
+    "seq_length": 32,
+    "global_batch_size": 16,
+    "batch_size": 2,
+    "num_steps": 40,
+    "learning_rate": 1e-2,
+    "mixed_precision": False,
+    "sharding_strategy": "fsdp",
+    "fsdp_activation_checkpointing": True,
+    "selective_checkpointing": "1/2",
+    "report_interval": 1,
     "checkpoint_interval": 5,
 }
 DETERMINISTIC = "loss loss_spike grad_norm param_norm learning_rate tokens_seen consumed data_hash val_loss test_loss"

@@ -38,10 +38,20 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def data(corpus: Path) -> dict[str, Any]:
     return {
-        **{"num_layers": 2, "batch_size": 4, "num_steps": STEPS, "checkpoint_interval": 12},
-        **{"data_path": corpus / "train", "datasets": "a,b", "weights": "2,1", "valid_data_path": corpus / "valid"},
-        **{"val_interval": 12, "val_steps": 2, "val_sanity_steps": -1, "test_data_path": corpus / "valid"},
-        **{"test_steps": -1, "log_param_norm": True},
+        "num_layers": 2,
+        "batch_size": 4,
+        "num_steps": STEPS,
+        "checkpoint_interval": 12,
+        "data_path": corpus / "train",
+        "datasets": "a,b",
+        "weights": "2,1",
+        "valid_data_path": corpus / "valid",
+        "val_interval": 12,
+        "val_steps": 2,
+        "val_sanity_steps": -1,
+        "test_data_path": corpus / "valid",
+        "test_steps": -1,
+        "log_param_norm": True,
     }
 
 

@@ -34,10 +34,22 @@ for flags, spike in json.loads(sys.argv[1]):
     train(flags, data={{"train": Counters(spike)}})
 """
 TINY: dict[str, Any] = {
-    **{"model_variant": "custom", "num_layers": 2, "hidden_size": 32, "intermediate_size": 64},
-    **{"num_attention_heads": 4, "vocab_size": 64, "seq_length": 32, "global_batch_size": 8, "batch_size": 4},
-    **{"learning_rate": 1e-2, "lr_schedule": "constant", "mixed_precision": False, "sharding_strategy": "fsdp"},
-    **{"report_interval": 1, "checkpoint_interval": STEPS, "skip_step_deviations": 6.0},
+    "model_variant": "custom",
+    "num_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "seq_length": 32,
+    "global_batch_size": 8,
+    "batch_size": 4,
+    "learning_rate": 1e-2,
+    "lr_schedule": "constant",
+    "mixed_precision": False,
+    "sharding_strategy": "fsdp",
+    "report_interval": 1,
+    "checkpoint_interval": STEPS,
+    "skip_step_deviations": 6.0,
 }
 
 

@@ -35,15 +35,26 @@ from tests.end_to_end.small import ROOT
 from tests.selection import needs
 
 LLAMA3 = {
-    **{"rope_theta": 5e5, "rope_scaling_type": "llama3", "rope_scaling_factor": 4.0, "rope_low_freq_factor": 1.0},
-    **{"rope_high_freq_factor": 2.0, "rope_original_max_position": 8, "max_position_embeddings": 64},
+    "rope_theta": 5e5,
+    "rope_scaling_type": "llama3",
+    "rope_scaling_factor": 4.0,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 2.0,
+    "rope_original_max_position": 8,
+    "max_position_embeddings": 64,
     "norm_eps": 1e-6,
 }
 
 
 GPT_NEOX = {
-    **{"norm_type": "layernorm", "norm_bias": True, "mlp_bias": True, "attn_bias": True, "activation": "gelu"},
-    **{"parallel_residual": True, "rotary_percentage": 0.5, "num_kv_heads": 4},
+    "norm_type": "layernorm",
+    "norm_bias": True,
+    "mlp_bias": True,
+    "attn_bias": True,
+    "activation": "gelu",
+    "parallel_residual": True,
+    "rotary_percentage": 0.5,
+    "num_kv_heads": 4,
 }
 MUP = {"mup_base_width": 6, "mup_base_head_dim": 2}
 
@@ -69,12 +80,19 @@ def logits(config: TrainConfig, weights: dict[str, torch.Tensor], tokens: torch.
 
 
 EXPORTS: list[tuple[dict[str, Any], str]] = [  # settings, and the family that has them
-    *(({}, "Llama"), (LLAMA3, "Llama"), ({"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}, "Llama")),
-    *(({"sliding_window": 7}, "Mistral"), ({"qk_norm": True}, "Qwen3"), ({"qkv_bias": True}, "Qwen2")),
-    *(({"qk_norm": True, "attn_bias": True}, "Qwen3"), (GPT_NEOX, "GPTNeoX")),
+    ({}, "Llama"),
+    (LLAMA3, "Llama"),
+    ({"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}, "Llama"),
+    ({"sliding_window": 7}, "Mistral"),
+    ({"qk_norm": True}, "Qwen3"),
+    ({"qkv_bias": True}, "Qwen2"),
+    ({"qk_norm": True, "attn_bias": True}, "Qwen3"),
+    (GPT_NEOX, "GPTNeoX"),
     ({**GPT_NEOX, "parallel_residual": False, "activation": "gelu_tanh", "attn_bias": False}, "GPTNeoX"),
     ({**MUP, "tie_word_embeddings": True}, "Llama"),
-    *((MUP, "Llama"), ({**MUP, "qk_norm": True}, "Qwen3"), ({**MUP, **GPT_NEOX}, "GPTNeoX")),
+    (MUP, "Llama"),
+    ({**MUP, "qk_norm": True}, "Qwen3"),
+    ({**MUP, **GPT_NEOX}, "GPTNeoX"),
 ]
 
 
@@ -386,8 +404,11 @@ def test_a_model_that_cannot_be_this_one_is_refused(tmp_path: Path, change: dict
 @pytest.mark.parametrize(
     "field",
     [
-        *({"parallel_residual": True}, {"rotary_percentage": 0.5}, {"activation": "gelu"}),
-        *({"mlp_bias": True, "qk_norm": True}, {"attn_bias": True, "sliding_window": 4}),  # no family has both
+        {"parallel_residual": True},
+        {"rotary_percentage": 0.5},
+        {"activation": "gelu"},
+        {"mlp_bias": True, "qk_norm": True},
+        {"attn_bias": True, "sliding_window": 4},  # no family has both
         {"position_embedding_type": "learned_absolute"},
     ],
 )

@@ -13,8 +13,13 @@ from tests.end_to_end.small import FLAGS, ROOT, continue_from, environment, figu
 from tests.parallel.launch import ALONE, launched
 
 FIELDS: dict[str, Any] = {
-    **{"seq_length_stages": "8:3,16:5", "use_dummy_dataset": True, "num_steps": 8, "checkpoint_interval": 1},
-    **{"hidden_dropout": 0.1, "batch_size": 2, "use_torch_compile": False},
+    "seq_length_stages": "8:3,16:5",
+    "use_dummy_dataset": True,
+    "num_steps": 8,
+    "checkpoint_interval": 1,
+    "hidden_dropout": 0.1,
+    "batch_size": 2,
+    "use_torch_compile": False,
 }
 
 

@@ -23,9 +23,18 @@ OPTIMIZERS = ["adamw", pytest.param("muon", marks=needs("optimizers"))]
 WIDTHS = (32, 64, 128, 256, 512)
 # 16 tokens, because what a token learns from others is noise that shrinks with 1 / sqrt(width) and hides the rest.
 MODEL: dict[str, Any] = {
-    **{"model_variant": "custom", "vocab_size": 16, "num_layers": 2, "num_attention_heads": 4, "seq_length": 32},
-    **{"use_dummy_dataset": True, "device": "cpu", "mixed_precision": False, "batch_size": 8, "learning_rate": 1e-2},
-    **{"init_std": 0.05, "output_init_method": "normal"},
+    "model_variant": "custom",
+    "vocab_size": 16,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "use_dummy_dataset": True,
+    "device": "cpu",
+    "mixed_precision": False,
+    "batch_size": 8,
+    "learning_rate": 1e-2,
+    "init_std": 0.05,
+    "output_init_method": "normal",
 }
 BASE: dict[str, Any] = {"mup_base_width": 32, "mup_base_head_dim": 8}
 STEPS = 8

@@ -24,8 +24,15 @@ HSDP: Fields = {"sharding_strategy": "hsdp", "sharding_group_size": 2}
 DROPOUT: Fields = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1, "mlp_bias": True}
 TIED: Fields = {"tie_word_embeddings": True, "qk_norm": True, "z_loss": 1e-2, "logit_softcap": 5.0}
 ADAPTERS: Fields = {
-    **{"lora_rank": 4, "lora_target_modules": ".*_proj", "lora_dropout": 0.1, "lora_init": "gaussian"},
-    **{"attn_bias": True, "mlp_bias": True, "lora_bias": "all", "lora_modules_to_save": "norm", "learning_rate": 1e-2},
+    "lora_rank": 4,
+    "lora_target_modules": ".*_proj",
+    "lora_dropout": 0.1,
+    "lora_init": "gaussian",
+    "attn_bias": True,
+    "mlp_bias": True,
+    "lora_bias": "all",
+    "lora_modules_to_save": "norm",
+    "learning_rate": 1e-2,
 }
 FORMS: dict[str, Fields] = {"plain": {}, "dropout": DROPOUT, "tied": TIED, "adapters": ADAPTERS}
 # Processes -> case -> its form, and its other fields

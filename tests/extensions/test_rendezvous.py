@@ -22,9 +22,18 @@ COMMON = ["--use_dummy_dataset", "--model_variant=tiny", "--seq_length=64"]
 ENGINES = {"torch": ["--engine=torch", "--device=cpu"], "xla": ["--engine=xla"]}
 # Settings of each kind: of the mesh, the model, the optimizer, the batch, the data and the run.
 SETTINGS = {
-    **{"seed": "1", "learning_rate": "0.01", "grad_clip_thresh": "0.5", "sharding_strategy": "ddp"},
-    **{"optimizer": "adam", "num_steps": "7", "batch_size": "1", "global_batch_size": "8", "num_layers": "3"},
-    **{"mixed_precision": "False", "fsdp_activation_checkpointing": "True", "checkpoint_interval": "5"},
+    "seed": "1",
+    "learning_rate": "0.01",
+    "grad_clip_thresh": "0.5",
+    "sharding_strategy": "ddp",
+    "optimizer": "adam",
+    "num_steps": "7",
+    "batch_size": "1",
+    "global_batch_size": "8",
+    "num_layers": "3",
+    "mixed_precision": "False",
+    "fsdp_activation_checkpointing": "True",
+    "checkpoint_interval": "5",
 }
 
 

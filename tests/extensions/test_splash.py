@@ -27,14 +27,24 @@ CASES: dict[str, dict[str, Any]] = {
     "causal": {"mesh": {"shard": 4, "tensor": 2}, "heads": [4, 2], "length": 128},
     "window, odd length": {"mesh": {"shard": 8}, "heads": [2, 2], "length": 100, "window": 30},
     "documents, odd length": {
-        **{"mesh": {"replica": 2, "shard": 2, "tensor": 2}, "heads": [6, 2], "length": 100, "packed": True}
+        "mesh": {"replica": 2, "shard": 2, "tensor": 2},
+        "heads": [6, 2],
+        "length": 100,
+        "packed": True,
     },
     "window and documents in blocks": {
-        **{"mesh": {"stage": 2, "tensor": 4}, "heads": [4, 4], "length": 1100, "window": 300, "packed": True}
+        "mesh": {"stage": 2, "tensor": 4},
+        "heads": [4, 4],
+        "length": 1100,
+        "window": 300,
+        "packed": True,
     },
     "context": {"mesh": {"shard": 2, "context": 4}, "heads": [4, 2], "length": 512},
     "context x tensor, window, documents, odd length": {
-        **{"mesh": {"shard": 2, "context": 2, "tensor": 2}, "heads": [4, 2], "length": 1400, "window": 300},
+        "mesh": {"shard": 2, "context": 2, "tensor": 2},
+        "heads": [4, 2],
+        "length": 1400,
+        "window": 300,
         "packed": True,
     },
 }

@@ -94,9 +94,14 @@ def test_a_tracker_whose_package_is_missing_is_refused_before_any_device(
 @pytest.mark.parametrize(
     ("name", "tag"),
     [
-        *(("loss", "train/loss"), ("learning_rate", "train/learning_rate"), ("val_loss", "val/loss")),
-        *(("val_loss/web", "val/loss/web"), ("eval_acc/own", "eval/acc/own"), ("test_seconds", "test/seconds")),
-        *(("validation_seconds", "perf/validation_seconds"), ("tokens_per_second", "perf/tokens_per_second")),
+        ("loss", "train/loss"),
+        ("learning_rate", "train/learning_rate"),
+        ("val_loss", "val/loss"),
+        ("val_loss/web", "val/loss/web"),
+        ("eval_acc/own", "eval/acc/own"),
+        ("test_seconds", "test/seconds"),
+        ("validation_seconds", "perf/validation_seconds"),
+        ("tokens_per_second", "perf/tokens_per_second"),
         ("tokens_seen", "data/tokens_seen"),
     ],
 )

@@ -56,7 +56,13 @@ def _replace_text(data: bytes, chance: random.Random) -> bytes:
 
 
 CONTENTS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    *(_flip, _flip, _overwrite, _cut, _remove_range, _tear, _replace_text),
+    _flip,
+    _flip,
+    _overwrite,
+    _cut,
+    _remove_range,
+    _tear,
+    _replace_text,
     lambda data, chance: data + chance.choice([b"\n", b"\0", b"{}", data]),
     lambda data, chance: chance.choice([b"", b"{}", b"[]", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe"]),
 )

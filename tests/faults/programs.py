@@ -26,10 +26,24 @@ from tests.tools.importing import files
 
 STEPS = 8
 SMALL = {
-    **{"model_variant": "custom", "num_layers": 1, "hidden_size": 16, "intermediate_size": 32},
-    **{"num_attention_heads": 2, "num_kv_heads": 1, "vocab_size": 300, "seq_length": 32, "global_batch_size": 4},
-    **{"batch_size": 4, "num_steps": STEPS, "mixed_precision": False, "report_interval": 1, "checkpoint_interval": 2},
-    **{"keep_last_n_checkpoints": 2, "val_interval": 4, "val_steps": 1, "test_steps": 1},
+    "model_variant": "custom",
+    "num_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_kv_heads": 1,
+    "vocab_size": 300,
+    "seq_length": 32,
+    "global_batch_size": 4,
+    "batch_size": 4,
+    "num_steps": STEPS,
+    "mixed_precision": False,
+    "report_interval": 1,
+    "checkpoint_interval": 2,
+    "keep_last_n_checkpoints": 2,
+    "val_interval": 4,
+    "val_steps": 1,
+    "test_steps": 1,
 }
 
 

@@ -26,15 +26,33 @@ CHECKPOINT = Path(__file__).with_name("checkpoint")
 RUN = Path("runs/golden")  # relative, so that the checkpoint names no path of the machine that wrote it
 STEPS = 10
 FLAGS: dict[str, Any] = {
-    **{"model_variant": "custom", "num_layers": 4, "hidden_size": 32, "intermediate_size": 64},
-    **{"num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 128, "seq_length": 32, "use_dummy_dataset": True},
-    **{"global_batch_size": 16, "batch_size": 2, "num_steps": STEPS, "learning_rate": 1e-2, "mixed_precision": False},
-    **{"sharding_strategy": "fsdp", "fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"},
-    **{"report_interval": 1, "run_name": "golden"},
+    "model_variant": "custom",
+    "num_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 128,
+    "seq_length": 32,
+    "use_dummy_dataset": True,
+    "global_batch_size": 16,
+    "batch_size": 2,
+    "num_steps": STEPS,
+    "learning_rate": 1e-2,
+    "mixed_precision": False,
+    "sharding_strategy": "fsdp",
+    "fsdp_activation_checkpointing": True,
+    "selective_checkpointing": "1/2",
+    "report_interval": 1,
+    "run_name": "golden",
 }
 # The checkpoint's model is small enough to be kept in the repository.
 SMALL: dict[str, Any] = {
-    **{"num_layers": 2, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 64, "num_steps": 6},
+    "num_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "vocab_size": 64,
+    "num_steps": 6,
     "checkpoint_interval": 4,
 }
 ENGINES: dict[str, dict[str, Any]] = {"xla": {"engine": "xla"}, "torch": {"engine": "torch", "device": "cpu"}}

@@ -27,16 +27,28 @@ from pretraining.models.ops import (
 )
 
 TINY: dict[str, Any] = {
-    **{"model_variant": "custom", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_layers": 3},
-    **{"num_attention_heads": 8, "num_kv_heads": 2, "seq_length": 256},
+    "model_variant": "custom",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_layers": 3,
+    "num_attention_heads": 8,
+    "num_kv_heads": 2,
+    "seq_length": 256,
 }
 
 
 PUBLISHED = {  # of the published models; fms-fsdp's sizes computed from its configuration
-    **{"llama2_1.4b": 1_288_800_256, "llama2_7b": 6_738_415_616, "llama2_13b": 13_015_864_320},
-    **{"llama2_34b": 33_743_970_304, "llama2_70b": 68_976_648_192, "llama3_194m_4k": 391_140_352},
-    **{"llama3_1.8b": 1_884_391_424, "llama3_3.2b_4k": 3_204_074_496, "llama3_8b": 8_030_261_248},
-    **{"llama3_70b": 70_553_706_496},
+    "llama2_1.4b": 1_288_800_256,
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_34b": 33_743_970_304,
+    "llama2_70b": 68_976_648_192,
+    "llama3_194m_4k": 391_140_352,
+    "llama3_1.8b": 1_884_391_424,
+    "llama3_3.2b_4k": 3_204_074_496,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
 }
 
 

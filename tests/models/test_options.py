@@ -17,13 +17,26 @@ from pretraining.models.llama import ACTIVATIONS, BatchInputs, LayerNorm, Llama,
 from pretraining.monitor.flops import flops_per_token
 
 TINY: dict[str, Any] = {
-    **{"model_variant": "custom", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_layers": 2},
-    **{"num_attention_heads": 8, "num_kv_heads": 4, "seq_length": 64},
+    "model_variant": "custom",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_layers": 2,
+    "num_attention_heads": 8,
+    "num_kv_heads": 4,
+    "seq_length": 64,
 }
 EVERYTHING: dict[str, Any] = {
-    **{"norm_type": "layernorm", "norm_bias": True, "activation": "gelu", "attn_bias": True, "qkv_bias": True},
-    **{"mlp_bias": True, "qk_norm": True, "parallel_residual": True, "rotary_percentage": 0.5},
-    **{"tie_word_embeddings": True},
+    "norm_type": "layernorm",
+    "norm_bias": True,
+    "activation": "gelu",
+    "attn_bias": True,
+    "qkv_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "parallel_residual": True,
+    "rotary_percentage": 0.5,
+    "tie_word_embeddings": True,
 }
 
 
@@ -103,8 +116,12 @@ def test_a_share_of_the_channels_is_rotated() -> None:
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        *(("normal", 0.02), ("scaled_normal", 0.02 / math.sqrt(2 * 6)), ("small_init", math.sqrt(2 / (5 * 64)))),
-        *(("wang_init", 2 / (6 * 8)), ("xavier_normal", math.sqrt(2 / 800)), ("xavier_uniform", math.sqrt(2 / 800))),
+        ("normal", 0.02),
+        ("scaled_normal", 0.02 / math.sqrt(2 * 6)),
+        ("small_init", math.sqrt(2 / (5 * 64))),
+        ("wang_init", 2 / (6 * 8)),
+        ("xavier_normal", math.sqrt(2 / 800)),
+        ("xavier_uniform", math.sqrt(2 / 800)),
     ],
 )
 def test_initial_weights_have_the_spread_of_their_method(method: Any, expected: float) -> None:

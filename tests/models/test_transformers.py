@@ -15,17 +15,23 @@ from tests.models.test_options import EVERYTHING, TINY, randomised
 transformers: Any = pytest.importorskip("transformers")
 
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2},
-    **{"num_attention_heads": 8, "max_position_embeddings": 256, "tie_word_embeddings": False},
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
 }
 THEIRS: dict[str, Any] = {**SIZES, "num_key_value_heads": 4, "rope_theta": 10000.0}
 LLAMA3_SCALING = {
-    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    **{"original_max_position_embeddings": 32},
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }
-GPT_NEOX = {
-    **{**EVERYTHING, "qk_norm": False, "tie_word_embeddings": False, "num_kv_heads": 8, "rotary_percentage": 0.25}
-}
+GPT_NEOX = {**EVERYTHING, "qk_norm": False, "tie_word_embeddings": False, "num_kv_heads": 8, "rotary_percentage": 0.25}
 SHARED = {"norm_type": "layernorm", "norm_bias": True, "shared_norm": True}
 
 
@@ -79,9 +85,13 @@ CASES = {
 }
 # GPT-NeoX's names -> ours; its queries, keys and values are one matrix, head by head
 NEOX_NAMES = {
-    **{"gpt_neox.embed_in": "model.embed_tokens", "gpt_neox.final_layer_norm": "model.norm"},
-    **{"gpt_neox.layers": "model.layers", "embed_out": "lm_head", "attention.dense": "self_attn.o_proj"},
-    **{"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"},
+    "gpt_neox.embed_in": "model.embed_tokens",
+    "gpt_neox.final_layer_norm": "model.norm",
+    "gpt_neox.layers": "model.layers",
+    "embed_out": "lm_head",
+    "attention.dense": "self_attn.o_proj",
+    "mlp.dense_h_to_4h": "mlp.up_proj",
+    "mlp.dense_4h_to_h": "mlp.down_proj",
 }
 
 

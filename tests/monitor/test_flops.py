@@ -45,13 +45,29 @@ def test_the_two_conventions_differ_by_11_percent_for_llama3_8b_at_8192() -> Non
 
 
 TITLES = {  # as its runtime names a device -> its title
-    **{"TPU v4-8": "TPU v4", "TPU v5litepod-16": "TPU v5e", "TPU v5 lite": "TPU v5e", "TPU v5p-128": "TPU v5p"},
-    **{"TPU v6e-8": "TPU v6e", "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA H100 80GB HBM3": "H100 SXM"},
-    **{"NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA H100 NVL": "H100 NVL", "NVIDIA H200": "H200 SXM"},
-    **{"NVIDIA H200 NVL": "H200 NVL", "NVIDIA GH200 480GB": "GH200", "NVIDIA B200": "B200", "NVIDIA GB200": "GB200"},
-    **{"NVIDIA A10": "A10", "NVIDIA A10G": "A10G", "NVIDIA L4": "L4", "NVIDIA L40": "L40", "NVIDIA L40S": "L40S"},
-    **{"NVIDIA GeForce RTX 4090": "GeForce RTX 4090", "AMD Instinct MI300X": "MI300X"},
-    **{"trn1.32xlarge": "trn1 NeuronCore", "trn2.48xlarge": "trn2 logical NeuronCore (LNC=2)"},
+    "TPU v4-8": "TPU v4",
+    "TPU v5litepod-16": "TPU v5e",
+    "TPU v5 lite": "TPU v5e",
+    "TPU v5p-128": "TPU v5p",
+    "TPU v6e-8": "TPU v6e",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA H100 80GB HBM3": "H100 SXM",
+    "NVIDIA H100 PCIe": "H100 PCIe",
+    "NVIDIA H100 NVL": "H100 NVL",
+    "NVIDIA H200": "H200 SXM",
+    "NVIDIA H200 NVL": "H200 NVL",
+    "NVIDIA GH200 480GB": "GH200",
+    "NVIDIA B200": "B200",
+    "NVIDIA GB200": "GB200",
+    "NVIDIA A10": "A10",
+    "NVIDIA A10G": "A10G",
+    "NVIDIA L4": "L4",
+    "NVIDIA L40": "L40",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA GeForce RTX 4090": "GeForce RTX 4090",
+    "AMD Instinct MI300X": "MI300X",
+    "trn1.32xlarge": "trn1 NeuronCore",
+    "trn2.48xlarge": "trn2 logical NeuronCore (LNC=2)",
 }
 
 

@@ -70,9 +70,18 @@ def test_a_new_run_drops_what_the_file_held_even_if_it_is_damaged(tmp_path: Path
 @pytest.mark.parametrize(
     "line",
     [
-        *(b"{", b"[1]", b'{"loss": 1.0}', b'{"step": "x"}', b"\xff\xfe", b"", b'{"step": true}'),
-        *(b'{"step": 1, "loss": "low"}', b'{"step": 1, "consumed": 3}', b'{"step":' + b"[" * 100_000),
-        *(b'{"step": 1, "account": {"time": 1e999}}', b'{"step": 1, "account": {"train": 1.0}}'),
+        b"{",
+        b"[1]",
+        b'{"loss": 1.0}',
+        b'{"step": "x"}',
+        b"\xff\xfe",
+        b"",
+        b'{"step": true}',
+        b'{"step": 1, "loss": "low"}',
+        b'{"step": 1, "consumed": 3}',
+        b'{"step":' + b"[" * 100_000,
+        b'{"step": 1, "account": {"time": 1e999}}',
+        b'{"step": 1, "account": {"train": 1.0}}',
     ],
     ids=lambda line: line[:30],
 )

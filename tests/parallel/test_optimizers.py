@@ -57,7 +57,12 @@ EQUAL_MICRO_BATCHES: dict[str, Fields] = {
 STAGES: Fields = {"pipeline_parallel_size": 2}
 RESUMED: tuple[str, ...] = (
     *FULL_TENSOR_RULES,
-    *("madgrad_wd", "sgd", "mixed_bf16_sr", "bf16_sr", "dropout", "dropout, stages"),
+    "madgrad_wd",
+    "sgd",
+    "mixed_bf16_sr",
+    "bf16_sr",
+    "dropout",
+    "dropout, stages",
 )
 CASES: dict[str, Fields] = chosen(
     {**BY_OPTIMIZER, **BY_PRECISION, **RANDOM, **BY_NORM, **BY_MUP},

@@ -70,7 +70,11 @@ def test_the_xla_engine_shards_what_the_strategy_s_name_says() -> None:
     names: Iterable[Any] = STRATEGIES
     layouts = {name: xla_layout(TrainConfig(**WIDE, sharding_strategy=name), mesh) for name in names}
     assert {name: shares(layout, name) for name, layout in layouts.items()} == {
-        **{"ddp": (2, 2, 2), "zero1": (2, 2, 16), "zero2": (2, 16, 16), "fsdp": (16, 16, 16), "hsdp": (16, 16, 16)}
+        "ddp": (2, 2, 2),
+        "zero1": (2, 2, 16),
+        "zero2": (2, 16, 16),
+        "fsdp": (16, 16, 16),
+        "hsdp": (16, 16, 16),
     }
 
 
@@ -101,7 +105,8 @@ def test_adamw_s_state_is_16_bytes_a_parameter(variant: str) -> None:
         ({"sharding_strategy": "hsdp", "tensor_parallel_size": 2}, Mesh(1, 2, 2, 1, 2)),  # a group is a host of 4
         ({"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "context_parallel_size": 2}, Mesh(1, 1, 2, 2, 2)),
         ({"sharding_strategy": "hsdp", "pipeline_parallel_size": 4}, Mesh(stage=4, shard=2)),
-        *(({"sharding_strategy": "ddp"}, Mesh(1, 8, 1)), ({"sharding_strategy": "fsdp"}, Mesh(1, 1, 8))),
+        ({"sharding_strategy": "ddp"}, Mesh(1, 8, 1)),
+        ({"sharding_strategy": "fsdp"}, Mesh(1, 1, 8)),
         ({"sharding_strategy": "hsdp", "sharding_group_size": 2}, Mesh(1, 4, 2)),
         ({"sharding_strategy": "hsdp"}, Mesh(1, 2, 4)),
     ],
@@ -185,8 +190,13 @@ def mask_of(choice: str, layers: int) -> str:
 @pytest.mark.parametrize(
     ("choice", "mask"),  # fms-fsdp's tests/test_selective_ac.py, 15 layers
     [
-        *(("1", "T" * 15), ("2", "FTFTFTFTFTFTFTF"), ("1/2", "TFTFTFTFTFTFTFT"), ("0.5", "TFTFTFTFTFTFTFT")),
-        *(("1/3", "FTFFTFFTFFTFFTF"), ("2/3", "TFTTFTTFTTFTTFT"), ("1/5", "FFTFFFFTFFFFTFF")),
+        ("1", "T" * 15),
+        ("2", "FTFTFTFTFTFTFTF"),
+        ("1/2", "TFTFTFTFTFTFTFT"),
+        ("0.5", "TFTFTFTFTFTFTFT"),
+        ("1/3", "FTFFTFFTFFTFFTF"),
+        ("2/3", "TFTTFTTFTTFTTFT"),
+        ("1/5", "FFTFFFFTFFFFTFF"),
         ("3/5", "TFTFTTFTFTTFTFT"),
     ],
 )

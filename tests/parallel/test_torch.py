@@ -42,23 +42,46 @@ FORMS: dict[str, Fields] = {
     "biases, sequence": {**BIASES, "learning_rate": 1e-3, "qk_norm": True, "hidden_dropout": 0.1},
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1, "mlp_bias": True},
     "adapters": {
-        **{"lora_rank": 4, "lora_target_modules": ".*_proj", "lora_dropout": 0.1, "attn_bias": True, "mlp_bias": True},
-        **{"lora_bias": "all", "lora_modules_to_save": "norm", "learning_rate": 1e-2, "lora_init": "gaussian"},
+        "lora_rank": 4,
+        "lora_target_modules": ".*_proj",
+        "lora_dropout": 0.1,
+        "attn_bias": True,
+        "mlp_bias": True,
+        "lora_bias": "all",
+        "lora_modules_to_save": "norm",
+        "learning_rate": 1e-2,
+        "lora_init": "gaussian",
     },
     "padded": {
-        **{"vocab_size": 500, "make_vocab_size_divisible_by": 24, "qk_norm": True, "tie_word_embeddings": True},
-        **{"z_loss": 1e-2, "logit_softcap": 5.0, "scale_embeddings": True},
+        "vocab_size": 500,
+        "make_vocab_size_divisible_by": 24,
+        "qk_norm": True,
+        "tie_word_embeddings": True,
+        "z_loss": 1e-2,
+        "logit_softcap": 5.0,
+        "scale_embeddings": True,
     },
     "whole tensors": {"optimizer": "novograd", "learning_rate": 3e-3, "attn_bias": True, "qk_norm": True},
     "window": {"sliding_window": 20, "position_embedding_type": "learned_absolute"},
     # Three key/value heads on two tensor ranks, and two on four
     "three heads": {
-        **{"num_attention_heads": 6, "num_kv_heads": 3, "head_dim": 16, "attn_bias": True, "qk_norm": True},
-        **{"optimizer": "muon", "learning_rate": 1e-2},
+        "num_attention_heads": 6,
+        "num_kv_heads": 3,
+        "head_dim": 16,
+        "attn_bias": True,
+        "qk_norm": True,
+        "optimizer": "muon",
+        "learning_rate": 1e-2,
     },
     "two heads": {
-        **{"num_kv_heads": 2, "lora_rank": 4, "lora_target_modules": ".*_proj", "qkv_bias": True},
-        **{"lora_bias": "all", "lora_modules_to_save": "norm", "lora_init": "gaussian", "learning_rate": 1e-2},
+        "num_kv_heads": 2,
+        "lora_rank": 4,
+        "lora_target_modules": ".*_proj",
+        "qkv_bias": True,
+        "lora_bias": "all",
+        "lora_modules_to_save": "norm",
+        "lora_init": "gaussian",
+        "learning_rate": 1e-2,
     },
 }
 STAGES: Fields = {"pipeline_parallel_size": 2}
@@ -66,7 +89,9 @@ INTERLEAVED: Fields = {**STAGES, "virtual_pipeline_size": 2}
 BY_STAGES: dict[str, Fields] = {
     "stages x fsdp, a third": {**FSDP, **STAGES, **A_THIRD},
     "4 stages, uneven": {
-        **{"sharding_strategy": "ddp", "pipeline_parallel_size": 4, "num_layers": 6},
+        "sharding_strategy": "ddp",
+        "pipeline_parallel_size": 4,
+        "num_layers": 6,
         "pipeline_balance": True,  # 1, 2, 2 and 1 layers
     },
     "stages x fsdp, pieces of one block": {**FSDP, **INTERLEAVED},
@@ -100,8 +125,11 @@ CASES: dict[int, dict[str, Fields]] = {
     ALONE: {
         **FEW,
         **FORMS,
-        **{"ramp": {**RAMP, "batch_size": 4}, "padded": UNPADDED, "bf16": {"mixed_precision": True}},
-        **{"6 layers": {"num_layers": 6}, "uneven": ODD},
+        "ramp": {**RAMP, "batch_size": 4},
+        "padded": UNPADDED,
+        "bf16": {"mixed_precision": True},
+        "6 layers": {"num_layers": 6},
+        "uneven": ODD,
     },
     1: FEW,
     2: {**FEW, "uneven": {**FSDP, **ODD}, "ramp": {**RAMP, "batch_size": 2}},
@@ -157,9 +185,21 @@ CASES[ALONE] = chosen(CASES[ALONE], CASES[ALONE].keys() - {"padded", "three head
 CASES[4] = chosen(
     CASES[4],
     (
-        *("fsdp, a third", "hsdp, all blocks, accumulated", "zero1", "zero2", "sequence", "stages x fsdp, a third"),
-        *("4 stages, uneven", "context x fsdp, a third", "biases, sequence", "dropout, stages", "adapters, context"),
-        *("whole tensors, context", "two heads, 4 ranks", "poisoned", "poisoned, skipped"),
+        "fsdp, a third",
+        "hsdp, all blocks, accumulated",
+        "zero1",
+        "zero2",
+        "sequence",
+        "stages x fsdp, a third",
+        "4 stages, uneven",
+        "context x fsdp, a third",
+        "biases, sequence",
+        "dropout, stages",
+        "adapters, context",
+        "whole tensors, context",
+        "two heads, 4 ranks",
+        "poisoned",
+        "poisoned, skipped",
     ),
 )
 # Processes, case, and the case on one process that has the same losses
@@ -173,7 +213,9 @@ SAME = [
     *((4, f"{form}, stages", form) for form in FORMS_ON_STAGES),
     *((4, f"{form}, context", form) for form in FORMS_ON_CONTEXT),
     *((4, f"{form}, 4 ranks", form) for form in FORMS_ON_FOUR),
-    *((2, "ramp", "ramp"), (4, "ramp", "ramp"), (4, "ramp, stages", "ramp")),
+    (2, "ramp", "ramp"),
+    (4, "ramp", "ramp"),
+    (4, "ramp, stages", "ramp"),
     *[(4, "4 stages, uneven", "6 layers")],
 ]
 
@@ -310,7 +352,8 @@ def test_the_choice_between_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("device", "dtype", "width", "kernel"),
     [
-        *(("cpu", torch.float32, 80, "repeated"), ("cuda", torch.float16, 160, "grouped")),
+        ("cpu", torch.float32, 80, "repeated"),
+        ("cuda", torch.float16, 160, "grouped"),
     ],
 )
 def test_attention_has_the_kernel_of_the_device(device: str, dtype: torch.dtype, width: int, kernel: str) -> None:

@@ -35,14 +35,27 @@ HSDP: Fields = {"sharding_strategy": "hsdp", "sharding_group_size": 4}
 STRATEGIES: dict[str, Fields] = {"ddp": DDP, "fsdp": FSDP, "hsdp": HSDP}
 # Options of the model, all that differ from Llama's
 OPTIONS: Fields = {
-    **{"norm_type": "layernorm", "norm_bias": True, "activation": "gelu", "attn_bias": True, "mlp_bias": True},
-    **{"qk_norm": True, "parallel_residual": True, "shared_norm": True, "rotary_percentage": 0.5},
-    **{"tie_word_embeddings": True, "z_loss": 1e-2, "logit_softcap": 10.0, "scale_embeddings": True},
+    "norm_type": "layernorm",
+    "norm_bias": True,
+    "activation": "gelu",
+    "attn_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "parallel_residual": True,
+    "shared_norm": True,
+    "rotary_percentage": 0.5,
+    "tie_word_embeddings": True,
+    "z_loss": 1e-2,
+    "logit_softcap": 10.0,
+    "scale_embeddings": True,
 }
 WINDOWED: Fields = {"sliding_window": 20, "position_embedding_type": "learned_absolute"}
 # Frozen projections have no gradient, and with it no marker in the backward pass
 ADAPTERS: Fields = {
-    **{"lora_rank": 4, "lora_target_modules": "q_proj,up_proj", "learning_rate": 3e-2, "lora_init": "gaussian"},
+    "lora_rank": 4,
+    "lora_target_modules": "q_proj,up_proj",
+    "learning_rate": 3e-2,
+    "lora_init": "gaussian",
 }
 TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
 STAGES: Fields = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4, "batch_size": 1}
@@ -68,7 +81,9 @@ SPLASH = WITH_SPLASH if HAS_SPLASH else {}
 # Every strategy with every way of recomputing once, and not every pair of them
 PAIRS = (
     *((strategy, "none") for strategy in STRATEGIES),
-    *(("fsdp", "all"), ("hsdp", "every second"), ("ddp", "a third")),
+    ("fsdp", "all"),
+    ("hsdp", "every second"),
+    ("ddp", "a third"),
 )
 CASES: dict[int, dict[str, Fields]] = {
     1: {"fsdp, a third": {**FSDP, **A_THIRD}},
@@ -96,8 +111,11 @@ CASES: dict[int, dict[str, Fields]] = {
         "context 4": {"sharding_strategy": "ddp", "context_parallel_size": 4, "batch_size": 8},
         "fsdp x context x tensor": {**FSDP, **ALL_BLOCKS, **TENSOR, **CONTEXT, "batch_size": 8},
         "accumulated": {  # an average of a weight is sharded, where the weight is not
-            **{"sharding_strategy": "zero1", "tensor_parallel_size": 2, "ema_decay": 0.9},
-            **{"batch_size": 1, "gradient_accumulation_steps": 4},
+            "sharding_strategy": "zero1",
+            "tensor_parallel_size": 2,
+            "ema_decay": 0.9,
+            "batch_size": 1,
+            "gradient_accumulation_steps": 4,
         },
         "built first": {**FSDP, "low_cpu_fsdp": False},
         "options, ddp": {**DDP, **OPTIONS},
@@ -114,7 +132,12 @@ CASES: dict[int, dict[str, Fields]] = {
         "adapters, tensor 8": {**DDP, "tensor_parallel_size": 8, "batch_size": 16, **ADAPTERS, **A_THIRD},
         "4 stages, all": {**FSDP, **STAGES, "pipeline_parallel_size": 4, "batch_size": 2, **ALL_BLOCKS},
         "2 stages of 2 pieces x tensor x context": {
-            **{**FSDP, **TENSOR, "sequence_parallel": True, **STAGES, "virtual_pipeline_size": 2, **CONTEXT},
+            **FSDP,
+            **TENSOR,
+            "sequence_parallel": True,
+            **STAGES,
+            "virtual_pipeline_size": 2,
+            **CONTEXT,
             "batch_size": 4,
         },
         **SPLASH,
@@ -128,9 +151,19 @@ if not runs_all():
 CASES[8] = chosen(
     CASES[8],
     (
-        *("ddp, none", "fsdp, none", "hsdp, every second", "zero1", "zero2", "tensor and sequence"),
-        *("tensor 8, fewer key/value heads", "fsdp x context x tensor", "2 stages of 2 pieces x tensor x context"),
-        *("options, ddp", "options, uneven stages", "poisoned", "poisoned, skipped"),
+        "ddp, none",
+        "fsdp, none",
+        "hsdp, every second",
+        "zero1",
+        "zero2",
+        "tensor and sequence",
+        "tensor 8, fewer key/value heads",
+        "fsdp x context x tensor",
+        "2 stages of 2 pieces x tensor x context",
+        "options, ddp",
+        "options, uneven stages",
+        "poisoned",
+        "poisoned, skipped",
     ),
 )
 DUMPED = "tensor and sequence"

@@ -15,10 +15,22 @@ from tests.data.corpora import write_instructions
 
 HALFWAY = 3  # steps after which a run of the toy is saved and resumed
 TOY: dict[str, Any] = {
-    **{"model_variant": "custom", "num_layers": 4, "hidden_size": 64, "intermediate_size": 160},
-    **{"num_attention_heads": 8, "num_kv_heads": 4, "vocab_size": 512, "seq_length": 64, "use_dummy_dataset": True},
-    **{"global_batch_size": 16, "batch_size": 2, "num_steps": 5, "seed": 1, "learning_rate": 3e-3},
-    **{"mixed_precision": False, "low_cpu_fsdp": True},
+    "model_variant": "custom",
+    "num_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 8,
+    "num_kv_heads": 4,
+    "vocab_size": 512,
+    "seq_length": 64,
+    "use_dummy_dataset": True,
+    "global_batch_size": 16,
+    "batch_size": 2,
+    "num_steps": 5,
+    "seed": 1,
+    "learning_rate": 3e-3,
+    "mixed_precision": False,
+    "low_cpu_fsdp": True,
 }
 # Four global batches of 8 sequences, then 16; saved among the first ones
 RAMP: dict[str, Any] = {"rampup_batch_size": "8,8,32", "batch_size": 1, "num_steps": 6, "sharding_strategy": "fsdp"}

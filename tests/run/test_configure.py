@@ -15,8 +15,15 @@ from tests.selection import needs
 from tests.tools.importing.files import put, tree, write
 
 LLAMA: dict[str, Any] = {
-    **{"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 128, "rms_norm_eps": 1e-6},
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
 }
 
 
@@ -46,9 +53,17 @@ def test_a_hugging_face_folder_alone_gives_the_dimensions(
     flag: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = {
-        **{"model_variant": "custom", "vocab_size": "300", "hidden_size": "64", "num_layers": "2"},
-        **{"num_attention_heads": "4", "num_kv_heads": "2", "intermediate_size": "96"},
-        **{"max_position_embeddings": "128", "seq_length": "128", "norm_eps": "1e-06", "rope_theta": "10000.0"},
+        "model_variant": "custom",
+        "vocab_size": "300",
+        "hidden_size": "64",
+        "num_layers": "2",
+        "num_attention_heads": "4",
+        "num_kv_heads": "2",
+        "intermediate_size": "96",
+        "max_position_embeddings": "128",
+        "seq_length": "128",
+        "norm_eps": "1e-06",
+        "rope_theta": "10000.0",
     }
     named = f"--{flag}={folder}"
     assert settings(printed := typed(capsys, named)).items() >= expected.items()

@@ -42,8 +42,15 @@ def test_a_signal_is_answered_and_a_second_one_obeyed_while_c_code_runs(state: s
 
 
 FLAGS = {
-    **{"engine": "xla", "model_variant": "tiny", "num_layers": 8, "seq_length": 128, "mixed_precision": False},
-    **{"batch_size": 1, "pipeline_parallel_size": 4, "gradient_accumulation_steps": 8, "use_dummy_dataset": True},
+    "engine": "xla",
+    "model_variant": "tiny",
+    "num_layers": 8,
+    "seq_length": 128,
+    "mixed_precision": False,
+    "batch_size": 1,
+    "pipeline_parallel_size": 4,
+    "gradient_accumulation_steps": 8,
+    "use_dummy_dataset": True,
 }
 
 

@@ -10,10 +10,22 @@ import pytest
 from main_training import train
 
 DIVERGING: dict[str, Any] = {
-    **{"model_variant": "custom", "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "vocab_size": 64},
-    **{"intermediate_size": 32, "seq_length": 8, "batch_size": 1, "mixed_precision": False, "use_dummy_dataset": True},
-    **{"engine": "torch", "device": "cpu", "num_steps": 6, "report_interval": 2},
-    **{"learning_rate": 1e29, "lr_schedule": "constant"},
+    "model_variant": "custom",
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+    "intermediate_size": 32,
+    "seq_length": 8,
+    "batch_size": 1,
+    "mixed_precision": False,
+    "use_dummy_dataset": True,
+    "engine": "torch",
+    "device": "cpu",
+    "num_steps": 6,
+    "report_interval": 2,
+    "learning_rate": 1e29,
+    "lr_schedule": "constant",
 }
 
 

@@ -21,9 +21,20 @@ from typing import Any
 
 # What programs import of other packages: nothing of the checkout, because copies of it run as well.
 IMPORTED = (
-    *("numpy", "pyarrow", "fire", "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("torch.distributed.tensor", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"),
-    *("torch_xla", "torch_xla.core.xla_model", "torch_xla.runtime", "torch_xla.distributed.spmd"),
+    "numpy",
+    "pyarrow",
+    "fire",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "torch_xla",
+    "torch_xla.core.xla_model",
+    "torch_xla.runtime",
+    "torch_xla.distributed.spmd",
 )
 
 

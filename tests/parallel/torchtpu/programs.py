@@ -23,9 +23,18 @@ from jaxlib.mlir.dialects import stablehlo
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 # PJRT's element types -> as MLIR and as NumPy names them
 ELEMENT_TYPES: dict[str, tuple[str, Any]] = {
-    **{"PRED": ("i1", np.bool_), "S8": ("i8", np.int8), "S16": ("i16", np.int16), "S32": ("i32", np.int32)},
-    **{"S64": ("i64", np.int64), "U8": ("ui8", np.uint8), "U16": ("ui16", np.uint16), "U32": ("ui32", np.uint32)},
-    **{"U64": ("ui64", np.uint64), "F16": ("f16", np.float16), "F32": ("f32", np.float32), "F64": ("f64", np.float64)},
+    "PRED": ("i1", np.bool_),
+    "S8": ("i8", np.int8),
+    "S16": ("i16", np.int16),
+    "S32": ("i32", np.int32),
+    "S64": ("i64", np.int64),
+    "U8": ("ui8", np.uint8),
+    "U16": ("ui16", np.uint16),
+    "U32": ("ui32", np.uint32),
+    "U64": ("ui64", np.uint64),
+    "F16": ("f16", np.float16),
+    "F32": ("f32", np.float32),
+    "F64": ("f64", np.float64),
     "BF16": ("bf16", ml_dtypes.bfloat16),
 }
 DTYPES = {name: np.dtype(dtype) for name, dtype in ELEMENT_TYPES.values()}  # by MLIR's name

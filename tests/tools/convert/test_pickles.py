@@ -30,13 +30,28 @@ from tests.tools.importing.files import tree
 transformers: Any = pytest.importorskip("transformers")
 
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "max_position_embeddings": 32, "tie_word_embeddings": False},
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
 }
 NEOX: dict[str, Any] = {
-    **{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "seq_length": 32},
-    **{"max_position_embeddings": 32, "pos_emb": "rotary", "rotary_pct": 0.25, "no_weight_tying": True},
-    **{"train_micro_batch_size_per_gpu": 1, "train_iters": 2, "activation": "gelu", "vocab_file": "v.json"},
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "pos_emb": "rotary",
+    "rotary_pct": 0.25,
+    "no_weight_tying": True,
+    "train_micro_batch_size_per_gpu": 1,
+    "train_iters": 2,
+    "activation": "gelu",
+    "vocab_file": "v.json",
 }
 
 
@@ -209,9 +224,12 @@ def megatron(state: dict[str, Tensor], rank: int, ranks: int, layers: range, gro
 
 
 CORE = {  # NeMo's names of its own models -> of megatron-core's
-    **{"model.language_model.encoder.": "model.decoder.", "model.language_model.": "model."},
-    **{"attention.query_key_value": "attention.linear_qkv", "attention.dense": "attention.linear_proj"},
-    **{"dense_h_to_4h": "linear_fc1", "dense_4h_to_h": "linear_fc2"},
+    "model.language_model.encoder.": "model.decoder.",
+    "model.language_model.": "model.",
+    "attention.query_key_value": "attention.linear_qkv",
+    "attention.dense": "attention.linear_proj",
+    "dense_h_to_4h": "linear_fc1",
+    "dense_4h_to_h": "linear_fc2",
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }

@@ -16,11 +16,30 @@ FILES: dict[str, dict[str, Any]] = {
 }
 # What all of them say, as settings of this recipe
 SETTINGS: dict[str, Any] = {
-    **{"num_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_kv_heads": 2},
-    **{"seq_length": 32, "max_position_embeddings": 32, "norm_eps": 1e-6, "init_std": 0.03, "batch_size": 2},
-    **{"global_batch_size": 32, "num_steps": 12, "learning_rate": 3e-3, "min_lr": 3e-4, "adam_beta1": 0.9},
-    **{"adam_beta2": 0.98, "optimizer_eps": 1e-8, "weight_decay": 0.05, "grad_clip_thresh": 0.5, "precision": "fp32"},
-    **{"mixed_precision": False, "seed": 7, "num_workers": 2, "report_interval": 1},
+    "num_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "norm_eps": 1e-6,
+    "init_std": 0.03,
+    "batch_size": 2,
+    "global_batch_size": 32,
+    "num_steps": 12,
+    "learning_rate": 3e-3,
+    "min_lr": 3e-4,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.98,
+    "optimizer_eps": 1e-8,
+    "weight_decay": 0.05,
+    "grad_clip_thresh": 0.5,
+    "precision": "fp32",
+    "mixed_precision": False,
+    "seed": 7,
+    "num_workers": 2,
+    "report_interval": 1,
 }
 
 

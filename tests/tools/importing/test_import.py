@@ -158,8 +158,24 @@ def test_a_typo_is_unsupported_and_the_key_is_suggested(kind: str, data: st.Data
 
 
 JUNK: tuple[Any, ...] = (
-    *(None, True, False, "x", "", "1.0e_8", "???", -1, 0, 1, 3, 0.5, 1e30, float("inf"), float("nan")),
-    *([], [1, "a"], {"z": 1}),
+    None,
+    True,
+    False,
+    "x",
+    "",
+    "1.0e_8",
+    "???",
+    -1,
+    0,
+    1,
+    3,
+    0.5,
+    1e30,
+    float("inf"),
+    float("nan"),
+    [],
+    [1, "a"],
+    {"z": 1},
 )
 
 
@@ -360,12 +376,24 @@ def test_every_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # ---- Hugging Face's config.json
 
 LLAMA: dict[str, Any] = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 32},
-    **{"intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"vocab_size": 90, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 5e5},
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 90,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
     "rope_scaling": {
-        **{"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16},
-        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
     },
     "tie_word_embeddings": False,
 }
@@ -378,11 +406,13 @@ LLAMA: dict[str, Any] = {
         ("import_config", {"lr": 1}, "format is unknown"),
         ("import_config", {"model_type": "llama", "hidden_size": 8}, "use --model_config_path"),
         (
-            *("import_config", tree("nxdt", {"data.seq_length": 64})),
+            "import_config",
+            tree("nxdt", {"data.seq_length": 64}),
             "model.encoder_seq_length=32  contradicts data.seq_length=64",
         ),
         (
-            *("import_config", tree("nxdt", {"model.optim.sched": None, "model.optim.warmup_steps": 3})),
+            "import_config",
+            tree("nxdt", {"model.optim.sched": None, "model.optim.warmup_steps": 3}),
             "indent model.optim.warmup_steps under it",
         ),
         ("model_config_path", {**LLAMA, "hidden_sise": 32}, "hidden_sise=32"),
@@ -434,7 +464,9 @@ LAUNCHER: dict[str, Any] = {
     "run": {"name": "small", "results_dir": "${base_results_dir}/${.name}", "time_limit": "0-01:30:00"},
     "exp_manager": {"explicit_log_dir": "${training.run.results_dir}/results"},
     "model": {
-        **{"activations_checkpoint_method": "block", "activations_checkpoint_num_layers": 0, "rampup_batch_size": None},
+        "activations_checkpoint_method": "block",
+        "activations_checkpoint_num_layers": 0,
+        "rampup_batch_size": None,
         "data": {"data_prefix": [1.0, "${data_dir}/text_document"]},
         "tokenizer": {"model": "${data_dir}/tokenizer.model"},
         "ffn_hidden_size": "${multiply:${training.model.num_attention_heads},16}",

@@ -74,10 +74,21 @@ def test_a_list_and_an_empty_mapping_are_values() -> None:
 @pytest.mark.parametrize(
     ("reference", "value"),
     [
-        *(("${a.x}", 8), ("${.y}", 4), ("${..a.x}", 8), ("${multiply:8,4}", 32), ("${multiply:${a.x}, ${.y}}", 32)),
-        *(("${sum:12,-1}", 11), ("${add:${a.x},1}", 9), ("${subtract:${a.x},1}", 7), ("${divide:1,4}", 0.25)),
-        *(("${divide_ceil:9,4}", 3), ("${divide_floor:9,4}", 2), ("n${a.x}-${.y}", "n8-4"), ("${a.list}", [8, 2])),
-        *(("$FOLDER/data", "/there/data"), ("${oc.env:FOLDER}", "/there")),
+        ("${a.x}", 8),
+        ("${.y}", 4),
+        ("${..a.x}", 8),
+        ("${multiply:8,4}", 32),
+        ("${multiply:${a.x}, ${.y}}", 32),
+        ("${sum:12,-1}", 11),
+        ("${add:${a.x},1}", 9),
+        ("${subtract:${a.x},1}", 7),
+        ("${divide:1,4}", 0.25),
+        ("${divide_ceil:9,4}", 3),
+        ("${divide_floor:9,4}", 2),
+        ("n${a.x}-${.y}", "n8-4"),
+        ("${a.list}", [8, 2]),
+        ("$FOLDER/data", "/there/data"),
+        ("${oc.env:FOLDER}", "/there"),
     ],
 )
 def test_a_reference_is_its_value(reference: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:

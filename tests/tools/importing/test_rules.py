@@ -296,9 +296,17 @@ def test_gpt_neox_at_its_defaults_is_pythia_160m(tmp_path: Path) -> None:
 
 
 FP8: dict[str, Any] = {
-    **{"trainer.precision": "bf16", "model.transformer_engine": True, "model.fp8": True, "model.fp8_e4m3": False},
-    **{"model.fp8_hybrid": True, "model.fp8_wgrad": True, "model.fp8_margin": 0, "model.fp8_interval": 1},
-    **{"model.fp8_amax_history_len": 1024, "model.fp8_amax_compute_algo": "max", "model.reduce_amax": True},
+    "trainer.precision": "bf16",
+    "model.transformer_engine": True,
+    "model.fp8": True,
+    "model.fp8_e4m3": False,
+    "model.fp8_hybrid": True,
+    "model.fp8_wgrad": True,
+    "model.fp8_margin": 0,
+    "model.fp8_interval": 1,
+    "model.fp8_amax_history_len": 1024,
+    "model.fp8_amax_compute_algo": "max",
+    "model.reduce_amax": True,
     "model.fp8_params": True,
 }
 

@@ -26,8 +26,11 @@ pytestmark = pytest.mark.slow
 Fields = dict[str, Any]
 RECOMPUTED: Fields = {"fsdp_activation_checkpointing": True}
 STAGES: Fields = {
-    **{"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
-    **{"gradient_accumulation_steps": 4, "batch_size": 1},
+    "sharding_strategy": "fsdp",
+    "pipeline_parallel_size": 2,
+    "virtual_pipeline_size": 2,
+    "gradient_accumulation_steps": 4,
+    "batch_size": 1,
 }
 PROGRAMS: dict[str, Fields] = {
     "ddp": {"sharding_strategy": "ddp", "batch_size": 2},
@@ -35,8 +38,11 @@ PROGRAMS: dict[str, Fields] = {
     "fsdp": {"sharding_strategy": "fsdp", "batch_size": 2},
     "fsdp, recomputed": {"sharding_strategy": "fsdp", "batch_size": 2, **RECOMPUTED},
     "fsdp, mlp recomputed": {
-        **{"sharding_strategy": "fsdp", "batch_size": 2, **RECOMPUTED},
-        **{"checkpoint_granularity": "selective", "checkpoint_modules": "mlp"},
+        "sharding_strategy": "fsdp",
+        "batch_size": 2,
+        **RECOMPUTED,
+        "checkpoint_granularity": "selective",
+        "checkpoint_modules": "mlp",
     },
     "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 4, "batch_size": 2},
     "tensor": {"sharding_strategy": "ddp", "tensor_parallel_size": 8, "batch_size": 16, "num_kv_heads": 8},

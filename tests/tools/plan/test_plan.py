@@ -134,8 +134,13 @@ def test_a_plan_without_devices_or_their_kind_is_refused(fields: dict[str, Any],
 
 
 PIPED: dict[str, Any] = {
-    **{"model_variant": "llama3_70b", "sharding_strategy": "ddp", "tensor_parallel_size": 8, "plan_devices": 256},
-    **{"batch_size": 1, "gradient_accumulation_steps": 16, "plan_device_kind": "tpu-v5p"},
+    "model_variant": "llama3_70b",
+    "sharding_strategy": "ddp",
+    "tensor_parallel_size": 8,
+    "plan_devices": 256,
+    "batch_size": 1,
+    "gradient_accumulation_steps": 16,
+    "plan_device_kind": "tpu-v5p",
 }
 
 
@@ -268,12 +273,21 @@ SEARCHED: dict[str, dict[str, Any]] = {
         {"plan_devices": 64, "plan_device_kind": "tpu-v5p", "model_variant": "llama3_70b", "batch_size": 4},
         {"plan_devices": 64, "plan_device_kind": "trn2", "gradient_accumulation_steps": 4},
         {
-            **{"plan_devices": 16, "plan_device_kind": "h100", "tensor_parallel_size": 2, "sequence_parallel": True},
-            **{"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2", "sharding_strategy": "ddp"},
+            "plan_devices": 16,
+            "plan_device_kind": "h100",
+            "tensor_parallel_size": 2,
+            "sequence_parallel": True,
+            "fsdp_activation_checkpointing": True,
+            "selective_checkpointing": "1/2",
+            "sharding_strategy": "ddp",
         },
         {
-            **{"plan_devices": 16, "plan_device_kind": "tpu-v5p", "gradient_accumulation_steps": 8, "batch_size": 1},
-            **{"pipeline_parallel_size": 2, "pipeline_cuts": "14"},
+            "plan_devices": 16,
+            "plan_device_kind": "tpu-v5p",
+            "gradient_accumulation_steps": 8,
+            "batch_size": 1,
+            "pipeline_parallel_size": 2,
+            "pipeline_cuts": "14",
         },
     )
 }
