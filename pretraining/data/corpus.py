@@ -365,7 +365,7 @@ def _is_gathered(block: DocumentBlock, first: int, last: int) -> bool:
 
 
 def _is_read_whole(block: DocumentBlock, documents: tuple[int, int]) -> bool:
-    """Return whether the whole block is read for some of its documents: its checksum is compared, or they are gathered."""
+    """Return whether a whole block is read for some of its documents: it is not verified yet, or they are gathered."""
     return not block.is_verified or _is_gathered(block, *documents)
 
 
