@@ -3,8 +3,8 @@
 #
 # Prints the plan of llama3_8b on a slice of TPUs, ranks the meshes for the same global batch, plans again with the
 # flags of the best one, and lets the TPU's own compiler check it, which needs no TPU: two to four minutes on two idle
-# cores and 5 to 6 GB of memory for 8 B parameters. For GPUs, replace the topology by --plan_devices and leave out the
-# compiler.
+# cores and 5 to 6 GB of memory for 8 B parameters. The compiler is in requirements/tpu-aot.txt. For GPUs, replace the
+# topology by --plan_devices and leave out the compiler.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 model=${1:-llama3_8b} kind=${2:-v6e} topology=${3:-4x4}
