@@ -13,6 +13,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 # The tests set the accelerator and the number of devices themselves.
 unset PJRT_DEVICE CPU_NUM_DEVICES XLA_FLAGS RANK WORLD_SIZE
+# Where Python may not keep compiled modules, as in many images, each start compiles torch's again: 2.5 CPU s of 7.
+unset PYTHONDONTWRITEBYTECODE
 
 main() {
     local which=${1:-} packages=requirements/dev.txt
