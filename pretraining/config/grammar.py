@@ -13,10 +13,12 @@ RECOMPUTABLE = ("core_attention", "attention", "mlp", "norm", "mlp_activation")
 
 
 def path_fault(text: str, may_be_object: bool) -> str | None:
-    """Return what is wrong with a path because it is a URI; None if it is none, or a good one.
+    """Return what is wrong with a path because it is a URI or begins with ~; None if it is none, or a good one.
 
     may_be_object: whether the setting accepts object storage.
     """
+    if re.match("~$|~[^/]*/", text):
+        return "begins with ~, which the shell leaves as it is behind a =; write $HOME, or ./~ for such a folder"
     scheme, separator, rest = text.partition("://")
     if not separator or not re.fullmatch(r"[a-zA-Z][\w+.-]*", scheme):
         return None

@@ -136,6 +136,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({**COSINE, "lr_warmup_steps": 100}, ["lr_warmup_steps", "num_steps"]),
     ({"lr_power": 0.5}, ["lr_power", "lr_schedule=fms_cosine", "poly"]),
     ({**COSINE, "training_stage": "annealing"}, ["lr_schedule", "training_stage"]),
+    ({"log_dir": "~/runs/one"}, ["--log_dir=~/runs/one", "begins with ~", "$HOME", "./~"]),
     ({"model_variant": "custom"}, ["--vocab_size", "--hidden_size", "--num_layers", "--intermediate_size"]),
     ({"use_dummy_dataset": False}, ["--data_path", "--use_dummy_dataset", "bash scripts/train.sh"]),
 ]

@@ -13,7 +13,7 @@ from main_training import CONFIGURATION
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.store import is_weight, read_tensors
 from pretraining.models.init import build_model
-from tests.end_to_end.small import FLAGS, finish
+from tests.end_to_end.small import FLAGS, finish, train
 
 main = pytest.importorskip("pretraining.tools.convert.convert").main
 DECAY, STEPS = 0.75, 4
@@ -42,6 +42,19 @@ def test_the_moving_average_follows_every_update_and_is_exported(
     for name, tensor in exported.items():
         assert torch.allclose(tensor, average[name], atol=1e-6), name
         assert not torch.allclose(tensor, weights[name], atol=1e-4), name
+
+
+def test_a_moving_average_that_the_other_run_lacks_begins_at_its_weights(tmp_path: Path) -> None:
+    pytest.importorskip("pretraining.extensions.other_weights")
+    fields: dict[str, Any] = {"sharding_strategy": "ddp", "checkpoint_interval": 1, "num_steps": 1}
+    train(tmp_path / "first", **fields)
+    other = {"ckpt_load_path": tmp_path / "first", "ema_decay": DECAY, "learning_rate": 1e-3}
+    train(tmp_path / "second", **fields, **other)
+    before, after = (read_tensors(tmp_path / run / "checkpoints" / "step_1") for run in ("first", "second"))
+    for name in filter(is_weight, before):
+        average = DECAY * before[name] + (1 - DECAY) * after[name]
+        assert torch.allclose(after[f"optimizer.ema.{name}"], average, atol=1e-6), name
+    assert after["optimizer.step"] == 2  # with the other run's moments
 
 
 def test_a_run_without_a_moving_average_has_none_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

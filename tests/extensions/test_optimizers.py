@@ -22,6 +22,7 @@ from pretraining.extensions.optimizers.rules import Muon
 from pretraining.extensions.optimizers.settings import OPTIMIZERS
 from pretraining.models.init import on_meta
 from pretraining.optim.optimizer import ParameterState, build_optimizer
+from pretraining.optim.schedule import learning_rate
 from tests.optim.test_optimizer import config
 from tests.optim.test_rules import STEPS, Reference, check, of_torch, ours, written_out
 
@@ -149,6 +150,12 @@ CASES: dict[str, tuple[Reference, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_five_updates_are_the_source_s(case: str) -> None:
     check(case, *CASES[case])
+
+
+def test_rprop_reports_its_first_step_and_not_a_schedule_that_it_does_not_read() -> None:
+    chosen = config(optimizer="rprop", learning_rate=0.25, lr_schedule="wsd")
+    assert [learning_rate(chosen, step) for step in (0, 99)] == [0.25, 0.25]
+    assert chosen.facts["schedule"].startswith("no effect on rprop")
 
 
 def test_every_optimizer_has_a_source_to_compare_with() -> None:

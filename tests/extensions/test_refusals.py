@@ -29,6 +29,7 @@ LORA: dict[str, Any] = {
     "lora_rank": 4,
 }
 LAYERS = "lora_target_modules=.* means other projections in layer 1 than in layer 0"
+RELATIVE: dict[str, Any] = {"optimizer": "adafactor", "optimizer_args": "relative_step=True", "num_steps": 100}
 SHORT: dict[str, Any] = {"num_steps": 100, "learning_rate": 1e-3}
 HYBRID = {"lr_schedule": "hybrid_cosine_inv_sqrt", "lr_cooldown_steps": 95, "lr_warmup_steps": 9}
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -87,6 +88,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"one_program": "always", "pipeline_parallel_size": 2, "gradient_accumulation_steps": 2},
         "--one_program=always .*several programs",
     ),
+    # optimizers
+    ({**RELATIVE, "lr_schedule": "wsd"}, "--lr_schedule=wsd .*relative_step=True, which computes its own rate"),
+    ({**RELATIVE, "lr_decay_steps": 50}, "--lr_decay_steps=50 .*relative_step=True, which computes its own rate"),
     # profiler
     ({"use_profiler": True, "num_steps": 4}, "--profile_start_step=5 .*num_steps=4"),
     # save_schedule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import load
 from pretraining.config.training import TrainConfig
 from pretraining.models.init import on_meta
+from pretraining.optim.rules import MomentSpec
 from pretraining.parallel.layout import TorchLayout
 from pretraining.parallel.mesh import Mesh
 from pretraining.parallel.torch.state import LocalShards
@@ -33,6 +35,22 @@ def second_of_two_gpus() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     yield DeviceMesh("cuda", [0, 1], _init_backend=False)
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("second_of_two_gpus")
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_moment_that_reduces_the_rows_is_no_shard_of_them_where_a_process_has_one_row_or_none(rows: int) -> None:
+    """As of a thin matrix of an adapter: every process has the moment whole, wherever its rows begin."""
+    name, whole = "model.layers.0.lora_A.weight", torch.randn(rows, 4)
+    mesh = DeviceMesh("cpu", [0, 1], _init_backend=False)
+    shards = LocalShards(on_meta(CONFIG), {name: whole.shape}, TorchLayout(Mesh(replica=1, shard=2), "fsdp"), None, 1)
+    local = whole[(rows + 1) // 2 :]
+    placed = DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
+    shards.weights = {name: placed}  # type: ignore[dict-item]
+    spec = MomentSpec(reduced_dims=(-2,))
+    described: Any = shards.checkpoint_tensor(name, torch.zeros(1, 4), spec)
+    assert described.shape == (1, 4) and described.offsets == (0, 0)
+    assert shards.unsharded_shape(name) == (rows, 4) and shards.offsets(name)[0] == (rows + 1) // 2
 
 
 def test_an_offloaded_shard_is_loaded_where_it_is(second_of_two_gpus: DeviceMesh, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pretraining.optim.optimizer import ParameterState
-from pretraining.optim.rules import Moments
+from pretraining.optim.rules import Moments, MomentSpec
 from pretraining.parallel.layout import shard_dimension
-from pretraining.parallel.torch.state import LocalShards, to_local
+from pretraining.parallel.torch.state import WEIGHT, LocalShards, to_local
 
 
 def compute_on_full_tensors(
@@ -26,11 +26,12 @@ def compute_on_full_tensors(
     """Return this process's shards of the new weight and moments of each parameter, in fp32. All of them are alike."""
     first = parameters[0]
 
-    def stack(tensors: Iterable[Tensor]) -> Tensor:
+    def stack(tensors: Iterable[Tensor], spec: MomentSpec = WEIGHT) -> Tensor:
         named = zip(parameters, tensors, strict=True)
-        return torch.stack([as_dtensor(shards, parameter.name, tensor) for parameter, tensor in named])
+        return torch.stack([as_dtensor(shards, parameter.name, tensor, spec) for parameter, tensor in named])
 
-    moments = {name: stack(parameter.moments[name] for parameter in parameters) for name in first.moments}
+    specs = first.moment_specs()
+    moments = {name: stack((each.moments[name] for each in parameters), specs[name]) for name in first.moments}
     stacked = replace(first, weight=stack(parameter.weight for parameter in parameters), moments=moments)
     weight, updated = stacked.compute_update(stack(gradients), step, rate, on_full)
     device = first.weight.device
@@ -53,12 +54,12 @@ def on_full(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
     return results.redistribute(placements=matrices.placements)
 
 
-def as_dtensor(shards: LocalShards, name: str, shard: Tensor) -> Tensor:
-    """Return the DTensor of which `shard`, sharded like the parameter `name`, is this process's shard.
+def as_dtensor(shards: LocalShards, name: str, shard: Tensor, spec: MomentSpec) -> Tensor:
+    """Return the DTensor of which `shard` is this process's shard: the parameter `name`, or its moment `spec`.
 
-    It is replicated along dimensions that the parameter shards and in which `shard` has extent 1.
+    It is replicated along dimensions that the parameter shards and the moment reduces.
     """
-    weight, local = shards.weights[name], shards.local(name)
+    weight = shards.weights[name]
     if not isinstance(weight, DTensor):
         return shard
     mesh, placed = weight.device_mesh, weight.placements
@@ -67,9 +68,9 @@ def as_dtensor(shards: LocalShards, name: str, shard: Tensor) -> Tensor:
         dim = shards.layout.tensor_dimension(name)
         mesh = shards.device_mesh
         placed = (Replicate(), Replicate() if dim is None else Shard(dim), Shard(shard_dimension(name)))
-    shape = shards.unsharded_shape(name, shard)
-    is_like = [not isinstance(p, Shard) or local.shape[p.dim] == shard.shape[p.dim] for p in placed]
-    placed = tuple(p if like else Replicate() for p, like in zip(placed, is_like, strict=True))
+    shape = shards.unsharded_shape(name, spec)
+    reduced = [Shard(len(shape) + dim) for dim in spec.reduced_dims]
+    placed = tuple(Replicate() if p in reduced else p for p in placed)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(shard, mesh, placed, run_check=False, shape=shape, stride=stride)
 

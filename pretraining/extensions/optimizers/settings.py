@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pretraining.config.declaration import Grammar, Resume
+from pretraining.config.declaration import Grammar, Resume, settings_of
 from pretraining.config.errors import Problem
 from pretraining.config.optimizers import ADAM, FLAGS, Hyperparameters
 from pretraining.config.training import TrainConfig
@@ -121,12 +121,21 @@ class OptimizersConfig(TrainConfig):
         return compute_on_full_tensors(shards, parameters, gradients, step, rate)
 
     def own_rate(self, step: int) -> float | None:
-        """See TrainConfig: Adafactor's relative step (Shazeer and Stern 2018, section 7)."""
+        """See TrainConfig: Adafactor's relative step (Shazeer and Stern 2018, section 7), and rprop's first step."""
         arguments = self.hyperparameters.arguments
+        if self.optimizer == "rprop":
+            return self.hyperparameters.learning_rate
         if not arguments.get("relative_step"):
             return super().own_rate(step)
         largest = 1e-6 * (step + 1) if arguments["warmup_init"] else arguments["min_step"]
         return min(largest, 1 / math.sqrt(step + 1))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """See TrainConfig."""
+        if self.optimizer != "rprop":
+            return super().facts
+        return super().facts | {"schedule": "no effect on rprop, whose elements have steps of their own"}
 
 
 def check_optimizer_settings(config: OptimizersConfig) -> Iterator[Problem]:
@@ -155,9 +164,11 @@ def check_relative_step(config: OptimizersConfig) -> Iterator[Problem]:
     arguments = {**config.optimizers()[config.optimizer].arguments, **parse_arguments(config.optimizer_args)}
     if arguments.get("warmup_init") and not arguments.get("relative_step"):
         yield Problem("--optimizer_args=warmup_init=True", "needs relative_step=True; set both or none")
-    if arguments.get("relative_step") and config.learning_rate is not None:
-        remedy = "contradicts adafactor's relative_step=True, which computes its own; remove one of the two"
-        yield problem(config, "learning_rate", remedy)
+    for name, setting in settings_of(type(config)).items():
+        is_rate = arguments.get("relative_step") and setting.resume is Resume.RATE
+        if is_rate and getattr(config, name) != setting.default:
+            remedy = "contradicts adafactor's relative_step=True, which computes its own rate; remove one of the two"
+            yield problem(config, name, remedy)
 
 
 CHECKS = (check_optimizer_settings, check_relative_step)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pretraining.checkpoint.compatibility import Change, changes, refuse_changes, saved_config
 from pretraining.checkpoint.files import digest
 from pretraining.checkpoint.folder import open_any_checkpoint
-from pretraining.checkpoint.manifest import EMBEDDING, HEAD, Checkpoint, Facts
+from pretraining.checkpoint.manifest import EMBEDDING, HEAD, OPTIMIZER, Checkpoint, Facts
 from pretraining.checkpoint.store import is_weight
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, Problem, UserError
@@ -78,6 +79,14 @@ def base_digest(config: TrainConfig) -> str:
                     digests = [digest(file.read_at(first.start, min(first.size, SAMPLE)))]
             parts.append(f"{name} {entry.dtype} {entry.shape} {digests}")
     return digest("\n".join(parts).encode())
+
+
+def with_followers(checkpoint: Checkpoint, config: TrainConfig) -> Checkpoint:
+    """Return `checkpoint` with a copy of each trained weight for every follower, such as a moving average, it lacks."""
+    tensors = checkpoint.manifest.tensors
+    trained = {name: entry for name, entry in tensors.items() if is_weight(name) and config.is_trained(name)}
+    copies = {f"{OPTIMIZER}{each}.{name}": entry for each in config.followers() for name, entry in trained.items()}
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, tensors={**copies, **tensors}))
 
 
 def common_names(

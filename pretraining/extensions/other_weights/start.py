@@ -20,6 +20,7 @@ from pretraining.extensions.other_weights.checks import (
     check_moments,
     check_start,
     common_names,
+    with_followers,
 )
 from pretraining.storage import CHECKPOINT_FORMATS, Location, location
 
@@ -130,6 +131,7 @@ class OtherWeights(Start):
         noted = check_start(checkpoint.facts.config, config)
         adds = any(map(config.is_added, restoring.state)) and not any(map(config.is_added, checkpoint.manifest.tensors))
         fresh = config.load_weights_only or adds or restoring.lacks_moments(checkpoint)
+        checkpoint = checkpoint if fresh else with_followers(checkpoint, config)
         restoring.load(checkpoint, self._shared_names(restoring, checkpoint, weights_only=fresh))
         if noted:
             say(f"changed from {checkpoint.path}: {', '.join(map(str, noted))}")

@@ -41,7 +41,7 @@ from pretraining.parallel.processes import Processes, raise_process_error, read_
 from pretraining.parallel.torch import tensor as torch_tensor
 from pretraining.parallel.torch.blocks import TorchBlocks
 from pretraining.parallel.torch.context import ContextRanks
-from pretraining.parallel.torch.state import LocalShards, to_local
+from pretraining.parallel.torch.state import WEIGHT, LocalShards, to_local
 from pretraining.parallel.torch.step import TorchStep, reduce_over_processes
 
 
@@ -332,10 +332,11 @@ class TorchTrainee:
 
     def state(self) -> TrainingState:
         """See engine.Trainee: the live tensors."""
-        tensors = {
-            prefix + name: self.shards.checkpoint_tensor(name, to_local(tensor))
-            for prefix, name, tensor in self.step.tensors(self.model)
-        }
+        trained = {parameter.name: parameter for parameter in self.step.optimizer.parameters}
+        tensors = {}
+        for prefix, name, tensor in self.step.tensors(self.model):
+            spec = trained[name].moment_specs()[prefix.split(".")[1]] if prefix else WEIGHT
+            tensors[prefix + name] = self.shards.checkpoint_tensor(name, to_local(tensor), spec)
         return TrainingState({**tensors, **self.step.small_tensors()}, self.step.finish_loading)
 
     def bytes_per_device(self) -> dict[str, int]:

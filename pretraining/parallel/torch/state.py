@@ -10,8 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from pretraining.models.init import VOCABULARIES
 from pretraining.models.llama import Llama
+from pretraining.optim.optimizer import moment_shape
+from pretraining.optim.rules import MomentSpec
 from pretraining.parallel.layout import TorchLayout, shard_dimension
 from pretraining.parallel.logical import LogicalTensor
+
+WEIGHT = MomentSpec()  # of a tensor that has every dimension of its parameter
 
 
 class TorchLogicalTensor(LogicalTensor):
@@ -76,31 +80,30 @@ class LocalShards:
         extent = -(-full.shape[along] // self.mesh.shard)  # of all shards but the last, as torch.chunk cuts
         return full.narrow(along, min(self._shard_rank * extent, full.shape[along]), self.local(name).shape[along])
 
-    def offsets(self, name: str, shard: Tensor) -> tuple[int, ...]:
-        """Return where `shard`, sharded like the parameter `name`, begins in the unsharded tensor."""
+    def offsets(self, name: str, spec: MomentSpec = WEIGHT) -> tuple[int, ...]:
+        """Return where this process's shard of a parameter, or of its moment `spec`, begins in the unsharded tensor."""
         full = torch.empty(self.shapes[name], device="meta")
         offset, offsets = self.slice_of(name, full).storage_offset(), []
-        for stride, extent, local_extent in zip(full.stride(), shard.shape, self.local(name).shape, strict=True):
-            offsets.append(offset // stride if extent == local_extent else 0)
+        for dim, stride in enumerate(full.stride(), -full.dim()):
+            offsets.append(0 if dim in spec.reduced_dims else offset // stride)
             offset %= stride
         return tuple(offsets)
 
-    def checkpoint_tensor(self, name: str, shard: Tensor) -> Tensor:
-        """Describe `shard`, sharded like the parameter `name`, for a checkpoint: without rows of padding."""
-        shape = self.unsharded_shape(name, shard)
+    def checkpoint_tensor(self, name: str, shard: Tensor, spec: MomentSpec = WEIGHT) -> Tensor:
+        """Describe this process's shard of a parameter, or of its moment `spec`, for a checkpoint: without padding."""
+        shape = self.unsharded_shape(name, spec)
         if name.split(".")[-2] in VOCABULARIES:
             shape = torch.Size((min(shape[0], self._vocabulary), *shape[1:]))
         if not isinstance(self.weights[name], DTensor) and shard.shape == shape:
             return shard
-        return TorchLogicalTensor(shard, self.offsets(name, shard), shape)
+        return TorchLogicalTensor(shard, self.offsets(name, spec), shape)
 
-    def unsharded_shape(self, name: str, shard: Tensor) -> torch.Size:
-        """Return the shape of the tensor of which `shard`, sharded like the parameter `name`, is a part.
+    def unsharded_shape(self, name: str, spec: MomentSpec = WEIGHT) -> torch.Size:
+        """Return the shape of a parameter, or of its moment `spec`.
 
-        Dimensions that the parameter has and `shard` has not, such as those that a moment reduces, have extent 1.
+        The shards do not tell: one with a single row is as large as that of a moment which reduces the rows.
         """
-        extents = zip(self.shapes[name], self.local(name).shape, shard.shape, strict=True)
-        return torch.Size(full if local_extent == shard_extent else 1 for full, local_extent, shard_extent in extents)
+        return moment_shape(self.shapes[name], spec)
 
 
 def to_local(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from pretraining.optim.optimizer import Optimizer, ParameterState
 from pretraining.optim.rules import Adam, Moments
 from pretraining.parallel.accelerator import accelerator_of
 from pretraining.parallel.step import Gradients, OptimizerStep
-from pretraining.parallel.torch.state import LocalShards, to_local
+from pretraining.parallel.torch.state import WEIGHT, LocalShards, to_local
 from pretraining.parallel.torch.tensor import all_reduce_partial_gradients
 
 # Parameters of one shape, weight decay and learning rate that a call of the fused kernel updates. A TPU compiles a
@@ -181,7 +181,8 @@ class TorchStep(OptimizerStep):
     def random_bits(self, parameter: ParameterState, prefix: str, tensor: Tensor, update: Tensor) -> Tensor:
         """See OptimizerStep."""
         key = name_hashes(self.config.seed, [prefix + parameter.name])[0].to(tensor.device)
-        return random_bits(key, update, tensor.shape, self.shards.offsets(parameter.name, tensor))
+        spec = parameter.moment_specs()[prefix[:-1]] if prefix else WEIGHT
+        return random_bits(key, update, tensor.shape, self.shards.offsets(parameter.name, spec))
 
     @torch.no_grad()
     def finish_loading(self, restart_optimizer: bool) -> None:
