@@ -190,21 +190,38 @@ def _default_save_interval(source: ForeignConfig) -> Any:
     return interval if is_integer(interval) else None
 
 
-def _top_k(value: Any, _: ForeignConfig) -> Conversion:
+def _top_k(value: Any, source: ForeignConfig) -> Conversion:
     if value == 0:
         return implied("no checkpoints", checkpoint_interval=0)
+    if _keeps_best(source):
+        return implied("the best by val_loss, and the newest", keep_best=value, keep_last_n_checkpoints=1)
     return mapped(keep_last_n_checkpoints=0 if value == -1 else value)
+
+
+def _keeps_best(source: ForeignConfig) -> bool:
+    """Return whether checkpoints are saved and validated, and some of them kept by val_loss."""
+    count, off = source.get(f"{CALLBACK}.save_top_k"), {name for name, flag in source.flags.items() if str(flag) == "0"}
+    if not is_integer(count) or count < 1 or source.get(f"{CALLBACK}.monitor") != "val_loss":
+        return False
+    if not source.get("exp_manager.create_checkpoint_callback", True) or off & {"checkpoint_interval", "val_interval"}:
+        return False
+    return "keep_best" in source.settings and (source.has_flag("val_interval") or _validates(source))
 
 
 def _monitor(value: Any, source: ForeignConfig) -> Conversion:
     if value == "step" or source.get(f"{CALLBACK}.save_top_k") == -1:
         return implied("the newest checkpoints are kept, or all")
-    if value == "val_loss":
-        return differs("the newest are kept: the best by val_loss is not reproduced")
-    return unsupported_value("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
+    if value != "val_loss":
+        return unsupported_value("known are val_loss and step, the newest; or keep all with save_top_k=-1")
+    if _keeps_best(source):
+        return implied("the best save_top_k are kept, each by the validation after its own step, and the newest")
+    return differs("the newest are kept, because no checkpoint is validated")
 
 
 def _mode(value: Any, source: ForeignConfig) -> Conversion:
+    if _keeps_best(source):
+        worst = "the worst would be kept: a lower val_loss is better"
+        return implied("a lower val_loss is better") if value == "min" else unsupported_value(worst)
     monitor = source.get(f"{CALLBACK}.monitor")
     return ignored("the newest are kept") if (monitor, value) == ("step", "max") else differs("the newest are kept")
 
@@ -317,12 +334,14 @@ EXP_MANAGER = {
         ignore("of NeMo's own logs and processes"),
         "exp_manager.",
     ),
-    f"{CALLBACK}.monitor": KeyMapping(_monitor, (), "step; val_loss keeps the newest instead of the best"),
+    f"{CALLBACK}.monitor": KeyMapping(_monitor, (), "val_loss: the best are kept; step, or no validation: the newest"),
     f"{CALLBACK}.save_top_k": KeyMapping(
-        _top_k, ("keep_last_n_checkpoints", "checkpoint_interval"), "-1: all, 0: no saves"
+        _top_k,
+        ("keep_best", "keep_last_n_checkpoints", "checkpoint_interval"),
+        "with val_loss the best, and the newest one; otherwise the newest; -1: all, 0: no saves",
     ),
-    f"{CALLBACK}.mode": KeyMapping(_mode, (), "the newest are kept"),
-    f"{CALLBACK}.save_last": ignore("the last step is always saved"),
+    f"{CALLBACK}.mode": KeyMapping(_mode, (), "min for val_loss, max for step"),
+    f"{CALLBACK}.save_last": ignore("the last step is always saved, and the newest checkpoint is kept"),
     f"{CALLBACK}.filename": ignore("the checkpoint records step, tokens and position itself"),
     f"{CALLBACK}.model_parallel_size": ignore("checkpoints belong to no mesh"),
     f"{CALLBACK}.every_n_train_steps": KeyMapping(
