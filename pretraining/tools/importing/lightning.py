@@ -33,9 +33,12 @@ from pretraining.tools.importing.mappings import (
     to,
     to_one_of,
 )
-from pretraining.tools.importing.shared import names_parts
+from pretraining.tools.importing.shared import names_parts, planned_devices
 
 # ---- trainer
+
+
+WORLD = ("source_world_size", "plan_devices")
 
 
 def _devices(value: Any, source: ForeignConfig) -> Conversion:
@@ -43,7 +46,8 @@ def _devices(value: Any, source: ForeignConfig) -> Conversion:
     if not is_integer(value) or value < 1:
         return unsupported_value("expected a whole number, at least 1")
     note = f"{counted(devices, 'device')} on each of {counted(nodes, 'node')}"
-    return implied(note, source_world_size=devices * nodes)
+    planned = planned_devices(source, devices * nodes if source.get("trainer.devices") else None)
+    return implied(note, source_world_size=devices * nodes, **planned)
 
 
 def _max_steps(value: Any, source: ForeignConfig) -> Conversion:
@@ -139,8 +143,8 @@ def _max_time(value: Any, source: ForeignConfig) -> Conversion:
 
 _ENGINE = "part of Lightning's own engine"
 TRAINER = {
-    "trainer.devices": KeyMapping(_devices, ("source_world_size",), "per node; times num_nodes"),
-    "trainer.num_nodes": KeyMapping(_devices, ("source_world_size",), "times devices"),
+    "trainer.devices": KeyMapping(_devices, WORLD, "per node; times num_nodes; also those of a plan"),
+    "trainer.num_nodes": KeyMapping(_devices, WORLD, "times devices"),
     "trainer.max_epochs": KeyMapping(_max_epochs, ("num_epochs",), "-1: none"),
     "trainer.max_steps": KeyMapping(_max_steps, ("num_steps",), "optimizer steps; -1: max_epochs ends the run"),
     "trainer.log_every_n_steps": to("report_interval"),

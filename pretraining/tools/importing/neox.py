@@ -31,7 +31,7 @@ from pretraining.tools.importing.mappings import (
     to,
 )
 from pretraining.tools.importing.neox_model import ARCHITECTURE, GATED, ONE_BIT, OPTIM, PARAMS, optimizer_of
-from pretraining.tools.importing.neox_run import RUN, batch_agrees
+from pretraining.tools.importing.neox_run import RUN, WORLD, batch_agrees
 from pretraining.tools.importing.shared import pipeline, tokenizer_kind
 
 # GPT-NeoX has three eras: its learning rates changed in August 2023, its defaults on 2023-12-26. Keys that
@@ -207,7 +207,7 @@ FORMAT = TrainerFormat(
         **ARCHITECTURE,
         **OPTIM,
         **RUN,
-        **each("num_nodes num_gpus global_num_gpus", read_with("train_batch_size")),
+        **each("num_nodes num_gpus global_num_gpus", WORLD),
         **{name: ignore(reason) for reason, names in _IGNORED.items() for name in names.split()},
         **{name: must_be_off(reason) for reason, names in _OFF.items() for name in names.split()},
         **each(
