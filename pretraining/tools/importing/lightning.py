@@ -184,8 +184,7 @@ def _callback(value: Any, _: ForeignConfig) -> Conversion:
 
 
 def _save_interval(value: Any, source: ForeignConfig) -> Conversion:
-    saves = source.get("exp_manager.create_checkpoint_callback", True) and source.get(f"{CALLBACK}.save_top_k") != 0
-    return mapped(checkpoint_interval=value) if saves else implied("no checkpoints", checkpoint_interval=0)
+    return mapped(checkpoint_interval=value) if _saves(source) else implied("no checkpoints", checkpoint_interval=0)
 
 
 def _default_save_interval(source: ForeignConfig) -> Any:
@@ -202,30 +201,41 @@ def _top_k(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(keep_last_n_checkpoints=0 if value == -1 else value)
 
 
+def _saves(source: ForeignConfig) -> bool:
+    """Return whether the run saves checkpoints."""
+    is_off = not source.get("exp_manager.create_checkpoint_callback", True) or source.get(f"{CALLBACK}.save_top_k") == 0
+    return not is_off and str(source.flags.get("checkpoint_interval")) != "0"
+
+
 def _keeps_best(source: ForeignConfig) -> bool:
     """Return whether checkpoints are saved and validated, and some of them kept by val_loss."""
-    count, off = source.get(f"{CALLBACK}.save_top_k"), {name for name, flag in source.flags.items() if str(flag) == "0"}
-    if not is_integer(count) or count < 1 or source.get(f"{CALLBACK}.monitor") != "val_loss":
+    count, keys = source.get(f"{CALLBACK}.save_top_k"), (f"{CALLBACK}.monitor", f"{CALLBACK}.mode")
+    is_asked = [source.get(key, "min") for key in keys] == ["val_loss", "min"] and is_integer(count) and count > 0
+    if not (is_asked and _saves(source) and "keep_best" in source.settings):
         return False
-    if not source.get("exp_manager.create_checkpoint_callback", True) or off & {"checkpoint_interval", "val_interval"}:
-        return False
-    return "keep_best" in source.settings and (source.has_flag("val_interval") or _validates(source))
+    return str(source.flags["val_interval"]) != "0" if source.has_flag("val_interval") else _validates(source)
 
 
 def _monitor(value: Any, source: ForeignConfig) -> Conversion:
+    if not _saves(source):
+        return ignored("no checkpoints")
     if value == "step" or source.get(f"{CALLBACK}.save_top_k") == -1:
         return implied("the newest checkpoints are kept, or all")
     if value != "val_loss":
         return unsupported_value("known are val_loss and step, the newest; or keep all with save_top_k=-1")
     if _keeps_best(source):
         return implied("the best save_top_k are kept, each by the validation after its own step, and the newest")
-    return differs("the newest are kept, because no checkpoint is validated")
+    is_worst = source.get(f"{CALLBACK}.mode") == "max"
+    return differs(
+        f"the newest are kept, because {'max keeps the worst' if is_worst else 'no checkpoint is validated'}"
+    )
 
 
 def _mode(value: Any, source: ForeignConfig) -> Conversion:
+    if not _saves(source):
+        return ignored("no checkpoints")
     if _keeps_best(source):
-        worst = "the worst would be kept: a lower val_loss is better"
-        return implied("a lower val_loss is better") if value == "min" else unsupported_value(worst)
+        return implied("a lower val_loss is better")
     monitor = source.get(f"{CALLBACK}.monitor")
     return ignored("the newest are kept") if (monitor, value) == ("step", "max") else differs("the newest are kept")
 

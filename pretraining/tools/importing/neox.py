@@ -190,6 +190,8 @@ _OFF = {
     "weights are not served while training": "serve_model_weights",
     "stopping before train_iters": "exit_interval",
     "another way to pack documents": "enforce_sample_length",
+    "documents with their middle at the end": "fim_rate extra_sentinel_tokens",
+    "another growth of the global batch: give --rampup_batch_size": "batch_scheduling batch_scheduling.*",
 }
 
 FORMAT = TrainerFormat(
