@@ -36,7 +36,8 @@ NAMES = (
     "extensions.manual_precision", "extensions.skip_step", "extensions.spikes", "extensions.report_figures",
     "extensions.stragglers", "extensions.sharding_report", "extensions.profiler", "extensions.questions",
     "extensions.preemption", "extensions.clock", "extensions.benchmark", "extensions.history", "extensions.trackers",
-    "extensions.one_program", "extensions.preflight", "extensions.terminal", "tools.completion", "tools.help",
+    "extensions.best_checkpoints", "extensions.one_program", "extensions.preflight", "extensions.terminal",
+    "tools.completion", "tools.help",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from pretraining.checkpoint.files import writing_to
-from pretraining.checkpoint.folder import Place, find_checkpoints, keep_newest, newest_first, sweep
+from pretraining.checkpoint.folder import Place, find_checkpoints, keep_steps, newest_first, sweep
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.restoring import Restoring, Start, check_policy, checkpoint_folder
@@ -164,7 +164,7 @@ class Checkpoints:
         if not (self._config.checkpoint_interval and self._config.keep_last_n_checkpoints and self._locks):
             return
         try:
-            keep_newest(self.folder, self._config.keep_last_n_checkpoints)
+            keep_steps(self.folder, self._config.kept_steps)
         except OSError as error:  # the new checkpoint is safe; the next save tries again
             self._peers.say(f"an old checkpoint could not be removed: {error}")
 

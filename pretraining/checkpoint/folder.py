@@ -6,7 +6,7 @@ A checkpoint is a folder step_N with the marker; everything else is neither coun
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from pretraining.checkpoint.files import read_json
@@ -85,8 +85,16 @@ def _matches(folder: Location) -> list[tuple[Location, re.Match[str]]]:
 def keep_newest(folder: Location, count: int) -> None:
     """Remove all but the `count` newest committed checkpoints, oldest first."""
     assert count >= 1
-    for path in reversed(find_checkpoints(folder).committed[count:]):
-        store_of(path).remove_folder(path)
+    keep_steps(folder, lambda steps: steps[:count])
+
+
+def keep_steps(folder: Location, choose: Callable[[Sequence[int]], Collection[int]]) -> None:
+    """Remove committed checkpoints, oldest first, but the newest and those that `choose` returns of their steps, newest
+    first."""
+    steps = {step_of(path): path for path in find_checkpoints(folder).committed}
+    kept = {*list(steps)[:1], *choose(list(steps))}
+    for step in sorted(steps.keys() - kept):
+        store_of(steps[step]).remove_folder(steps[step])
 
 
 def sweep(folder: Location) -> None:

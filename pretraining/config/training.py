@@ -527,6 +527,10 @@ class TrainConfig:
         """Return whether a run that saves does so after the update `step`, to ckpt_save_path."""
         return step == self.num_steps or (step > 0 and step % self.checkpoint_interval == 0)
 
+    def kept_steps(self, steps: Sequence[int]) -> Collection[int]:
+        """Return the steps, of those of the committed checkpoints, newest first, whose checkpoints are kept."""
+        return steps[: self.keep_last_n_checkpoints or None]
+
     @property
     def run_folder(self) -> Path:
         """Folder that this run writes to: log_dir, or runs/<run_name>."""

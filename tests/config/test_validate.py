@@ -206,7 +206,7 @@ def test_a_configuration_does_not_change() -> None:
 @pytest.mark.parametrize("setting", [s for s in SETTINGS.values() if s.needs], ids=lambda setting: setting.name)
 def test_a_setting_without_the_one_that_it_needs_is_refused(setting: Setting) -> None:
     assert setting.needs
-    texts = ("mlp", "3", "4,4,9")
+    texts = ("mlp", "3", "4,4,9", "val_loss/a")
     values: tuple[Any, ...] = {bool: (not setting.default,), int: (3,), float: (0.25,), str: texts}[setting.kind]
     value = next((each for each in values if not setting.fault(each)), None)
     if isinstance(setting.constraint, OneOf):

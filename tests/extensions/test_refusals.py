@@ -32,6 +32,7 @@ LAYERS = "lora_target_modules=.* means other projections in layer 1 than in laye
 RELATIVE: dict[str, Any] = {"optimizer": "adafactor", "optimizer_args": "relative_step=True", "num_steps": 100}
 SHORT: dict[str, Any] = {"num_steps": 100, "learning_rate": 1e-3}
 HYBRID = {"lr_schedule": "hybrid_cosine_inv_sqrt", "lr_cooldown_steps": 95, "lr_warmup_steps": 9}
+BEST: dict[str, Any] = {"keep_best": 2, "keep_last_n_checkpoints": 1, "val_interval": 4, "val_steps": 1, **SAVED}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # batch_rampup
     ({"rampup_batch_size": "2,2,100"}, "--rampup_batch_size=2,2,100 .*needs --global_batch_size"),
@@ -39,6 +40,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**RAMPED, "rampup_batch_size": "16,4,9"}, "starts with 16.*global_batch_size=16"),
     ({**RAMPED, "rampup_batch_size": "6,2,9"}, "starts with 6.*multiple of 4.*use 4 or 8"),
     ({**RAMPED, "rampup_batch_size": "4,8,9"}, "grows by 8.*16 - 4.*use 4 or 12"),
+    # best_checkpoints
+    ({**BEST, "val_interval": 0}, "--keep_best=2 .*needs validations: give --val_interval=N"),
+    ({**BEST, "keep_last_n_checkpoints": 0}, "--keep_best=2 .*give --keep_last_n_checkpoints=1"),
+    ({**BEST, "checkpoint_interval": 0}, "--keep_best=2 .*checkpoint_interval=0, which never saves"),
+    ({**BEST, "val_interval": 30, "num_steps": 300}, "--keep_best=2 .*checkpoint_interval=100.*val_interval=30"),
+    ({**BEST, "keep_best_metric": "train_loss"}, "=train_loss .*must be val_loss or val_bits_per_byte"),
+    ({**BEST, "keep_best_metric": "val_loss/"}, "--keep_best_metric=val_loss/ .*such as val_loss/NAME"),
+    ({**BEST, "keep_best_metric": "val_bits_per_byte"}, "=val_bits_per_byte .*needs --tokenizer_path"),
+    ({**BEST, "keep_best_metric": "val_loss/a"}, "=val_loss/a .*the dummy dataset has no parts; use val_loss"),
+    ({"keep_best_metric": "val_loss/a"}, "=val_loss/a .*needs --keep_best"),
     # fp16, fp8
     ({"precision": "fp16", "loss_scale": 8.0, "loss_scale_window": 5}, "loss_scale_window=5 +is for the dynamic"),
     ({**FP8, "intermediate_size": 200}, "intermediate_size=200 +is not a multiple of 16.*use 192 or 208"),

@@ -285,7 +285,7 @@ def to_ranks(
     if tokens > (rows := len(described[EMBEDDING])):
         raise UserError(f"--vocab_size={tokens}: the embedding in {checkpoint.path} has {rows} rows")
     ours = {name: fitted(name, described[source]) for name, source in names.items()}
-    stages = plan_stages(files, ours, model_shape(config).num_layers)
+    stages = plan_stages(files, ours)
     folder = _new_folder(target, files.other_files)
     write_ranks(folder, files, stages, ours, read, rotary_frequencies(config))
     DISK.sync(folder)

@@ -8,11 +8,15 @@ of ranks.py, with which pickles.py reads these files, say how a tensor lies on t
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor
@@ -46,7 +50,7 @@ class RankFiles(NamedTuple):
 
     title: str
     ranks: int  # tensor ranks
-    stages: int  # pipeline ranks
+    stage_of: tuple[int, ...]  # the pipeline rank of each layer
     names: tuple[str, ...]  # of tensors there, with {layer} and {end}: weight or bias
     table: Sequence[TensorRule]
     path: Callable[[int, int], str]  # of a tensor rank's file, for a stage
@@ -54,6 +58,12 @@ class RankFiles(NamedTuple):
     other_files: dict[str, bytes]
     counts_from_stage: bool = False  # layer numbers start at 0 on every stage
     frequencies: str = ""  # name of the rotary frequencies, which these models save
+    is_xser: bool = False  # files of references, and each tensor in a file of its own
+
+    @property
+    def stages(self) -> int:
+        """Pipeline ranks."""
+        return max(self.stage_of) + 1
 
 
 class Source(NamedTuple):
@@ -101,14 +111,37 @@ def nxdt_files(file: TrainerFile, config: TrainConfig, order: str) -> RankFiles:
     return RankFiles(
         file.title,
         config.tensor_parallel_size,
-        max(foreign.integer("distributed_strategy.pipeline_model_parallel_size"), 1),
+        core_stages(file, shape.num_layers),
         names,
         nxdt(config, are_adjacent=order == ORDERS[1]),
         lambda rank, stage: f"model/dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt",
         rows,
         {"checkpoint": b"1", "done": b"1"},  # a folder of NxD Core's, and a complete one
         frequencies=frequencies,
+        is_xser=bool(foreign.get("exp_manager.load_xser")),
     )
+
+
+def core_stages(file: TrainerFile, layers: int) -> tuple[int, ...]:
+    """Return NxD Core's stage of each layer: stage s of S has the pieces s, s + S, .. of consecutive layers, which
+    pipeline_cuts divides, or which are equal but for the last ones, that have a layer more where layers remain.
+
+    Raises UserError where the file divides the layers into other numbers of pieces.
+    """
+    stages = max(file.foreign.integer("distributed_strategy.pipeline_model_parallel_size"), 1)
+    count = stages * max(file.foreign.integer("distributed_strategy.virtual_pipeline_model_parallel_size"), 1)
+    if stages == 1:
+        return (0,) * layers
+    if count > layers:
+        raise UserError(f"{file.path}: its pipeline has {count} pieces, which is more than num_layers={layers}")
+    small, larger = divmod(layers, count)
+    sizes = [small] * (count - larger) + [small + 1] * larger
+    if value := file.foreign.get("model.pipeline_cuts"):
+        last_layers = [int(number) for number in re.findall(r"(\d+)(?=\W*(?:,|$))", str(value))]
+        sizes = [last - first for first, last in pairwise([-1, *last_layers, layers - 1])]
+        if len(sizes) != count or min(sizes) < 1:
+            raise UserError(f"{file.path}: pipeline_cuts={value} does not cut {layers} layers into {count} pieces")
+    return tuple(piece % stages for piece, size in enumerate(sizes) for _ in range(size))
 
 
 def _projections(foreign: Any, is_grouped: bool) -> tuple[str, ...]:
@@ -123,6 +156,12 @@ def _projections(foreign: Any, is_grouped: bool) -> tuple[str, ...]:
 def nemo_files(file: TrainerFile, config: TrainConfig, order: str) -> RankFiles:
     """NeMo's: an unpacked .nemo archive, with the names of megatron-core where the file has mcore_gpt."""
     shape, stages = model_shape(config), max(file.foreign.integer("model.pipeline_model_parallel_size"), 1)
+    virtual = file.foreign.get("model.virtual_pipeline_model_parallel_size")
+    if shape.num_layers % stages or virtual not in (None, 1):
+        raise UserError(
+            f"{file.path}: files of equal stages alone are written: pipeline_model_parallel_size={stages} must divide "
+            f"num_layers={shape.num_layers}, and virtual_pipeline_model_parallel_size={virtual} must be null"
+        )
     is_core = bool(file.foreign.get("model.mcore_gpt"))
     has_gate = shape.gated and not is_core and not str(file.foreign.get("model.activation")).startswith("fast-")
     if is_core:
@@ -143,7 +182,7 @@ def nemo_files(file: TrainerFile, config: TrainConfig, order: str) -> RankFiles:
     return RankFiles(
         file.title,
         config.tensor_parallel_size,
-        stages,
+        tuple(layer * stages // shape.num_layers for layer in range(shape.num_layers)),
         names,
         nemo(config, has_gate),
         path,
@@ -214,7 +253,7 @@ def rank_files(file: TrainerFile, ours: TrainConfig, order: str) -> RankFiles:
 
 
 def _check_division(file: TrainerFile, config: TrainConfig, files: RankFiles) -> None:
-    """Raise UserError where a rank would have a part of a head, or a stage other layers than the rest."""
+    """Raise UserError where a rank would have a part of a head, or two stages the same tensor."""
     shape, copies = model_shape(config), max(config.kv_copies, 1)
     tensor, pipeline = f"tensor_model_parallel_size={files.ranks}", f"pipeline_model_parallel_size={files.stages}"
     remainders = {
@@ -223,15 +262,9 @@ def _check_division(file: TrainerFile, config: TrainConfig, files: RankFiles) ->
         f"{tensor} does not divide num_kv_heads={shape.num_kv_heads} x {copies} copies": (
             shape.num_kv_heads * copies % files.ranks
         ),
-        f"{pipeline} does not divide num_layers={shape.num_layers}": shape.num_layers % files.stages,
         f"{pipeline} with tied embeddings, of which the last stage has a copy": (
             config.tie_word_embeddings and HEAD not in files.names and files.stages > 1
         ),
-        **{
-            f"{key}={value} is another division than into equal stages": value not in (None, 1)
-            for key, value in file.foreign.values.items()
-            if key.endswith((".virtual_pipeline_model_parallel_size", ".pipeline_cuts"))
-        },
     }
     for words, is_refused in remainders.items():
         if is_refused:
@@ -241,22 +274,22 @@ def _check_division(file: TrainerFile, config: TrainConfig, files: RankFiles) ->
 # ---- What is in each file
 
 
-def plan_stages(files: RankFiles, ours: Mapping[str, Tensor], layers: int) -> list[dict[str, Source]]:
+def plan_stages(files: RankFiles, ours: Mapping[str, Tensor]) -> list[dict[str, Source]]:
     """Return the tensors of each stage by their names there. Raises UserError for one of ours that has no place.
 
     ours: descriptions of the tensors to be written.
     """
     stages: list[dict[str, Source]] = [{} for _ in range(files.stages)]
-    per_stage, used = layers // files.stages, set[str]()
+    used = set[str]()
     for template in files.names:
         for end in ("weight", "bias"):
             row, pattern, in_layer = find_rule(template.format(layer=0, end=end), files.table)
-            for layer in range(layers) if in_layer else (0,):
+            for layer in range(len(files.stage_of)) if in_layer else (0,):
                 names = tuple(name.format(layer) for name in pattern)
                 if not ours.keys() >= set(names):
                     continue
-                stage = layer // per_stage if in_layer else 0 if ".embed" in names[0] else files.stages - 1
-                number = layer - stage * per_stage if files.counts_from_stage else layer
+                stage = files.stage_of[layer] if in_layer else 0 if ".embed" in names[0] else files.stages - 1
+                number = layer - files.stage_of.index(stage) if files.counts_from_stage else layer
                 stages[stage][template.format(layer=number, end=end)] = Source(names, row.rule)
                 used.update(names)
     if rest := sorted(ours.keys() - used):
@@ -313,7 +346,11 @@ def write_ranks(
                 if frequencies is not None and files.frequencies:
                     layers = dict.fromkeys(match[0] for name in sources if (match := NUMBERED.search(name)))
                     state |= {files.frequencies.replace(LAYER, layer): frequencies for layer in layers}
-                _save(state, folder / files.path(rank, stage))
+                path = folder / files.path(rank, stage)
+                path.parent.mkdir(exist_ok=True)
+                with refused_writes(path):
+                    _save_with_references(state, path) if files.is_xser else _save(state, path)
+                    DISK.sync(path.parent)
 
 
 def _turns(files: RankFiles, sources: Mapping[str, Source], ours: Mapping[str, Tensor]) -> Iterator[range]:
@@ -327,14 +364,56 @@ def _turns(files: RankFiles, sources: Mapping[str, Source], ours: Mapping[str, T
         yield range(first, min(first + at_once, files.ranks))
 
 
-def _save(state: dict[str, Tensor], path: Path) -> None:
-    """Raises UserError where the system refuses to write, which torch reports as an error of its own."""
-    path.parent.mkdir(exist_ok=True)
+@contextmanager
+def refused_writes(path: Path) -> Iterator[None]:
+    """Raise UserError where the system refuses to write, which torch reports as an error of its own."""
     try:
-        with path.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except (OSError, RuntimeError) as error:
         raise UserError(f"{path}: cannot be written: {error.__context__ or error}") from error
-    DISK.sync(path.parent)
+
+
+def _save(value: object, path: Path) -> None:
+    with _synced(path) as file:
+        torch.save(value, file)
+
+
+@contextmanager
+def _synced(path: Path) -> Iterator[IO[bytes]]:
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class TensorReference:
+    """What torch_xla.utils.serialization has in the place of a tensor: the number of its file."""
+
+    def __init__(self, tid: int) -> None:
+        self.tid = tid
+
+
+def _save_with_references(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write torch-xla's format: each tensor in a file of its own, their dtypes and shapes, and the references."""
+    folder = Path(f"{path}.tensors")
+    folder.mkdir()
+    for number, tensor in enumerate(state.values()):
+        _save(tensor, folder / f"tensor_{number}.pt")
+    DISK.sync(folder)
+    described = {number: {"dtype": x.dtype, "shape": x.shape} for number, x in enumerate(state.values())}
+    _save(described, Path(f"{path}.info.pt"))
+    with _synced(path) as file:
+        _write_references(list(state), file)
+
+
+def _write_references(names: Sequence[str], file: IO[bytes]) -> None:
+    """Write an archive that torch.load reads as TensorReference of torch-xla, which need not be installed here."""
+    references = {name: TensorReference(number) for number, name in enumerate(names)}
+    own, theirs = (
+        f"c{module}\n{TensorReference.__name__}\n".encode() for module in (__name__, "torch_xla.utils.serialization")
+    )
+    data = pickle.dumps(references, protocol=2)  # torch.save's, in which a class is a line of text
+    assert own in data
+    with ZipFile(file, "w") as archive:
+        for name, content in {"data.pkl": data.replace(own, theirs), "byteorder": b"little", "version": b"3\n"}.items():
+            archive.writestr(f"archive/{name}", content)

@@ -33,9 +33,12 @@ from pretraining.tools.importing.mappings import (
     to,
     to_one_of,
 )
-from pretraining.tools.importing.shared import names_parts
+from pretraining.tools.importing.shared import names_parts, planned_devices
 
 # ---- trainer
+
+
+WORLD = ("source_world_size", "plan_devices")
 
 
 def _devices(value: Any, source: ForeignConfig) -> Conversion:
@@ -43,7 +46,8 @@ def _devices(value: Any, source: ForeignConfig) -> Conversion:
     if not is_integer(value) or value < 1:
         return unsupported_value("expected a whole number, at least 1")
     note = f"{counted(devices, 'device')} on each of {counted(nodes, 'node')}"
-    return implied(note, source_world_size=devices * nodes)
+    planned = planned_devices(source, devices * nodes if source.get("trainer.devices") else None)
+    return implied(note, source_world_size=devices * nodes, **planned)
 
 
 def _max_steps(value: Any, source: ForeignConfig) -> Conversion:
@@ -139,8 +143,8 @@ def _max_time(value: Any, source: ForeignConfig) -> Conversion:
 
 _ENGINE = "part of Lightning's own engine"
 TRAINER = {
-    "trainer.devices": KeyMapping(_devices, ("source_world_size",), "per node; times num_nodes"),
-    "trainer.num_nodes": KeyMapping(_devices, ("source_world_size",), "times devices"),
+    "trainer.devices": KeyMapping(_devices, WORLD, "per node; times num_nodes; also those of a plan"),
+    "trainer.num_nodes": KeyMapping(_devices, WORLD, "times devices"),
     "trainer.max_epochs": KeyMapping(_max_epochs, ("num_epochs",), "-1: none"),
     "trainer.max_steps": KeyMapping(_max_steps, ("num_steps",), "optimizer steps; -1: max_epochs ends the run"),
     "trainer.log_every_n_steps": to("report_interval"),
@@ -180,8 +184,7 @@ def _callback(value: Any, _: ForeignConfig) -> Conversion:
 
 
 def _save_interval(value: Any, source: ForeignConfig) -> Conversion:
-    saves = source.get("exp_manager.create_checkpoint_callback", True) and source.get(f"{CALLBACK}.save_top_k") != 0
-    return mapped(checkpoint_interval=value) if saves else implied("no checkpoints", checkpoint_interval=0)
+    return mapped(checkpoint_interval=value) if _saves(source) else implied("no checkpoints", checkpoint_interval=0)
 
 
 def _default_save_interval(source: ForeignConfig) -> Any:
@@ -190,21 +193,49 @@ def _default_save_interval(source: ForeignConfig) -> Any:
     return interval if is_integer(interval) else None
 
 
-def _top_k(value: Any, _: ForeignConfig) -> Conversion:
+def _top_k(value: Any, source: ForeignConfig) -> Conversion:
     if value == 0:
         return implied("no checkpoints", checkpoint_interval=0)
+    if _keeps_best(source):
+        return implied("the best by val_loss, and the newest", keep_best=value, keep_last_n_checkpoints=1)
     return mapped(keep_last_n_checkpoints=0 if value == -1 else value)
 
 
+def _saves(source: ForeignConfig) -> bool:
+    """Return whether the run saves checkpoints."""
+    is_off = not source.get("exp_manager.create_checkpoint_callback", True) or source.get(f"{CALLBACK}.save_top_k") == 0
+    return not is_off and str(source.flags.get("checkpoint_interval")) != "0"
+
+
+def _keeps_best(source: ForeignConfig) -> bool:
+    """Return whether checkpoints are saved and validated, and some of them kept by val_loss."""
+    count, keys = source.get(f"{CALLBACK}.save_top_k"), (f"{CALLBACK}.monitor", f"{CALLBACK}.mode")
+    is_asked = [source.get(key, "min") for key in keys] == ["val_loss", "min"] and is_integer(count) and count > 0
+    if not (is_asked and _saves(source) and "keep_best" in source.settings):
+        return False
+    return str(source.flags["val_interval"]) != "0" if source.has_flag("val_interval") else _validates(source)
+
+
 def _monitor(value: Any, source: ForeignConfig) -> Conversion:
+    if not _saves(source):
+        return ignored("no checkpoints")
     if value == "step" or source.get(f"{CALLBACK}.save_top_k") == -1:
         return implied("the newest checkpoints are kept, or all")
-    if value == "val_loss":
-        return differs("the newest are kept: the best by val_loss is not reproduced")
-    return unsupported_value("checkpoints are kept by age; monitor step, or keep all with save_top_k=-1")
+    if value != "val_loss":
+        return unsupported_value("known are val_loss and step, the newest; or keep all with save_top_k=-1")
+    if _keeps_best(source):
+        return implied("the best save_top_k are kept, each by the validation after its own step, and the newest")
+    is_worst = source.get(f"{CALLBACK}.mode") == "max"
+    return differs(
+        f"the newest are kept, because {'max keeps the worst' if is_worst else 'no checkpoint is validated'}"
+    )
 
 
 def _mode(value: Any, source: ForeignConfig) -> Conversion:
+    if not _saves(source):
+        return ignored("no checkpoints")
+    if _keeps_best(source):
+        return implied("a lower val_loss is better")
     monitor = source.get(f"{CALLBACK}.monitor")
     return ignored("the newest are kept") if (monitor, value) == ("step", "max") else differs("the newest are kept")
 
@@ -317,12 +348,14 @@ EXP_MANAGER = {
         ignore("of NeMo's own logs and processes"),
         "exp_manager.",
     ),
-    f"{CALLBACK}.monitor": KeyMapping(_monitor, (), "step; val_loss keeps the newest instead of the best"),
+    f"{CALLBACK}.monitor": KeyMapping(_monitor, (), "val_loss: the best are kept; step, or no validation: the newest"),
     f"{CALLBACK}.save_top_k": KeyMapping(
-        _top_k, ("keep_last_n_checkpoints", "checkpoint_interval"), "-1: all, 0: no saves"
+        _top_k,
+        ("keep_best", "keep_last_n_checkpoints", "checkpoint_interval"),
+        "with val_loss the best, and the newest one; otherwise the newest; -1: all, 0: no saves",
     ),
-    f"{CALLBACK}.mode": KeyMapping(_mode, (), "the newest are kept"),
-    f"{CALLBACK}.save_last": ignore("the last step is always saved"),
+    f"{CALLBACK}.mode": KeyMapping(_mode, (), "min for val_loss, max for step"),
+    f"{CALLBACK}.save_last": ignore("the last step is always saved, and the newest checkpoint is kept"),
     f"{CALLBACK}.filename": ignore("the checkpoint records step, tokens and position itself"),
     f"{CALLBACK}.model_parallel_size": ignore("checkpoints belong to no mesh"),
     f"{CALLBACK}.every_n_train_steps": KeyMapping(

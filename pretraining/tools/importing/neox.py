@@ -31,7 +31,7 @@ from pretraining.tools.importing.mappings import (
     to,
 )
 from pretraining.tools.importing.neox_model import ARCHITECTURE, GATED, ONE_BIT, OPTIM, PARAMS, optimizer_of
-from pretraining.tools.importing.neox_run import RUN, batch_agrees
+from pretraining.tools.importing.neox_run import RUN, WORLD, batch_agrees
 from pretraining.tools.importing.shared import pipeline, tokenizer_kind
 
 # GPT-NeoX has three eras: its learning rates changed in August 2023, its defaults on 2023-12-26. Keys that
@@ -117,6 +117,16 @@ def _tensor(value: Any, _: ForeignConfig) -> Conversion:
     return mapped(tensor_parallel_size=value) if value else implied("0 is 1", tensor_parallel_size=1)
 
 
+_OFFLOADED = "with parameters, gradients and optimizer state"
+
+
+def _offload(value: Any, _: ForeignConfig) -> Conversion:
+    """The device of one part of the state; here all of it is in host memory, or none."""
+    if value == "none":
+        return unchanged("on the devices")
+    return Conversion("unsupported", {"cpu_offload": True}, f"give --cpu_offload=True, {_OFFLOADED} in host memory")
+
+
 def _zero_stage(value: Any, source: ForeignConfig) -> Conversion:
     names = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
     if not is_integer(value) or value not in names:
@@ -139,12 +149,14 @@ def _partition(_: Any, source: ForeignConfig) -> Conversion:
 _IGNORED = {
     "how processes are launched": """launcher deepspeed_slurm deepspeed_mpi hostfile include exclude master_port
         master_addr no_ssh_check force_multi comment account distributed_backend detect_nvlink_pairs deepspeed deepscale
-        deepscale_config use_shared_fs""",
+        deepscale_config use_shared_fs ssh_port deepspeed_extra_args.ssh_port""",
     "how DeepSpeed moves memory": """partition_activations synchronize_each_layer contiguous_checkpointing
         profile_backward deepspeed_activation_checkpointing zero_allow_untested_optimizer
         zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size zero_optimization.overlap_comm
         zero_optimization.reduce_scatter zero_optimization.reduce_bucket_size zero_optimization.contiguous_gradients
         zero_optimization.load_from_fp32_weights zero_optimization.round_robin_gradients zero_reduce_scatter
+        zero_optimization.stage3_* zero_optimization.sub_group_size zero_optimization.offload_*.pin_memory
+        zero_optimization.offload_*.buffer_* zero_optimization.offload_*.max_in_cpu
         zero_contiguous_gradients zero_reduce_bucket_size zero_allgather_bucket_size activation_checkpointing.*
         prescale_gradients gradient_predivide_factor sparse_gradients""",
     "a kernel's choice": """scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion rope_fusion
@@ -190,6 +202,8 @@ _OFF = {
     "weights are not served while training": "serve_model_weights",
     "stopping before train_iters": "exit_interval",
     "another way to pack documents": "enforce_sample_length",
+    "documents with their middle at the end": "fim_rate extra_sentinel_tokens",
+    "another growth of the global batch: give --rampup_batch_size": "batch_scheduling batch_scheduling.*",
 }
 
 FORMAT = TrainerFormat(
@@ -203,11 +217,19 @@ FORMAT = TrainerFormat(
         "zero_optimization.cpu_offload": choice(
             {True: mapped(cpu_offload=True), False: unchanged("on the devices unless the optimizer's type says CPU")}
         ),
+        "zero_optimization.cpu_offload_params": choice(
+            {True: implied(_OFFLOADED, cpu_offload=True), False: unchanged("on the devices")}
+        ),
+        **each(
+            "offload_optimizer.device offload_param.device",
+            KeyMapping(_offload, ("cpu_offload",), "none; otherwise give --cpu_offload=True"),
+            "zero_optimization.",
+        ),
         "zero_optimization.stage": KeyMapping(_zero_stage, ("sharding_strategy",), "ddp, zero1, zero2, fsdp"),
         **ARCHITECTURE,
         **OPTIM,
         **RUN,
-        **each("num_nodes num_gpus global_num_gpus", read_with("train_batch_size")),
+        **each("num_nodes num_gpus global_num_gpus", WORLD),
         **{name: ignore(reason) for reason, names in _IGNORED.items() for name in names.split()},
         **{name: must_be_off(reason) for reason, names in _OFF.items() for name in names.split()},
         **each(

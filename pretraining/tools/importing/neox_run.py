@@ -36,6 +36,7 @@ from pretraining.tools.importing.shared import (
     half,
     micro_batch_sizes,
     names_parts,
+    planned_devices,
     profiled_steps,
 )
 
@@ -71,9 +72,19 @@ def _data_ranks(source: ForeignConfig) -> int | None:
 
 def _devices(source: ForeignConfig) -> int | None:
     """Return the devices of the source: --source_world_size, or those of the file."""
-    nodes, each = _size("num_nodes", source), _size("num_gpus", source)
-    in_file = _size("global_num_gpus", source) or (nodes * each if nodes and each else None)
-    return source.integer_flag("source_world_size") or in_file
+    return source.integer_flag("source_world_size") or _devices_of_file(source)
+
+
+def _devices_of_file(source: ForeignConfig) -> int | None:
+    nodes, gpus = _size("num_nodes", source), _size("num_gpus", source)
+    return _size("global_num_gpus", source) or (nodes * gpus if nodes and gpus else None)
+
+
+def _world(_: Any, source: ForeignConfig) -> Conversion:
+    return implied("read with train_batch_size", **planned_devices(source, _devices_of_file(source)))
+
+
+WORLD = KeyMapping(_world, ("plan_devices",), "read with train_batch_size; also the devices of a plan")
 
 
 def _model_ranks(source: ForeignConfig) -> int:

@@ -84,7 +84,7 @@ def as_text(result: ImportResult, report: Mapping[str, Any]) -> str:
     """Return the report for people."""
     title, counts, foreign = result.format.title, report["summary"], result.foreign
     era = f" ({foreign.era}: {foreign.era_reason})" if foreign.era else ""
-    lines = [f"Imported from {title}{era}"]
+    lines = [f"Imported from {title}{era}", *_planned(result)]
     for heading, statuses in PARTS.items():
         for reports, origin in ((result.keys, ""), (result.defaults, f", absent there ({title}'s defaults)")):
             rows = _lines([report for report in reports if report.status in statuses])
@@ -96,6 +96,14 @@ def as_text(result: ImportResult, report: Mapping[str, Any]) -> str:
     lines += [f"warning: {problem.subject}: {problem.remedy}" for problem in result.warnings]
     parts = ", ".join(f"{count} {status}" for status, count in counts.items())
     return "\n".join([*lines, f"{counted(sum(counts.values()), 'key')}: {parts}"])
+
+
+def _planned(result: ImportResult) -> list[str]:
+    """Return a line about the devices of a plan that the file gives."""
+    devices = result.flags.get("plan_devices")
+    if devices is None or "plan_devices" in result.foreign.flags:
+        return []
+    return [f"Planned for the {counted(devices, 'device')} of the file; --plan_devices=N plans for others"]
 
 
 def _lines(reports: list[KeyReport]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,19 @@ from pretraining.tools.importing.foreign import ForeignConfig, is_integer
 from pretraining.tools.importing.mappings import KeyMapping
 
 # ---- parallelism
+
+
+def planned_devices(source: ForeignConfig, devices: int | None) -> dict[str, Any]:
+    """Return the devices of a plan that the command line asks for without naming any: those of the source, if known.
+
+    devices: in the file; --source_world_size wins.
+    """
+    devices = source.integer_flag("source_world_size") or devices
+    with suppress(KeyError, ValueError):  # no plan here, or a mistake in the flag, which is reported
+        is_asked = source.settings["plan"].read(source.flags["plan"])
+        if is_asked and devices and not source.has_flag("plan_devices", "plan_topology"):
+            return {"plan_devices": devices}
+    return {}
 
 
 def pipeline(value: Any, source: ForeignConfig) -> Conversion:

@@ -21,7 +21,7 @@ class PlanConfig(TrainConfig):
     """Print the memory, communication and time of this configuration on plan_devices of plan_device_kind, and stop;
     paths and devices are not opened. The exit code is 0 whether or not it fits."""
     plan_devices: Annotated[int, AtLeast(0, below=2**24), Needs("plan"), Resume.FREE] = 0
-    """Devices to plan for; required by plan. 0: as many as plan_topology has."""
+    """Devices to plan for; required by plan. 0: as many as plan_topology has, or as the file of import_config names."""
     plan_device_kind: Annotated[str, OneOf(("", *PLAN_KINDS)), Needs("plan"), Resume.FREE] = ""
     """Kind of the devices: a TPU chip, a NeuronCore of trn1 or trn2, or a GPU; required by plan."""
     plan_search: Annotated[bool, Needs("plan"), Resume.FREE] = False

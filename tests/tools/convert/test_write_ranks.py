@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,13 @@ def assert_round_trip(files: Files, config: dict[str, Any], folder: Path, *more:
     return back
 
 
-def stages_of(shards: list[dict[str, Tensor]], stages: int, path: Callable[[int, int], str], layers: int = 2) -> Files:
-    """Divide each rank's tensors into stages of equal layers."""
+def stages_of(shards: list[dict[str, Tensor]], stage_of: Sequence[int], path: Callable[[int, int], str]) -> Files:
+    """Divide each rank's tensors into stages; stage_of: each layer's."""
     files: Files = {}
     for rank, shard in enumerate(shards):
         for name, tensor in shard.items():
             number = re.search(r"layers\.(\d+)\.", name)
-            stage = int(number[1]) * stages // layers if number else 0 if "embed" in name else stages - 1
+            stage = stage_of[int(number[1])] if number else 0 if "embed" in name else max(stage_of)
             files.setdefault(path(rank, stage), {})[name] = tensor
     return files
 
@@ -159,8 +159,68 @@ def test_nxd_core_s_grouped_queries_come_back(
     put(put(config, "distributed_strategy.pipeline_model_parallel_size", stages), "model.num_attention_heads", 8)
     put(config, "trainer.devices", 16)
     more = [f"--hw_backend={order}"] if order else []
-    back = assert_round_trip(stages_of(shards, stages, nxd_path), config, tmp_path / "nxd", *more)
+    back = assert_round_trip(stages_of(shards, (0, stages - 1), nxd_path), config, tmp_path / "nxd", *more)
     assert (back / "done").read_text() == (back / "checkpoint").read_text() == "1"
+
+
+UNEVEN: list[tuple[dict[str, Any], tuple[int, ...]]] = [  # changes of the file -> each layer's stage
+    ({"distributed_strategy.pipeline_model_parallel_size": 2}, (0, 0, 1, 1, 1)),
+    ({"distributed_strategy.pipeline_model_parallel_size": 3}, (0, 1, 1, 2, 2)),
+    (
+        {
+            "distributed_strategy.pipeline_model_parallel_size": 2,
+            "distributed_strategy.virtual_pipeline_model_parallel_size": 2,
+        },
+        (0, 1, 0, 1, 1),
+    ),
+    (
+        {
+            "distributed_strategy.pipeline_model_parallel_size": 3,
+            "model.pipeline_cuts": ["model.layers.2", "model.layers.3"],
+        },
+        (0, 0, 0, 1, 2),
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "stage_of"), UNEVEN)
+def test_nxd_core_s_uneven_stages_come_back(changes: dict[str, Any], stage_of: Sequence[int], tmp_path: Path) -> None:
+    """The last of its pieces have the layers that remain."""
+    shards = nxdt_shards(llama(num_hidden_layers=5).state_dict(), 2, 1)
+    config = put(replicated(2, 1), "model_source", "hf")
+    for key, value in {"trainer.devices": 12, "model.num_layers": 5, **changes}.items():
+        put(config, key, value)
+    assert_round_trip(stages_of(shards, stage_of, nxd_path), config, tmp_path / "nxd")
+
+
+def test_torch_xla_s_format_comes_back(tmp_path: Path) -> None:
+    """Where the file has load_xser: torch-xla itself writes theirs and reads what comes back."""
+    xser = pytest.importorskip("torch_xla.utils.serialization")
+    files = stages_of(nxdt_shards(llama().state_dict(), 2, 1), (0, 1), nxd_path)
+    config = put(put(replicated(2, 1), "model_source", "hf"), "exp_manager.load_xser", True)
+    put(config, "distributed_strategy.pipeline_model_parallel_size", 2)
+    (tmp_path / "their.json").write_text(json.dumps(config))
+    for path, tensors in files.items():
+        write_with_references(tensors, tmp_path / "theirs" / path, xser.TensorReference)
+    words = [str(tmp_path / "theirs"), str(tmp_path / "ours"), f"--import_config={tmp_path / 'their.json'}"]
+    assert main(words) == 0
+    assert main([words[1], str(tmp_path / "back"), f"--export_config={tmp_path / 'their.json'}"]) == 0
+    there = {str(path.relative_to(tmp_path / "back")) for path in (tmp_path / "back" / "model").iterdir()}
+    assert there == {f"{path}{end}" for path in files for end in ("", ".tensors", ".info.pt")}
+    assert_equal(files, {path: xser.load(str(tmp_path / "back" / path)) for path in files})
+    for path, tensors in files.items():
+        references = torch.load(tmp_path / "back" / path, weights_only=False)
+        described = torch.load(tmp_path / "back" / f"{path}.info.pt", weights_only=False)
+        for name, tensor in tensors.items():
+            assert type(references[name]) is xser.TensorReference
+            assert described[references[name].tid] == {"dtype": tensor.dtype, "shape": tensor.shape}
+
+
+def write_with_references(tensors: Mapping[str, Tensor], path: Path, reference: Callable[[int], Any]) -> None:
+    Path(f"{path}.tensors").mkdir(parents=True)
+    for number, tensor in enumerate(tensors.values()):
+        torch.save(tensor.clone(), Path(f"{path}.tensors") / f"tensor_{number}.pt")
+    torch.save({name: reference(number) for number, name in enumerate(tensors)}, path)
 
 
 @pytest.mark.parametrize(("is_fused", "is_tied"), [(False, False), (True, False), (True, True)])
@@ -177,7 +237,7 @@ def test_nxd_core_s_ungrouped_queries_come_back(
     tied = {"share_embeddings_and_output_weights": is_tied}
     config = of_model("nxdt", num_kv_heads=4, fuse_qkv=is_fused, **tied) | {"model_source": "hf"}
     put(config, "distributed_strategy.tensor_model_parallel_size", 2)
-    assert_round_trip(stages_of(shards, 1, nxd_path), config, tmp_path / "nxd")
+    assert_round_trip(stages_of(shards, (0, 0), nxd_path), config, tmp_path / "nxd")
     for stages in (1, 2) if is_tied else ():
         config = of_model("nemo", num_query_groups=4, pipeline_model_parallel_size=stages, **tied)
         (tmp_path / "nemo.json").write_text(json.dumps(config))
@@ -202,7 +262,7 @@ def test_nxd_training_s_megatron_models_come_back(groups: int, tmp_path: Path) -
                 names[f"{there}query.weight"], names[f"{there}key_value.weight"] = fused.split((16, 16))
         shards.append(names)
     config = tree("nxdt", {"distributed_strategy.tensor_model_parallel_size": 2, "model.num_kv_heads": groups})
-    assert_round_trip(stages_of(shards, 1, nxd_path), config, tmp_path / "nxdt")
+    assert_round_trip(stages_of(shards, (0, 0), nxd_path), config, tmp_path / "nxdt")
 
 
 # ---- Ours, theirs, ours
@@ -275,7 +335,7 @@ def test_the_document_s_file_of_nxd_core_is_enough(
     assert main(words) == 0
     state = our_tensors(ours)
     state |= {name: torch.cat([state[name], state[name][-1:].expand(3, -1)]) for name in (EMBEDDING, HEAD)}
-    assert_equal(stages_of(nxdt_shards(state, 4, 2), 1, nxd_path), read(tmp_path / "nxd"))
+    assert_equal(stages_of(nxdt_shards(state, 4, 2), (0, 0), nxd_path), read(tmp_path / "nxd"))
 
 
 # ---- What is refused
@@ -295,7 +355,13 @@ def test_the_document_s_file_of_nxd_core_is_enough(
         ("nemo", {}, "--hw_backend=trn1", "--hw_backend=trn1: the files of NeMo Megatron hold no copies"),
         ("nemo", {}, "--tokenizer_path=x", "--tokenizer_path: the file of --export_config names the tokenizer"),
         ("nxdt", {"distributed_strategy.pipeline_model_parallel_size": 4, "trainer.devices": 4}, "", "num_layers=2"),
-        ("nxdt", {"distributed_strategy.virtual_pipeline_model_parallel_size": 2}, "", "another division than into"),
+        (
+            "nxdt",
+            {"distributed_strategy.pipeline_model_parallel_size": 2, "model.pipeline_cuts": "model.layers.1"},
+            "",
+            "pipeline_cuts=model.layers.1 does not cut 2 layers into 2 pieces",
+        ),
+        ("nemo", {"model.virtual_pipeline_model_parallel_size": 2}, "", "files of equal stages alone are written"),
         ("neox", {}, "", "checkpoints are written for NxD Training, NxD Core and NeMo, not for GPT-NeoX"),
     ],
 )  # fmt: skip

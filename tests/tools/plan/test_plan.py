@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import main_training
 from main_training import CONFIGURATION, configure
 from pretraining.config.errors import ConfigError
 from pretraining.monitor.figures import duration, flop
@@ -28,6 +30,7 @@ from pretraining.tools.plan.plan import USABLE, Plan, best_cuts, nearest_fit, pl
 from pretraining.tools.plan.stages import planned_idle_share
 from pretraining.tools.plan.traffic import ring
 from tests.selection import chosen
+from tests.tools.importing.files import tree, write
 
 ROOT = Path(__file__).parents[3]
 
@@ -329,6 +332,20 @@ def test_the_page_shows_speed_duration_and_operations_that_agree() -> None:
     assert lines["cost"] == f"{2.5 * hours:,.0f} at 2.5 per device and hour"
     longer = max(plan.compute_seconds, plan.overlapped_seconds)
     assert plan.step_seconds == pytest.approx(longer + plan.exposed_seconds)
+
+
+def test_a_plan_of_a_file_has_its_devices_unless_a_flag_names_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, tree("nxdt", {"trainer.devices": 8, "trainer.num_nodes": 2}))
+    flags = {"import_config": path, "vocab_size": "1000", "plan": "True", "plan_device_kind": "trn1"}
+    assert main_training.main(**flags) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[1] == "Planned for the 16 devices of the file; --plan_devices=N plans for others"
+    assert re.search(r"^devices +16 x ", printed, re.MULTILINE)
+    assert main_training.main(**flags, plan_devices="4") == 0
+    printed = capsys.readouterr().out
+    assert "Planned for" not in printed and re.search(r"^devices +4 x ", printed, re.MULTILINE)
 
 
 def test_an_imported_configuration_is_planned_without_data(tmp_path: Path) -> None:
