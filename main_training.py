@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pretraining.config.extension import Extension, configuration_of, installed
+from pretraining.config.flags import first_rank
 from pretraining.config.flags import run as run_main
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
+from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.processes import read_processes
 from pretraining.run import configure as configuring
-from pretraining.run.environment import starting
 from pretraining.run.result import TrainingResult
-from pretraining.storage import use_files_of
+from pretraining.storage import RETRIES, use_files_of
 
 if TYPE_CHECKING:
     from pretraining.data.stream import Rows
@@ -103,6 +105,11 @@ def train(
     run = TrainingRun(config, engine, trainee, streams, checkpoints, metrics, resumed, account)
     code = train_steps(run, extensions)
     return TrainingResult(config, code, read_metrics(config.run_folder / FILE_NAME) if metrics else [])
+
+
+def starting() -> AbstractContextManager[None]:
+    """Return a context in which process 0 prints a sign of life, and which storage it waits for."""
+    return heartbeat("starting", shown=first_rank(), waiting=lambda: RETRIES.waiting)
 
 
 def main(**flags: str) -> int:

@@ -17,7 +17,7 @@ from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.engine import Engine, Trainee
 from pretraining.run.interrupt import Interrupt
-from pretraining.run.supervision import Watchdog
+from pretraining.run.watchdog import Watchdog
 
 
 @dataclass
