@@ -19,8 +19,9 @@ pytest.importorskip("pretraining.extensions.tokenizers")
 from pretraining import TrainConfig, train
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
 from pretraining.data import IGNORED, open_stream
+from pretraining.extensions.checkpoints import read_tensors
 from pretraining.extensions.questions.choices import Request, request_batch
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.extensions.tokenizers.tokenizer import train as train_tokenizer

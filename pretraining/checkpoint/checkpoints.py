@@ -21,7 +21,7 @@ from pretraining.checkpoint.files import writing_to
 from pretraining.checkpoint.folder import Place, find_checkpoints, keep_newest, newest_first, sweep
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.restoring import Restoring, Start, check_policy, checkpoint_folder
+from pretraining.checkpoint.restoring import Restoring, checkpoint_folder, choose_start
 from pretraining.checkpoint.store import HostBuffer, LogicalTensors, PendingSave, is_weight
 from pretraining.config.training import TrainConfig
 from pretraining.host_memory import available_memory
@@ -80,9 +80,7 @@ class Checkpoints:
             self._peers.say(f"{path} has no marker: its save was never finished, and it is ignored")
         local = {path: place for place in self._places for path in place.common()}
         own = newest_first(local, checkpoints.committed)
-        check_policy(self._config, own)
-        start = self._config.start(self.folder) or Start()
-        chosen = start.choose(own, self._peers.lead)
+        start, chosen = choose_start(self._config, self.folder, own, self._peers.lead)
         restoring = Restoring(self._config, self._peers, trainee.state(), start)
         facts = self._continue(restoring, chosen, local) if chosen else start.load(restoring)
         if self._config.checkpoint_interval:

@@ -32,7 +32,6 @@ from pretraining.checkpoint.manifest import (
     Entry,
     Facts,
     Manifest,
-    open_checkpoint,
     write_commit,
 )
 from pretraining.checkpoint.peers import Peers
@@ -255,20 +254,6 @@ def check_fit(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> Non
 def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in entry.pieces]
     return TensorStorageMetadata(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
-
-
-def read_tensors(
-    source: Checkpoint | Location, is_wanted: Callable[[str], bool] = lambda name: True
-) -> dict[str, Tensor]:
-    """Return the unsharded tensors of a checkpoint whose names are wanted, in the dtype they were saved in.
-
-    In one process, without a process group and whatever mesh saved it. Raises UnreadableError if it cannot be trusted.
-    """
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    entries = checkpoint.manifest.tensors.items()
-    state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries if is_wanted(name)}
-    load(checkpoint, state, Peers(together=False))
-    return state
 
 
 def is_weight(name: str) -> bool:

@@ -769,13 +769,6 @@ class TrainConfig:
             raise UserError(f"a checkpoint without the frozen weights {remedy}")
         return None
 
-    def check_trained(self, checkpoint: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UserError unless a checkpoint's weights are exactly those that this run trains, with their shapes."""
-
-    def open_added(self) -> Any:
-        """Return the checkpoint of weights that a new run loads after ckpt_load_path's; None: there is none."""
-        return None
-
     def begin_mixture(
         self, previous: Mapping[str, Any], order: dict[str, Any], mixture: Any, changes: list[str]
     ) -> dict[str, Any] | None:

@@ -17,10 +17,11 @@ from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, sho
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
+from pretraining.extensions.checkpoints import read_tensors
 from pretraining.run.start import parameter_shapes
 from pretraining.storage import FolderLock
 from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config, train, train_step

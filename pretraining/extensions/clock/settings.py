@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from pretraining.checkpoint.checks import without_effect
 from pretraining.config.declaration import AtLeast, Resume
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.checks import without_effect
 
 
 @dataclass(frozen=True)

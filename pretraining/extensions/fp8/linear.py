@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pretraining.config.errors import UserError
-from pretraining.config.variants import PROJECTIONS
+from pretraining.extensions.projections import PROJECTIONS
 from pretraining.models.linear import Linear
 from pretraining.parallel.accelerator import HOST, device_name
 

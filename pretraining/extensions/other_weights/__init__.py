@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,13 @@ class OtherWeightsConfig(TrainConfig):
         from pretraining.extensions.other_weights.start import OtherWeights  # imports torch
 
         return OtherWeights(self, folder)
+
+    def check_trained(self, checkpoint: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UserError unless a checkpoint's weights are exactly those that this run trains, with their shapes."""
+
+    def open_added(self) -> Any:
+        """Return the checkpoint of weights that a new run loads after ckpt_load_path's; None: there is none."""
+        return None
 
 
 EXTENSION = Extension(configuration=OtherWeightsConfig)

@@ -7,12 +7,12 @@ from typing import Any
 
 from pretraining.checkpoint.compatibility import Change, changes, refuse_changes, saved_config
 from pretraining.checkpoint.files import digest
-from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.manifest import EMBEDDING, HEAD, Checkpoint, Facts
 from pretraining.checkpoint.store import is_weight
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.checkpoints import open_any_checkpoint
 from pretraining.parallel.engine import OPTIONAL
 from pretraining.storage import Location, location, opened
 
