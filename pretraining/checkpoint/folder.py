@@ -5,7 +5,6 @@ A checkpoint is a folder step_N with the marker; everything else is neither coun
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -56,8 +55,9 @@ class Place(Protocol):
 
 def find_checkpoints(folder: Location) -> CheckpointList:
     """Return the checkpoints in `folder`, newest first; none if there is no such folder."""
-    steps = sorted(((int(match[1]), path) for path, match in _matches(folder)), reverse=True)
-    committed = {path: is_committed(path) for _, path in steps}
+    paths = folder.iterdir() if folder.is_dir() else ()
+    steps = [path for path in paths if path.is_dir() and STEP.fullmatch(path.name)]
+    committed = {path: is_committed(path) for path in newest_first(steps)}
     return CheckpointList([p for p in committed if committed[p]], [p for p in committed if not committed[p]])
 
 
@@ -69,13 +69,6 @@ def step_of(path: Location) -> int:
 def newest_first(*lists: Iterable[Location]) -> list[Location]:
     """Return the checkpoints of several folders, the newest first; of the same step, those of the first list."""
     return sorted((path for paths in lists for path in paths), key=step_of, reverse=True)
-
-
-def _matches(folder: Location) -> list[tuple[Location, re.Match[str]]]:
-    if not folder.is_dir():
-        return []
-    named = [(path, STEP.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
-    return [(path, match) for path, match in named if match]
 
 
 def keep_newest(folder: Location, count: int) -> None:

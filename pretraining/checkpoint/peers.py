@@ -7,7 +7,6 @@ slow disk is waited for, and a host that is gone is noticed as soon as in traini
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,19 +48,12 @@ class Peers:
         self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if together else None
         self._beat = min(BEAT, timeout / 4)
         self.rank = dist.get_rank() if together else 0
-        # The first process of this host: ranks of a host follow each other.
-        self.host = self.rank - int(os.environ.get("LOCAL_RANK", "0")) if together else 0
         self.size = dist.get_world_size() if together else 1
 
     @property
     def leads(self) -> bool:
         """Whether this is process 0, which prints and commits."""
         return self.rank == 0
-
-    @property
-    def leads_host(self) -> bool:
-        """Whether this is the first process of its host."""
-        return self.rank == self.host
 
     def say(self, text: str) -> None:
         """Print a line, once."""

@@ -13,9 +13,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from pretraining.checkpoint.checkpoints import SaveFailedError
 from pretraining.config.errors import UserError, counted
@@ -28,7 +25,7 @@ from pretraining.monitor.account import account_line, totals
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Batch, LostPeerError, StepResult, raise_lost_peer_error
 from pretraining.run.interrupt import NoRendezvousError
-from pretraining.run.reports import Reports, begins_rows
+from pretraining.run.reports import Reports, begins_rows, gather_from_processes
 from pretraining.run.training_run import TrainingRun
 from pretraining.run.validation import Validation
 
@@ -129,9 +126,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
 def _check_watchers(run: TrainingRun) -> None:
     """Assert that all processes have the same watchers: one with another number would wait for the others for ever."""
     names = [type(watcher).__name__ for watcher in run.watchers]
-    others: list[Any] = [names] * run.engine.process_count
-    if run.engine.process_count > 1:
-        dist.all_gather_object(others, names)
+    others = gather_from_processes(run.engine, names)
     assert all(other == names for other in others), f"the processes have different watchers: {others}"
 
 
