@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Folders of pretraining/, in the order in which the loop calls them; one that is not there is left out.
 NAMES = (
-    "tools.importing", "tools.prepare", "tools.plan", "tools.launch", "extensions.rendezvous",
+    "tools.importing", "tools.prepare", "tools.plan", "extensions.held_out", "tools.launch", "extensions.rendezvous",
     "extensions.accelerators", "extensions.pipeline", "extensions.kv_replication", "extensions.object_storage",
     "extensions.shard_formats", "extensions.data_changes", "extensions.local_tier", "extensions.other_weights",
     "extensions.save_schedule", "extensions.huggingface", "extensions.tokenizers", "extensions.optimizers",

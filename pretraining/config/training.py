@@ -778,6 +778,13 @@ class TrainConfig:
         """
         return None
 
+    def held_out_splits(self) -> list[str]:
+        """Return the splits that the run evaluates, "valid" and "test". Raises UserError if no extension does so."""
+        name = "val_interval" if self.val_interval else "test_steps"
+        if value := getattr(self, name):
+            raise UserError(f"--{name}={value}: needs pretraining/extensions/held_out, which is not there")
+        return []
+
     def text_bytes(self, special: Collection[int]) -> Any:
         """Return what counts the bytes of text that tokens stand for (data.stream.TextBytes); None: they are not known.
 

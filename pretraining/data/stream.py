@@ -435,11 +435,6 @@ def open_stream(
     )
 
 
-def splits_of(config: TrainConfig) -> list[str]:
-    """Return the splits that a run reads, "train" first."""
-    return ["train", *(["valid"] if config.val_interval else []), *(["test"] if config.test_steps else [])]
-
-
 def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> dict[str, str]:
     """Return the fingerprint of every dataset by "SPLIT data NAME".
 
@@ -448,7 +443,7 @@ def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> dict[s
     if config.tokenizer_path and not config.use_dummy_dataset:  # checkpoints record it, also where training reads none
         check_tokenizer(config.tokenizer_path)
     fingerprints: dict[str, str] = {}
-    for split in splits_of(config):
+    for split in ("train", *config.held_out_splits()):
         stream = open_stream(config, split=split, own=own.get(split))
         mixture = stream.state(0)["mixture"]
         fingerprints |= {f"{split} data {name}": entry["fingerprint"] for name, entry in mixture.items()}

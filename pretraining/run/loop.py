@@ -1,7 +1,7 @@
 """The training loop: steps, reports, saves, and an orderly end whatever happens.
 
 Knows no mesh and no device. Steps are counted after the update, from 1. What happens beside the steps is a watcher
-(training_run.py): validation, and what extensions add.
+(config/extension.py) that an extension adds, such as validation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from pretraining.parallel.engine import Batch, LostPeerError, StepResult, raise_
 from pretraining.run.interrupt import NoRendezvousError
 from pretraining.run.reports import Reports, begins_rows, gather_from_processes
 from pretraining.run.training_run import TrainingRun
-from pretraining.run.validation import Validation
 
 
 def train_steps(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
     """Train from run.start_step to config.num_steps, close the engine and return the exit code."""
-    run.watchers.append(Validation(run))
     batches, reports = Prefetcher(run.stream, run.config.num_workers), Reports(run)
     code = STOPPED_ITSELF
     try:
