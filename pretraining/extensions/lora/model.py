@@ -15,7 +15,7 @@ from pretraining.extensions.lora.targets import adapted, is_trained, lora_scale
 from pretraining.extensions.projections import PROJECTIONS
 from pretraining.models.dropout import EXTENSIONS, DropoutNoise, dropout
 from pretraining.models.init import draw
-from pretraining.models.linear import Linear
+from pretraining.models.llama import Linear
 
 
 class AdaptedLinear(Linear):

@@ -29,8 +29,7 @@ from torch_xla.distributed.spmd import xla_sharding
 from pretraining.config.training import TrainConfig
 from pretraining.models.chunked import PRODUCTS, contract
 from pretraining.models.dropout import DropoutNoise
-from pretraining.models.linear import Linear
-from pretraining.models.llama import BatchInputs, Llama, Rope
+from pretraining.models.llama import BatchInputs, Linear, Llama, Rope
 from pretraining.models.ops import Kernel, linear
 from pretraining.noise import upper_bits
 from pretraining.optim.precision import precision_of
