@@ -30,6 +30,7 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import host_bytes
 from pretraining.checkpoint.store import PendingSave, load
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.async_checkpointing.saves import copied_bytes
 
 BLOCK = 8 << 20
 FACTS = Facts(1, 0, {}, asdict(TrainConfig()), "none", {})
@@ -159,7 +160,7 @@ def streamed(root: Path, parameters: int, workers: int) -> dict[str, float]:
     memory_before = reset_peak()
     pending = PendingSave(root, state, FACTS, Peers(together=False), dtype=None, workers=workers)
     seconds = timed(pending.write)
-    size = pending.host_bytes
+    size = copied_bytes(pending)
     shutil.rmtree(root)
     growth = peak_memory() - memory_before
     return {

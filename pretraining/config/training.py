@@ -792,6 +792,15 @@ class TrainConfig:
         """
         return None
 
+    def background_saves(self, peers: Any) -> Any:
+        """Return what writes checkpoints while training goes on, which extensions/async_checkpointing describes; None:
+        training waits for them. peers: a checkpoint.peers.Peers. Raises UserError where async_checkpointing cannot run.
+        """
+        if self.async_checkpointing:
+            remedy = "needs pretraining/extensions/async_checkpointing, which is not there"
+            raise UserError(f"--async_checkpointing=True: {remedy}")
+        return None
+
     def checkpoint_places(self) -> list[Any]:
         """Return the places (checkpoint.folder.Place) in which a run saves besides ckpt_save_path."""
         return []

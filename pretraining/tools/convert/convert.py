@@ -416,5 +416,5 @@ def _write_step_0(
     config = replace(config, tokenizer_path=str(tokenizers[0]) if tokenizers else "")
     facts = Facts(step=0, tokens_seen=0, data=None, config=asdict(config), engine="none", mesh={})
     pending = PendingSave(folder, state, facts, ALONE, dtype=dtype)
-    pending.fetch_from(lambda item: read(item.index.fqn))
+    pending.fetch = lambda item: read(item.index.fqn)
     return pending.write()
