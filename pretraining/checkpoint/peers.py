@@ -71,7 +71,9 @@ class Peers:
         outcome, error = self._together(act)
         gathered: list[Any] = [None] * self.size
         dist.gather_object(outcome, gathered if self.leads else None, dst=0, group=self._group)
-        _raise(error, self._broadcast(_first_failure(gathered) if self.leads else None))
+        failure = [_first_failure(gathered) if self.leads else None]
+        dist.broadcast_object_list(failure, src=0, group=self._group)
+        _raise(error, failure[0])
         return gathered if self.leads else []
 
     def each(self, act: Callable[[], T]) -> T:
@@ -119,11 +121,6 @@ class Peers:
                 return
             if ended_at is not None and time.monotonic() > ended_at + SLOWEST:
                 raise RuntimeError(f"gloo: {int(running)} processes read or write since {SLOWEST / 60:.0f} minutes")
-
-    def _broadcast(self, value: Any) -> Any:
-        boxed = [value]
-        dist.broadcast_object_list(boxed, src=0, group=self._group)
-        return boxed[0]
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | Failure, Exception | None]:

@@ -456,9 +456,6 @@ class TrainConfig:
     checkpoint_dtype: Annotated[Literal["auto", "fp32", "bf16"], Resume.FREE] = "auto"
     """Floating-point dtype on disk: "auto" (as in memory), "fp32" or "bf16". With bf16, a resumed run is not bitwise
     identical to the uninterrupted one."""
-    async_checkpointing: Annotated[bool, Resume.FREE] = False
-    """Training waits only until its state is copied to host memory; the next save and the end of the run wait for the
-    disk. Needs as much free host memory as this host's part of a checkpoint. Elsewhere: async_save, async_mode."""
     ckpt_io_workers: Annotated[int, AtLeast(1, below=4096), Resume.FREE, PER_HOST] = 8
     """Threads per process that hash and write, or read and verify, a checkpoint. The files do not depend on it."""
     ckpt_max_failures: Annotated[int, AtLeast(1), Resume.FREE] = 3
@@ -477,10 +474,6 @@ class TrainConfig:
     always reported. Elsewhere: logging_steps, log_interval, log_freq, log_every_n_steps."""
     log_grad_norm: Annotated[bool, Resume.FREE] = True
     """Report the norm of the gradients before clipping. It costs nothing, because clipping needs it."""
-    step_timeout: Annotated[int, AtLeast(0, below=10**9)] = 0
-    """Seconds after which a process whose step has not ended prints the stacks of its threads, to show where it hangs,
-    and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, which compiles, has ten
-    times as long; saves do not count. 0: never."""
     use_torch_compile: bool | None = None
     """Compile each block (torch engine); the xla engine always compiles. None: on accelerators. On CPUs, True needs a
     C++ compiler and takes some 20 s in the first step; the others then take 0.73 of the time. fms-fsdp's page of
@@ -794,11 +787,7 @@ class TrainConfig:
 
     def background_saves(self, peers: Any) -> Any:
         """Return what writes checkpoints while training goes on, which extensions/async_checkpointing describes; None:
-        training waits for them. peers: a checkpoint.peers.Peers. Raises UserError where async_checkpointing cannot run.
-        """
-        if self.async_checkpointing:
-            remedy = "needs pretraining/extensions/async_checkpointing, which is not there"
-            raise UserError(f"--async_checkpointing=True: {remedy}")
+        training waits for them. peers: a checkpoint.peers.Peers."""
         return None
 
     def checkpoint_places(self) -> list[Any]:
