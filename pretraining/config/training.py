@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pretraining.config.attention import AttentionChoice
+from pretraining.config.batches import GlobalBatches
 from pretraining.config.declaration import (
     Above,
     AtLeast,
@@ -34,7 +35,6 @@ from pretraining.config.grammar import (
     RECOMPUTABLE,
     parse_modules,
     parse_name,
-    parse_ranges,
     parse_selective,
     parse_split,
     parse_steps,
@@ -55,7 +55,6 @@ BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a s
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
 NAME = Grammar(parse_name, "a name without a slash; --log_dir may be any folder")
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
-RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
 SPLIT = Grammar(parse_split, "up to three numbers, for train, valid and test, such as 949,50,1")
 STEPS = Grammar(parse_steps, "step numbers from 0, comma-separated, such as 0,100,1000")
 TOKENS = Grammar(parse_steps, "token ids, comma-separated, such as 0,1")
@@ -380,10 +379,6 @@ class TrainConfig:
     """When the bytes of a block of documents are compared with its checksum: at its first read in a run, at every read,
     or never. The checksum is that of meta.json where prepare wrote the shards, otherwise what the index folder has
     recorded at the first read ever, or when pretraining.tools.inspect_data --verify compared whole files before."""
-    skip_samples: Annotated[str, RANGES, Resume.NOTE] = ""
-    """Sequences of the training data that are passed over, FIRST-LAST and comma-separated, as samples_seen of
-    metrics.jsonl counts them; they count there. A global batch that would have one of them begins after it. See
-    "Loss spikes". Empty: none."""
     num_workers: Annotated[int, AtLeast(1, below=4096), Resume.FREE, PER_HOST] = 1
     """Threads that read batches ahead. The order of the data does not depend on it. Elsewhere:
     dataloader_num_workers."""
@@ -507,6 +502,12 @@ class TrainConfig:
         """
         assert self.global_batch_size is not None
         return self.global_batch_size * self.seq_length
+
+    @property
+    def sequences_of_run(self) -> int:
+        """Sequences of all num_steps global batches; global_batch_size must be known."""
+        assert self.global_batch_size is not None
+        return self.global_batches(self.global_batch_size).trained(self.num_steps)
 
     def device_kind(self, name: str) -> DeviceKind | None:
         """Return the kind of a device that its runtime calls `name`, whose peak MFU is a share of; None: unknown."""
@@ -633,10 +634,9 @@ class TrainConfig:
 
     # Batches that an extension changes in the course of a run: it overrides these methods.
 
-    def rows_at(self, largest: int, sequence: int) -> tuple[int, int | None]:
-        """Return the sequences of a global batch that begins at `sequence`, and the sequence from which on there are
-        more, up to `largest`; None: always as many."""
-        return largest, None
+    def global_batches(self, rows: int, consumed: int = 0) -> GlobalBatches:
+        """Return the global batches of training, the largest of `rows` sequences, after `consumed` ones."""
+        return GlobalBatches(rows, consumed)
 
     def batch_problems(self, largest: int, factor: int) -> Iterable[Problem]:
         """Return why global batches cannot grow to `largest` in multiples of `factor`, a valid global batch.
