@@ -114,8 +114,11 @@ class Checkpoints:
             return
         saved_state = {name: value for name, value in state.items() if self._is_kept(name)}
         began, place = time.perf_counter(), None if asked or self._config.saves_at(step) else self._place(step)
+        plan = place.plan_save if place else partial(PendingSave, self.folder)
+        dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
         try:
-            pending = self._planned(saved_state, replace(facts, step=step, base=self._base), place)
+            facts = replace(facts, step=step, base=self._base)
+            pending = plan(saved_state, facts, self._peers, dtype=dtype, workers=workers)
             finish = partial(self._finish, pending, began, place)
             if not (self._background and self._background.start(pending, finish)):
                 finish()
@@ -128,12 +131,6 @@ class Checkpoints:
         if not is_weight(name):
             return self._config.save_optimizer
         return self._config.saves_frozen or self._config.is_trained(name)
-
-    def _planned(self, state: LogicalTensors, facts: Facts, place: Place | None) -> PendingSave:
-        dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
-        plan = place.plan_save if place else partial(PendingSave, self.folder)
-        pending: PendingSave = plan(state, facts, self._peers, dtype=dtype, workers=workers)
-        return pending
 
     def _finish(self, pending: PendingSave, began: float, place: Place | None) -> None:
         path = pending.write()

@@ -399,8 +399,6 @@ class TrainConfig:
     val_steps: Annotated[int, AtLeast(0, special=-1), COMMON] = 0
     """Global batches per validation, required by val_interval; at most one pass over the validation data. -1: all of
     them. Elsewhere: eval_iters, limit_val_batches."""
-    val_sanity_steps: Annotated[int, AtLeast(0, special=-1), Needs("val_interval")] = 0
-    """Global batches of a validation before the first step, reported as step 0. 0: none; -1: as many as val_steps."""
     drop_last_val: bool = True
     """True: skip what remains of the validation or test data after the last full global batch. False: read it in a
     batch whose other rows do not count."""
@@ -432,17 +430,6 @@ class TrainConfig:
     """"auto": continue from the newest checkpoint in ckpt_save_path if there is one, or from the previous one if the
     newest is corrupt; "must": it is an error if there is none or the newest is corrupt; "never": it is an error if
     there is one."""
-    load_weights_only: Annotated[bool, Needs("ckpt_load_path"), Resume.FREE] = False
-    """Load only the weights from ckpt_load_path and start with a new optimizer state."""
-    load_step: Annotated[bool, Needs("ckpt_load_path"), Resume.FREE] = False
-    """Continue from the checkpoint in ckpt_load_path as if it were this run's own: at its step, with its optimizer
-    state, and with the data that follow it. Settings that a run cannot change are then refused. One at step 0, such as
-    converted or Hugging Face's weights, is loaded as without this; so is any with load_weights_only. False: start at
-    step 0. Elsewhere: resuming_dataset."""
-    strict_load: Annotated[bool, Resume.FREE] = True
-    """True: the tensors in ckpt_load_path must be exactly those of the model, and its norm_eps and rotary settings
-    those of this run; adapters continue only on the weights that they were trained on. False: load the tensors that
-    both have, and print the differences."""
     override_lr_on_resume: Annotated[bool, Resume.FREE] = False
     """Continue with another learning rate schedule than the checkpoint was trained with, which is otherwise an
     error."""

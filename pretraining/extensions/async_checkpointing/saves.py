@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -87,12 +86,9 @@ def shortage(asked: list[tuple[str, int, int]]) -> str:
 
     asked: (host, bytes asked for, bytes available) of every process.
     """
-    needed: dict[str, int] = defaultdict(int)
-    free: dict[str, int] = {}
-    for host, size, available in asked:
-        needed[host] += size
-        free[host] = min(available, free.get(host, available))
-    for host, size in needed.items():
-        if size > free[host]:
-            return f"{host} has {free[host] / 1e9:.1f} GB of memory available for copies of {size / 1e9:.1f} GB"
+    for host in dict.fromkeys(host for host, _, _ in asked):
+        needed = sum(size for other, size, _ in asked if other == host)
+        free = min(available for other, _, available in asked if other == host)
+        if needed > free:
+            return f"{host} has {free / 1e9:.1f} GB of memory available for copies of {needed / 1e9:.1f} GB"
     return ""

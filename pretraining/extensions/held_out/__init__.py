@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pretraining.config.declaration import AtLeast, Needs
 from pretraining.config.extension import Extension, Watcher
 from pretraining.config.training import TrainConfig
 
@@ -12,6 +13,10 @@ from pretraining.config.training import TrainConfig
 @dataclass(frozen=True)
 class HeldOutConfig(TrainConfig):
     """A configuration whose run may evaluate held-out data."""
+
+    # ---- Validation
+    val_sanity_steps: Annotated[int, AtLeast(0, special=-1), Needs("val_interval")] = 0
+    """Global batches of a validation before the first step, reported as step 0. 0: none; -1: as many as val_steps."""
 
     def held_out_splits(self) -> list[str]:
         """See TrainConfig."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from pretraining.config.extension import Watcher
 from pretraining.data.stream import Stream
+from pretraining.extensions.held_out import HeldOutConfig
 from pretraining.extensions.held_out.figures import HeldOut, evaluation_line, held_out_figures
 from pretraining.run.reports import gather_from_data_ranks
 from pretraining.run.training_run import TrainingRun
@@ -30,7 +31,7 @@ class Validation(Watcher):
 
     def before_step(self, step: int) -> None:
         """Validate before the first step of all, if that is asked for."""
-        config = self._run.config
+        config = cast(HeldOutConfig, self._run.config)
         if step == 1 and "valid" in self._run.streams and config.val_sanity_steps:
             self._evaluate(0, "valid", config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps)
 

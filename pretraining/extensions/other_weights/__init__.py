@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pretraining.config.declaration import Needs, Resume
 from pretraining.config.extension import Extension
 from pretraining.config.training import TrainConfig
 
@@ -13,6 +14,19 @@ from pretraining.config.training import TrainConfig
 @dataclass(frozen=True)
 class OtherWeightsConfig(TrainConfig):
     """A configuration whose run may start from ckpt_load_path."""
+
+    # ---- Checkpoints
+    load_weights_only: Annotated[bool, Needs("ckpt_load_path"), Resume.FREE] = False
+    """Load only the weights from ckpt_load_path and start with a new optimizer state."""
+    load_step: Annotated[bool, Needs("ckpt_load_path"), Resume.FREE] = False
+    """Continue from the checkpoint in ckpt_load_path as if it were this run's own: at its step, with its optimizer
+    state, and with the data that follow it. Settings that a run cannot change are then refused. One at step 0, such as
+    converted or Hugging Face's weights, is loaded as without this; so is any with load_weights_only. False: start at
+    step 0. Elsewhere: resuming_dataset."""
+    strict_load: Annotated[bool, Resume.FREE] = True
+    """True: the tensors in ckpt_load_path must be exactly those of the model, and its norm_eps and rotary settings
+    those of this run; adapters continue only on the weights that they were trained on. False: load the tensors that
+    both have, and print the differences."""
 
     def start(self, folder: Any) -> Any:
         """See TrainConfig."""
