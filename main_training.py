@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pretraining.config.extension import Extension, configuration_of, installed
+from pretraining.config.flags import first_rank
 from pretraining.config.flags import run as run_main
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
+from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.processes import read_processes
 from pretraining.run import configure as configuring
-from pretraining.run.environment import starting
 from pretraining.run.result import TrainingResult
-from pretraining.storage import use_files_of
+from pretraining.storage import RETRIES, use_files_of
 
 if TYPE_CHECKING:
     from pretraining.data.stream import Rows
@@ -27,17 +29,17 @@ if TYPE_CHECKING:
 
 # Folders of pretraining/, in the order in which the loop calls them; one that is not there is left out.
 NAMES = (
-    "tools.importing", "tools.prepare", "tools.plan", "tools.launch", "extensions.rendezvous",
+    "tools.importing", "tools.prepare", "tools.plan", "extensions.held_out", "tools.launch", "extensions.rendezvous",
     "extensions.accelerators", "extensions.pipeline", "extensions.kv_replication", "extensions.object_storage",
-    "extensions.shard_formats", "extensions.data_changes", "extensions.local_tier", "extensions.other_weights",
-    "extensions.save_schedule", "extensions.huggingface", "extensions.tokenizers", "extensions.optimizers",
-    "extensions.mup", "extensions.lora", "extensions.moving_average", "extensions.batch_rampup",
-    "extensions.length_stages", "extensions.schedules", "extensions.splash", "extensions.fp8", "extensions.fp16",
-    "extensions.manual_precision", "extensions.skip_step", "extensions.spikes", "extensions.report_figures",
-    "extensions.stragglers", "extensions.sharding_report", "extensions.profiler", "extensions.questions",
-    "extensions.preemption", "extensions.clock", "extensions.benchmark", "extensions.history", "extensions.trackers",
-    "extensions.best_checkpoints", "extensions.one_program", "extensions.preflight", "extensions.terminal",
-    "tools.completion", "tools.help",
+    "extensions.shard_formats", "extensions.data_changes", "extensions.async_checkpointing", "extensions.local_tier",
+    "extensions.other_weights", "extensions.save_schedule", "extensions.huggingface", "extensions.tokenizers",
+    "extensions.optimizers", "extensions.mup", "extensions.lora", "extensions.moving_average",
+    "extensions.batch_rampup", "extensions.length_stages", "extensions.schedules", "extensions.splash",
+    "extensions.fp8", "extensions.fp16", "extensions.manual_precision", "extensions.skip_step", "extensions.spikes",
+    "extensions.report_figures", "extensions.stragglers", "extensions.sharding_report", "extensions.profiler",
+    "extensions.questions", "extensions.preemption", "extensions.clock", "extensions.benchmark", "extensions.history",
+    "extensions.trackers", "extensions.best_checkpoints", "extensions.one_program", "extensions.preflight",
+    "extensions.terminal", "tools.completion", "tools.help",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths
@@ -104,6 +106,11 @@ def train(
     run = TrainingRun(config, engine, trainee, streams, checkpoints, metrics, resumed, account)
     code = train_steps(run, extensions)
     return TrainingResult(config, code, read_metrics(config.run_folder / FILE_NAME) if metrics else [])
+
+
+def starting() -> AbstractContextManager[None]:
+    """Return a context in which process 0 prints a sign of life, and which storage it waits for."""
+    return heartbeat("starting", shown=first_rank(), waiting=lambda: RETRIES.waiting)
 
 
 def main(**flags: str) -> int:

@@ -30,6 +30,8 @@ from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import host_bytes
 from pretraining.checkpoint.store import PendingSave, load
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.async_checkpointing import AsyncCheckpointingConfig
+from pretraining.extensions.async_checkpointing.saves import copied_bytes
 
 BLOCK = 8 << 20
 FACTS = Facts(1, 0, {}, asdict(TrainConfig()), "none", {})
@@ -124,7 +126,9 @@ def waiting(root: Path, parameters: int, repeats: int) -> dict[str, float]:
     state = {name: torch.randn(shape) for name, shape in shapes(parameters).items()}
     waits = {}
     for background in (False, True):
-        checkpoints = Checkpoints(TrainConfig(async_checkpointing=background, keep_last_n_checkpoints=1), root)
+        checkpoints = Checkpoints(
+            AsyncCheckpointingConfig(async_checkpointing=background, keep_last_n_checkpoints=1), root
+        )
         seconds = []
         for step in range(1, repeats + 2):
             seconds.append(timed(partial(checkpoints.save, step, state, FACTS)))
@@ -159,7 +163,7 @@ def streamed(root: Path, parameters: int, workers: int) -> dict[str, float]:
     memory_before = reset_peak()
     pending = PendingSave(root, state, FACTS, Peers(together=False), dtype=None, workers=workers)
     seconds = timed(pending.write)
-    size = pending.host_bytes
+    size = copied_bytes(pending)
     shutil.rmtree(root)
     growth = peak_memory() - memory_before
     return {

@@ -20,7 +20,7 @@ from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pretraining.config.errors import UserError
 from pretraining.config.extension import Extension
@@ -301,11 +301,6 @@ def opened(path: str | Location) -> Iterator[OpenFile]:
         raise UserError(f"{path}: {error.strerror}: check that the data is still there") from error
     with contextlib.closing(file):
         yield file
-
-
-def open_buffered(path: str, buffering: int) -> BinaryIO:
-    """Open a file for reading from its beginning. Raises OSError."""
-    return location(path).open("rb", buffering)
 
 
 # ---- The disk

@@ -81,7 +81,8 @@ def lacks_extension(error: BaseException) -> str | None:
         return str(error)
     unknown = re.match(r"TrainConfig.__init__\(\) got an unexpected keyword argument.*", str(error))
     folder = re.match(r"No module named 'pretraining\.extensions\..*", str(error))
-    return str(error) if unknown or folder else None
+    refused = re.search(r"needs pretraining/extensions/\w+, which is not there", str(error))
+    return str(error) if unknown or folder or refused else None
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def result_without(name: str, arguments: list[str]) -> tuple[bool, str]:
     summary = done.stdout.strip().rpartition("\n")[2].partition(" in ")[0]
     return (
         not has_failed,
-        f"{name:<16}{'failed' if has_failed else 'passed':<8}{time.monotonic() - began:5.0f} s  {summary}",
+        f"{name:<20}{'failed' if has_failed else 'passed':<8}{time.monotonic() - began:5.0f} s  {summary}",
     )
 
 

@@ -135,7 +135,7 @@ MUTANTS = {
         "checkpoint/shards.py", "if digest(header) != expected.header:", "if False:", "checkpoint"
     ),
     "the oldest checkpoint is the newest": Mutant(
-        "checkpoint/folder.py", "in _matches(folder)), reverse=True)", "in _matches(folder)))", "checkpoint"
+        "checkpoint/folder.py", "key=step_of, reverse=True)", "key=step_of)", "checkpoint"
     ),
     "elements are not counted": Mutant(
         "checkpoint/store.py",

@@ -13,19 +13,21 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+pytest.importorskip("pretraining.extensions.held_out")
 pytest.importorskip("pretraining.extensions.questions")
 pytest.importorskip("pretraining.extensions.tokenizers")
 
 from pretraining import TrainConfig, train
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
 from pretraining.data import IGNORED, open_stream
+from pretraining.extensions.checkpoints import read_tensors
+from pretraining.extensions.held_out.figures import HeldOut, held_out_figures
 from pretraining.extensions.questions.choices import Request, request_batch
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.extensions.tokenizers.tokenizer import train as train_tokenizer
 from pretraining.models.llama import BatchInputs, Llama
-from pretraining.monitor.held_out import HeldOut, held_out_figures
 from pretraining.monitor.metrics import read_metrics
 from pretraining.tools.evaluate import Scorer, main
 from pretraining.tools.generate import load_model

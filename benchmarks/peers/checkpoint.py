@@ -37,7 +37,7 @@ from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import load
-from pretraining.config.training import TrainConfig
+from pretraining.extensions.async_checkpointing import AsyncCheckpointingConfig
 
 PROCESSES = 2
 State = dict[str, Any]  # name -> DTensor
@@ -81,7 +81,7 @@ class Ours(Contender):
         self._step = 0
 
     def _open(self, is_async: bool) -> Checkpoints:
-        config = TrainConfig(async_checkpointing=is_async, keep_last_n_checkpoints=1, resume="never")
+        config = AsyncCheckpointingConfig(async_checkpointing=is_async, keep_last_n_checkpoints=1, resume="never")
         return Checkpoints(config, self.folder / str(is_async))
 
     def _save(self, state: State, is_async: bool) -> Checkpoints:

@@ -6,11 +6,8 @@ update: step_100 is the state after 100 updates.
 
 from __future__ import annotations
 
-import socket
 import time
-from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +18,9 @@ from pretraining.checkpoint.files import writing_to
 from pretraining.checkpoint.folder import Place, find_checkpoints, keep_steps, newest_first, sweep
 from pretraining.checkpoint.manifest import Facts
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.restoring import Restoring, Start, check_policy, checkpoint_folder
-from pretraining.checkpoint.store import HostBuffer, LogicalTensors, PendingSave, is_weight
+from pretraining.checkpoint.restoring import Restoring, checkpoint_folder, choose_start
+from pretraining.checkpoint.store import LogicalTensors, PendingSave, is_weight
 from pretraining.config.training import TrainConfig
-from pretraining.host_memory import available_memory
 from pretraining.parallel.engine import Trainee
 from pretraining.storage import FolderLock, Location, store_of
 
@@ -49,9 +45,7 @@ class Checkpoints:
         self.newest: int | None = None  # newest step that is committed, or being written
         self._failures = 0  # saves in a row
         self._base = ""  # Start.digest of the run
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None  # the asynchronous save that was started last
-        self._buffer = HostBuffer()
+        self._background = config.background_saves(self._peers)
         self._peers.lead(lambda: self._claim(log_dir))
         self._places: list[Place] = config.checkpoint_places()
         for place in self._places:
@@ -80,9 +74,7 @@ class Checkpoints:
             self._peers.say(f"{path} has no marker: its save was never finished, and it is ignored")
         local = {path: place for place in self._places for path in place.common()}
         own = newest_first(local, checkpoints.committed)
-        check_policy(self._config, own)
-        start = self._config.start(self.folder) or Start()
-        chosen = start.choose(own, self._peers.lead)
+        start, chosen = choose_start(self._config, self.folder, own, self._peers.lead)
         restoring = Restoring(self._config, self._peers, trainee.state(), start)
         facts = self._continue(restoring, chosen, local) if chosen else start.load(restoring)
         if self._config.checkpoint_interval:
@@ -122,13 +114,14 @@ class Checkpoints:
             return
         saved_state = {name: value for name, value in state.items() if self._is_kept(name)}
         began, place = time.perf_counter(), None if asked or self._config.saves_at(step) else self._place(step)
+        plan = place.plan_save if place else partial(PendingSave, self.folder)
+        dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
         try:
-            pending = self._planned(saved_state, replace(facts, step=step, base=self._base), place)
-            if self._config.async_checkpointing and self._has_room(pending):
-                pending.stage(self._buffer)
-                self._writing = self._writer.submit(self._finish, pending, began, place)
-            else:
-                self._finish(pending, began, place)
+            facts = replace(facts, step=step, base=self._base)
+            pending = plan(saved_state, facts, self._peers, dtype=dtype, workers=workers)
+            finish = partial(self._finish, pending, began, place)
+            if not (self._background and self._background.start(pending, finish)):
+                finish()
         except OSError as error:
             self._failed(error)
         else:
@@ -138,21 +131,6 @@ class Checkpoints:
         if not is_weight(name):
             return self._config.save_optimizer
         return self._config.saves_frozen or self._config.is_trained(name)
-
-    def _planned(self, state: LogicalTensors, facts: Facts, place: Place | None) -> PendingSave:
-        dtype, workers = DTYPES_ON_DISK[self._config.checkpoint_dtype], self._config.ckpt_io_workers
-        plan = place.plan_save if place else partial(PendingSave, self.folder)
-        pending: PendingSave = plan(state, facts, self._peers, dtype=dtype, workers=workers)
-        return pending
-
-    def _has_room(self, pending: PendingSave) -> bool:
-        """Return whether every host has memory for its processes' copies; if not, training waits for the disk."""
-        more = max(pending.host_bytes - self._buffer.size, 0)
-        asked = self._peers.agree(lambda: (socket.gethostname(), more, available_memory()))
-        short = self._peers.lead(lambda: shortage(asked))
-        if short:
-            self._peers.say(f"{short}; this save is not asynchronous")
-        return not short
 
     def _finish(self, pending: PendingSave, began: float, place: Place | None) -> None:
         path = pending.write()
@@ -170,10 +148,9 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the save that was started is committed. Raises SaveFailedError after too many failures."""
-        writing, self._writing = self._writing, None
         try:
-            if writing:
-                writing.result()
+            if self._background:
+                self._background.wait()
         except OSError as error:
             self._failed(error)
 
@@ -195,19 +172,3 @@ class Checkpoints:
             place.release()
         if self._failures:
             raise SaveFailedError(f"the last save to {self.folder} failed")
-
-
-def shortage(asked: list[tuple[str, int, int]]) -> str:
-    """Describe the host whose processes together ask for more than it has; "" if none does.
-
-    asked: (host, bytes asked for, bytes available) of every process.
-    """
-    needed: dict[str, int] = defaultdict(int)
-    free: dict[str, int] = {}
-    for host, size, available in asked:
-        needed[host] += size
-        free[host] = min(available, free.get(host, available))
-    for host, size in needed.items():
-        if size > free[host]:
-            return f"{host} has {free[host] / 1e9:.1f} GB of memory available for copies of {size / 1e9:.1f} GB"
-    return ""

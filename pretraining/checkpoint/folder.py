@@ -5,19 +5,14 @@ A checkpoint is a folder step_N with the marker; everything else is neither coun
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from pretraining.checkpoint.files import read_json
-from pretraining.checkpoint.manifest import Checkpoint, Facts, is_committed, open_checkpoint
+from pretraining.checkpoint.manifest import Checkpoint, Facts, is_committed
 from pretraining.checkpoint.peers import Peers
-from pretraining.config.errors import UserError
-from pretraining.storage import CHECKPOINT_FORMATS, STEP, Location, is_remote, location, store_of
+from pretraining.storage import STEP, Location, store_of
 
 CHECKPOINTS = "checkpoints"  # in a run's folder, unless ckpt_save_path is set
-RUN_CONFIG = "config.json"  # of a run: its effective configuration
-ALLOW_REMOTE = "contact the object storage that the run's configuration names"  # help of the flag
 
 
 class CheckpointList(NamedTuple):
@@ -60,8 +55,9 @@ class Place(Protocol):
 
 def find_checkpoints(folder: Location) -> CheckpointList:
     """Return the checkpoints in `folder`, newest first; none if there is no such folder."""
-    steps = sorted(((int(match[1]), path) for path, match in _matches(folder)), reverse=True)
-    committed = {path: is_committed(path) for _, path in steps}
+    paths = folder.iterdir() if folder.is_dir() else ()
+    steps = [path for path in paths if path.is_dir() and STEP.fullmatch(path.name)]
+    committed = {path: is_committed(path) for path in newest_first(steps)}
     return CheckpointList([p for p in committed if committed[p]], [p for p in committed if not committed[p]])
 
 
@@ -73,13 +69,6 @@ def step_of(path: Location) -> int:
 def newest_first(*lists: Iterable[Location]) -> list[Location]:
     """Return the checkpoints of several folders, the newest first; of the same step, those of the first list."""
     return sorted((path for paths in lists for path in paths), key=step_of, reverse=True)
-
-
-def _matches(folder: Location) -> list[tuple[Location, re.Match[str]]]:
-    if not folder.is_dir():
-        return []
-    named = [(path, STEP.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
-    return [(path, match) for path, match in named if match]
 
 
 def keep_newest(folder: Location, count: int) -> None:
@@ -102,42 +91,3 @@ def sweep(folder: Location) -> None:
     store = store_of(folder)
     for path in store.left_over(folder):
         store.remove_folder(path)
-
-
-def refuse_remote(name: str, value: str, owner: Location) -> None:
-    """Raise UserError if a configuration in `owner`, which may be anyone's, names a path in object storage."""
-    if is_remote(value) and not is_remote(owner):
-        raise UserError(f"{owner}: its configuration has {name}={value}; --allow_remote contacts that storage")
-
-
-def newest_checkpoint(path: Location, allow_remote: bool = True) -> Location:
-    """Return the checkpoint at `path`: a step_N folder itself, or the newest of a run or of a folder of checkpoints.
-
-    A run has its checkpoints where its config.json says, or in `checkpoints`. allow_remote: whether that may be object
-    storage, if `path` is not. Raises UserError if there is none.
-    """
-    if not path.exists():
-        raise UserError(f"{path}: there is no such folder")
-    if is_committed(path):
-        return path
-    folders = [path / CHECKPOINTS, path]
-    if (path / RUN_CONFIG).is_file() and (named := read_json(path / RUN_CONFIG).get("ckpt_save_path")):
-        if not isinstance(named, str):
-            raise UserError(f"{path / RUN_CONFIG}: ckpt_save_path={named} is no path")
-        if not allow_remote:
-            refuse_remote("ckpt_save_path", named, path)
-        folders.insert(0, location(named))
-    for folder in folders:
-        if committed := find_checkpoints(folder).committed:
-            return committed[0]
-    places = ", ".join(map(str, folders))
-    raise UserError(f"{path}: holds no committed checkpoint (a step_N folder with its marker); searched {places}")
-
-
-def open_any_checkpoint(path: Location, allow_remote: bool = True) -> Checkpoint:
-    """Open a folder in a format that an extension reads, a step_N folder, or the newest checkpoint of a run."""
-    for form in CHECKPOINT_FORMATS:
-        if form.recognizes(path):
-            checkpoint: Checkpoint = form.open(path)
-            return checkpoint
-    return open_checkpoint(newest_checkpoint(path, allow_remote))

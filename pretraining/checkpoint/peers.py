@@ -7,7 +7,6 @@ slow disk is waited for, and a host that is gone is noticed as soon as in traini
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,19 +48,12 @@ class Peers:
         self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo") if together else None
         self._beat = min(BEAT, timeout / 4)
         self.rank = dist.get_rank() if together else 0
-        # The first process of this host: ranks of a host follow each other.
-        self.host = self.rank - int(os.environ.get("LOCAL_RANK", "0")) if together else 0
         self.size = dist.get_world_size() if together else 1
 
     @property
     def leads(self) -> bool:
         """Whether this is process 0, which prints and commits."""
         return self.rank == 0
-
-    @property
-    def leads_host(self) -> bool:
-        """Whether this is the first process of its host."""
-        return self.rank == self.host
 
     def say(self, text: str) -> None:
         """Print a line, once."""
@@ -79,7 +71,9 @@ class Peers:
         outcome, error = self._together(act)
         gathered: list[Any] = [None] * self.size
         dist.gather_object(outcome, gathered if self.leads else None, dst=0, group=self._group)
-        _raise(error, self._broadcast(_first_failure(gathered) if self.leads else None))
+        failure = [_first_failure(gathered) if self.leads else None]
+        dist.broadcast_object_list(failure, src=0, group=self._group)
+        _raise(error, failure[0])
         return gathered if self.leads else []
 
     def each(self, act: Callable[[], T]) -> T:
@@ -127,11 +121,6 @@ class Peers:
                 return
             if ended_at is not None and time.monotonic() > ended_at + SLOWEST:
                 raise RuntimeError(f"gloo: {int(running)} processes read or write since {SLOWEST / 60:.0f} minutes")
-
-    def _broadcast(self, value: Any) -> Any:
-        boxed = [value]
-        dist.broadcast_object_list(boxed, src=0, group=self._group)
-        return boxed[0]
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | Failure, Exception | None]:

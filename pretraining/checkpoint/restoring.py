@@ -14,8 +14,8 @@ from typing import Any
 
 from pretraining.checkpoint.compatibility import Change, check_resume, describe_rate_change
 from pretraining.checkpoint.files import UnreadableError
-from pretraining.checkpoint.folder import CHECKPOINTS, Place, find_checkpoints, newest_first, open_any_checkpoint
-from pretraining.checkpoint.manifest import Checkpoint, Facts
+from pretraining.checkpoint.folder import CHECKPOINTS, Place, find_checkpoints, newest_first
+from pretraining.checkpoint.manifest import Checkpoint, Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import is_weight, load
 from pretraining.config.errors import UserError
@@ -34,13 +34,11 @@ def check_starting_point(config: TrainConfig, log_dir: Path, shapes: Mapping[str
     folder = checkpoint_folder(config, log_dir)
     local = [path for place in config.checkpoint_places() for path in place.committed()]
     own = newest_first(local, find_checkpoints(folder).committed)
-    check_policy(config, own)
-    start = config.start(folder) or Start()
-    checkpoints = start.choose(own, lambda act: act())
+    start, checkpoints = choose_start(config, folder, own, lambda act: act())
     start.check(checkpoints, shapes)
     for path in checkpoints:
         try:
-            checkpoint = open_any_checkpoint(path)
+            checkpoint = open_checkpoint(path)
         except UnreadableError:
             if config.resume == "must" and path not in local:
                 raise
@@ -90,12 +88,19 @@ def checkpoint_folder(config: TrainConfig, log_dir: Path) -> Location:
     return location(config.ckpt_save_path or log_dir / CHECKPOINTS)
 
 
-def check_policy(config: TrainConfig, own: list[Location]) -> None:
-    """Raise UserError where `resume` forbids that the run has checkpoints of its own, or has none."""
+def choose_start(
+    config: TrainConfig, folder: Location, own: list[Location], lead: Callable[[Callable[[], Any]], Any]
+) -> tuple[Start, list[Location]]:
+    """Return how a run with the checkpoints `own` in `folder` starts, and those to continue from: see Start.choose.
+
+    Raises UserError where `resume` forbids that the run has checkpoints of its own, or has none.
+    """
     if own and config.resume == "never":
         raise UserError(f"--resume=never, but {own[0]} exists; remove it, or set another --run_name")
     if not own and config.resume == "must":
         raise UserError("--resume=must, but there is no committed checkpoint; check --ckpt_save_path and --log_dir")
+    start: Start = config.start(folder) or Start()
+    return start, start.choose(own, lead)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class Restoring:
         self.start.load_frozen(self)
         for number, path in enumerate(paths):
             try:
-                checkpoint = self.opened(path)
+                checkpoint = self.peers.each(partial(open_checkpoint, path))  # all agree whether it can be read
                 noted = check_resume(checkpoint.facts.config, self.config)
                 noted += self.start.changes(checkpoint.facts.config)
                 restart = self.lacks_moments(checkpoint)
@@ -149,10 +154,6 @@ class Restoring:
             return [name for name in names if name in checkpoint.manifest.tensors]
         # A run that was trained in another precision so far has no loss scale: it starts with the first one.
         return [name for name in names if name not in OPTIONAL or name in checkpoint.manifest.tensors]
-
-    def opened(self, path: Location) -> Checkpoint:
-        """Open a checkpoint in every process, so that all agree whether it can be read."""
-        return self.peers.each(lambda: open_any_checkpoint(path))
 
     def lacks_moments(self, checkpoint: Checkpoint) -> bool:
         """Return whether a checkpoint has weights alone, and print it."""

@@ -32,7 +32,6 @@ from pretraining.checkpoint.manifest import (
     Entry,
     Facts,
     Manifest,
-    open_checkpoint,
     write_commit,
 )
 from pretraining.checkpoint.peers import Peers
@@ -56,7 +55,7 @@ class HoldsHostCopy(Protocol):
 
 
 class PendingSave:
-    """A planned save. Its tensors are read when it is written, or before, when it is staged."""
+    """A planned save. Its tensors are read when it is written, or before, where `fetch` is replaced."""
 
     def __init__(
         self,
@@ -78,26 +77,8 @@ class PendingSave:
         self._names = {name for _, names in local_plans for name in names}
         items = planner.finish_plan(self.divide(planner, [plan for plan, _ in local_plans])).items
         self._files = plan_files(items, peers.rank, dtype)
-        self._fetch: Callable[[WriteItem], Tensor] = LiveTensors(planner, state, items)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that `stage` takes in this process."""
-        return sum(_aligned(chunk.size) for file in self._files for chunk in file.chunks)
-
-    def stage(self, buffer: HostBuffer) -> None:
-        """Copy this process's chunks into `buffer`; afterwards the tensors may change."""
-        memory, start, copies = buffer.take(self.host_bytes), 0, {}
-        for chunk in (chunk for file in self._files for chunk in file.chunks):
-            tensor = self._fetch(chunk.item)
-            copy = memory[start : start + chunk.size].view(chunk.dtype).view(tensor.shape)
-            copies[chunk.item.index] = copy.copy_(tensor)  # waits for the device: the copy is pageable memory
-            start += _aligned(chunk.size)
-        self.fetch_from(lambda item: copies[item.index])
-
-    def fetch_from(self, read: Callable[[WriteItem], Tensor]) -> None:
-        """Take the tensors from `read` when they are written; those of the state are then only descriptions."""
-        self._fetch = read
+        self.chunks = [chunk for file in self._files for chunk in file.chunks]  # what this process writes
+        self.fetch: Callable[[WriteItem], Tensor] = LiveTensors(planner, state, items)  # returns a chunk's content
 
     def write(self) -> Location:
         """Write, check and commit; return the committed folder `folder`/step_N. Collective.
@@ -106,7 +87,7 @@ class PendingSave:
         """
         try:
             self.lead(self._make_partial)
-            written = self.peers.agree(lambda: write_files(self._partial, self._files, self._fetch, self._workers))
+            written = self.peers.agree(lambda: write_files(self._partial, self._files, self.fetch, self._workers))
             parts = self.collect(written)
             self.lead(lambda: self._commit(parts))
         except Exception:
@@ -151,31 +132,6 @@ class PendingSave:
     def verify(self, manifest: Manifest) -> None:
         """Raise RuntimeError if the folder lacks any of the state."""
         _verify_tensors(self._partial, manifest, self._names)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64  # any dtype may begin there
-
-
-class HostBuffer:
-    """Host memory for copies of a state, kept from one save to the next.
-
-    Copying a gigabyte took 0.09 s into memory that was touched before and 0.33 to 2 s into new memory (2 cores).
-    """
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def size(self) -> int:
-        return self._bytes.numel()
-
-    def take(self, size: int) -> Tensor:
-        """Return at least `size` bytes, with any content."""
-        if size > self.size:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before the next allocation
-            self._bytes = torch.empty(size, dtype=torch.uint8)
-        return self._bytes
 
 
 class LiveTensors:
@@ -255,20 +211,6 @@ def check_fit(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> Non
 def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in entry.pieces]
     return TensorStorageMetadata(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
-
-
-def read_tensors(
-    source: Checkpoint | Location, is_wanted: Callable[[str], bool] = lambda name: True
-) -> dict[str, Tensor]:
-    """Return the unsharded tensors of a checkpoint whose names are wanted, in the dtype they were saved in.
-
-    In one process, without a process group and whatever mesh saved it. Raises UnreadableError if it cannot be trusted.
-    """
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    entries = checkpoint.manifest.tensors.items()
-    state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries if is_wanted(name)}
-    load(checkpoint, state, Peers(together=False))
-    return state
 
 
 def is_weight(name: str) -> bool:

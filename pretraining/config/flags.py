@@ -64,8 +64,8 @@ def _call(
 ) -> int:
     """Hand the flags to `main` through fire; refuse a malformed line together with every mistake in its flags."""
     if line.problems:
-        values = read_values(line.flags, checks, configuration, missing_matters=False)
-        raise ConfigError([*line.problems, *values.problems])
+        _, problems = read_values(line.flags, checks, configuration, missing_matters=False)
+        raise ConfigError([*line.problems, *problems])
     for note in line.notes:
         if first_rank():
             print(f"note: {without_credentials(note)}", file=sys.stderr, flush=True)
@@ -193,13 +193,6 @@ def _likeness(one: str, other: str) -> float:
 # ---- flags to a configuration
 
 
-class Values(NamedTuple):
-    """A configuration and its problems."""
-
-    config: TrainConfig  # has the default of each field that could not be read
-    problems: list[Problem]
-
-
 def config_from_flags(
     flags: Mapping[str, object],
     checks: Iterable[Check],
@@ -212,11 +205,11 @@ def config_from_flags(
     checks: rules across settings. origins: "key=value in FILE" for each field whose value a file gave; problems with
     the field name it. problems: mistakes in those files, reported with all others.
     """
-    values = read_values(flags, checks, configuration)
-    mistakes = [*problems, *(with_origin(problem, origins or {}) for problem in values.problems)]
+    config, wrong = read_values(flags, checks, configuration)
+    mistakes = [*problems, *(with_origin(problem, origins or {}) for problem in wrong)]
     if mistakes:
         raise ConfigError(mistakes)
-    return values.config
+    return config
 
 
 def with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
@@ -230,8 +223,8 @@ def read_values(
     checks: Iterable[Check] = (),
     configuration: type[TrainConfig] = TrainConfig,
     missing_matters: bool = True,
-) -> Values:
-    """Read and validate what can be read.
+) -> tuple[TrainConfig, list[Problem]]:
+    """Read and validate what can be read; a field that cannot has its default. Return the problems too.
 
     After an unknown flag, problems about settings that are not set are left out: the unknown flag may be the missing
     one, misspelt.
@@ -249,4 +242,4 @@ def read_values(
             wrong[name] = Problem(f"--{name}={raw}", str(error))
     missing_matters = missing_matters and wrong.keys() <= settings.keys()
     config = configuration(**values)
-    return Values(config, [*wrong.values(), *problems(config, checks, wrong.keys(), missing_matters)])
+    return config, [*wrong.values(), *problems(config, checks, wrong.keys(), missing_matters)]

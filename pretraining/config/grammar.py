@@ -66,18 +66,6 @@ def parse_steps(text: str) -> list[int]:
     return steps
 
 
-def parse_ranges(text: str) -> list[range]:
-    """Return the ranges of a text such as "0-9,20-29", ends included, which are ascending and do not overlap."""
-    ends = [tuple(map(int, item.split("-"))) for item in comma_separated(text)]
-    if any(len(pair) != 2 for pair in ends):
-        raise ValueError(f"expected FIRST-LAST, got {text}")
-    ranges = [range(first, last + 1) for first, last in ends]
-    borders = [border for some in ranges for border in (some.start, some.stop)]
-    if borders != sorted(set(borders)):
-        raise ValueError(f"expected ascending ranges, got {text}")
-    return ranges
-
-
 def parse_split(text: str) -> list[float]:
     """Return the shares of training, validation and test; a missing one is 0. None of them for a blank text."""
     shares = [float(part) for part in text.replace("/", ",").split(",")] if text.strip() else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import signal
@@ -10,23 +9,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 # Exit codes; a signal's is 128 + its number. configs.md explains them.
 FINISHED, USER_MISTAKE, STOPPED_ITSELF, TIME_IS_UP, TRY_AGAIN = 0, 2, 3, 4, 5
 # What libraries say where malloc, mmap and clone fail.
 _NO_MEMORY = ("allocate memory", "map segment", "start new thread", "bad_alloc", "error return without exception set")
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, in which --name=-- has the value --; Python before 3.13 drops it, and fails."""
-
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if arg_strings != ["--"] or not action.option_strings:
-            return super()._get_values(action, arg_strings)
-        value = self._get_value(action, "--")
-        self._check_value(action, value)
-        return value
 
 
 def exit_with(main: Callable[[], int | None]) -> NoReturn:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pretraining.config.attention import AttentionChoice
+from pretraining.config.batches import GlobalBatches
 from pretraining.config.declaration import (
     Above,
     AtLeast,
@@ -34,7 +35,6 @@ from pretraining.config.grammar import (
     RECOMPUTABLE,
     parse_modules,
     parse_name,
-    parse_ranges,
     parse_selective,
     parse_split,
     parse_steps,
@@ -55,7 +55,6 @@ BLOCKS = Grammar(parse_selective, "k for every k-th block (1, 2, 3, ...), or a s
 MODULES = Grammar(parse_modules, f"some of {', '.join(RECOMPUTABLE)}, comma-separated")
 NAME = Grammar(parse_name, "a name without a slash; --log_dir may be any folder")
 WEIGHTS = Grammar(parse_weights, "a number above 0 for each dataset, comma-separated, such as 2,1,0.5")
-RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
 SPLIT = Grammar(parse_split, "up to three numbers, for train, valid and test, such as 949,50,1")
 STEPS = Grammar(parse_steps, "step numbers from 0, comma-separated, such as 0,100,1000")
 TOKENS = Grammar(parse_steps, "token ids, comma-separated, such as 0,1")
@@ -380,10 +379,6 @@ class TrainConfig:
     """When the bytes of a block of documents are compared with its checksum: at its first read in a run, at every read,
     or never. The checksum is that of meta.json where prepare wrote the shards, otherwise what the index folder has
     recorded at the first read ever, or when pretraining.tools.inspect_data --verify compared whole files before."""
-    skip_samples: Annotated[str, RANGES, Resume.NOTE] = ""
-    """Sequences of the training data that are passed over, FIRST-LAST and comma-separated, as samples_seen of
-    metrics.jsonl counts them; they count there. A global batch that would have one of them begins after it. See
-    "Loss spikes". Empty: none."""
     num_workers: Annotated[int, AtLeast(1, below=4096), Resume.FREE, PER_HOST] = 1
     """Threads that read batches ahead. The order of the data does not depend on it. Elsewhere:
     dataloader_num_workers."""
@@ -404,8 +399,6 @@ class TrainConfig:
     val_steps: Annotated[int, AtLeast(0, special=-1), COMMON] = 0
     """Global batches per validation, required by val_interval; at most one pass over the validation data. -1: all of
     them. Elsewhere: eval_iters, limit_val_batches."""
-    val_sanity_steps: Annotated[int, AtLeast(0, special=-1), Needs("val_interval")] = 0
-    """Global batches of a validation before the first step, reported as step 0. 0: none; -1: as many as val_steps."""
     drop_last_val: bool = True
     """True: skip what remains of the validation or test data after the last full global batch. False: read it in a
     batch whose other rows do not count."""
@@ -437,17 +430,6 @@ class TrainConfig:
     """"auto": continue from the newest checkpoint in ckpt_save_path if there is one, or from the previous one if the
     newest is corrupt; "must": it is an error if there is none or the newest is corrupt; "never": it is an error if
     there is one."""
-    load_weights_only: Annotated[bool, Needs("ckpt_load_path"), Resume.FREE] = False
-    """Load only the weights from ckpt_load_path and start with a new optimizer state."""
-    load_step: Annotated[bool, Needs("ckpt_load_path"), Resume.FREE] = False
-    """Continue from the checkpoint in ckpt_load_path as if it were this run's own: at its step, with its optimizer
-    state, and with the data that follow it. Settings that a run cannot change are then refused. One at step 0, such as
-    converted or Hugging Face's weights, is loaded as without this; so is any with load_weights_only. False: start at
-    step 0. Elsewhere: resuming_dataset."""
-    strict_load: Annotated[bool, Resume.FREE] = True
-    """True: the tensors in ckpt_load_path must be exactly those of the model, and its norm_eps and rotary settings
-    those of this run; adapters continue only on the weights that they were trained on. False: load the tensors that
-    both have, and print the differences."""
     override_lr_on_resume: Annotated[bool, Resume.FREE] = False
     """Continue with another learning rate schedule than the checkpoint was trained with, which is otherwise an
     error."""
@@ -456,9 +438,6 @@ class TrainConfig:
     checkpoint_dtype: Annotated[Literal["auto", "fp32", "bf16"], Resume.FREE] = "auto"
     """Floating-point dtype on disk: "auto" (as in memory), "fp32" or "bf16". With bf16, a resumed run is not bitwise
     identical to the uninterrupted one."""
-    async_checkpointing: Annotated[bool, Resume.FREE] = False
-    """Training waits only until its state is copied to host memory; the next save and the end of the run wait for the
-    disk. Needs as much free host memory as this host's part of a checkpoint. Elsewhere: async_save, async_mode."""
     ckpt_io_workers: Annotated[int, AtLeast(1, below=4096), Resume.FREE, PER_HOST] = 8
     """Threads per process that hash and write, or read and verify, a checkpoint. The files do not depend on it."""
     ckpt_max_failures: Annotated[int, AtLeast(1), Resume.FREE] = 3
@@ -477,10 +456,6 @@ class TrainConfig:
     always reported. Elsewhere: logging_steps, log_interval, log_freq, log_every_n_steps."""
     log_grad_norm: Annotated[bool, Resume.FREE] = True
     """Report the norm of the gradients before clipping. It costs nothing, because clipping needs it."""
-    step_timeout: Annotated[int, AtLeast(0, below=10**9)] = 0
-    """Seconds after which a process whose step has not ended prints the stacks of its threads, to show where it hangs,
-    and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, which compiles, has ten
-    times as long; saves do not count. 0: never."""
     use_torch_compile: bool | None = None
     """Compile each block (torch engine); the xla engine always compiles. None: on accelerators. On CPUs, True needs a
     C++ compiler and takes some 20 s in the first step; the others then take 0.73 of the time. fms-fsdp's page of
@@ -514,6 +489,12 @@ class TrainConfig:
         """
         assert self.global_batch_size is not None
         return self.global_batch_size * self.seq_length
+
+    @property
+    def sequences_of_run(self) -> int:
+        """Sequences of all num_steps global batches; global_batch_size must be known."""
+        assert self.global_batch_size is not None
+        return self.global_batches(self.global_batch_size).trained(self.num_steps)
 
     def device_kind(self, name: str) -> DeviceKind | None:
         """Return the kind of a device that its runtime calls `name`, whose peak MFU is a share of; None: unknown."""
@@ -644,10 +625,9 @@ class TrainConfig:
 
     # Batches that an extension changes in the course of a run: it overrides these methods.
 
-    def rows_at(self, largest: int, sequence: int) -> tuple[int, int | None]:
-        """Return the sequences of a global batch that begins at `sequence`, and the sequence from which on there are
-        more, up to `largest`; None: always as many."""
-        return largest, None
+    def global_batches(self, rows: int, consumed: int = 0) -> GlobalBatches:
+        """Return the global batches of training, the largest of `rows` sequences, after `consumed` ones."""
+        return GlobalBatches(rows, consumed)
 
     def batch_problems(self, largest: int, factor: int) -> Iterable[Problem]:
         """Return why global batches cannot grow to `largest` in multiples of `factor`, a valid global batch.
@@ -773,13 +753,6 @@ class TrainConfig:
             raise UserError(f"a checkpoint without the frozen weights {remedy}")
         return None
 
-    def check_trained(self, checkpoint: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UserError unless a checkpoint's weights are exactly those that this run trains, with their shapes."""
-
-    def open_added(self) -> Any:
-        """Return the checkpoint of weights that a new run loads after ckpt_load_path's; None: there is none."""
-        return None
-
     def begin_mixture(
         self, previous: Mapping[str, Any], order: dict[str, Any], mixture: Any, changes: list[str]
     ) -> dict[str, Any] | None:
@@ -789,11 +762,23 @@ class TrainConfig:
         """
         return None
 
+    def held_out_splits(self) -> list[str]:
+        """Return the splits that the run evaluates, "valid" and "test". Raises UserError if no extension does so."""
+        name = "val_interval" if self.val_interval else "test_steps"
+        if value := getattr(self, name):
+            raise UserError(f"--{name}={value}: needs pretraining/extensions/held_out, which is not there")
+        return []
+
     def text_bytes(self, special: Collection[int]) -> Any:
         """Return what counts the bytes of text that tokens stand for (data.stream.TextBytes); None: they are not known.
 
         special: ids that stand for no text. Raises UserError.
         """
+        return None
+
+    def background_saves(self, peers: Any) -> Any:
+        """Return what writes checkpoints while training goes on, which extensions/async_checkpointing describes; None:
+        training waits for them. peers: a checkpoint.peers.Peers."""
         return None
 
     def checkpoint_places(self) -> list[Any]:

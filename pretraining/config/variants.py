@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from pretraining.config.errors import UnknownValueError
@@ -18,12 +17,6 @@ if TYPE_CHECKING:
     from pretraining.config.training import TrainConfig
 
 
-# Matrices of a block by their path in it; mlp.gate_proj with a gated activation only
-PROJECTIONS = (
-    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-)
-HIDDEN_MATRICES = "model.layers.*_proj.weight"  # map hidden states to hidden states
 GATED = ("swiglu", "geglu", "geglu_tanh", "reglu")  # activations with a gate
 
 
@@ -110,11 +103,6 @@ def padded_vocabulary(config: TrainConfig) -> int:
     tensor_parallel_size (Megatron's rule)."""
     multiple = config.make_vocab_size_divisible_by * config.tensor_parallel_size
     return math.ceil(model_shape(config).vocab_size / multiple) * multiple
-
-
-def is_hidden_matrix(name: str) -> bool:
-    """Return whether the parameter of this name is one of HIDDEN_MATRICES, the projections of the blocks."""
-    return fnmatchcase(name, HIDDEN_MATRICES)
 
 
 CUSTOM = "custom"

@@ -6,7 +6,6 @@ function of its step, so threads share one stream and need no state of their own
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from pretraining.data.stream import Batch, Stream
@@ -29,14 +28,11 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="data")
         self._futures: dict[int, Future[BatchGroup]] = {}  # first step of a group -> the group
         self._first, self._ready = 0, BatchGroup()
-        self.wait_seconds = 0.0  # spent in `batch` so far
 
     def batch(self, step: int) -> Batch:
-        began = time.perf_counter()
         if not self._first <= step < self._first + len(self._ready):
             self._next_group(step)
         batch = self._ready[step - self._first]
-        self.wait_seconds += time.perf_counter() - began
         if isinstance(batch, Exception):
             raise batch
         return batch

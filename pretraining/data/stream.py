@@ -8,15 +8,13 @@ asked for; the state is the number of sequences consumed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from pretraining.config.batches import GlobalBatches, global_batches
+from pretraining.config.batches import GlobalBatches
 from pretraining.config.errors import ConfigError, UserError
-from pretraining.config.grammar import parse_ranges
 from pretraining.config.training import TrainConfig
 from pretraining.data.corpus import BlockCache, Corpus, DocumentOrder
 from pretraining.data.datasets import (
@@ -435,11 +433,6 @@ def open_stream(
     )
 
 
-def splits_of(config: TrainConfig) -> list[str]:
-    """Return the splits that a run reads, "train" first."""
-    return ["train", *(["valid"] if config.val_interval else []), *(["test"] if config.test_steps else [])]
-
-
 def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> dict[str, str]:
     """Return the fingerprint of every dataset by "SPLIT data NAME".
 
@@ -448,7 +441,7 @@ def check_data(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> dict[s
     if config.tokenizer_path and not config.use_dummy_dataset:  # checkpoints record it, also where training reads none
         check_tokenizer(config.tokenizer_path)
     fingerprints: dict[str, str] = {}
-    for split in splits_of(config):
+    for split in ("train", *config.held_out_splits()):
         stream = open_stream(config, split=split, own=own.get(split))
         mixture = stream.state(0)["mixture"]
         fingerprints |= {f"{split} data {name}": entry["fingerprint"] for name, entry in mixture.items()}
@@ -471,10 +464,8 @@ def _slice(config: TrainConfig, rank: int, world_size: int) -> RankSlice:
 
 def _batches(config: TrainConfig, split: str, rank_slice: RankSlice, state: dict[str, Any]) -> GlobalBatches:
     """Return the global batches from a state on; those of validation and test neither grow nor pass anything over."""
-    rows, consumed = rank_slice.global_rows, int(state["sequences"])
-    if split != "train":
-        return GlobalBatches(lambda sequence: (rows, None), consumed=consumed)
-    return GlobalBatches(partial(config.rows_at, rows), parse_ranges(config.skip_samples), consumed)
+    batches = config.global_batches if split == "train" else GlobalBatches
+    return batches(rank_slice.global_rows, int(state["sequences"]))
 
 
 def _open_endless(
@@ -578,8 +569,7 @@ def _facts(
 
     "epochs": passes over the dataset in num_steps steps; None outside of training and without a global batch size.
     """
-    known = config.global_batch_size and length
-    planned = global_batches(config).trained(config.num_steps) * length if known else None
+    planned = config.sequences_of_run * length if config.global_batch_size and length else None
     return [
         {
             "name": dataset.name,

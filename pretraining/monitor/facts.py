@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pretraining.config.batches import tokens_of_run
 from pretraining.config.devices import DeviceKind
 from pretraining.config.errors import counted
 from pretraining.config.training import TrainConfig
@@ -72,7 +71,7 @@ def _batch(config: TrainConfig) -> str:
     tokens = config.tokens_per_step
     rows = f"{counted(config.global_batch_size, 'sequence')} of {config.seq_length}"
     split = describe_micro_batches(config.gradient_accumulation_steps, config.batch_size)
-    total = f"{amount(tokens_of_run(config))} tokens in {counted(config.num_steps, 'step')}"
+    total = f"{amount(config.sequences_of_run * config.seq_length)} tokens in {counted(config.num_steps, 'step')}"
     return f"{tokens:,} tokens/step = {rows} ({split}){config.batch_changes}; {total}"
 
 

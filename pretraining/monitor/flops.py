@@ -38,25 +38,20 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> FlopsPerToken:
 class Meter:
     """Throughput and MFU of a step from its time."""
 
-    tokens_per_step: int  # of the global batch, of the largest where they grow
+    tokens_per_step: float
     devices: int
     flops: FlopsPerToken
     kind: DeviceKind | None  # None: its peak is unknown, so there is no MFU
 
-    def speed(
-        self, step_time: float, tokens_per_step: float | None = None, flops: FlopsPerToken | None = None
-    ) -> dict[str, float | None]:
-        """Return the timing keys of metrics.jsonl for a step of `step_time` seconds, above 0. MFUs are shares of 1.
-
-        tokens_per_step, flops: of the steps that were timed, where global batches or rows grow.
-        """
-        tokens, flops = (tokens_per_step or self.tokens_per_step) / step_time, flops or self.flops
+    def speed(self, step_time: float) -> dict[str, float | None]:
+        """Return the timing keys of metrics.jsonl for a step of `step_time` seconds, above 0. MFUs are shares of 1."""
+        tokens = self.tokens_per_step / step_time
         return {
             "step_time": step_time,
             "tokens_per_second": tokens,
             "tokens_per_second_per_device": tokens / self.devices,
-            "mfu": self._utilisation(tokens, flops.full),
-            "mfu_causal": self._utilisation(tokens, flops.causal),
+            "mfu": self._utilisation(tokens, self.flops.full),
+            "mfu_causal": self._utilisation(tokens, self.flops.causal),
         }
 
     def _utilisation(self, tokens_per_second: float, flops_per_token: int) -> float | None:

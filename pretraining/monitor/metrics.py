@@ -51,10 +51,6 @@ class Metrics:
         """Return all records of the file, oldest first."""
         return read_metrics(self._path)
 
-    def has_test(self, step: int) -> bool:
-        """Return whether the file has the test result of this step."""
-        return any("test_loss" in line and line["step"] == step for line in self.records())
-
     def close(self) -> None:
         """Close the file. Raises UserError."""
         with self.named():

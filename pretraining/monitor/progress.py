@@ -39,17 +39,6 @@ def progress_line(record: Mapping[str, Any], num_steps: int, steps_left: float |
     )
 
 
-def evaluation_line(record: Mapping[str, Any], num_steps: int) -> str:
-    """Return step, percent and the losses on held-out data, "val_loss" or "test_loss", with bits per byte if known."""
-    name, kind = ("val", "validation") if "val_loss" in record else ("test", "test")
-    parts = [f"{position(record['step'], num_steps)}  {kind} loss {format_number(record[f'{name}_loss'], 7, 4)}"]
-    if f"{name}_bits_per_byte" in record:
-        parts.append(f"{format_number(record[f'{name}_bits_per_byte'], 6, 4)} bits/byte")
-    of_dataset = f"{name}_loss/"
-    losses = {key.removeprefix(of_dataset): loss for key, loss in record.items() if key.startswith(of_dataset)}
-    return "  ".join([*parts, *(f"{dataset} {format_number(loss, 7, 4)}" for dataset, loss in losses.items())])
-
-
 def position(step: int, num_steps: int) -> str:
     """Return "step 20/100  20.0%"."""
     share = math.floor(1000 * step / num_steps) / 10  # rounded down: only the last step is 100 %

@@ -68,15 +68,11 @@ def build_optimizer(config: TrainConfig, named_parameters: Iterable[tuple[str, T
         if weight.requires_grad:
             decay = (chosen.weight_decay or 0.0) if config.norm_weight_decay or decays(name) else 0.0
             ndim = weight.dim() - is_stacked(name)
-            rule = _update_rule(config, name)
+            rule: UpdateRule | None = config.update_rule(name)
+            rule = rule or Adam(**chosen.arguments, decoupled=config.optimizer == "adamw")
             scale = config.rate_scale(name)
             parameters.append(ParameterState(name, weight, rule, decay, ndim, scale, config.followers()))
     return Optimizer(parameters)
-
-
-def _update_rule(config: TrainConfig, name: str) -> UpdateRule:
-    rule: UpdateRule | None = config.update_rule(name)
-    return rule or Adam(**config.hyperparameters.arguments, decoupled=config.optimizer == "adamw")
 
 
 def decays(name: str) -> bool:

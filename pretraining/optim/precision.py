@@ -33,11 +33,6 @@ class Precision(NamedTuple):
         """Whether the model runs on a rounded copy of its parameters."""
         return self.stochastic_rounding and self.parameters == FP32
 
-    @property
-    def is_optimizer_fp32(self) -> bool:
-        """Whether parameters, gradients and optimizer state are all fp32."""
-        return self.parameters == self.gradients == self.optimizer_state == FP32
-
 
 MODES = {
     "fp32": Precision(),

@@ -5,7 +5,9 @@ Pure arithmetic on the block index; both engines use the same mask.
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple
 
 from pretraining.config.grammar import parse_modules, parse_selective
@@ -30,20 +32,10 @@ def block_mask(config: TrainConfig, layers: int) -> tuple[bool, ...]:
     choice = parse_selective(config.selective_checkpointing)
     if isinstance(choice, int):
         return tuple(block % choice == 0 for block in range(1, layers + 1))
-    return _centered(choice, layers)
-
-
-def _centered(share: Fraction, layers: int) -> tuple[bool, ...]:
-    """fms-fsdp's spacing: block i (from 1) is selected when i x share reaches 1/2, 3/2, 5/2, ... (1/3: F T F F T F).
-
-    Exact fractions, because with floats 15/22 of 11 blocks selects 7 of them instead of 8.
-    """
-    mask, threshold = [], Fraction(1, 2)
-    for block in range(1, layers + 1):
-        is_selected = block * share >= threshold
-        mask.append(is_selected)
-        threshold += is_selected
-    return tuple(mask)
+    # fms-fsdp's spacing: block i (from 1) is selected when i x share reaches 1/2, 3/2, 5/2, ... (1/3: F T F F T F).
+    # Exact fractions, because with floats 15/22 of 11 blocks selects 7 of them instead of 8.
+    selected = [math.floor(block * choice + Fraction(1, 2)) for block in range(layers + 1)]  # up to each block
+    return tuple(before < after for before, after in pairwise(selected))
 
 
 class ScanGroup(NamedTuple):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.extension import Extension, FileFlags, configuration_of
@@ -73,15 +71,6 @@ def check_input(config: TrainConfig, check: Callable[[TrainConfig], None]) -> It
         if error.code != USER_MISTAKE:
             raise
         yield from getattr(error, "problems", [Problem(*str(error).partition(": ")[::2])])  # of a ConfigError
-
-
-def check_folder(subject: str, folder: Path) -> None:
-    """Raise UserError if this process cannot write to `folder`, or cannot create it."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir():
-        raise UserError(f"{subject}: {there} is not a folder; give another one")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{subject}: {there} cannot be written; change its permissions, or give another folder")
 
 
 def report_of(extensions: Sequence[Extension]) -> Callable[[UserError], None]:

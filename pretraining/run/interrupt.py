@@ -52,6 +52,19 @@ class Clock:
         return False, False
 
 
+class Watchdog:
+    """Ends a process whose step lasts too long: this one never does. An extension sets another."""
+
+    def expect(self, first: bool = False) -> None:
+        """Begin a step, or a batch of an evaluation. first: it compiles."""
+
+    def rest(self) -> None:
+        """Expect nothing until the next step: saves have limits of their own."""
+
+    def close(self) -> None:
+        """Stop watching."""
+
+
 class Interrupt:
     """Tells the loop to save and exit after a signal or by the clock; a second signal exits at once.
 

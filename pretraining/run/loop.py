@@ -1,7 +1,7 @@
 """The training loop: steps, reports, saves, and an orderly end whatever happens.
 
 Knows no mesh and no device. Steps are counted after the update, from 1. What happens beside the steps is a watcher
-(training_run.py): validation, and what extensions add.
+(config/extension.py) that an extension adds, such as validation.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from pretraining.checkpoint.checkpoints import SaveFailedError
 from pretraining.config.errors import UserError, counted
@@ -28,14 +25,12 @@ from pretraining.monitor.account import account_line, totals
 from pretraining.optim.schedule import learning_rate
 from pretraining.parallel.engine import Batch, LostPeerError, StepResult, raise_lost_peer_error
 from pretraining.run.interrupt import NoRendezvousError
-from pretraining.run.reports import Reports, begins_rows
+from pretraining.run.reports import Reports, begins_rows, gather_from_processes
 from pretraining.run.training_run import TrainingRun
-from pretraining.run.validation import Validation
 
 
 def train_steps(run: TrainingRun, extensions: Sequence[Extension] = ()) -> int:
     """Train from run.start_step to config.num_steps, close the engine and return the exit code."""
-    run.watchers.append(Validation(run))
     batches, reports = Prefetcher(run.stream, run.config.num_workers), Reports(run)
     code = STOPPED_ITSELF
     try:
@@ -129,9 +124,7 @@ def _run_steps(run: TrainingRun, batches: Prefetcher, reports: Reports) -> int:
 def _check_watchers(run: TrainingRun) -> None:
     """Assert that all processes have the same watchers: one with another number would wait for the others for ever."""
     names = [type(watcher).__name__ for watcher in run.watchers]
-    others: list[Any] = [names] * run.engine.process_count
-    if run.engine.process_count > 1:
-        dist.all_gather_object(others, names)
+    others = gather_from_processes(run.engine, names)
     assert all(other == names for other in others), f"the processes have different watchers: {others}"
 
 

@@ -47,11 +47,9 @@ class Reports:
     """What the loop remembers between two reports: their time."""
 
     def __init__(self, run: TrainingRun) -> None:
-        config, engine = run.config, run.engine
         self._run = run
         self.watch = Stopwatch(run.start_step)
-        flops = flops_per_token(model_shape(config), config.seq_length)
-        self._meter = Meter(config.tokens_per_step, engine.mesh.size, flops, config.device_kind(engine.device_name))
+        self._kind = run.config.device_kind(run.engine.device_name)
         self._waited = 0.0  # seconds for data up to the last report
 
     def write(self, step: int, figures: dict[str, float], rate: float, batch: Batch) -> None:
@@ -71,7 +69,7 @@ class Reports:
         run, config, engine, step_time = self._run, self._run.config, self._run.engine, self.watch.lap(step)
         before = self.watch.step
         tokens = (run.tokens_seen(step) - run.tokens_seen(before)) / (step - before)  # per step, in the mean
-        length = config.row_length(step)
+        flops = flops_per_token(model_shape(config), config.row_length(step))
         return {
             "step": step,
             "loss": figures["loss"],
@@ -82,7 +80,7 @@ class Reports:
             "samples_seen": run.stream.state(step - run.start_step)["sequences"],
             "consumed": run.stream.consumed(step - run.start_step),
             "step_time": step_time,
-            **self._meter.speed(step_time, tokens, flops_per_token(model_shape(config), length)),
+            **Meter(tokens, engine.mesh.size, flops, self._kind).speed(step_time),
             "samples_per_second": tokens / config.seq_length / step_time,
             "memory_bytes": engine.memory_bytes(),
             "compilations": engine.compilations(),
@@ -114,9 +112,13 @@ def data_hash(batch: Batch, engine: Engine) -> str:
 
 def gather_from_data_ranks(engine: Engine, value: Any) -> list[Any]:
     """Return the values of all data-parallel ranks, in their order."""
-    if engine.process_count == 1:
-        return [value]
-    gathered: list[Any] = [None] * engine.process_count
-    dist.all_gather_object(gathered, (engine.data_rank, value))
-    by_rank = dict(gathered)
+    by_rank = dict(gather_from_processes(engine, (engine.data_rank, value)))
     return [by_rank[rank] for rank in range(engine.data_size)]
+
+
+def gather_from_processes(engine: Engine, value: Any) -> list[Any]:
+    """Return the values of all processes, in their order."""
+    gathered = [value] * engine.process_count
+    if engine.process_count > 1:
+        dist.all_gather_object(gathered, value)
+    return gathered

@@ -21,7 +21,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.extension import Extension
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
-from pretraining.data.stream import NO_ROWS, Rows, Stream, check_data, open_stream, splits_of
+from pretraining.data.stream import NO_ROWS, Rows, Stream, check_data, open_stream
 from pretraining.models.init import VOCABULARIES, on_meta
 from pretraining.monitor.account import Account
 from pretraining.monitor.facts import data_lines, describe, placed_line
@@ -80,7 +80,7 @@ def open_streams(
     if last_step is not None and last_step < config.num_steps:
         config = replace(config, num_steps=last_step)
         train = open_stream(config, *ranks, state=state)
-    splits = (split for split in splits_of(config) if split != "train")
+    splits = config.held_out_splits()
     held_out = {split: open_stream(config, *ranks, split, own=own.get(split)) for split in splits}
     return config, {"train": train, **held_out}
 

@@ -16,8 +16,7 @@ from pretraining.monitor.account import Account
 from pretraining.monitor.metrics import Metrics
 from pretraining.monitor.progress import heartbeat
 from pretraining.parallel.engine import Engine, Trainee
-from pretraining.run.interrupt import Interrupt
-from pretraining.run.supervision import Watchdog
+from pretraining.run.interrupt import Interrupt, Watchdog
 
 
 @dataclass
@@ -33,14 +32,13 @@ class TrainingRun:
     resumed: Facts | None  # of the checkpoint that this run continues from
     account: Account  # of this process's time
     watchers: list[Watcher] = field(default_factory=list)
+    watchdog: Watchdog = field(default_factory=Watchdog)
     interrupt: Interrupt = field(init=False)  # SIGTERM, SIGINT, notices and the clock
-    watchdog: Watchdog = field(init=False)
     step: int = field(init=False)  # updates done
 
     def __post_init__(self) -> None:
-        config, self.step = self.config, self.start_step
-        self.interrupt = Interrupt(self.engine.process_count, config.collective_timeout)
-        self.watchdog = Watchdog(config.step_timeout)
+        self.step = self.start_step
+        self.interrupt = Interrupt(self.engine.process_count, self.config.collective_timeout)
 
     @property
     def start_step(self) -> int:

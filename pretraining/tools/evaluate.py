@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from main_training import CONFIGURATION
-from pretraining.checkpoint.folder import ALLOW_REMOTE
 from pretraining.config.errors import UserError, counted
 from pretraining.config.grammar import comma_separated
-from pretraining.config.script import ArgumentParser, exit_with
+from pretraining.config.script import exit_with
 from pretraining.config.training import SETTINGS
+from pretraining.extensions.checkpoints import ALLOW_REMOTE
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import open_device
 from pretraining.storage import location
+from pretraining.tools.arguments import ArgumentParser
 from pretraining.tools.generate import open_model, positive, sample
 
 if TYPE_CHECKING:

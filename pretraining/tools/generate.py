@@ -22,18 +22,25 @@ from torch import Tensor
 
 from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
-from pretraining.checkpoint.folder import ALLOW_REMOTE, newest_checkpoint, open_any_checkpoint, refuse_remote
 from pretraining.checkpoint.manifest import Checkpoint, open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
 from pretraining.config.errors import UserError
-from pretraining.config.script import ArgumentParser, exit_with
+from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.data.origin import check_origin
 from pretraining.data.state import TOKENIZER
+from pretraining.extensions.checkpoints import (
+    ALLOW_REMOTE,
+    newest_checkpoint,
+    open_any_checkpoint,
+    read_tensors,
+    refuse_remote,
+)
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.storage import location
+from pretraining.tools.arguments import ArgumentParser
 
 if TYPE_CHECKING:
     from pretraining.extensions.tokenizers.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ import numpy as np
 from main_training import CHECKS, CONFIGURATION, configure
 from pretraining.config.errors import UserError, counted
 from pretraining.config.flags import run
-from pretraining.config.script import ArgumentParser, exit_with
+from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.data.corpus import BlockCache, Corpus, DocumentOrder
 from pretraining.data.datasets import SPLITS, Dataset, open_datasets
@@ -30,6 +30,7 @@ from pretraining.data.stores.labels import IGNORED
 from pretraining.data.stores.shard import chunks
 from pretraining.data.stream import open_stream
 from pretraining.storage import size_of, store_of
+from pretraining.tools.arguments import ArgumentParser
 
 _AT_ONCE = 1 << 22  # lengths read together: 16 MB
 _BAR = 40  # characters of the longest bar

@@ -21,18 +21,12 @@ from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretraining.config.errors import UserError
-from pretraining.config.script import (
-    FINISHED,
-    STOPPED_ITSELF,
-    TIME_IS_UP,
-    TRY_AGAIN,
-    ArgumentParser,
-    exit_with,
-)
+from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, TRY_AGAIN, exit_with
 from pretraining.extensions.packages import extra_packages
 from pretraining.monitor.account import ACTIVITIES, goodput, totals
 from pretraining.monitor.figures import amount, duration, percent, size
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
+from pretraining.tools.arguments import ArgumentParser
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure, Scatter

@@ -27,7 +27,8 @@ from safetensors.torch import save_file
 from main_training import CONFIGURATION
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
-from pretraining.checkpoint.store import load, read_tensors
+from pretraining.checkpoint.store import load
+from pretraining.extensions.checkpoints import read_tensors
 from pretraining.extensions.lora.adapter import CONFIG, MODEL, PREFIX, adapter_config
 from pretraining.models.init import build_model
 from pretraining.parallel.select import engine_class

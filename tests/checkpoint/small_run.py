@@ -30,8 +30,8 @@ DIMENSIONS = {
 }
 
 
-def small_config(folder: Path, **fields: Any) -> TrainConfig:
-    """A model of 8 thousand parameters that saves every second step under `folder`."""
+def small_config(folder: Path, **fields: Any) -> Any:
+    """A model of 8 thousand parameters that saves every second step under `folder`; with the settings of extensions."""
     return CONFIGURATION(**{**DIMENSIONS, "num_steps": 8, "checkpoint_interval": 2, "log_dir": str(folder), **fields})
 
 

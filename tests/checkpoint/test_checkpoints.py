@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from main_training import CHECKS
-from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError, shortage
+from pretraining.checkpoint.checkpoints import Checkpoints, SaveFailedError
 from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.manifest import open_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problems
+from pretraining.extensions.checkpoints import read_tensors
 from pretraining.run.start import parameter_shapes
 from pretraining.storage import FolderLock
 from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config, train, train_step
@@ -78,18 +79,6 @@ def test_training_in_the_background_of_a_save_does_not_change_what_is_saved(tmp_
     checkpoints.close()
     saved = read_tensors(tmp_path / "checkpoints" / "step_2")
     assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
-
-
-def test_without_memory_for_the_copy_a_save_is_not_asynchronous(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert shortage([("a", 4, 10), ("b", 9, 10), ("a", 6, 11)]) == ""  # processes of one host share its memory
-    hosts = [("a", 4 << 30, 10 << 30), ("a", 7 << 30, 11 << 30)]
-    assert shortage(hosts) == "a has 10.7 GB of memory available for copies of 11.8 GB"
-    monkeypatch.setattr("pretraining.checkpoint.checkpoints.available_memory", lambda: 1000)
-    run(tmp_path, num_steps=2, async_checkpointing=True)
-    assert "this save is not asynchronous" in capsys.readouterr().out
-    assert steps(tmp_path) == [2]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_until_none_is_left(

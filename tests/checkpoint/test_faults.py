@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from pretraining.checkpoint.files import UnreadableError
-from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
+from pretraining.extensions.checkpoints import open_any_checkpoint, read_tensors
 from tests.checkpoint.test_checkpoints import run, steps
 from tests.processes import run_together
 from tests.selection import needs

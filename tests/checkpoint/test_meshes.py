@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretraining.checkpoint.store import read_tensors
+from pretraining.extensions.checkpoints import read_tensors
 from tests.checkpoint.dtensor_driver import reference
 from tests.processes import ROOT, run_together
 from tests.warm import python

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from pretraining.checkpoint import files
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
-from pretraining.checkpoint.store import is_weight, load, read_tensors
+from pretraining.checkpoint.store import is_weight, load
 from pretraining.config.errors import UserError
+from pretraining.extensions.checkpoints import read_tensors
 from tests.checkpoint.saving import save
 from tests.faults.damage import flip_bit_at
 

@@ -70,7 +70,7 @@ def test_a_number_far_above_any_run_is_refused_as_a_flag_and_in_a_file(setting: 
     values: list[Any] = [2**63 if setting.kind is int else 10**30, 10**30, -(10**30), "9" * 5000, math.inf]
     values += ["1e300", "-1e308", "inf", "-inf", "nan"]
     for value in [*values, 10**9] if setting.resume is Resume.SHAPE else values:
-        (problem, *_) = read_values({"use_dummy_dataset": True, setting.name: value}, CHECKS, CONFIGURATION).problems
+        (problem, *_) = read_values({"use_dummy_dataset": True, setting.name: value}, CHECKS, CONFIGURATION)[1]
         assert problem.subject.startswith(f"--{setting.name}="), problem
         assert len(max(str(ConfigError([problem])).splitlines(), key=len)) < 600
         is_saved = setting.resume in (Resume.SHAPE, Resume.FUNCTION)
@@ -186,14 +186,14 @@ def test_the_batch_sizes_a_message_offers_are_valid(batch: int, total: int, pass
 def test_what_follows_from_a_mistake_is_not_a_second_problem(mistake: dict[str, Any], consequence: Any) -> None:
     given = {"use_dummy_dataset": True, **mistake, **consequence}
     (name,) = mistake
-    assert [problem.subject for problem in read_values(given, CHECKS, CONFIGURATION).problems] == [
+    assert [problem.subject for problem in read_values(given, CHECKS, CONFIGURATION)[1]] == [
         f"--{name}={mistake[name]}"
     ]
 
 
 def test_a_mistake_hides_no_problem_that_does_not_depend_on_it() -> None:
     given = {"use_dummy_dataset": True, "adam_beta1": 2, "min_lr": 1, "sharding_group_size": -1, "engine": "xla"}
-    found = read_values({**given, "cpu_offload": True, "num_kv_heads": 5}, CHECKS, CONFIGURATION).problems
+    found = read_values({**given, "cpu_offload": True, "num_kv_heads": 5}, CHECKS, CONFIGURATION)[1]
     names = [problem.subject.partition("=")[0] for problem in found]
     assert {"--adam_beta1", "--cpu_offload", "--min_lr", "--num_kv_heads", "--sharding_group_size"} == set(names)
 
@@ -212,7 +212,7 @@ def test_a_setting_without_the_one_that_it_needs_is_refused(setting: Setting) ->
     if isinstance(setting.constraint, OneOf):
         value = next(choice for choice in setting.constraint.choices if choice not in ("", setting.default))
     others = {"sharding_strategy": "fsdp", "use_dummy_dataset": True}
-    problems = read_values({**others, setting.name: value}, CHECKS, CONFIGURATION).problems
+    problems = read_values({**others, setting.name: value}, CHECKS, CONFIGURATION)[1]
     assert any(problem.remedy.startswith(f"needs --{setting.needs.name}") for problem in problems)
 
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from main_training import CONFIGURATION
-from pretraining.config.batches import GlobalBatches, global_batches, tokens_of_run
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.data import open_stream
 from pretraining.data.prefetch import Prefetcher
+from pretraining.extensions.batch_rampup.batches import ChangingBatches, RowsAt
 from pretraining.extensions.batch_rampup.settings import BatchRamp
 from pretraining.parallel.mesh import resolve_batch
 from tests.data.corpora import corpus, epoch_tokens, numbered, rows, settings
@@ -44,21 +44,66 @@ def megatron(ramp: BatchRamp, total: int, consumed: int) -> int:
 def test_every_size_is_megatron_s_and_nothing_is_lost_between_steps(case: tuple[BatchRamp, int], steps: int) -> None:
     ramp, total = case
     rows_at, consumed = partial(ramp.rows_at, total), 0
-    batches = GlobalBatches(rows_at)
+    batches = ChangingBatches(rows_at)
     for step in range(steps):
         size = megatron(ramp, total, consumed)
         assert batches.sequences(step) == range(consumed, consumed + size)
         assert batches.steps_before(consumed) == batches.steps_before(consumed + size - 1) == step
         consumed += size
-    continued = GlobalBatches(rows_at, consumed=consumed)
+    continued = ChangingBatches(rows_at, consumed=consumed)
     assert continued.sequences(3) == batches.sequences(steps + 3)
 
 
-def test_the_tokens_of_a_run_are_those_of_its_global_batches() -> None:
-    config = CONFIGURATION(global_batch_size=8, rampup_batch_size="2,2,30", seq_length=10, num_steps=12)
-    sizes = [2] * 5 + [4] * 3 + [6] * 2 + [8] * 2
-    assert [len(global_batches(config).sequences(step)) for step in range(12)] == sizes
-    assert tokens_of_run(config) == sum(sizes) * 10
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({"rampup_batch_size": "2,2,30"}, [2] * 5 + [4] * 3 + [6] * 2 + [8] * 2),
+        ({"skip_samples": "8-11"}, [8] * 12),
+    ],
+)
+def test_the_sequences_of_a_run_are_those_of_its_global_batches(fields: dict[str, Any], sizes: list[int]) -> None:
+    config = CONFIGURATION(**{"global_batch_size": 8, "num_steps": 12, **fields})
+    assert [len(config.global_batches(8).sequences(step)) for step in range(12)] == sizes
+    assert config.sequences_of_run == sum(sizes)
+
+
+def growing(sizes: list[int], border: int) -> RowsAt:
+    """Return batches that have the next of `sizes` after every `border` sequences."""
+
+    def rows_at(sequence: int) -> tuple[int, int | None]:
+        index = min(sequence // border, len(sizes) - 1)
+        return sizes[index], None if index == len(sizes) - 1 else (index + 1) * border
+
+    return rows_at
+
+
+GROWTH = st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True).map(sorted)
+
+
+@given(
+    st.builds(growing, GROWTH, st.integers(1, 300)),
+    st.lists(st.integers(0, 400), max_size=6, unique=True).map(sorted),
+    st.integers(1, 60),
+)
+def test_batches_begin_behind_what_is_passed_over_also_after_a_stop(
+    rows_at: RowsAt, borders: list[int], steps: int
+) -> None:
+    skipped = [range(*pair) for pair in zip(borders[::2], borders[1::2], strict=False)]
+    batches = ChangingBatches(rows_at, skipped)
+    expected: list[range] = []
+    position = 0
+    while len(expected) < steps:
+        batch = range(position, position + rows_at(position)[0])
+        overlaps = [some for some in skipped if {*some} & {*batch}]
+        expected += [] if overlaps else [batch]
+        position = overlaps[0].stop if overlaps else batch.stop
+    taken = [batches.sequences(step) for step in range(steps)]
+    assert taken == expected
+    assert batches.trained(steps) == sum(map(len, taken))
+    for step, batch in enumerate(taken):
+        assert batches.steps_before(batch.stop) == step + 1
+    stopped = ChangingBatches(rows_at, skipped, consumed=batches.sequences(steps // 2).start)
+    assert [stopped.sequences(step) for step in range(steps - steps // 2)] == taken[steps // 2 :]
 
 
 def test_a_growing_global_batch_has_the_sequences_of_a_constant_one_on_any_number_of_ranks(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from pretraining.checkpoint.checkpoints import Checkpoints
 from pretraining.checkpoint.files import UnreadableError
-from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS, model_shape
+from pretraining.extensions.checkpoints import open_any_checkpoint, read_tensors
 from pretraining.extensions.huggingface.description import DIMENSIONS, FAMILIES, ModelDescription
 from pretraining.extensions.huggingface.folder import is_huggingface
 from pretraining.tools.convert.convert import main, to_checkpoint, to_huggingface

@@ -18,5 +18,5 @@ def test_heads_have_the_copies_that_are_asked_for(tensor: int, asked: int, repea
 
 def test_a_wrong_number_of_heads_is_one_problem() -> None:
     given = {"use_dummy_dataset": True, "num_kv_heads": 0, "kv_replication": 3, "tensor_parallel_size": 2}
-    problems = read_values(given, CHECKS, CONFIGURATION).problems
+    problems = read_values(given, CHECKS, CONFIGURATION)[1]
     assert [problem.subject for problem in problems] == ["--num_kv_heads=0"]

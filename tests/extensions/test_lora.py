@@ -14,11 +14,11 @@ pytest.importorskip("pretraining.extensions.huggingface")
 pytest.importorskip("pretraining.extensions.other_weights")
 
 from main_training import CONFIGURATION, configure, train
-from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.restoring import check_starting_point
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
+from pretraining.extensions.checkpoints import open_any_checkpoint
 from pretraining.extensions.lora.adapter import MODEL
 from pretraining.extensions.lora.targets import adapted, is_adapter, lora_scale
 from pretraining.models.init import build_model

@@ -14,11 +14,11 @@ pytest.importorskip("pretraining.extensions.other_weights")
 
 from main_training import CONFIGURATION
 from main_training import train as run_training
-from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
+from pretraining.extensions.checkpoints import open_any_checkpoint, read_tensors
 from pretraining.extensions.lora.targets import is_adapter
 from pretraining.models.llama import Llama
 from pretraining.models.ops import next_token_loss

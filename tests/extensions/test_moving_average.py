@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from main_training import CONFIGURATION
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
+from pretraining.extensions.checkpoints import read_tensors
 from pretraining.models.init import build_model
 from tests.end_to_end.small import FLAGS, finish, train
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pretraining.checkpoint.checkpoints import SaveFailedError
-from pretraining.checkpoint.folder import find_checkpoints, newest_checkpoint
+from pretraining.checkpoint.folder import find_checkpoints
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
+from pretraining.extensions.checkpoints import newest_checkpoint, read_tensors
 from pretraining.extensions.object_storage import objects
 from pretraining.storage import location
 from tests.checkpoint.small_run import small_config, train

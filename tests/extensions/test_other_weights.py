@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("pretraining.extensions.other_weights")
 
 from pretraining.checkpoint.checkpoints import Checkpoints
-from pretraining.checkpoint.folder import newest_checkpoint
 from pretraining.checkpoint.manifest import Facts, open_checkpoint, write_commit
 from pretraining.checkpoint.restoring import check_starting_point
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
 from pretraining.config.errors import ConfigError, UserError
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.checkpoints import newest_checkpoint, read_tensors
 from pretraining.run.start import parameter_shapes
 from pretraining.tools.generate import base_weights
 from tests.checkpoint.small_run import PlainTrainee, open_run, small_config, train

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
+from pretraining.extensions.checkpoints import read_tensors
 from tests.end_to_end.test_reports import CURVE, train
 
 PARTS = ("train_seconds", "validation_seconds", "checkpoint_seconds")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import VARIANTS
-from pretraining.host_memory import available_memory
-from pretraining.monitor.memory import check_memory
+from pretraining.monitor.memory import available_memory, check_memory
 
 GIB = 2**30
 

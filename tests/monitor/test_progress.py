@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretraining.monitor.figures import amount, duration, flop, format_number, percent, size
-from pretraining.monitor.progress import evaluation_line, heartbeat, progress_line
+from pretraining.monitor.progress import heartbeat, progress_line
 from tests.waiting import wait_until
 
 
@@ -39,21 +39,6 @@ def test_the_columns_hold_still_and_nothing_moves_the_cursor(step: int, loss: fl
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_a_loss_that_is_not_finite_reads_nan(value: float | None) -> None:
     assert "loss     nan" in progress_line(record(1, loss=value), 10)
-
-
-@given(st.integers(1, 10**7), st.data())
-def test_only_the_last_step_is_100_percent(num_steps: int, data: st.DataObject) -> None:
-    step = data.draw(st.integers(0, num_steps))
-    line = evaluation_line({"step": step, "val_loss": 1.0}, num_steps)
-    assert ("100.0%" in line) == (step == num_steps)
-
-
-def test_validation_and_test_have_lines_of_their_own_with_bits_per_byte_and_each_dataset() -> None:
-    assert evaluation_line({"step": 80, "val_loss": 3.41}, 160) == "step  80/160  50.0%  validation loss  3.4100"
-    assert evaluation_line({"step": 160, "test_loss": 3.4}, 160) == "step 160/160 100.0%  test loss  3.4000"
-    figures = {"val_loss": 3.41, "val_bits_per_byte": 1.2, "val_loss/web": 3.5, "val_loss/code": 3.3, "val_tokens": 9}
-    line = evaluation_line({"step": 80, **figures}, 160)
-    assert line.endswith("validation loss  3.4100  1.2000 bits/byte  web  3.5000  code  3.3000")
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_nothing_compiles_after_the_first_step_and_depth_adds_no_graph() -> None
 )
 def test_a_saved_run_continues_with_the_losses_of_the_uninterrupted_one(tmp_path: Path, fields: dict[str, Any]) -> None:
     saving = {"num_steps": 8, "checkpoint_interval": 4, "log_dir": str(tmp_path)}
-    config = TrainConfig(**{**TOY, **SIZES, "sharding_strategy": "fsdp", "device": "cuda", **saving, **fields})
+    config = CONFIGURATION(**{**TOY, **SIZES, "sharding_strategy": "fsdp", "device": "cuda", **saving, **fields})
     batch, losses = batch_of(config, documents=False), []
     engine = TorchEngine(config)
     try:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from pretraining.checkpoint.store import read_tensors
+from pretraining.extensions.checkpoints import read_tensors
 from tests.end_to_end.small import reports
 from tests.parallel.launch import ALONE, ROOT, environment, launched
 from tests.parallel.toy import HALFWAY, TOY

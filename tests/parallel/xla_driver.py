@@ -55,7 +55,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
             batch = {name: array[:1].repeat(len(array), axis=0) for name, array in batch.items()}
         kept = poisoned(trainee.model) if step == poison else None
         if kept is not None:
-            trainee.sync(wait=True)
+            trainee.sync()
             before = engine.compilations()  # what poisoning compiled is none of the step's
         read = trainee.train_step(batch, rate).read()
         losses.append(read["loss"])
@@ -64,7 +64,7 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
         compiled.append(engine.compilations() - before)
         if kept is not None:
             restore(trainee.model, kept)
-            trainee.sync(wait=True)
+            trainee.sync()
         before = engine.compilations()
     outcome = {
         "loss": losses,

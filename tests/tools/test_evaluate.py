@@ -21,7 +21,8 @@ pytest.importorskip("pretraining.extensions.tokenizers")
 from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
+from pretraining.extensions.checkpoints import read_tensors
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.extensions.tokenizers.tokenizer import train as train_tokenizer
 from pretraining.models.init import build_model

@@ -20,9 +20,9 @@ pytest.importorskip("pretraining.extensions.tokenizers")
 
 from main_training import CONFIGURATION
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
-from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import UserError
 from pretraining.data.files import file_hash
+from pretraining.extensions.checkpoints import read_tensors
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.models.init import build_model
 from pretraining.models.llama import Block

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from pretraining.checkpoint.store import read_tensors
 from pretraining.config.errors import ConfigError, UserError
+from pretraining.extensions.checkpoints import read_tensors
 from pretraining.models.ops import next_token_loss
 from pretraining.tools.library import OwnModel, Training
 from pretraining.tools.library.own_llama import as_llama, unlike_blocks

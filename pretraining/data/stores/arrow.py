@@ -22,7 +22,7 @@ from pretraining.config.errors import UserError
 from pretraining.data.stores import MAGIC
 from pretraining.data.stores.labels import LABELS, LOSS_MASK, POSITIONS
 from pretraining.data.stores.shard import TOKEN_TYPES, ShardContents
-from pretraining.storage import BUFFER, StorageError, is_remote, location, open_buffered, size_of
+from pretraining.storage import BUFFER, StorageError, is_remote, location, size_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -56,7 +56,7 @@ def index_arrow(
     import pyarrow as pa
 
     try:
-        with open_buffered(path, LARGE) as source:
+        with location(path).open("rb", LARGE) as source:
             if source.read(len(MAGIC)) == MAGIC:
                 file = pa.ipc.open_file(source)
                 schema, blocks = file.schema, _blocks(source)
@@ -72,7 +72,7 @@ def index_arrow(
         if not is_remote(path) and mean < LARGE:
             with pa.OSFile(path) as plain:
                 return _read_messages(plain, None, column, path, schema, blocks)
-        with open_buffered(path, BUFFER if mean < BUFFER else LARGE) as source:
+        with location(path).open("rb", BUFFER if mean < BUFFER else LARGE) as source:
             headers = WithoutBodies(source)
             return _read_messages(pa.PythonFile(headers, "r"), headers, column, path, schema, blocks)
     except StorageError:

@@ -1,4 +1,4 @@
-"""A global batch that grows at the beginning of the run."""
+"""A global batch that grows at the beginning of the run, and sequences that the run passes over."""
 
 from pretraining.config.extension import Extension
 from pretraining.extensions.batch_rampup.settings import BatchRampupConfig

@@ -1,17 +1,18 @@
-"""The setting of a growing global batch, and the sizes that follow from it. Depends on neither torch nor devices."""
+"""The settings of global batches that grow or pass sequences over. Depends on neither torch nor devices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, NamedTuple
 
-from pretraining.config.batches import global_batches
-from pretraining.config.declaration import Grammar, Needs
+from pretraining.config.declaration import Grammar, Needs, Resume
 from pretraining.config.errors import Problem
 from pretraining.config.grammar import comma_separated
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import divisors, either, multiples_around, problem
+from pretraining.extensions.batch_rampup.batches import ChangingBatches
 
 
 class BatchRamp(NamedTuple):
@@ -22,7 +23,7 @@ class BatchRamp(NamedTuple):
     sequences: int  # of the run, over which the increments are spread evenly
 
     def rows_at(self, largest: int, sequence: int) -> tuple[int, int | None]:
-        """See TrainConfig.
+        """See batches.RowsAt.
 
         Megatron-LM's `RampupBatchsizeNumMicroBatches`: increments are spread evenly over the ramp's sequences. In whole
         numbers: Megatron divides floats, and where a size begins exactly at a step, rounding may delay it by one.
@@ -42,12 +43,25 @@ def parse_rampup(text: str) -> BatchRamp | None:
     return BatchRamp(*numbers) if numbers else None
 
 
+def parse_ranges(text: str) -> list[range]:
+    """Return the ranges of a text such as "0-9,20-29", ends included, which are ascending and do not overlap."""
+    ends = [tuple(map(int, item.split("-"))) for item in comma_separated(text)]
+    if any(len(pair) != 2 for pair in ends):
+        raise ValueError(f"expected FIRST-LAST, got {text}")
+    ranges = [range(first, last + 1) for first, last in ends]
+    borders = [border for some in ranges for border in (some.start, some.stop)]
+    if borders != sorted(set(borders)):
+        raise ValueError(f"expected ascending ranges, got {text}")
+    return ranges
+
+
 RAMPUP = Grammar(parse_rampup, "start,increment,samples: three whole numbers from 1, such as 16,16,100000")
+RANGES = Grammar(parse_ranges, "ascending ranges FIRST-LAST, comma-separated, such as 512000-575999")
 
 
 @dataclass(frozen=True)
 class BatchRampupConfig(TrainConfig):
-    """A configuration whose global batch may grow."""
+    """A configuration whose global batch may grow, and pass sequences over."""
 
     # ---- Batch and length
     rampup_batch_size: Annotated[str, RAMPUP, Needs("global_batch_size")] = ""
@@ -55,10 +69,17 @@ class BatchRampupConfig(TrainConfig):
     to global_batch_size, evenly over the first `samples` sequences of the run. Every size is a multiple of batch_size x
     ranks. Learning rate and intervals still follow the step. Empty: all global batches have one size."""
 
-    def rows_at(self, largest: int, sequence: int) -> tuple[int, int | None]:
+    # ---- Data
+    skip_samples: Annotated[str, RANGES, Resume.NOTE] = ""
+    """Sequences of the training data that are passed over, FIRST-LAST and comma-separated, as samples_seen of
+    metrics.jsonl counts them; they count there. A global batch that would have one of them begins after it. See
+    "Loss spikes". Empty: none."""
+
+    def global_batches(self, rows: int, consumed: int = 0) -> ChangingBatches:
         """See TrainConfig."""
         ramp = parse_rampup(self.rampup_batch_size)
-        return ramp.rows_at(largest, sequence) if ramp else super().rows_at(largest, sequence)
+        rows_at = partial(ramp.rows_at, rows) if ramp else lambda _: (rows, None)
+        return ChangingBatches(rows_at, parse_ranges(self.skip_samples), consumed)
 
     def batch_problems(self, largest: int, factor: int) -> Iterator[Problem]:
         """See TrainConfig."""
@@ -83,7 +104,8 @@ class BatchRampupConfig(TrainConfig):
     @property
     def batch_changes(self) -> str:
         """See TrainConfig."""
-        sizes = global_batches(self).sizes
+        assert self.global_batch_size is not None
+        sizes = self.global_batches(self.global_batch_size).sizes
         first, last = sizes[0].rows, next(size for size in sizes if size.rows == self.global_batch_size)
         if first == last.rows:
             return super().batch_changes

@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
-from pretraining.checkpoint.checks import without_effect
 from pretraining.config.declaration import AtLeast, Grammar, Needs, Resume
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
 from pretraining.extensions.best_checkpoints.ranking import best_steps, validation_values
+from pretraining.extensions.checks import without_effect
 
 FIGURES = ("val_loss", "val_bits_per_byte")
 EXPECTED = "val_loss or val_bits_per_byte, or one of them for a dataset, such as val_loss/NAME"
@@ -56,13 +56,11 @@ class BestCheckpointsConfig(TrainConfig):
     def validation_values(self) -> dict[int, float]:
         """Return keep_best_metric by step. Raises OSError if metrics.jsonl cannot be read."""
         values = validation_values(self.run_folder, self.keep_best_metric)
-        return {step: value for step, value in values.items() if step or self.validates_at(0)}
+        return {step: value for step, value in values.items() if self.validates_at(step)}
 
     def validates_at(self, step: int) -> bool:
-        """Return whether a run validates after `step` updates on as many batches as at other steps."""
-        if step == 0:
-            return self.val_sanity_steps in (-1, self.val_steps)
-        return step % self.val_interval == 0 or step == self.num_steps
+        """Return whether a run validates after `step` updates. That of step 0 does not count: it may be shorter."""
+        return step > 0 and (step % self.val_interval == 0 or step == self.num_steps)
 
 
 def check_best(config: BestCheckpointsConfig) -> Iterator[Problem]:

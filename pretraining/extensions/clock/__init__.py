@@ -1,4 +1,4 @@
-"""Saves and ends of a run by the clock."""
+"""Saves and ends of a run by the clock, and the end of a process whose step hangs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ if TYPE_CHECKING:
 
 
 def set_clock(run: TrainingRun) -> None:
-    """Give process 0 a clock, on which the others rely. It needs no watcher: the loop reads it after each step."""
+    """Give process 0 a clock, on which the others rely, and every process a watchdog. The loop calls both."""
     config = cast(ClockConfig, run.config)
+    if config.step_timeout:
+        from pretraining.extensions.clock.watchdog import StepWatchdog
+
+        run.watchdog = StepWatchdog(config.step_timeout)
     if run.leads and (config.max_run_seconds or config.checkpoint_seconds):
         from pretraining.extensions.clock.reading import WallClock
 

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from pretraining.checkpoint.checks import without_effect
 from pretraining.config.declaration import AtLeast, Resume
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.checks import without_effect
 
 
 @dataclass(frozen=True)
 class ClockConfig(TrainConfig):
-    """A configuration whose run may save and end by the clock."""
+    """A configuration whose run may save and end by the clock, and whose steps may have a limit."""
 
     # ---- Batch and length
     max_run_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
@@ -28,6 +28,12 @@ class ClockConfig(TrainConfig):
     checkpoint_seconds: Annotated[int, AtLeast(0, below=10**9), Resume.FREE] = 0
     """Seconds between checkpoints, besides those of checkpoint_interval: the first step that ends later than this after
     the last save is saved too. 0: never by the clock."""
+
+    # ---- Logging and profiling
+    step_timeout: Annotated[int, AtLeast(0, below=10**9)] = 0
+    """Seconds after which a process whose step has not ended prints the stacks of its threads, to show where it hangs,
+    and ends with exit code 5, so that scripts/train.sh starts the run again. The first step, which compiles, has ten
+    times as long; saves do not count. 0: never."""
 
 
 def check_interval(config: ClockConfig) -> Iterator[Problem]:

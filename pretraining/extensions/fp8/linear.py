@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pretraining.config.errors import UserError
-from pretraining.config.variants import PROJECTIONS
-from pretraining.models.linear import Linear
+from pretraining.extensions.projections import PROJECTIONS
+from pretraining.models.llama import Linear
 from pretraining.parallel.accelerator import HOST, device_name
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

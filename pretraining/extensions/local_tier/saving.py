@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,9 +22,14 @@ from pretraining.storage import Location
 T = TypeVar("T")
 
 
+def host_of(peers: Peers) -> int:
+    """Return the rank of the first process of this host: ranks of a host follow each other."""
+    return peers.rank - int(os.environ.get("LOCAL_RANK", "0")) if peers.size > 1 else 0
+
+
 def lead_hosts(peers: Peers, act: Callable[[], object]) -> None:
     """Run `act` in the first process of every host. If it fails anywhere it fails everywhere."""
-    peers.agree(lambda: act() if peers.leads_host else None)
+    peers.agree(lambda: act() if peers.rank == host_of(peers) else None)
 
 
 class HostSave(PendingSave):
@@ -31,12 +37,12 @@ class HostSave(PendingSave):
 
     def __init__(self, folder: Location, state: LogicalTensors, facts: Facts, peers: Peers, **options: Any) -> None:
         """See PendingSave."""
-        self._hosts = peers.agree(lambda: peers.host)
+        self._hosts = peers.agree(lambda: host_of(peers))
         super().__init__(folder, state, facts, peers, **options)
 
     @property
     def leads(self) -> bool:
-        return self.peers.leads_host
+        return self.peers.rank == host_of(self.peers)
 
     def lead(self, act: Callable[[], object]) -> None:
         lead_hosts(self.peers, act)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pretraining.checkpoint.checks import without_effect
 from pretraining.config.declaration import AtLeast, Needs, Resume
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.training import PER_HOST, TrainConfig
+from pretraining.extensions.checks import without_effect
 
 
 @dataclass(frozen=True)

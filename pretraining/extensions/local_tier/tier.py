@@ -15,7 +15,7 @@ from pretraining.checkpoint.folder import find_checkpoints, keep_newest, step_of
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.store import LogicalTensors, PendingSave
-from pretraining.extensions.local_tier.saving import HostSave, check_host_has_all, lead_hosts
+from pretraining.extensions.local_tier.saving import HostSave, check_host_has_all, host_of, lead_hosts
 from pretraining.storage import DISK, FolderLock, Location
 
 
@@ -30,7 +30,7 @@ class LocalTier:
     def open(self, peers: Peers) -> None:
         """Lock the folder. Raises UserError if it cannot be written, or another host has the same."""
         self._peers = peers
-        hosts = peers.agree(lambda: peers.host)
+        hosts = peers.agree(lambda: host_of(peers))
         self._save = peers.lead(lambda: HostSave if len(set(hosts)) > 1 else PendingSave)
         lead_hosts(peers, self._claim)
 

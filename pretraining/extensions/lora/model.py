@@ -10,12 +10,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pretraining.config.variants import PROJECTIONS
 from pretraining.extensions.lora.settings import LoraConfig
 from pretraining.extensions.lora.targets import adapted, is_trained, lora_scale
+from pretraining.extensions.projections import PROJECTIONS
 from pretraining.models.dropout import EXTENSIONS, DropoutNoise, dropout
 from pretraining.models.init import draw
-from pretraining.models.linear import Linear
+from pretraining.models.llama import Linear
 
 
 class AdaptedLinear(Linear):

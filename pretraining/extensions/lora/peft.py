@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretraining.config.declaration import settings_of
-from pretraining.config.variants import PROJECTIONS
 from pretraining.extensions.lora.settings import LoraConfig
+from pretraining.extensions.projections import PROJECTIONS
 
 # Key of PEFT's adapter_config.json -> setting, and what an absent key means there
 PEFT_SETTINGS = {

@@ -85,15 +85,15 @@ class LoraConfig(TrainConfig):
         return super().saves_frozen and not (self.lora_rank > 0 and self.lora_save_mode == "adapter")
 
     def check_trained(self, checkpoint: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See TrainConfig."""
+        """See OtherWeightsConfig."""
         from pretraining.extensions.lora.adapter import check_trained
 
         check_trained(checkpoint, self, shapes)
 
     def open_added(self) -> Any:
-        """See TrainConfig: the adapter in lora_load_path, in PEFT's format."""
+        """See OtherWeightsConfig: the adapter in lora_load_path, in PEFT's format."""
         if not self.adapter_folder:
-            return super().open_added()
+            return None
         from pretraining.extensions.lora.adapter import open_adapter
 
         return open_adapter(self.adapter_folder, self)

@@ -10,7 +10,8 @@ import re
 from typing import TYPE_CHECKING
 
 from pretraining.config.grammar import comma_separated
-from pretraining.config.variants import GATED, PROJECTIONS
+from pretraining.config.variants import GATED
+from pretraining.extensions.projections import PROJECTIONS
 
 if TYPE_CHECKING:
     from pretraining.extensions.lora.settings import LoraConfig

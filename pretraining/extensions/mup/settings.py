@@ -17,7 +17,8 @@ from pretraining.config.declaration import AtLeast, Needs, Resume
 from pretraining.config.errors import Problem
 from pretraining.config.training import TrainConfig
 from pretraining.config.validate import problem
-from pretraining.config.variants import is_hidden_matrix, model_shape
+from pretraining.config.variants import model_shape
+from pretraining.extensions.projections import is_hidden_matrix
 
 OPTIMIZERS = ("adamw", "muon")
 SETTINGS = ["mup_base_width", "mup_base_head_dim"]

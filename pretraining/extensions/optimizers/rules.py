@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pretraining.config.variants import is_hidden_matrix
 from pretraining.extensions.optimizers.settings import OptimizersConfig
+from pretraining.extensions.projections import is_hidden_matrix
 from pretraining.optim.precision import precision_of
 from pretraining.optim.rules import (
     Adam,

@@ -8,19 +8,20 @@ from typing import Any
 
 from pretraining.checkpoint.compatibility import Change, changes, refuse_changes, saved_config
 from pretraining.checkpoint.files import digest
-from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.manifest import EMBEDDING, HEAD, OPTIMIZER, Checkpoint, Facts
 from pretraining.checkpoint.store import is_weight
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import ConfigError, Problem, UserError
 from pretraining.config.training import TrainConfig
+from pretraining.extensions.checkpoints import open_any_checkpoint
+from pretraining.extensions.other_weights import OtherWeightsConfig
 from pretraining.parallel.engine import OPTIONAL
 from pretraining.storage import Location, location, opened
 
 SAMPLE = 4096  # bytes of a tensor
 
 
-def check_start(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
+def check_start(saved: Mapping[str, Any], config: OtherWeightsConfig) -> list[Change]:
     """Return the changes to print when a new run takes a checkpoint's weights. Raises ConfigError if they cannot fit.
 
     Only the model matters: a new run has a schedule, data and an optimizer of its own.
@@ -33,7 +34,7 @@ def check_start(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
     return differing
 
 
-def check_moments(saved: Mapping[str, Any], config: TrainConfig) -> None:
+def check_moments(saved: Mapping[str, Any], config: OtherWeightsConfig) -> None:
     """Raise ConfigError if a new run would take up the state of another optimizer."""
     before = saved_config(saved).optimizer
     if before != config.optimizer and not config.load_weights_only:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from pretraining.checkpoint.compatibility import Change
-from pretraining.checkpoint.folder import open_any_checkpoint
 from pretraining.checkpoint.manifest import Checkpoint, Facts
 from pretraining.checkpoint.restoring import Restoring, Start
 from pretraining.checkpoint.store import check_fit, is_weight
 from pretraining.config.errors import UserError
-from pretraining.config.training import TrainConfig
+from pretraining.extensions.checkpoints import open_any_checkpoint
+from pretraining.extensions.other_weights import OtherWeightsConfig
 from pretraining.extensions.other_weights.checks import (
     base_changes,
     base_digest,
@@ -30,7 +30,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class OtherWeights(Start):
     """See Start for the methods."""
 
-    def __init__(self, config: TrainConfig, folder: Location) -> None:
+    def __init__(self, config: OtherWeightsConfig, folder: Location) -> None:
         """folder: of the run's own checkpoints."""
         self._config, self._folder, self._given = config, folder, config.ckpt_load_path
 
@@ -93,7 +93,7 @@ class OtherWeights(Start):
         """See Start: those below the adapters, which ckpt_load_path has."""
         if self._config.saves_frozen or not self._config.ckpt_load_path:
             return
-        base = restoring.opened(location(self._config.ckpt_load_path))
+        base = restoring.peers.each(lambda: open_any_checkpoint(location(self._config.ckpt_load_path)))
         restoring.load(base, self._shared_names(restoring, base, weights_only=True))
         restoring.peers.say(f"the frozen weights are those of {base.path}")
 
@@ -127,7 +127,8 @@ class OtherWeights(Start):
     def _load_other_run(self, restoring: Restoring, source: Location) -> tuple[Facts, bool]:
         """Load a checkpoint of another run or Hugging Face's weights; return the facts of step 0, and whether the
         optimizer's state starts from zero."""
-        checkpoint, config, say = restoring.opened(source), self._config, restoring.peers.say
+        checkpoint = restoring.peers.each(lambda: open_any_checkpoint(source))
+        config, say = self._config, restoring.peers.say
         noted = check_start(checkpoint.facts.config, config)
         adds = any(map(config.is_added, restoring.state)) and not any(map(config.is_added, checkpoint.manifest.tensors))
         fresh = config.load_weights_only or adds or restoring.lacks_moments(checkpoint)

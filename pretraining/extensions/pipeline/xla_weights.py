@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from pretraining.config.training import TrainConfig
 from pretraining.models.dropout import DropoutNoise
-from pretraining.models.linear import Linear
-from pretraining.models.llama import LayerNorm, Llama, RMSNorm
+from pretraining.models.llama import LayerNorm, Linear, Llama, RMSNorm
 from pretraining.parallel.xla.blocks import ScannedBlocks
 
 

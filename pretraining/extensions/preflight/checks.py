@@ -19,10 +19,11 @@ from pretraining.config.flags import first_rank
 from pretraining.config.grammar import OBJECT_STORAGE
 from pretraining.config.training import TrainConfig
 from pretraining.data.origin import check_tokenizer
+from pretraining.extensions.checks import check_folder
 from pretraining.extensions.preflight.settings import PreflightConfig
 from pretraining.monitor.metrics import refuse_unusable
 from pretraining.parallel.processes import read_processes
-from pretraining.run.configure import check_folder, check_input
+from pretraining.run.configure import check_input
 from pretraining.storage import is_remote, location
 
 DRIVER = "libcuda.so.1"  # which torch loads, too

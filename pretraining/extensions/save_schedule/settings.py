@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pretraining.checkpoint.checks import without_effect
 from pretraining.config.declaration import Resume
 from pretraining.config.errors import Problem
 from pretraining.config.grammar import parse_steps
 from pretraining.config.training import STEPS, TrainConfig
 from pretraining.config.validate import problem
+from pretraining.extensions.checks import without_effect
 from pretraining.monitor.figures import size
 
 

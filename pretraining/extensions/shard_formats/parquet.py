@@ -10,7 +10,7 @@ from pretraining.config.errors import UserError
 from pretraining.data.stores.arrow import is_list, label_columns, token_type
 from pretraining.data.stores.shard import ShardContents
 from pretraining.extensions.shard_formats.labels import decode
-from pretraining.storage import BUFFER, StorageError, is_remote, open_buffered
+from pretraining.storage import BUFFER, StorageError, is_remote, location
 
 # Rows decoded at once: 2.6 MB at 660 tokens each.
 _ROWS = 1024
@@ -25,7 +25,7 @@ def decode_parquet(path: str, column: str, decoded: str) -> ShardContents:
     import pyarrow.parquet as pq
 
     try:
-        file = open_buffered(path, BUFFER) if is_remote(path) else path
+        file = location(path).open("rb", BUFFER) if is_remote(path) else path
         with pq.ParquetFile(file, memory_map=False, pre_buffer=False) as source:
             dtype = token_type(source.schema_arrow, column, path)
             if not is_list(source.schema_arrow.field(column).type):

@@ -31,8 +31,8 @@ def watch(run: Any) -> ShardingReport | None:
 
 def check_file(config: ShardingReportConfig) -> None:
     """Raise UserError if this process cannot write the file."""
+    from pretraining.extensions.checks import check_folder
     from pretraining.monitor.metrics import refuse_unusable
-    from pretraining.run.configure import check_folder
 
     if config.dump_sharding and first_rank():
         path = Path(config.dump_sharding)

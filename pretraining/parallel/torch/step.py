@@ -51,7 +51,8 @@ class TorchStep(OptimizerStep):
         self._updates[optimizer.parameters[0].name] = optimizer.updates
         self._sums: dict[str, Tensor] = {}  # of gradients that are summed in another dtype than their parameters'
         # One kernel for all parameters is 5 to 10 times faster than one kernel for each operation.
-        self._is_fused = self.precision.is_optimizer_fp32 and all(
+        dtypes = self.precision.parameters, self.precision.gradients, self.precision.optimizer_state
+        self._is_fused = set(dtypes) == {torch.float32} and all(
             type(parameter.rule) is Adam and parameter.rule.decoupled for parameter in optimizer.parameters
         )
         # Of a kind, the fused kernel takes some, and a rule of full tensors one for each device.

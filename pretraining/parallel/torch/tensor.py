@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pretraining.models.dropout import DropoutNoise
-from pretraining.models.linear import Linear
-from pretraining.models.llama import Llama
+from pretraining.models.llama import Linear, Llama
 from pretraining.models.ops import PLAIN_LOSS, LossOptions, linear, loss_and_gradient
 from pretraining.parallel.layout import KEYS_AND_VALUES, TorchLayout
 

@@ -27,18 +27,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch_xla.distributed.spmd import xla_sharding
 
 from pretraining.config.training import TrainConfig
-from pretraining.models.chunked import PRODUCTS
+from pretraining.models.chunked import PRODUCTS, contract
 from pretraining.models.dropout import DropoutNoise
-from pretraining.models.linear import Linear
-from pretraining.models.llama import BatchInputs, Llama, Rope
-from pretraining.models.ops import Kernel
+from pretraining.models.llama import BatchInputs, Linear, Llama, Rope
+from pretraining.models.ops import Kernel, linear
 from pretraining.noise import upper_bits
 from pretraining.optim.precision import precision_of
 from pretraining.parallel.layout import STACK, XlaLayout
 from pretraining.parallel.mesh import kv_repeats
 from pretraining.parallel.recompute import ScanGroup, block_mask, scan_plan
 from pretraining.parallel.sharding import ACTIVATIONS, KERNEL_ACTIVATIONS, REPLICAS, Activations, Spec, on_mesh
-from pretraining.parallel.xla.grouped import multiply
 
 # Under SPMD the scan's backward ties gradients to their inputs with shard_as, which needs jax and torchax (and
 # importing torchax breaks torch.distributed.checkpoint). We constrain the carried activation ourselves instead.
@@ -178,6 +176,37 @@ def grouped(weight: Tensor, layout: XlaLayout) -> Tensor:
     and the compiler gathers all tokens on every rank.
     """
     return weight.unsqueeze(0) if layout.mesh.context > 1 and weight.dim() == 2 else weight
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [B, T, I] by the transpose of weight [O, I]: [B, T, O] in x's dtype. See ops.linear.
+
+    A weight [S, O, I] has a matrix for each of S equal groups of rows.
+    """
+    if weight.dim() == 2:
+        return linear(x, weight)
+    grouped: Tensor = _GroupedLinear.apply(x, weight)
+    return grouped
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """As the product in ops.linear. S groups, B rows of one, T tokens, I inputs, O outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        groups = x.unflatten(0, (len(weight), -1))
+        return contract("sbti,soi->sbto", groups, weight.to(x.dtype)).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        groups = grad.unflatten(0, (len(weight), -1))
+        grad_x = contract("sbto,soi->sbti", groups, weight.to(grad.dtype)).flatten(0, 1)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None
+        inputs = x.unflatten(0, (len(weight), -1))
+        return grad_x, contract("sbto,sbti->soi", groups.to(weight.dtype), inputs.to(weight.dtype))
 
 
 def narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,9 +32,8 @@ from pretraining.parallel.layout import STACK, xla_layout
 from pretraining.parallel.mesh import resolve_batch, resolve_mesh, token_order
 from pretraining.parallel.sharding import LOGITS, NORM_ACTIVATIONS, REPLICAS, TOKENS
 from pretraining.parallel.xla import has_own_flags
-from pretraining.parallel.xla.blocks import ScannedBlocks, grouped, narrowed, place_activations, stack_layers
+from pretraining.parallel.xla.blocks import ScannedBlocks, grouped, multiply, narrowed, place_activations, stack_layers
 from pretraining.parallel.xla.graph import GraphCache, wait_for_all
-from pretraining.parallel.xla.grouped import multiply
 from pretraining.parallel.xla.state import Region, XlaLogicalTensor, XlaShards, tensor_from_shards
 from pretraining.parallel.xla.step import XlaStep, device_bytes, layer_name
 
@@ -143,7 +142,7 @@ class XlaTrainee:
                     placed = placed.to(parameters)
                     xs.mark_sharding(placed, engine.xla_mesh, engine.layout.stacked(name, engine.layout.parameter))
                 setattr(module, short, nn.Parameter(placed, requires_grad=meta.requires_grad))
-        self.sync(wait=True)
+        self.sync()
         values.clear()  # before there are moments
         self.run_blocks: RunBlocks = self.open_blocks()
         place_activations(model, NORM_ACTIVATIONS, engine.xla_mesh, engine.layout)
@@ -152,7 +151,7 @@ class XlaTrainee:
         accumulates = (self.config.gradient_accumulation_steps or 1) > engine.micro_batches_per_graph
         self.step = XlaStep(self.config, optimizer, engine.device, mesh, layout, accumulates)
         self.graphs = GraphCache()
-        self.sync(wait=True)
+        self.sync()
 
     def place_parameter(self, name: str, shape: torch.Size, value: Callable[[str, torch.Size], Tensor]) -> Tensor:
         """Return the parameter `name` on the mesh, fp32; `value` returns its content, of a stack layer by layer."""
@@ -215,12 +214,9 @@ class XlaTrainee:
         state = (tensor for tensor, _ in self.step.persistent_tensors())
         return self.graphs.run(name, function, arguments, (*state, *frozen))
 
-    def sync(self, wait: bool = False) -> None:
-        """Run the traced operations; wait for all graphs, if asked for."""
-        if wait:
-            wait_for_all()
-        else:
-            torch_xla.sync()
+    def sync(self) -> None:
+        """Run the traced operations, and wait for all graphs."""
+        wait_for_all()
 
     def _micro_batches(self, batch: Batch) -> Iterator[dict[str, Tensor]]:
         """Yield this process's rows on the devices, those of one graph at a time, sharded as TOKENS says."""
@@ -290,7 +286,7 @@ class XlaTrainee:
 
     def state(self) -> TrainingState:
         """See engine.Trainee."""
-        self.sync(wait=True)
+        self.sync()
         logical: dict[str, XlaLogicalTensor] = {}
         for prefix, name, tensor in self.step.tensors(self.model):
             logical |= self._logical(name, tensor, prefix)
@@ -315,7 +311,7 @@ class XlaTrainee:
         for shards in {id(tensor.shards): tensor.shards for tensor in logical.values()}.values():
             shards.put_back()
         self.step.finish_loading(restart_optimizer)
-        self.sync(wait=True)
+        self.sync()
 
     def bytes_per_device(self) -> dict[str, int]:
         """See engine.Trainee: measured on the live shards, not computed from the table."""

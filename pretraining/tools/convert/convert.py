@@ -36,27 +36,21 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from main_training import CONFIGURATION
 from pretraining.checkpoint.compatibility import saved_config
-from pretraining.checkpoint.folder import ALLOW_REMOTE, open_any_checkpoint, refuse_remote
 from pretraining.checkpoint.manifest import DTYPES, EMBEDDING, HEAD, Checkpoint, Entry, Facts, Manifest
 from pretraining.checkpoint.peers import Peers
 from pretraining.checkpoint.shards import FilePlan, plan_file, write_files
-from pretraining.checkpoint.store import (
-    IO_WORKERS,
-    PendingSave,
-    check_fit,
-    is_weight,
-    read_tensors,
-)
+from pretraining.checkpoint.store import IO_WORKERS, PendingSave, check_fit, is_weight
 from pretraining.config.errors import UserError
 from pretraining.config.grammar import comma_separated
-from pretraining.config.script import ArgumentParser
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.extensions.checkpoints import ALLOW_REMOTE, open_any_checkpoint, read_tensors, refuse_remote
 from pretraining.extensions.huggingface.description import CONFIG, GPT_NEOX
 from pretraining.extensions.huggingface.folder import INDEX, SINGLE, is_huggingface
 from pretraining.extensions.huggingface.gpt_neox import fuse, their_names
 from pretraining.models.init import on_meta
 from pretraining.storage import DISK, PARTIAL, Location, location, rename
+from pretraining.tools.arguments import ArgumentParser
 from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.convert.pickles import (
@@ -422,5 +416,5 @@ def _write_step_0(
     config = replace(config, tokenizer_path=str(tokenizers[0]) if tokenizers else "")
     facts = Facts(step=0, tokens_seen=0, data=None, config=asdict(config), engine="none", mesh={})
     pending = PendingSave(folder, state, facts, ALONE, dtype=dtype)
-    pending.fetch_from(lambda item: read(item.index.fqn))
+    pending.fetch = lambda item: read(item.index.fqn)
     return pending.write()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pretraining.config.grammar import comma_separated
-from pretraining.config.variants import PROJECTIONS
+from pretraining.extensions.projections import PROJECTIONS
 from pretraining.tools.importing import lightning, megatron, megatron_optim, shared
 from pretraining.tools.importing.conversions import (
     Conversion,

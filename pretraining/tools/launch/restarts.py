@@ -20,7 +20,8 @@ from argparse import REMAINDER, Namespace
 from pathlib import Path
 
 from pretraining.config.errors import UserError
-from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, USER_MISTAKE, ArgumentParser
+from pretraining.config.script import FINISHED, STOPPED_ITSELF, TIME_IS_UP, USER_MISTAKE
+from pretraining.tools.arguments import ArgumentParser
 from pretraining.tools.launch.processes import Launcher, check_variables, environments, number, value_of
 from pretraining.tools.launch.progress import read_progress
 

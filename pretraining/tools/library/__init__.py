@@ -16,10 +16,11 @@ from main_training import EXTENSIONS, configure
 from pretraining.checkpoint.folder import find_checkpoints, keep_newest
 from pretraining.checkpoint.manifest import Facts, open_checkpoint
 from pretraining.checkpoint.peers import Peers
-from pretraining.checkpoint.store import HostBuffer, PendingSave, load
+from pretraining.checkpoint.store import PendingSave, load
 from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data.stream import Rows
+from pretraining.extensions.async_checkpointing.saves import HostBuffer, stage
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.optim.schedule import learning_rate
@@ -111,7 +112,7 @@ class Training:
         facts = Facts(step, tokens, {"user_content": user_content}, asdict(self.config), self.engine.name, mesh)
         pending = PendingSave(location(folder), self.trainee.state(), facts, self._peers)
         if in_background:
-            pending.stage(self._buffer)
+            stage(pending, self._buffer)
         saving = self._writer.submit(self._write, pending, folder, keep)
         if not in_background:
             saving.result()

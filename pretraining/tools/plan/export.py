@@ -68,7 +68,7 @@ class Exporter(XlaTrainee):
         shape = (self.engine.rows * self.engine.data_size, rows.shape[1])
         return self._placeholder(shape, rows.dtype, self.engine.layout.activation(TOKENS))[1]
 
-    def sync(self, wait: bool = False) -> None:
+    def sync(self) -> None:
         """See XlaTrainee. Runs nothing."""
 
     def run_graph(self, name: str, function: Callable[..., list[Tensor]], arguments: dict[str, Tensor]) -> list[Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from pretraining.config.batches import tokens_of_run
 from pretraining.config.declaration import settings_of
 from pretraining.config.errors import counted
 from pretraining.config.variants import model_shape
@@ -134,7 +133,7 @@ def _traffic(plan: Plan) -> list[str]:
 
 def _time(plan: Plan) -> list[str]:
     config, kind, devices = plan.config, plan.kind, plan.config.plan_devices
-    tokens = tokens_of_run(config)
+    tokens = config.sequences_of_run * config.seq_length
     cost = [f"cost           {_cost(plan):,.0f} at {config.plan_price:g} per device and hour"] * bool(config.plan_price)
     computation, overlapped = f"{plan.compute_seconds:.3f} s of computation", f"{plan.overlapped_seconds:.3f} s"
     return [
@@ -185,7 +184,7 @@ def _row(number: int, plan: Plan, mark: str) -> str:
 
 def _cost(plan: Plan) -> float:
     """Return what the run costs at plan_price."""
-    hours = tokens_of_run(plan.config) / plan.tokens_per_second / 3600
+    hours = plan.config.sequences_of_run * plan.config.seq_length / plan.tokens_per_second / 3600
     return hours * plan.config.plan_devices * plan.config.plan_price
 
 

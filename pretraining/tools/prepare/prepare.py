@@ -33,13 +33,13 @@ from uuid import uuid4
 
 from main_training import EXTENSIONS
 from pretraining.config.errors import UserError, counted
-from pretraining.config.script import ArgumentParser
 from pretraining.data.datasets import DESCRIPTION, NO_SEPARATOR
 from pretraining.data.files import file_hash, write_atomically
 from pretraining.data.hashing import key_of, short_hash
 from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_dataset_json
 from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer, train
 from pretraining.storage import Location, is_remote, location, use_files_of
+from pretraining.tools.arguments import ArgumentParser
 from pretraining.tools.prepare.chat import find_template
 from pretraining.tools.prepare.instructions import LONGER, InstructionOptions, Packer, Reader
 from pretraining.tools.prepare.shards import COLUMNS, ShardWriter, merged_sums

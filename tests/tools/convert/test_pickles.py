@@ -21,7 +21,8 @@ pytest.importorskip("pretraining.extensions.huggingface")
 from main_training import CONFIGURATION
 from pretraining.checkpoint.files import UnreadableError
 from pretraining.checkpoint.manifest import open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
+from pretraining.extensions.checkpoints import read_tensors
 from pretraining.models.llama import Llama
 from pretraining.tools.convert.convert import main
 from pretraining.tools.convert.pickles import LAYOUTS, describe_moments, load_pickle

@@ -18,7 +18,8 @@ from torch import Tensor
 pytest.importorskip("pretraining.extensions.huggingface")
 
 from pretraining.checkpoint.manifest import EMBEDDING, HEAD, open_checkpoint
-from pretraining.checkpoint.store import is_weight, read_tensors
+from pretraining.checkpoint.store import is_weight
+from pretraining.extensions.checkpoints import read_tensors
 from pretraining.tools.convert import write_ranks
 from pretraining.tools.convert.convert import main
 from tests.tools.convert.test_pickles import CORE, SIZES, llama, megatron, nxdt_shards, renamed, replicated

@@ -132,8 +132,8 @@ def flagged(flags: dict[str, str]) -> tuple[dict[str, Any], list[Problem]]:
     """The settings of a command line, and what is wrong with it."""
     given = {"use_dummy_dataset": "True", **{name: value for name, value in flags.items() if value != "absent"}}
     line = read([f"--{name}={value}" for name, value in given.items()], CONFIGURATION)
-    values = read_values(line.flags, CHECKS, CONFIGURATION)
-    return settings(values.config), [*line.problems, *values.problems]
+    config, problems = read_values(line.flags, CHECKS, CONFIGURATION)
+    return settings(config), [*line.problems, *problems]
 
 
 @complete

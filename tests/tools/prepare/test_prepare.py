@@ -30,7 +30,7 @@ from pretraining.config.errors import UserError
 from pretraining.data import open_stream
 from pretraining.data.datasets import open_datasets
 from pretraining.data.files import file_hash
-from pretraining.data.stream import check_data, splits_of
+from pretraining.data.stream import check_data
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer
 from pretraining.tools import inspect_data
 from pretraining.tools.inspect_data import verify_dataset, whole_corpus
@@ -356,7 +356,7 @@ def test_the_folder_alone_implies_tokenizer_vocabulary_and_validation_and_flags_
     paths = {"data_path": str(out), "valid_data_path": "", "tokenizer_path": str(out / "tokenizer.model")}
     assert config == configure({**by_name, **paths, **more})
     check_data(config)
-    assert splits_of(config) == ["train", "valid"] and config.val_interval == 50
+    assert config.held_out_splits() == ["valid"] and config.val_interval == 50
     other = configure({"data_path": str(out), "vocab_size": "500", "val_interval": "0", **more})
     assert (other.vocab_size, other.val_interval, other.tokenizer_path) == (500, 0, config.tokenizer_path)
     assert configure({"data_path": str(out), "split": "9,1,0", **more}).val_interval == 0

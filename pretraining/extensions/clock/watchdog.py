@@ -1,4 +1,4 @@
-"""The end of a process whose step hangs. Imports no torch."""
+"""The end of a process whose step hangs."""
 
 from __future__ import annotations
 
@@ -10,34 +10,30 @@ import threading
 import time
 
 from pretraining.config.script import TRY_AGAIN, write_exit_code
+from pretraining.run.interrupt import Watchdog
 
 FIRST_STEP = 10  # times step_timeout: it compiles
 BACKUP = 20.0  # s after which C code ends a process whose interpreter lock is held by what hangs
 
 
-class Watchdog:
+class StepWatchdog(Watchdog):
     """Ends a process whose step lasts too long: stacks of all threads to stderr, exit code 5."""
 
     def __init__(self, limit: int) -> None:
-        """limit: seconds of a step; 0: it may last for ever."""
+        """limit: seconds of a step."""
         self._limit, self._deadline, self._ended = limit, math.inf, threading.Event()
-        if limit:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def expect(self, first: bool = False) -> None:
-        """Begin a step, or a batch of an evaluation."""
-        if self._limit:
-            seconds = self._limit * FIRST_STEP if first else self._limit
-            self._deadline = time.monotonic() + seconds
-            faulthandler.dump_traceback_later(seconds + BACKUP, exit=True)
+        seconds = self._limit * FIRST_STEP if first else self._limit
+        self._deadline = time.monotonic() + seconds
+        faulthandler.dump_traceback_later(seconds + BACKUP, exit=True)
 
     def rest(self) -> None:
-        """Expect nothing until the next step: saves have limits of their own."""
         self._deadline = math.inf
         faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
-        """Stop watching."""
         self._ended.set()
         self.rest()
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from pretraining.config.extension import Watcher
 from pretraining.data.stream import Stream
-from pretraining.monitor.held_out import HeldOut, held_out_figures
-from pretraining.monitor.progress import evaluation_line
+from pretraining.extensions.held_out import HeldOutConfig
+from pretraining.extensions.held_out.figures import HeldOut, evaluation_line, held_out_figures
 from pretraining.run.reports import gather_from_data_ranks
 from pretraining.run.training_run import TrainingRun
 
@@ -30,7 +31,7 @@ class Validation(Watcher):
 
     def before_step(self, step: int) -> None:
         """Validate before the first step of all, if that is asked for."""
-        config = self._run.config
+        config = cast(HeldOutConfig, self._run.config)
         if step == 1 and "valid" in self._run.streams and config.val_sanity_steps:
             self._evaluate(0, "valid", config.val_steps if config.val_sanity_steps == -1 else config.val_sanity_steps)
 
@@ -45,7 +46,7 @@ class Validation(Watcher):
         run = self._run
         if "test" not in run.streams:
             return
-        tested = [bool(run.metrics and run.metrics.has_test(run.step))]
+        tested = [bool(run.metrics and has_test(run.metrics.records(), run.step))]
         if run.engine.process_count > 1:
             dist.broadcast_object_list(tested, src=0)
         if not tested[0]:
@@ -84,3 +85,8 @@ def batches_of(stream: Stream, steps: int) -> int:
     if stream.steps is None:
         return max(steps, 1)
     return stream.steps if steps == -1 else min(steps, stream.steps)
+
+
+def has_test(records: Iterable[Mapping[str, Any]], step: int) -> bool:
+    """Return whether metrics.jsonl has the test result of this step."""
+    return any("test_loss" in record and record["step"] == step for record in records)

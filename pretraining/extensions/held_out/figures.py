@@ -1,10 +1,13 @@
-"""Figures of a validation or a test: losses by dataset and in total, and bits per byte."""
+"""Figures of a validation or a test, and their line: losses by dataset and in total, and bits per byte."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from pretraining.monitor.figures import format_number
+from pretraining.monitor.progress import position
 
 
 class HeldOut(NamedTuple):
@@ -37,3 +40,14 @@ def held_out_figures(name: str, datasets: Mapping[str, HeldOut]) -> dict[str, fl
         if parts:
             figures[f"{name}_tokens{suffix}"] = sums.tokens
     return figures
+
+
+def evaluation_line(record: Mapping[str, Any], num_steps: int) -> str:
+    """Return step, percent and the losses on held-out data, "val_loss" or "test_loss", with bits per byte if known."""
+    name, kind = ("val", "validation") if "val_loss" in record else ("test", "test")
+    parts = [f"{position(record['step'], num_steps)}  {kind} loss {format_number(record[f'{name}_loss'], 7, 4)}"]
+    if f"{name}_bits_per_byte" in record:
+        parts.append(f"{format_number(record[f'{name}_bits_per_byte'], 6, 4)} bits/byte")
+    of_dataset = f"{name}_loss/"
+    losses = {key.removeprefix(of_dataset): loss for key, loss in record.items() if key.startswith(of_dataset)}
+    return "  ".join([*parts, *(f"{dataset} {format_number(loss, 7, 4)}" for dataset, loss in losses.items())])

@@ -1,0 +1,72 @@
+"""Checkpoints by the paths that a user gives, in any format or the newest of a run, and their unsharded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pretraining.checkpoint.files import read_json
+from pretraining.checkpoint.folder import CHECKPOINTS, find_checkpoints
+from pretraining.checkpoint.manifest import DTYPES, Checkpoint, is_committed, open_checkpoint
+from pretraining.checkpoint.peers import Peers
+from pretraining.checkpoint.store import load
+from pretraining.config.errors import UserError
+from pretraining.storage import CHECKPOINT_FORMATS, Location, is_remote, location
+
+RUN_CONFIG = "config.json"  # of a run: its effective configuration
+ALLOW_REMOTE = "contact the object storage that the run's configuration names"  # help of the flag
+
+
+def refuse_remote(name: str, value: str, owner: Location) -> None:
+    """Raise UserError if a configuration in `owner`, which may be anyone's, names a path in object storage."""
+    if is_remote(value) and not is_remote(owner):
+        raise UserError(f"{owner}: its configuration has {name}={value}; --allow_remote contacts that storage")
+
+
+def newest_checkpoint(path: Location, allow_remote: bool = True) -> Location:
+    """Return the checkpoint at `path`: a step_N folder itself, or the newest of a run or of a folder of checkpoints.
+
+    A run has its checkpoints where its config.json says, or in `checkpoints`. allow_remote: whether that may be object
+    storage, if `path` is not. Raises UserError if there is none.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: there is no such folder")
+    if is_committed(path):
+        return path
+    folders = [path / CHECKPOINTS, path]
+    if (path / RUN_CONFIG).is_file() and (named := read_json(path / RUN_CONFIG).get("ckpt_save_path")):
+        if not isinstance(named, str):
+            raise UserError(f"{path / RUN_CONFIG}: ckpt_save_path={named} is no path")
+        if not allow_remote:
+            refuse_remote("ckpt_save_path", named, path)
+        folders.insert(0, location(named))
+    for folder in folders:
+        if committed := find_checkpoints(folder).committed:
+            return committed[0]
+    places = ", ".join(map(str, folders))
+    raise UserError(f"{path}: holds no committed checkpoint (a step_N folder with its marker); searched {places}")
+
+
+def open_any_checkpoint(path: Location, allow_remote: bool = True) -> Checkpoint:
+    """Open a folder in a format that an extension reads, a step_N folder, or the newest checkpoint of a run."""
+    for form in CHECKPOINT_FORMATS:
+        if form.recognizes(path):
+            checkpoint: Checkpoint = form.open(path)
+            return checkpoint
+    return open_checkpoint(newest_checkpoint(path, allow_remote))
+
+
+def read_tensors(
+    source: Checkpoint | Location, is_wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
+    """Return the unsharded tensors of a checkpoint whose names are wanted, in the dtype they were saved in.
+
+    In one process, without a process group and whatever mesh saved it. Raises UnreadableError if it cannot be trusted.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    entries = checkpoint.manifest.tensors.items()
+    state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries if is_wanted(name)}
+    load(checkpoint, state, Peers(together=False))
+    return state

@@ -1,0 +1,33 @@
+"""Losses on held-out data: validations between steps, and a test after the last one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pretraining.config.declaration import AtLeast, Needs
+from pretraining.config.extension import Extension, Watcher
+from pretraining.config.training import TrainConfig
+
+
+@dataclass(frozen=True)
+class HeldOutConfig(TrainConfig):
+    """A configuration whose run may evaluate held-out data."""
+
+    # ---- Validation
+    val_sanity_steps: Annotated[int, AtLeast(0, special=-1), Needs("val_interval")] = 0
+    """Global batches of a validation before the first step, reported as step 0. 0: none; -1: as many as val_steps."""
+
+    def held_out_splits(self) -> list[str]:
+        """See TrainConfig."""
+        return ["valid"] * bool(self.val_interval) + ["test"] * bool(self.test_steps)
+
+
+def watch(run: Any) -> Watcher | None:
+    """Return what evaluates the splits of a TrainingRun besides "train"; None if there are none."""
+    from pretraining.extensions.held_out.watch import Validation  # imports torch
+
+    return Validation(run) if run.config.held_out_splits() else None
+
+
+EXTENSION = Extension(configuration=HeldOutConfig, watch=watch)

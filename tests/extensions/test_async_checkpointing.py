@@ -1,0 +1,23 @@
+"""Saves in the background need memory; tests/checkpoint and tests/faults test what they write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pretraining.checkpoint.folder import find_checkpoints, step_of
+from pretraining.extensions.async_checkpointing.saves import shortage
+from tests.checkpoint.small_run import small_config, train
+
+
+def test_without_memory_for_the_copy_a_save_is_not_asynchronous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shortage([("a", 4, 10), ("b", 9, 10), ("a", 6, 11)]) == ""  # processes of one host share its memory
+    hosts = [("a", 4 << 30, 10 << 30), ("a", 7 << 30, 11 << 30)]
+    assert shortage(hosts) == "a has 10.7 GB of memory available for copies of 11.8 GB"
+    monkeypatch.setattr("pretraining.extensions.async_checkpointing.saves.available_memory", lambda: 1000)
+    train(small_config(tmp_path, num_steps=2, async_checkpointing=True), lambda step, loss: None)
+    assert "this save is not asynchronous" in capsys.readouterr().out
+    assert list(map(step_of, find_checkpoints(tmp_path / "checkpoints").committed)) == [2]
