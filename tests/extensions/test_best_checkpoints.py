@@ -102,14 +102,11 @@ def test_a_step_has_the_value_of_the_last_line_that_was_written_for_it(tmp_path:
     assert best_steps([2, 4, 6, 8], {2: 1.0, 4: math.inf, 8: 1.0}) == [8, 2, 4]
 
 
-@pytest.mark.parametrize(("sanity", "expected"), [(-1, {0: 1.0, 4: 2.0}), (3, {0: 1.0, 4: 2.0}), (1, {4: 2.0})])
-def test_a_shorter_validation_before_the_first_step_does_not_count(
-    tmp_path: Path, sanity: int, expected: dict[int, float]
-) -> None:
+def test_a_validation_before_the_first_step_which_may_be_shorter_does_not_count(tmp_path: Path) -> None:
     lines = ('{"step": 0, "val_loss": 1.0}\n', '{"step": 4, "val_loss": 2.0}\n')
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    config = CONFIGURATION(keep_best=1, val_steps=3, val_sanity_steps=sanity, log_dir=str(tmp_path))
-    assert config.validation_values() == expected
+    config = CONFIGURATION(keep_best=1, val_interval=4, log_dir=str(tmp_path))
+    assert config.validation_values() == {4: 2.0}
 
 
 def test_a_dataset_that_is_not_validated_is_a_mistake_before_the_start(tmp_path: Path) -> None:
