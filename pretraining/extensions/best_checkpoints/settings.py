@@ -56,10 +56,10 @@ class BestCheckpointsConfig(TrainConfig):
     def validation_values(self) -> dict[int, float]:
         """Return keep_best_metric by step. Raises OSError if metrics.jsonl cannot be read."""
         values = validation_values(self.run_folder, self.keep_best_metric)
-        return {step: value for step, value in values.items() if self.validates_at(step)}
+        return {step: value for step, value in values.items() if step}  # before the first step it may be shorter
 
     def validates_at(self, step: int) -> bool:
-        """Return whether a run validates after `step` updates. That of step 0 does not count: it may be shorter."""
+        """Return whether a run validates after `step` updates, of which there is at least one."""
         return step > 0 and (step % self.val_interval == 0 or step == self.num_steps)
 
 
