@@ -215,7 +215,7 @@ def test_storage_that_a_configuration_names_is_contacted_on_request_alone(
         asked.append(str(path))
         return run / "checkpoints" if str(path).startswith("s3:") else Path(path)
 
-    monkeypatch.setattr("pretraining.checkpoint.folder.location", stored)
+    monkeypatch.setattr("pretraining.extensions.checkpoints.location", stored)
     words = [str(tmp_path), "--max_new_tokens=1"]
     tokenizer = ["--tokenizer_path=s3://bucket/tokenizer.model"]
     for program in (main, evaluate, convert):
