@@ -312,6 +312,7 @@ FP8: dict[str, Any] = {
 
 
 def test_fp8_of_nemo_is_ours_but_for_the_factors_and_the_report_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("pretraining.extensions.fp8")
     imported = imported_file("nemo", tmp_path, FP8)
     assert not [*imported.problems, *imported.config_problems]
     assert (imported.config.precision_mode, imported.config.mixed_precision) == ("fp8", True)
