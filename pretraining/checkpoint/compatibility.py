@@ -51,12 +51,13 @@ def changes(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
 def saved_config(saved: Mapping[str, Any], configuration: type[TrainConfig] = TrainConfig) -> TrainConfig:
     """Return the configuration in a checkpoint's facts without the settings that this version does not have.
 
-    Raises ConfigError if one that decides the model is out of its range.
+    Raises ConfigError if one that decides the model or the optimizer is out of its range.
     """
     settings = settings_of(configuration)
     config = configuration(**{name: value for name, value in saved.items() if name in settings})
-    model = {name: setting for name, setting in settings.items() if setting.resume in (Resume.SHAPE, Resume.FUNCTION)}
-    faults = {name: setting.fault(getattr(config, name)) for name, setting in model.items()}
+    read = (Resume.SHAPE, Resume.FUNCTION, Resume.STATE)
+    chosen = {name: setting for name, setting in settings.items() if setting.resume in read}
+    faults = {name: setting.fault(getattr(config, name)) for name, setting in chosen.items()}
     wrong = [problem(config, name, f"in the checkpoint: {fault}") for name, fault in faults.items() if fault]
     if wrong:
         raise ConfigError(wrong)

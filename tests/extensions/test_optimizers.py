@@ -17,6 +17,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
+from main_training import CONFIGURATION
+from pretraining.checkpoint.compatibility import saved_config
+from pretraining.config.errors import ConfigError
 from pretraining.extensions.optimizers.full_tensors import on_full
 from pretraining.extensions.optimizers.rules import Muon
 from pretraining.extensions.optimizers.settings import OPTIMIZERS
@@ -210,3 +213,9 @@ def test_muon_moves_a_stack_of_matrices_once_to_whole_ones_and_back(shape: tuple
     assert isinstance(updated, DTensor) and updated.placements == (Shard(1),) and updated.shape == (3, *shape)
     short, long = sorted(shape)
     assert flops.get_total_flops() == 5 * 2 * (2 * short * short * long + short**3)  # of one of the three matrices
+
+
+@pytest.mark.parametrize("saved", [{"optimizer_args": None}, {"optimizer_args": "(("}, {"optimizer": "adam w"}])
+def test_a_checkpoint_with_an_optimizer_that_there_is_not_is_refused(saved: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="in the checkpoint"):
+        saved_config(saved, CONFIGURATION)

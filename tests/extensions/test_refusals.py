@@ -126,7 +126,9 @@ def is_there(fields: dict[str, Any]) -> bool:
     has_fp8 = importlib.util.find_spec("pretraining.extensions.fp8") is not None
     precision_is_there = has_fp8 or fields.get("precision") != "fp8"
     optimizer_is_there = fields.get("optimizer", "adamw") in CONFIGURATION.optimizers()
-    return fields.keys() <= SETTINGS.keys() and precision_is_there and optimizer_is_there
+    schedule_is_there = fields.get("lr_schedule", "cosine") in CONFIGURATION.schedules()
+    settings_are_there = fields.keys() <= SETTINGS.keys()
+    return settings_are_there and precision_is_there and optimizer_is_there and schedule_is_there
 
 
 REFUSED = [row for row in REFUSED if is_there(row[0])]
