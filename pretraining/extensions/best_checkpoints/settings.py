@@ -58,10 +58,6 @@ class BestCheckpointsConfig(TrainConfig):
         values = validation_values(self.run_folder, self.keep_best_metric)
         return {step: value for step, value in values.items() if step}  # before the first step it may be shorter
 
-    def validates_at(self, step: int) -> bool:
-        """Return whether a run validates after `step` updates, of which there is at least one."""
-        return step > 0 and (step % self.val_interval == 0 or step == self.num_steps)
-
 
 def check_best(config: BestCheckpointsConfig) -> Iterator[Problem]:
     """Checkpoints are saved and removed, and validations say which are good."""

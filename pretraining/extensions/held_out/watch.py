@@ -38,7 +38,7 @@ class Validation(Watcher):
     def after_step(self, step: int) -> None:
         """Validate if `step` is one of val_interval, or the last one."""
         config = self._run.config
-        if "valid" in self._run.streams and (step % config.val_interval == 0 or step == config.num_steps):
+        if "valid" in self._run.streams and config.validates_at(step):
             self._evaluate(step, "valid", config.val_steps)
 
     def finish(self) -> None:
