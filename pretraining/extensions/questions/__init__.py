@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pretraining.config.extension import Extension
 from pretraining.extensions.questions.settings import CHECKS, QuestionsConfig
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
 
 def read_tasks(config: QuestionsConfig) -> None:
     """Raise UserError if a file of questions cannot be asked."""
-    from pretraining.extensions.questions.choices import tasks_of
+    if config.eval_interval:
+        from pretraining.extensions.questions.choices import tasks_of
 
-    tasks_of(config)
+        tasks_of(config)
 
 
 def watch(run: TrainingRun) -> Questions | None:
     """Return what asks the questions of the configuration, if there are any."""
+    if not cast(QuestionsConfig, run.config).eval_interval:
+        return None
     from pretraining.extensions.questions.watch import Questions
 
-    questions = Questions(run)
-    return questions if questions.tasks else None
+    return Questions(run)
 
 
 EXTENSION = Extension(configuration=QuestionsConfig, checks=CHECKS, inputs=(read_tasks,), watch=watch)

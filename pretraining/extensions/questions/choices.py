@@ -79,8 +79,6 @@ def _encode(question: Question, tokenizer: Tokenizer, longest: int, vocabulary: 
 
 def tasks_of(config: QuestionsConfig) -> dict[str, Task]:
     """Return the tasks that a run is evaluated on. Raises UserError."""
-    if not config.eval_interval:
-        return {}
     vocabulary = model_shape(config).vocab_size
     return open_tasks(config.eval_tasks, open_tokenizer(config.tokenizer_path), config.seq_length, vocabulary)
 
