@@ -31,7 +31,7 @@ from pretraining.checkpoint.manifest import Chunk, Entry, Facts, Manifest, Shard
 from pretraining.data import open_stream
 from pretraining.extensions.spikes.detection import WINDOW
 from pretraining.extensions.spikes.watch import recent_losses
-from pretraining.monitor.metrics import missing_history, open_metrics
+from pretraining.monitor.metrics import check_metrics, missing_history, open_metrics
 from pretraining.tools.report import main as report
 
 ACCOUNT = {"train": 1.5, "data_wait": 1e-5, "time": 1.75e9}
@@ -71,7 +71,8 @@ def measure_metrics(count: int, folder: Path) -> Figures:
     """Return what a start that continues after `count` reports takes, and their page."""
     lines = (json.dumps({"step": step, **RECORD, **SPEED, "account": ACCOUNT}) + "\n" for step in range(1, count + 1))
     (folder / "metrics.jsonl").write_text("".join(lines))
-    start = _seconds(lambda: missing_history(folder / "metrics.jsonl", count, 1))
+    start = _seconds(lambda: check_metrics(folder / "metrics.jsonl"))
+    start += _seconds(lambda: missing_history(folder / "metrics.jsonl", count, 1))
     start += _seconds(lambda: open_metrics(folder, count, time.time()))
     start += _seconds(lambda: recent_losses(folder / "metrics.jsonl", WINDOW))
     return {

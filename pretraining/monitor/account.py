@@ -77,19 +77,21 @@ def is_account(value: object) -> bool:
 def carried(records: Iterable[Mapping[str, Any]], step: int, alive: float, began: float) -> dict[str, float] | None:
     """Return the account with which a start that continues after `step` begins; None if there was none before.
 
-    It replaces that of the records after `step`. alive: when the last start was certainly running, such as the time of
-    the file; the time from its last record on is lost too, and the time from there until `began` is idle. The time
-    between the end of a complete run and its continuation is not counted.
+    records: from the last one. The account replaces that of the records after `step`. alive: when the last start was
+    certainly running, such as the time of the file; the time from its last record on is lost too, and the time from
+    there until `began` is idle. The time between the end of a complete run and its continuation is not counted.
     """
-    accounts = [(record["step"], record["account"]) for record in records if "account" in record]
-    if not accounts:
-        return None
+    last: Mapping[str, float] | None = None
     seconds: defaultdict[str, float] = defaultdict(float)
-    for at, account in accounts:
-        if at > step:
-            for activity in account.keys() & ACTIVITIES:
-                seconds["lost" if activity in REPEATED else activity] += account[activity]
-    last = accounts[-1][1]
+    for record in records:
+        account = record.get("account", {})
+        last = last or account
+        if last and record["step"] <= step:
+            break
+        for activity in account.keys() & ACTIVITIES:
+            seconds["lost" if activity in REPEATED else activity] += account[activity]
+    if not last:
+        return None
     if last.get("ended") != 0:
         alive = min(max(alive, last["time"]), max(began, last["time"]))
         seconds["lost"] += alive - last["time"]

@@ -27,7 +27,7 @@ from pretraining.monitor.account import Account
 from pretraining.monitor.facts import data_lines, describe, placed_line
 from pretraining.monitor.memory import check_memory
 from pretraining.monitor.metrics import FILE_NAME as METRICS_FILE
-from pretraining.monitor.metrics import Metrics, missing_history, open_metrics, read_metrics
+from pretraining.monitor.metrics import Metrics, check_metrics, missing_history, open_metrics
 from pretraining.optim.precision import describe_dtypes
 from pretraining.optim.schedule import learning_rate, milestone_steps
 from pretraining.parallel.engine import Engine, Trainee
@@ -53,7 +53,7 @@ def check_inputs(config: TrainConfig, own: Mapping[str, Rows] = NO_ROWS) -> tupl
     """
     facts = check_starting_point(config, config.run_folder, parameter_shapes(config))
     if facts and facts.step:
-        read_metrics(config.run_folder / METRICS_FILE)
+        check_metrics(config.run_folder / METRICS_FILE)
     return facts, check_data(config, own)
 
 
