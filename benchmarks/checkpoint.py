@@ -152,13 +152,18 @@ def reset_peak() -> int:
     return peak_memory()
 
 
-def streamed(root: Path, parameters: int, workers: int) -> dict[str, float]:
-    """Return the host memory that a streamed save takes, and its ratio to the largest tensor.
+def expanded(parameters: int) -> dict[str, torch.Tensor]:
+    """Return the state of about `parameters` parameters, whose tensors are expanded from one number each.
 
-    The tensors are expanded from one number each: like tensors of a device, they take no host memory until a chunk is
-    copied there, so that 12 GB of them fit on a small machine.
+    Like tensors of a device, they take no host memory until a chunk is copied there, so that 12 GB of them fit on a
+    small machine.
     """
-    state = {name: torch.full((1,) * len(shape), 0.5).expand(shape) for name, shape in shapes(parameters).items()}
+    return {name: torch.full((1,) * len(shape), 0.5).expand(shape) for name, shape in shapes(parameters).items()}
+
+
+def streamed(root: Path, parameters: int, workers: int) -> dict[str, float]:
+    """Return the host memory that a streamed save takes, and its ratio to the largest tensor."""
+    state = expanded(parameters)
     largest = max(tensor.numel() * 4 for tensor in state.values())
     memory_before = reset_peak()
     pending = PendingSave(root, state, FACTS, Peers(together=False), dtype=None, workers=workers)

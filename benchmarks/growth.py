@@ -4,6 +4,7 @@
     shards     the same, 1 to 10^4 Arrow files of eight documents
     metrics    a start that continues a run, and the page of curves, 10^3 to 10^6 lines of metrics.jsonl
     chunks     the manifest of a checkpoint of a 70B model that 1 to 512 ranks saved, a chunk of each tensor per rank
+    checkpoint a save and a cold load of 10^8 to 10^9 parameters with two moments in fp32, 12 bytes each
     layers     step, first step and memory, 4 to 64 blocks of the tiny model, on both engines
     ranks      the same with the same global batch, 1 to 8 gloo processes on this host
 
@@ -20,14 +21,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from benchmarks.checkpoint import FACTS, evict, expanded, peak_memory, reset_peak
 from benchmarks.data import private_mib, settings, write_arrow, write_sparse
 from benchmarks.peers.turns import Figures, print_facts, run_program, versions
 from pretraining.checkpoint.files import BLOCK
 from pretraining.checkpoint.manifest import Chunk, Entry, Facts, Manifest, ShardFile, open_checkpoint, write_commit
+from pretraining.checkpoint.peers import Peers
+from pretraining.checkpoint.store import PendingSave, load
 from pretraining.data import open_stream
 from pretraining.extensions.spikes.detection import WINDOW
 from pretraining.extensions.spikes.watch import recent_losses
@@ -102,6 +108,18 @@ def measure_chunks(ranks: int, folder: Path) -> Figures:
     }
 
 
+def measure_checkpoint(parameters: int, folder: Path) -> Figures:
+    """Return what a save and a load of a state take, one tensor in host memory at a time."""
+    state, before = expanded(parameters), reset_peak()
+    pending = PendingSave(folder, state, FACTS, Peers(together=False))
+    save, added = _seconds(pending.write), peak_memory() - before
+    evict(folder)
+    checkpoint = open_checkpoint(folder / "step_1")
+    reads = (_seconds(partial(load, checkpoint, {name: torch.empty(state[name].shape)})) for name in state)
+    return {"GB": sum(tensor.numel() * 4 for tensor in state.values()) / 1e9, "save, s": save, "load, s": sum(reads),
+            "save, MiB": added / 2**20}  # fmt: skip
+
+
 def measure_layers(count: int, folder: Path, engine: str = "xla") -> Figures:
     """Return the figures of a model of `count` blocks."""
     return _measure_run([sys.executable, "main_training.py", f"--num_layers={count}"], folder, engine)
@@ -135,6 +153,7 @@ MEASURES: dict[str, tuple[Callable[[int, Path], Figures], tuple[int, ...]]] = {
     "shards": (measure_shards, (1, 10, 100, 1000, 10_000)),
     "metrics": (measure_metrics, (10**3, 10**4, 10**5, 10**6)),
     "chunks": (measure_chunks, (1, 8, 64, 512)),
+    "checkpoint": (measure_checkpoint, (10**8, 3 * 10**8, 10**9)),
     "layers": (measure_layers, (4, 16, 64)),
     "layers, torch": (lambda count, folder: measure_layers(count, folder, "torch"), (4, 16, 64)),
     "ranks": (measure_ranks, (1, 2, 4, 8)),

@@ -152,8 +152,9 @@ def _write_chunks(
             first, size = pending.popleft()
             digests.append(first.result())
             waiting -= size
-        data = host_bytes(fetch(chunk.item), chunk.dtype)
-        pending.append((pool.submit(_write_chunk, target, data, chunk.start), chunk.size))
+        # no name for the bytes here: they would stay while the next chunk, as large, is fetched
+        future = pool.submit(_write_chunk, target, host_bytes(fetch(chunk.item), chunk.dtype), chunk.start)
+        pending.append((future, chunk.size))
         waiting += chunk.size
     return digests + [future.result() for future, _ in pending]
 

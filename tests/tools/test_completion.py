@@ -24,7 +24,7 @@ def test_flags_and_choices_are_completed(shell: str) -> None:
     terminal = Terminal(SHELLS[shell], environment(TERM="dumb", PS1="> ", SHELL=f"/bin/{shell}"))
     ready = f'eval "$({sys.executable} main_training.py --completion)" && echo ready-$((1+1))\n'
     terminal.type_in(ready, "ready-2")
-    terminal.type_in("python main_training.py --tracker_proj\t", "ect_name=")
+    terminal.type_in("python main_training.py --ckpt_load_pa\t", "th=")
     terminal.type_in("x --check\t", "check")
     terminal.type_in("\x15echo python main_training.py\n", "main_training.py")
     terminal.type_in("python main_training.py --engine=to\t", "rch")
