@@ -1,25 +1,16 @@
 """Read the weights that other trainers save as pickles: Hugging Face's .bin, GPT-NeoX's, NxD Training's and NeMo's.
 
-torch.load(weights_only=True) reads them and nothing else: objects of other classes become empty stand-ins, so that no
-code of a file runs. Every member of a zip archive is compared with its checksum first, because torch compares none;
-then tensors are mapped, not read, unless members are compressed. Of optimizer states, those are read that have a name
-(nemo_states.py).
+Of optimizer states, those are read that have a name (nemo_states.py).
 """
 
 from __future__ import annotations
 
-import pickletools
 import re
-import struct
-import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import IO, Any, NamedTuple
-from zipfile import ZIP_STORED, BadZipFile, ZipFile, is_zipfile
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,107 +26,18 @@ from pretraining.extensions.huggingface.description import CONFIG
 from pretraining.extensions.huggingface.folder import BUFFERS, files_of_index, model_fields
 from pretraining.extensions.huggingface.gpt_neox import our_name
 from pretraining.tools.convert import ranks
+from pretraining.tools.convert.distributed import COMMON, read_distributed
 from pretraining.tools.convert.nemo_states import STEP, named_states
+from pretraining.tools.convert.unpickling import StandIn, load_pickle, named, unpickle
 from pretraining.tools.importing.foreign import ForeignConfig
 from pretraining.tools.importing.mappings import TrainerFormat
 from pretraining.tools.importing.resolve import KeyReport, import_foreign
 
-DEEPEST = 100  # tuples in tuples
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 NXDT_FILE = re.compile(r"dp_rank_00(?:_ep_rank_00)?_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 MODEL = [name for name, setting in SETTINGS.items() if setting.resume in (Resume.SHAPE, Resume.FUNCTION)]
 # Tensor rank, pipeline rank and name -> tensor
 Read = Iterator[tuple[int, int, dict[str, Any]]]
-
-
-class StandIn(dict[Any, Any]):
-    """An object of a class that is not loaded."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-
-
-def load_pickle(path: Path) -> dict[str, Any]:
-    """Return the dictionary in a pickle. Raises UnreadableError if it is none or cannot be read."""
-    return _named(_unpickle(path), path)
-
-
-def _named(value: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise UnreadableError(f"{path}: holds {type(value).__name__}, not tensors by name")
-    return value
-
-
-# What torch and zipfile raise for malformed files; an unpickler's instructions fail in the ways of any program.
-_MALFORMED = (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, AssertionError,
-              ArithmeticError, MemoryError, BadZipFile, zlib.error, struct.error)  # fmt: skip
-
-
-def _unpickle(path: Path) -> Any:
-    if not path.is_file():  # a named pipe would be waited for
-        raise UnreadableError(f"{path}: no such file")
-    try:
-        is_zip = _begins_like_zip(path) or is_zipfile(path)
-        is_mapped = is_zip and _is_stored(path)
-        if not is_zip:
-            with path.open("rb") as file:
-                for _ in range(4):  # of a number, a version, the system's properties, the tensors
-                    _check_depth(file)
-            print(f"note: {path}: in torch's format before 1.6, without checksums: damage is not seen", file=sys.stderr)
-        others = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
-        with torch.serialization.safe_globals([(StandIn, name) for name in others]):
-            return torch.load(path, map_location=lambda storage, _: storage, weights_only=True, mmap=is_mapped)  # host
-    except UnpicklingError as error:  # torch's message advises weights_only=False
-        raise UnreadableError(f"{path}: holds more than tensors and could execute a program: not read") from error
-    except _MALFORMED as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UnreadableError(f"{path}: cannot be read as weights: {reason}") from error
-
-
-def _begins_like_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
-def _is_stored(path: Path) -> bool:
-    """Return whether no member of the archive is compressed. Raises BadZipFile if one is not what was saved."""
-    with ZipFile(path) as archive:
-        if damaged := archive.testzip():
-            raise BadZipFile(f"{damaged} differs from its checksum: the file is damaged, fetch it again")
-        for name in archive.namelist():
-            if name.endswith("data.pkl"):
-                _check_depth(archive.open(name))
-        return all(member.compress_type == ZIP_STORED for member in archive.infolist())
-
-
-def _check_depth(file: IO[bytes]) -> None:
-    """Raise ValueError if the pickle has tuples in tuples that would exhaust the stack of the function that hashes one.
-
-    That is a crash and no exception, because the function is C. Follows the pickle machine, with the depth of each
-    object's tuples in the place of the object.
-    """
-    stack: list[int | None] = []  # None: a mark
-    memo: dict[Any, int] = {}
-    for opcode, argument, _ in pickletools.genops(file):
-        name, taken = opcode.name, [0]
-        if "PUT" in name or name == "MEMOIZE":
-            memo[len(memo) if argument is None else argument] = stack[-1] or 0
-            continue
-        for kind in reversed(opcode.stack_before):
-            if kind is pickletools.stackslice:
-                while (depth := stack.pop()) is not None:
-                    taken.append(depth)
-            elif kind is not pickletools.markobject:
-                taken.append(stack.pop() or 0)
-        depth = max(taken) + 1 if name.startswith("TUPLE") else max(taken) if name == "REDUCE" else 0
-        if depth > DEEPEST:
-            raise ValueError(f"it has tuples in tuples, more than {DEEPEST} deep")
-        results = [depth] * len(opcode.stack_after)
-        stack += [None] if name == "MARK" else [memo.get(argument, 0)] if name.endswith("GET") else results
 
 
 # ---- Weights
@@ -168,7 +70,7 @@ def open_pickles(
         layout = _with_order_of_queries(layout, config, neox_gqa)
     if missing := missing_dimensions(config):
         raise UserError(f"{import_config}: has no {', '.join(missing)}")
-    layers, expected = model_shape(config).num_layers, config.tensor_parallel_size
+    layers, expected = model_shape(config).num_layers, 1 if layout.is_whole else config.tensor_parallel_size
     by_name = _by_name(layout.read(path), layers if layout.counts_from_stage else 0)
     if others := [f"{name} in {len(tensors)}" for name, tensors in by_name.items() if len(tensors) != expected]:
         raise UserError(f"{path}: {others[0]} tensor ranks; the configuration has {expected}")
@@ -313,7 +215,7 @@ def _neox(path: Path) -> Read:
         layer, rank = map(int, re.findall(r"\d+", file.name))
         yield rank, layer, {_neox_name(layer, name): tensor for name, tensor in load_pickle(file).items()}
     for file in sorted(path.glob("mp_rank_*_model_states.pt")):
-        module = _named(load_pickle(file).get("module") or {}, file)
+        module = named(load_pickle(file).get("module") or {}, file)
         parts = ((name.split(".", 2), tensor) for name, tensor in module.items() if name.startswith("sequential."))
         yield int(re.findall(r"\d+", file.name)[0]), 0, {_neox_name(int(n), rest): t for (_, n, rest), t in parts}
 
@@ -333,14 +235,14 @@ def _nxdt(path: Path) -> Read:
         tensors = load_pickle(file)
         for name, value in tensors.items():
             if isinstance(value, StandIn):
-                tensors[name] = _unpickle(Path(f"{file}.tensors") / f"tensor_{value.__dict__.get('tid')}.pt")
+                tensors[name] = unpickle(Path(f"{file}.tensors") / f"tensor_{value.__dict__.get('tid')}.pt")
         yield int(match[1]), int(match[2]), tensors
 
 
 def _nemo(path: Path) -> Read:
     """Layers are counted from the stage's first."""
     for rank, stage, loaded in _nemo_files(path):
-        yield rank, stage, _named(loaded.get("state_dict", loaded), path)
+        yield rank, stage, named(loaded.get("state_dict", loaded), path)
 
 
 def _nemo_files(path: Path) -> Read:
@@ -354,6 +256,7 @@ def _nemo_files(path: Path) -> Read:
 _FLAT = "flat partitions of data-parallel ranks"
 _NUMBERED = "numbered in the order of that program's parameter groups, without names"
 _NEOX_MOMENTS = (("*optim_states.pt", ""), ("mp_rank_*_model_states.pt", "optimizer"))
+_DISTRIBUTED_MOMENTS = ((f"**/{COMMON}", "optimizer"), (f"**/{COMMON}", "optimizer_states"))
 _NEMO_MOMENTS = (("**/model_optim_rng.ckpt", "optimizer_states"),)
 
 
@@ -367,12 +270,22 @@ class TrainerFolders(NamedTuple):
     moments: str  # why optimizer states are not read
     moment_files: tuple[tuple[str, str], ...]  # patterns of the files that hold them, below a key or "" as a whole
     counts_from_stage: bool = False  # layer numbers start at 0 on every pipeline rank
+    is_whole: bool = False  # the tensors of all ranks are stored as one
 
 
 LAYOUTS = (
     TrainerFolders("Hugging Face", f"{BIN}*", _bins, ranks.huggingface, _NUMBERED, (("optimizer.*", ""),)),
     TrainerFolders("GPT-NeoX", "*model_states.pt", _neox, ranks.neox, _FLAT, _NEOX_MOMENTS),
     TrainerFolders("NxD Training", "**/dp_rank_00_*.pt", _nxdt, ranks.nxdt, _FLAT, (("optim/*", ""),)),
+    TrainerFolders(
+        "NeMo (distributed)",
+        f"**/{COMMON}",
+        read_distributed,
+        ranks.nemo,
+        "not read",
+        _DISTRIBUTED_MOMENTS,
+        is_whole=True,
+    ),
     TrainerFolders("NeMo", "**/model_*.ckpt", _nemo, ranks.nemo, _NUMBERED, _NEMO_MOMENTS, counts_from_stage=True),
 )
 
@@ -386,14 +299,7 @@ def describe_moments(path: Path, layout: TrainerFolders) -> str:
 
 
 def trainer_folders_of(path: Path) -> TrainerFolders | None:
-    """Return the layout of the folder `path`, None if it is not one of these or holds safetensors too.
-
-    Raises UserError for a directory of megatron-core's `dist_checkpointing`, which a .nemo archive of newer NeMo holds.
-    """
-    for folder in (path, path / "model_weights"):
-        if (folder / "common.pt").is_file() and (folder / "metadata.json").is_file():
-            there = "write it in Hugging Face's format with NeMo's scripts/checkpoint_converters first"
-            raise UserError(f"{folder}: NeMo's distributed checkpoints are not read; {there}")
+    """Return the layout of the folder `path`, None if it is not one of these or holds safetensors too."""
     if any(path.glob("*.safetensors")):
         return None
     return next((layout for layout in LAYOUTS if any(path.glob(layout.pattern))), None)

@@ -25,7 +25,8 @@ from pretraining.checkpoint.store import is_weight
 from pretraining.extensions.checkpoints import read_tensors
 from pretraining.models.llama import Llama
 from pretraining.tools.convert.convert import main
-from pretraining.tools.convert.pickles import LAYOUTS, describe_moments, load_pickle
+from pretraining.tools.convert.pickles import LAYOUTS, describe_moments
+from pretraining.tools.convert.unpickling import load_pickle
 from tests.tools.importing.files import tree
 
 transformers: Any = pytest.importorskip("transformers")
@@ -574,14 +575,3 @@ def test_a_folder_that_is_not_the_configuration_s_is_refused(
     config = {**NEOX, "gpt_j_residual": True, **change} if change else None
     assert convert(tmp_path, tmp_path / "ours", config) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("below", [".", "model_weights"])
-def test_a_distributed_checkpoint_of_nemo_is_one_sentence(
-    below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / below).mkdir(exist_ok=True)
-    for name in ("common.pt", "metadata.json", ".metadata", "__0_0.distcp"):
-        (tmp_path / below / name).touch()
-    assert main([str(tmp_path), str(tmp_path / "ours")]) == 2
-    assert "NeMo's distributed checkpoints are not read; write it in" in capsys.readouterr().err
