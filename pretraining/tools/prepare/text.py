@@ -10,6 +10,7 @@ import codecs
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -33,6 +34,8 @@ _ENCODINGS = {  # by byte order mark; UTF-32's begins with UTF-16's
     codecs.BOM_UTF16_BE: "utf-16",
     codecs.BOM_UTF8: "utf-8-sig",
 }
+# Half of a pair of surrogates, as an escape of JSON or in bytes: Python reads it, and no tokenizer does.
+_MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _TRACE = 1000  # characters for each one that may be damaged: a text in Latin-1 has one in 20 to 50, of English in 2,000
 
 
@@ -290,6 +293,11 @@ def _objects(part: FileRange, on_error: OnError) -> Iterator[tuple[dict[str, Any
     for line, place in _lines(part):
         try:
             record = json.loads(line)
+            if _MAY_BE_SURROGATE.search(line):
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start : error.end])
+            on_error(UserError(f"{place}: has {half}, half of a character (a surrogate): fix or remove it"))
         except (ValueError, RecursionError) as error:
             on_error(UserError(f"{place}: not a line of JSON ({getattr(error, 'msg', error)}): fix or remove it"))
         else:

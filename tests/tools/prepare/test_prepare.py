@@ -436,10 +436,13 @@ UNREADABLE = {
 
 
 # Lines of JSON, or rows of Parquet -> which of them cannot be read, and why.
-ROWS = '{"text": "one"}\r\n\n{"text": \n{"body": "x"}\n{"text": ""}\n{"text": "one"}\n'
+ROWS = (
+    '{"text": "one"}\r\n\n{"text": \n{"body": "x"}\n{"text": ""}\n{"text": "one"}\n{"text": "\\ud83d\\ude00 \\ud83d"}\n'
+)
 BAD_ROWS = {
     "a.jsonl, line 3": "not a line of JSON",
     "a.jsonl, line 4": "no text in field 'text'",
+    "a.jsonl, line 7": "has '.ud83d', half of a character",
     "b.parquet, row 2": "null in column 'text'",
     "b.parquet, row 5": "null in column 'text'",
     "c.parquet": "no column 'text', it has body",
