@@ -36,8 +36,8 @@ class TracedTokens(NamedTuple):
 class SentencePieceTokenizer:
     """A sentencepiece model.
 
-    vocab_size: number of ids. separator: the id put after every document, None if the tokenizer has none. special: the
-    tokens that chat templates name.
+    vocab_size: ids are below it. separator: the id put after every document, None if the tokenizer has none. special:
+    the tokens that chat templates name.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -136,7 +136,8 @@ class HuggingFaceTokenizer:
         self._model: Any = tokenizers.Tokenizer.from_buffer(model)
         self._model.no_truncation()  # the last use is saved with the tokenizer: a corpus would be cut to its length
         self._model.no_padding()
-        self.vocab_size: int = self._model.get_vocab_size(with_added_tokens=True)
+        # The largest id and one: ids may have gaps, so that their number is less.
+        self.vocab_size: int = 1 + max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
         ends = [self._model.token_to_id(name) for name in END_OF_DOCUMENT]
         self.separator: int | None = next((number for number in ends if number is not None), None)
         self.special: dict[str, str] = {}  # tokenizer_config.json next to it has them

@@ -418,6 +418,22 @@ def test_truncation_and_padding_of_a_tokenizer_json_are_switched_off(tmp_path: P
     assert len(cut.encode([TEXT])[0]) > 20
 
 
+def test_ids_of_a_tokenizer_json_may_have_gaps(tmp_path: Path) -> None:
+    """As after tokens were removed from it: its vocabulary ends with its largest id."""
+    save_tokenizer_json(tmp_path / "plain.json", ["</s>"])
+    content = json.loads((tmp_path / "plain.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    (id,) = open_tokenizer(str(tmp_path / "plain.json")).encode(["a"])[0]
+    vocabulary[next(token for token, number in vocabulary.items() if number == id)] = 70_000
+    (tmp_path / "gaps.json").write_text(json.dumps(content))
+    tokenizer = open_tokenizer(str(tmp_path / "gaps.json"))
+    assert tokenizer.vocab_size == 70_001 and tokenizer.encode(["a"]) == [[70_000]]
+    write_input(tmp_path, "a.txt", "a a a")
+    assert run(tmp_path, f"--tokenizer={tmp_path / 'gaps.json'}", "--valid_every=0") == 0
+    described = json.loads((tmp_path / "out" / "train" / "meta.json").read_text())
+    assert described["vocab_size"] == 70_001
+
+
 # Content of a file of plain text -> what is read, or what the refusal says.
 ENCODED = {
     "utf16.txt": (TEXT.encode("utf-16"), TEXT),
