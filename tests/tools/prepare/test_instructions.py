@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import sentencepiece
 
 pytest.importorskip("pretraining.extensions.shard_formats")
 pytest.importorskip("pretraining.extensions.tokenizers")
@@ -152,6 +154,23 @@ def test_a_sentencepiece_model_takes_special_tokens_of_a_template_as_tokens(tmp_
     ids, spans = tokenizer.trace(text)
     assert ids[0] == 1 and ids.count(2) == 1 and tokenizer.decode(ids) == "answer é漢😀 and"
     assert "".join(text[start:stop] for start, stop in spans) == text
+
+
+@pytest.mark.parametrize("normalization", ["identity", "nmt_nfkc"])
+def test_a_chat_has_the_tokens_of_a_prompt_where_a_model_adds_a_space_to_a_text(normalization: str) -> None:
+    """Llama 2's model: the space is added to the beginning of a text, not after each special token in it."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["question and answer, [INST] é 漢 " * 3] * 50), model_writer=model, vocab_size=310,
+        model_type="bpe", byte_fallback=True, normalization_rule_name=normalization, remove_extra_whitespaces=False,
+        minloglevel=2,
+    )  # fmt: skip
+    tokenizer = SentencePieceTokenizer(model.getvalue())
+    assert tokenizer.adds_space()
+    for text in ("<s>[INST] question [/INST] answer</s>", "and<s> é</s>\nand</s></s>", "question"):
+        ids, spans = tokenizer.trace(text)
+        assert ids == tokenizer.encode_prompt(text)
+        assert "".join(text[start:stop] for start, stop in spans) == text
 
 
 @pytest.mark.parametrize(
