@@ -136,7 +136,9 @@ class HuggingFaceTokenizer:
         self._model.no_padding()
         # The largest id and one: ids may have gaps, so that their number is less.
         self.vocab_size: int = 1 + max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
-        ends = [self._model.token_to_id(name) for name in END_OF_DOCUMENT]
+        added = self._model.get_added_tokens_decoder().items()
+        special = {token.content: number for number, token in added if token.special}  # Gemma has </s> as a tag of HTML
+        ends = [find(name) for find in (special.get, self._model.token_to_id) for name in END_OF_DOCUMENT]
         self.separator: int | None = next((number for number in ends if number is not None), None)
         self.special: dict[str, str] = {}  # tokenizer_config.json next to it has them
 

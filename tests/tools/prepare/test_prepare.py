@@ -420,6 +420,15 @@ def test_truncation_and_padding_of_a_tokenizer_json_are_switched_off(tmp_path: P
     assert len(cut.encode([TEXT])[0]) > 20
 
 
+def test_documents_end_with_a_special_token_also_where_a_likelier_name_is_text(tmp_path: Path) -> None:
+    """Gemma's <eos> is special; its </s> is the end of a tag of HTML."""
+    model = save_tokenizer_json(tmp_path / "special.json", ["<eos>"])
+    model.add_tokens(["</s>"])
+    model.save(str(tmp_path / "both.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "both.json"))
+    assert tokenizer.separator == model.token_to_id("<eos>") != model.token_to_id("</s>")
+
+
 def test_ids_of_a_tokenizer_json_may_have_gaps(tmp_path: Path) -> None:
     """As after tokens were removed from it: its vocabulary ends with its largest id."""
     save_tokenizer_json(tmp_path / "plain.json", ["</s>"])
