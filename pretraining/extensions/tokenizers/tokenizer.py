@@ -89,6 +89,10 @@ class SentencePieceTokenizer:
     def _pieces(self, text: str) -> list[tuple[int, str]]:
         return [(piece.id, piece.surface) for piece in self._model.encode(text, return_type="proto").pieces]
 
+    def has_token(self, name: str) -> bool:
+        """Return whether there is a token of this name."""
+        return bool(self._model.id_to_piece(self._model.piece_to_id(name)) == name)
+
     def trace(self, text: str) -> TracedTokens:
         """Return the tokens of a text; the names of special tokens in it are those tokens."""
         traced, at = TracedTokens([], []), 0
@@ -151,6 +155,9 @@ class HuggingFaceTokenizer:
         """Return the token ids of a prompt; if `surrounded`, with the special tokens that tokenizer.json puts there."""
         ids: list[int] = self._model.encode(text, add_special_tokens=surrounded).ids
         return ids
+
+    def has_token(self, name: str) -> bool:
+        return self._model.token_to_id(name) is not None
 
     def trace(self, text: str) -> TracedTokens:
         encoding = self._model.encode(text, add_special_tokens=False)

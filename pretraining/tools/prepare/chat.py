@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -64,6 +64,23 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
     if isinstance(own, list):  # several, by name
         own = next((entry["template"] for entry in own if entry["name"] == "default"), None)
     return TemplateSource(own, special, str(folder / "tokenizer_config.json")) if own else None
+
+
+def check_tokens(source: TemplateSource, path: str, has_token: Callable[[str], bool]) -> None:
+    """Raise UserError if a template writes tokens that transformers adds to the tokenizer at `path`.
+
+    A sentencepiece model is often one of them: added_tokens.json and tokenizer_config.json have the tokens of a chat.
+    """
+    folder, names = Path(path).parent, list[str]()
+    for file, key in (("added_tokens.json", ""), ("tokenizer_config.json", "added_tokens_decoder")):
+        content = read_dataset_json(folder / file) if (folder / file).is_file() else {}
+        added = content.get(key) if key else content
+        for name, value in (added if isinstance(added, dict) else {}).items():
+            names.append(value.get("content", "") if isinstance(value, dict) else name)
+    if missing := sorted({name for name in names if name and name in source.text and not has_token(name)}):
+        reason = f"has no token {', '.join(missing)}, which {source.origin} writes and transformers adds to it"
+        remedy = "give a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
+        raise UserError(f"--tokenizer={path}: {reason}: {remedy}")
 
 
 class ChatTemplate:

@@ -29,7 +29,7 @@ from pretraining.extensions.tokenizers.tokenizer import (
 )
 from pretraining.tools import inspect_data
 from pretraining.tools.prepare import prepare
-from pretraining.tools.prepare.chat import ChatTemplate, TemplateSource, find_template
+from pretraining.tools.prepare.chat import ChatTemplate, TemplateSource, check_tokens, find_template
 from pretraining.tools.prepare.instructions import Example, InstructionOptions, PackedRow, Packer, Reader
 from tests.data.corpora import settings, write_arrow, write_instructions, write_parquet_table
 
@@ -154,6 +154,22 @@ def test_a_sentencepiece_model_takes_special_tokens_of_a_template_as_tokens(tmp_
     ids, spans = tokenizer.trace(text)
     assert ids[0] == 1 and ids.count(2) == 1 and tokenizer.decode(ids) == "answer é漢😀 and"
     assert "".join(text[start:stop] for start, stop in spans) == text
+
+
+@pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_of_a_chat_that_a_sentencepiece_model_lacks_are_named(tmp_path: Path, file: str) -> None:
+    path = str(tmp_path / "tokenizer.model")
+    train(["question and answer, é 漢 " * 3] * 50, 300, Path(path), 1)
+    added: Any = {"<|im_start|>": 300, "<s>": 1, "<|elsewhere|>": 301}
+    if file != "added_tokens.json":
+        added = {"added_tokens_decoder": {id: {"content": name} for name, id in added.items()}}
+    (tmp_path / file).write_text(json.dumps(added))
+    (tmp_path / "chat_template.jinja").write_text("<s>{{ '<|im_start|>' }}")
+    source, tokenizer = find_template("", path, {}), open_tokenizer(path)
+    assert source
+    with pytest.raises(UserError, match=r"has no token <\|im_start\|>, which .*give a tokenizer.json"):
+        check_tokens(source, path, tokenizer.has_token)
+    check_tokens(source._replace(text="<s>"), path, tokenizer.has_token)
 
 
 @pytest.mark.parametrize("normalization", ["identity", "nmt_nfkc"])
