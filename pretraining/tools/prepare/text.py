@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Text per shard: small enough that a killed preparation loses seconds, large enough that a shard is worth its file.
 SHARD_BYTES = 16 * 2**20
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_TEXT_TYPES = ("string", "large_string", "string_view")  # of Parquet, or of the categories of pandas
 _JSON_LINES = (".jsonl", ".ndjson")
 _ENCODINGS = {  # by byte order mark; UTF-32's begins with UTF-16's
     codecs.BOM_UTF32_LE: "utf-32",
@@ -329,7 +330,7 @@ def _rows(part: FileRange, key: str, on_error: OnError) -> Iterator[Document]:
         if key not in (names := file.schema_arrow.names):
             raise UserError(f"{part.path}: no column {key!r}, it has {', '.join(names)}: choose with --text_key")
         kind, before = file.schema_arrow.field(key).type, _rows_before(file, part.start)
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in _TEXT_TYPES:
             raise UserError(f"{part.path}: column {key!r} holds {kind}: it must hold text")
         for group in range(part.start, part.stop):
             for number, text in enumerate(file.read_row_group(group, columns=[key]).column(0).to_pylist()):

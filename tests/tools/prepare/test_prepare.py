@@ -462,6 +462,15 @@ UNREADABLE = {
 }
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_columns_of_text_may_have_any_type_of_text(tmp_path: Path, kind: str) -> None:
+    texts = ["é 漢", "", "b", "é 漢"] * 3
+    column = pa.array(texts).dictionary_encode() if kind == "dictionary" else pa.array(texts, pa.type_for_alias(kind))
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=5)
+    shards = divide([tmp_path / "a.parquet"], ())
+    assert [text for shard in shards for text, _ in read_documents(shard, "text")] == texts
+
+
 # Lines of JSON, or rows of Parquet -> which of them cannot be read, and why.
 ROWS = (
     '{"text": "one"}\r\n\n{"text": \n{"body": "x"}\n{"text": ""}\n{"text": "one"}\n{"text": "\\ud83d\\ude00 \\ud83d"}\n'
