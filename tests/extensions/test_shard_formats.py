@@ -27,6 +27,19 @@ def test_a_flat_parquet_column_has_no_documents(tmp_path: Path) -> None:
     assert "a column of single tokens has no documents" in complaint(tmp_path / "data")
 
 
+@pytest.mark.parametrize("store", ["arrow", "parquet"])
+def test_a_mask_of_trained_tokens_under_another_name_is_refused(tmp_path: Path, store: str) -> None:
+    (tmp_path / "data").mkdir()
+    table = pa.table({"tokens": [[5, 6, 7], [8, 9, 10]], "completion_mask": [[0, 1, 1], [0, 0, 1]]})
+    write = corpora.write_parquet_table if store == "parquet" else corpora.write_arrow
+    write(tmp_path / "data" / f"x.{store}", table)
+    with pytest.raises(UserError, match=r"column completion_mask marks the trained tokens.*rename it to loss_mask"):
+        open_stream(settings(tmp_path / "data", seq_length=3))
+    (tmp_path / "data" / f"x.{store}").unlink()
+    write(tmp_path / "data" / f"y.{store}", table.append_column("loss_mask", table["completion_mask"]))
+    open_stream(settings(tmp_path / "data", seq_length=3))
+
+
 @pytest.mark.parametrize("store", ["file", "stream", "parquet"])
 @pytest.mark.parametrize(
     ("mask", "labels", "refusal"),
