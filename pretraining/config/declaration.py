@@ -86,7 +86,7 @@ class KeyOf(NamedTuple):
 
 @dataclass(frozen=True)
 class Grammar:
-    """Texts that `parse` reads without a ValueError."""
+    """Texts that `parse` reads without a ValueError. A text without a grammar may be a path."""
 
     parse: Callable[[str], object]
     requirement: str
@@ -162,7 +162,7 @@ class Setting(NamedTuple):
         kinds = (int, float) if self.kind is float else (self.kind,)
         if type(value) not in kinds:
             return f"{self.expected}, not the {type(value).__name__} {value!r}"
-        if self.kind is str and (fault := path_fault(value, self.may_be_object)):
+        if self.kind is str and not self.constraint and (fault := path_fault(value, self.may_be_object)):
             return fault
         if self.constraint and not self.constraint.accepts(value):
             near = get_close_matches(value, self.constraint.choices, 1) if isinstance(self.constraint, OneOf) else []

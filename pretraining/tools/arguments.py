@@ -5,9 +5,23 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from pretraining.config.grammar import path_fault
+
+TEXTS = ("prompt", "sample", "text_key")  # options that are no paths
+
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, in which --name=-- has the value --; Python before 3.13 drops it, and fails."""
+    """argparse's, in which --name=-- has the value --; Python before 3.13 drops it, and fails.
+
+    A path that begins with ~ behind a = is refused, because the shell leaves it as it is.
+    """
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.option_strings and action.dest not in TEXTS:
+            for item in arg_string.split(","):
+                if item.startswith("~") and (fault := path_fault(item, may_be_object=True)):
+                    raise argparse.ArgumentError(action, f"{item} {fault}")
+        return super()._get_value(action, arg_string)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if arg_strings != ["--"] or not action.option_strings:

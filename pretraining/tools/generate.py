@@ -28,6 +28,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.script import exit_with
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
+from pretraining.data.datasets import NO_SEPARATOR
 from pretraining.data.origin import check_origin
 from pretraining.data.state import TOKENIZER
 from pretraining.extensions.checkpoints import (
@@ -103,15 +104,22 @@ def generate(flags: argparse.Namespace) -> Iterator[str]:
     """Yield the prompt and its continuation, in pieces. Raises UserError if there is no checkpoint or no tokenizer."""
     model, tokenizer, config = open_model(flags)
     prompt = tokenizer.encode_prompt(flags.prompt, surrounded=False)
-    document_start = [] if tokenizer.separator is None else [tokenizer.separator]
+    before, end = document_borders(config, tokenizer)
     source = torch.Generator().manual_seed(flags.seed)
     choose = partial(sample_token, temperature=flags.temperature, top_k=flags.top_k, generator=source)
-    context = document_start + prompt
+    context = before + prompt
     if note := beyond_context(len(context), flags.max_new_tokens, config.seq_length):
         print(note, file=sys.stderr, flush=True)
     drawn = sample(model, context, tokenizer.vocab_size, config.seq_length, choose)
-    added = takewhile(lambda token: token != tokenizer.separator, islice(drawn, flags.max_new_tokens))
+    added = takewhile(lambda token: token != end, islice(drawn, flags.max_new_tokens))
     yield from decoded(tokenizer, prompt, added)
+
+
+def document_borders(config: TrainConfig, tokenizer: Tokenizer) -> tuple[list[int], int | None]:
+    """Return the ids before a document in the run's data, and the id that ends one: the flags', or the tokenizer's."""
+    flag = config.eos_token if config.sep_token is None else config.sep_token
+    end = tokenizer.separator if flag in (None, NO_SEPARATOR) else flag
+    return [id for id in (end, config.bos_token) if id is not None], end
 
 
 def beyond_context(before: int, added: int, window: int) -> str:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretraining.data import open_stream
 from pretraining.extensions.held_out.figures import evaluation_line
+from pretraining.extensions.held_out.watch import unread_datasets
+from tests.data.corpora import corpus, numbered, settings
 
 
 @given(st.integers(1, 10**7), st.data())
@@ -21,3 +27,19 @@ def test_validation_and_test_have_lines_of_their_own_with_bits_per_byte_and_each
     figures = {"val_loss": 3.41, "val_bits_per_byte": 1.2, "val_loss/web": 3.5, "val_loss/code": 3.3, "val_tokens": 9}
     line = evaluation_line({"step": 80, **figures}, 160)
     assert line.endswith("validation loss  3.4100  1.2000 bits/byte  web  3.5000  code  3.3000")
+
+
+def test_a_dataset_of_which_a_validation_reads_nothing_is_named(tmp_path: Path) -> None:
+    for name, first, documents in (("web", 2, 50), ("books", 10_000, 3), ("notes", 20_000, 1)):
+        corpus(tmp_path / "data", numbered([15 if name != "notes" else 1] * documents, first), name=name)
+    path = str(tmp_path / "data")
+    stream = open_stream(
+        settings(tmp_path / "data", valid_data_path=path, global_batch_size=4, drop_last_val=False), split="valid"
+    )
+    assert re.fullmatch(
+        r"note: val_loss leaves out notes, .*; give it more tokens.*", unread_datasets(stream, "val", -1)
+    )
+    stream = open_stream(
+        settings(tmp_path / "data", valid_data_path=path, global_batch_size=4, valid_datasets="web"), split="valid"
+    )
+    assert unread_datasets(stream, "val", 1) == ""

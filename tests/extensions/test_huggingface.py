@@ -387,6 +387,10 @@ def test_rotary_settings_of_both_transformers_generations_and_the_gate_are_under
         ({"num_attention_heads": 0}, "num_attention_heads=0: must be at least 1"),
         ({"rope_scaling": "linear"}, "rope_scaling=linear: expected an object"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"needs rope_scaling\.factor"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5: LlamaForCausalLM rotates all",
+        ),
         ({"rope_theta": -1}, "rope_theta=-1: must be above 0"),
         ({"rope_theta": float("inf"), "rms_norm_eps": "x"}, "rope_theta=inf: expected a finite number"),
     ],

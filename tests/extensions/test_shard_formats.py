@@ -27,6 +27,47 @@ def test_a_flat_parquet_column_has_no_documents(tmp_path: Path) -> None:
     assert "a column of single tokens has no documents" in complaint(tmp_path / "data")
 
 
+@pytest.mark.parametrize("store", ["arrow", "parquet"])
+def test_a_mask_of_trained_tokens_under_another_name_is_refused(tmp_path: Path, store: str) -> None:
+    (tmp_path / "data").mkdir()
+    table = pa.table({"tokens": [[5, 6, 7], [8, 9, 10]], "completion_mask": [[0, 1, 1], [0, 0, 1]]})
+    write = corpora.write_parquet_table if store == "parquet" else corpora.write_arrow
+    write(tmp_path / "data" / f"x.{store}", table)
+    with pytest.raises(UserError, match=r"column completion_mask marks the trained tokens.*rename it to loss_mask"):
+        open_stream(settings(tmp_path / "data", seq_length=3))
+    (tmp_path / "data" / f"x.{store}").unlink()
+    write(tmp_path / "data" / f"y.{store}", table.append_column("loss_mask", table["completion_mask"]))
+    open_stream(settings(tmp_path / "data", seq_length=3))
+
+
+@pytest.mark.parametrize("store", ["file", "stream", "parquet"])
+@pytest.mark.parametrize(
+    ("mask", "labels", "refusal"),
+    [
+        ([[1, 1, 1], [1, 1, 1]], None, ""),
+        ([[1, 1, 0], [1, 1, 1]], None, "attention_mask marks 1 tokens of padding, which would be trained"),
+        ([[1, 1, 0], [1, 1, 1]], [[5, 6, -100], [8, 9, 10]], ""),
+        ([[0, 1, 1], [1, 1, 1]], [[-100, 6, 7], [8, 9, 10]], "attention_mask marks padding before a text"),
+    ],
+)
+def test_padding_of_transformers_tokenizers_is_not_trained_as_text(
+    tmp_path: Path, store: str, mask: list[list[int]], labels: list[list[int]] | None, refusal: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    columns = {"input_ids": [[5, 6, 7], [8, 9, 10]], "attention_mask": mask} | ({"labels": labels} if labels else {})
+    table = pa.table({"text": ["a", "b"], **columns})
+    if store == "parquet":
+        corpora.write_parquet_table(tmp_path / "data" / "x.parquet", table)
+    else:
+        corpora.write_arrow(tmp_path / "data" / "x.arrow", table, stream=store == "stream", rows=1)
+    config = settings(tmp_path / "data", col_name="input_ids", seq_length=3)
+    if refusal:
+        with pytest.raises(UserError, match=refusal):
+            open_stream(config)
+    else:
+        open_stream(config)
+
+
 def test_a_megatron_index_and_its_tokens_must_belong_together(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     index = corpora.write_megatron(tmp_path / "data" / "s", DOCUMENTS)

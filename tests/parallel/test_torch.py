@@ -83,6 +83,8 @@ FORMS: dict[str, Fields] = {
         "lora_init": "gaussian",
         "learning_rate": 1e-2,
     },
+    # Two rows on four devices: some have none of them, and no maximum
+    "narrow adapters": {"lora_rank": 2, "lora_init": "gaussian", "optimizer": "sm3", "learning_rate": 1e-2},
 }
 STAGES: Fields = {"pipeline_parallel_size": 2}
 INTERLEAVED: Fields = {**STAGES, "virtual_pipeline_size": 2}
@@ -106,6 +108,7 @@ FORMS_ON_STAGES: dict[str, Fields] = {
 FORMS_ON_FOUR: dict[str, Fields] = {
     "two heads": {**TENSOR_4, "sequence_parallel": True},
     "three heads": {**TENSOR, **STAGES, "sharding_strategy": "ddp"},
+    "narrow adapters": {"batch_size": 4},
 }
 CONTEXT: Fields = {"context_parallel_size": 2, "batch_size": 4}
 CONTEXT_4: Fields = {"context_parallel_size": 4, "batch_size": 8}
@@ -198,6 +201,7 @@ CASES[4] = chosen(
         "adapters, context",
         "whole tensors, context",
         "two heads, 4 ranks",
+        "narrow adapters, 4 ranks",
         "poisoned",
         "poisoned, skipped",
     ),

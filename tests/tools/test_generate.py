@@ -28,7 +28,7 @@ from pretraining.models.init import build_model
 from pretraining.models.llama import Block
 from pretraining.tools.convert.convert import main as convert
 from pretraining.tools.evaluate import main as evaluate
-from pretraining.tools.generate import decoded, main, sample, sample_token
+from pretraining.tools.generate import decoded, document_borders, main, sample, sample_token
 from tests.checkpoint.saving import save
 from tests.faults.damage import CONTENTS
 
@@ -185,6 +185,22 @@ def test_the_newest_checkpoint_speaks_unless_another_is_chosen(run: Path, speak:
     config = {**checkpoint.facts.config, "make_vocab_size_divisible_by": 48, "tensor_parallel_size": 2}
     save(tmp_path / "mesh" / "checkpoints", read_tensors(checkpoint), replace(checkpoint.facts, config=config))
     assert speak(*flags, path=tmp_path / "mesh") == said
+
+
+@pytest.mark.parametrize(
+    ("flags", "before", "end"),
+    [
+        ({}, [2], 2),
+        ({"sep_token": -1}, [2], 2),
+        ({"sep_token": 5, "bos_token": 1}, [5, 1], 5),
+        ({"eos_token": 0}, [0], 0),
+    ],
+)
+def test_a_text_begins_and_ends_as_the_documents_of_the_run_do(
+    run: Path, flags: dict[str, int], before: list[int], end: int
+) -> None:
+    tokenizer = open_tokenizer(str(run / "tokenizer.model"))
+    assert document_borders(CONFIGURATION(**flags), tokenizer) == (before, end)
 
 
 @pytest.mark.parametrize(("words", "added", "note"), [(1, 40, "the text may have "), (40, 1, "the prompt has ")])

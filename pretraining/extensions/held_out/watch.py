@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from pretraining.config.errors import counted
 from pretraining.config.extension import Watcher
 from pretraining.data.stream import Stream
 from pretraining.extensions.held_out import HeldOutConfig
@@ -26,6 +27,11 @@ class Validation(Watcher):
         """Compile the evaluation before the first step, not in mid-run."""
         run = self._run
         for part in (part for part in run.streams if part != "train"):
+            name, config = "val" if part == "valid" else part, cast(HeldOutConfig, run.config)
+            if note := unread_datasets(
+                run.streams[part], name, config.val_steps if name == "val" else config.test_steps
+            ):
+                run.print(note)
             with run.heartbeat(f"{run.first} the first batch of {part} data"):
                 run.trainee.evaluate(run.streams[part].batch(0)).read()
 
@@ -85,6 +91,20 @@ def batches_of(stream: Stream, steps: int) -> int:
     if stream.steps is None:
         return max(steps, 1)
     return stream.steps if steps == -1 else min(steps, stream.steps)
+
+
+def unread_datasets(stream: Stream, name: str, steps: int) -> str:
+    """Return a note that names the datasets of which `steps` batches (-1: all) have no sequence; "" if there are none.
+
+    name: "val" or "test".
+    """
+    read = stream.batches_by_dataset(batches_of(stream, steps))
+    unread = [dataset for dataset in stream.state(0)["mixture"] if dataset not in read]
+    if not unread:
+        return ""
+    remedy = "give it more tokens or weight" if steps == -1 else f"raise --{name}_steps, or give it more weight"
+    sequences = counted(sum(len(group) for groups in read.values() for group in groups), "sequence")
+    return f"note: {name}_loss leaves out {', '.join(unread)}, of which its {sequences} have none; {remedy}"
 
 
 def has_test(records: Iterable[Mapping[str, Any]], step: int) -> bool:

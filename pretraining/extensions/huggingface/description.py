@@ -143,7 +143,7 @@ class ModelDescription:
         elif key == "hidden_act":
             self._choose("activation", key, value, FAMILIES[family].activations)
         elif key in ("rope_scaling", "rope_parameters"):
-            self._read_rope(key, value)
+            self._read_rope(key, value, family)
         elif key == "layer_types":
             if value != ["full_attention"] * (len(value) if isinstance(value, list) else 0):
                 self._refuse(key, value, "only layers of full_attention are supported")
@@ -153,7 +153,7 @@ class ModelDescription:
         elif key != "model_type" and not any(fnmatchcase(key, pattern) for pattern in OTHER):
             self.unknown[key] = value
 
-    def _read_rope(self, group: str, values: Any) -> None:
+    def _read_rope(self, group: str, values: Any, family: str) -> None:
         if not isinstance(values, dict):
             self._refuse(group, values, "expected an object with rope_type and its parameters")
             return
@@ -170,7 +170,9 @@ class ModelDescription:
             else:
                 self._set(ROPE_FIELDS[key], f"{group}.{key}", values[key])
         for key, field in _ROPE_ALWAYS.items():
-            if values.get(key) is not None:
+            if key == _PARTIAL and _PARTIAL_FIELD not in FAMILIES[family].options and values.get(key) not in (None, 1):
+                self._refuse(f"{group}.{key}", values[key], f"{FAMILIES[family].architecture} rotates all channels")
+            elif values.get(key) is not None:
                 self._set(field, f"{group}.{key}", values[key])
         others = values.keys() - ROPE_FIELDS.keys() - _ROPE_ALWAYS.keys() - {"rope_type", "type"}
         self.unknown |= {f"{group}.{key}": values[key] for key in others}
@@ -193,7 +195,8 @@ class ModelDescription:
         self.problems.append(Problem(f"{key}={text if len(text) < 60 else text[:57] + '...'}", remedy))
 
 
-_ROPE_ALWAYS = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_percentage"}
+_PARTIAL, _PARTIAL_FIELD = "partial_rotary_factor", "rotary_percentage"  # only GPT-NeoX of transformers follows it
+_ROPE_ALWAYS = {"rope_theta": "rope_theta", _PARTIAL: _PARTIAL_FIELD}
 
 
 def _fault(field: str, value: Any) -> str | None:

@@ -32,10 +32,12 @@ def compute_on_full_tensors(
 
     specs = first.moment_specs()
     moments = {name: stack((each.moments[name] for each in parameters), specs[name]) for name in first.moments}
-    stacked = replace(first, weight=stack(parameter.weight for parameter in parameters), moments=moments)
-    weight, updated = stacked.compute_update(stack(gradients), step, rate, on_full)
+    weights = stack(parameter.weight for parameter in parameters)
+    nowhere_empty = {name: _without_empty_shards(moment) for name, moment in moments.items()}
+    stacked = replace(first, weight=_without_empty_shards(weights), moments=nowhere_empty)
+    weight, updated = stacked.compute_update(_without_empty_shards(stack(gradients)), step, rate, on_full)
     device = first.weight.device
-    results = [_shards_like(stacked.weight, weight, device)]
+    results = [_shards_like(weights, weight, device)]
     results += [_shards_like(moments[name], moment, device) for name, moment in updated.items()]
     return [(weight, dict(zip(updated, values, strict=True))) for weight, *values in zip(*results, strict=True)]
 
@@ -73,6 +75,17 @@ def as_dtensor(shards: LocalShards, name: str, shard: Tensor, spec: MomentSpec) 
     placed = tuple(Replicate() if p in reduced else p for p in placed)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(shard, mesh, placed, run_check=False, shape=shape, stride=stride)
+
+
+def _without_empty_shards(stack: Tensor) -> Tensor:
+    """Return a stack, replicated along dimensions of fewer elements than devices: an empty shard has no maximum."""
+    if not isinstance(stack, DTensor):
+        return stack
+    placed = [
+        Replicate() if isinstance(each, Shard) and stack.shape[each.dim] < stack.device_mesh.size(number) else each
+        for number, each in enumerate(stack.placements)
+    ]
+    return stack.redistribute(placements=placed)
 
 
 def _shards_like(old: Any, new: Tensor, device: torch.device) -> Sequence[Tensor]:

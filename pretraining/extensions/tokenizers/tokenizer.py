@@ -36,8 +36,8 @@ class TracedTokens(NamedTuple):
 class SentencePieceTokenizer:
     """A sentencepiece model.
 
-    vocab_size: number of ids. separator: the id put after every document, None if the tokenizer has none. special: the
-    tokens that chat templates name.
+    vocab_size: ids are below it. separator: the id put after every document, None if the tokenizer has none. special:
+    the tokens that chat templates name.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -72,38 +72,40 @@ class SentencePieceTokenizer:
             if number % 2:
                 ids.append(special[part])
             elif part:
-                ids += self._continue(part) if number else self.encode([part])[0]
+                ids += [id for id, _ in self._encode_part(part, follows=number > 0)]
         return ids
 
-    def _continue(self, text: str) -> list[int]:
-        """Return the token ids of a text after a special token.
+    def _encode_part(self, text: str, follows: bool) -> list[tuple[int, str]]:
+        """Return the ids and the surfaces of a text between special tokens. follows: whether there is one before it.
 
         Of a model that normalizes texts, the export's tokenizer.json takes it for a text of its own; otherwise
         transformers adds the space before a text to the first one alone.
         """
         is_normalized = not self._model.normalize(_SPACED).replace(SPACE, " ").endswith(_SPACED)
-        if is_normalized or not self.adds_space():
-            return self.encode([text])[0]
-        before, both = self.encode([_UNMERGED, _UNMERGED + text])
-        return both[len(before) :]
+        if not follows or is_normalized or not self.adds_space():
+            return self._pieces(text)
+        return self._pieces(_UNMERGED + text)[len(self._pieces(_UNMERGED)) :]
+
+    def _pieces(self, text: str) -> list[tuple[int, str]]:
+        return [(piece.id, piece.surface) for piece in self._model.encode(text, return_type="proto").pieces]
+
+    def has_token(self, name: str) -> bool:
+        """Return whether there is a token of this name."""
+        return bool(self._model.id_to_piece(self._model.piece_to_id(name)) == name)
 
     def trace(self, text: str) -> TracedTokens:
         """Return the tokens of a text; the names of special tokens in it are those tokens."""
         traced, at = TracedTokens([], []), 0
         for number, part in enumerate(re.split(f"({'|'.join(map(re.escape, self._controls))})", text)):
-            pieces = [(self._controls[part], part)] if number % 2 else self._pieces(part)
+            pieces = [(self._controls[part], part)] if number % 2 else self._encode_part(part, follows=number > 0)
+            if "".join(surface for _, surface in pieces) != part:
+                change = "the tokenizer changes spaces or letters, so its tokens cannot be assigned to a completion"
+                raise UserError(change)
             for id, surface in pieces:
                 traced.ids.append(id)
                 traced.spans.append((at, at + len(surface)))
                 at += len(surface)
         return traced
-
-    def _pieces(self, text: str) -> list[tuple[int, str]]:
-        """Return the ids and the part of the text that each stands for."""
-        pieces = [(piece.id, piece.surface) for piece in self._model.encode(text, return_type="proto").pieces]
-        if "".join(surface for _, surface in pieces) != text:
-            raise UserError("the tokenizer changes spaces or letters, so its tokens cannot be assigned to a completion")
-        return pieces
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -136,8 +138,11 @@ class HuggingFaceTokenizer:
         self._model: Any = tokenizers.Tokenizer.from_buffer(model)
         self._model.no_truncation()  # the last use is saved with the tokenizer: a corpus would be cut to its length
         self._model.no_padding()
-        self.vocab_size: int = self._model.get_vocab_size(with_added_tokens=True)
-        ends = [self._model.token_to_id(name) for name in END_OF_DOCUMENT]
+        # The largest id and one: ids may have gaps, so that their number is less.
+        self.vocab_size: int = 1 + max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
+        added = self._model.get_added_tokens_decoder().items()
+        special = {token.content: number for number, token in added if token.special}  # Gemma has </s> as a tag of HTML
+        ends = [find(name) for find in (special.get, self._model.token_to_id) for name in END_OF_DOCUMENT]
         self.separator: int | None = next((number for number in ends if number is not None), None)
         self.special: dict[str, str] = {}  # tokenizer_config.json next to it has them
 
@@ -150,6 +155,9 @@ class HuggingFaceTokenizer:
         """Return the token ids of a prompt; if `surrounded`, with the special tokens that tokenizer.json puts there."""
         ids: list[int] = self._model.encode(text, add_special_tokens=surrounded).ids
         return ids
+
+    def has_token(self, name: str) -> bool:
+        return self._model.token_to_id(name) is not None
 
     def trace(self, text: str) -> TracedTokens:
         encoding = self._model.encode(text, add_special_tokens=False)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
-from pretraining.config.declaration import Resume
+from pretraining.config.declaration import Grammar, Resume
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.flags import first_rank
 from pretraining.config.training import PER_HOST, TrainConfig
 from pretraining.config.validate import problem
 
+NAME = Grammar(str, "a name")  # no path
 PATIENCE = 2.5  # s for which Weights & Biases may take to answer
 
 
@@ -36,9 +37,9 @@ class TrackersConfig(TrainConfig):
     that name. Empty: none."""
     tracker_dir: Annotated[str, Resume.FREE, PER_HOST] = ""
     """Folder of the tracker's own files, for Aim of its repository. Empty: log_dir."""
-    tracker_project_name: Annotated[str, Resume.FREE] = "llama"
+    tracker_project_name: Annotated[str, NAME, Resume.FREE] = "llama"
     """Project of the run in the tracker."""
-    tracker_run_id: Annotated[str, Resume.FREE] = ""
+    tracker_run_id: Annotated[str, NAME, Resume.FREE] = ""
     """The tracker's id of the run, to continue one that it has. Empty: the name of log_dir."""
 
     def output_folders(self) -> tuple[str, ...]:

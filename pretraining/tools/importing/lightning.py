@@ -201,6 +201,9 @@ def _top_k(value: Any, source: ForeignConfig) -> Conversion:
     return mapped(keep_last_n_checkpoints=0 if value == -1 else value)
 
 
+_LOSSES = ("val_loss", "validation_loss")  # names of the same figure
+
+
 def _saves(source: ForeignConfig) -> bool:
     """Return whether the run saves checkpoints."""
     is_off = not source.get("exp_manager.create_checkpoint_callback", True) or source.get(f"{CALLBACK}.save_top_k") == 0
@@ -210,7 +213,8 @@ def _saves(source: ForeignConfig) -> bool:
 def _keeps_best(source: ForeignConfig) -> bool:
     """Return whether checkpoints are saved and validated, and some of them kept by val_loss."""
     count, keys = source.get(f"{CALLBACK}.save_top_k"), (f"{CALLBACK}.monitor", f"{CALLBACK}.mode")
-    is_asked = [source.get(key, "min") for key in keys] == ["val_loss", "min"] and is_integer(count) and count > 0
+    monitor, mode = (source.get(key, "min") for key in keys)
+    is_asked = monitor in _LOSSES and mode == "min" and is_integer(count) and count > 0
     if not (is_asked and _saves(source) and "keep_best" in source.settings):
         return False
     return str(source.flags["val_interval"]) != "0" if source.has_flag("val_interval") else _validates(source)
@@ -221,8 +225,14 @@ def _monitor(value: Any, source: ForeignConfig) -> Conversion:
         return ignored("no checkpoints")
     if value == "step" or source.get(f"{CALLBACK}.save_top_k") == -1:
         return implied("the newest checkpoints are kept, or all")
-    if value != "val_loss":
-        return unsupported_value("known are val_loss and step, the newest; or keep all with save_top_k=-1")
+    if value not in _LOSSES:
+        higher = (
+            "a higher value of it is better, and checkpoints are compared by their loss; "
+            if "acc" in str(value)
+            else ""
+        )
+        known = f"known are {', '.join(_LOSSES)} and step, the newest; or keep all with save_top_k=-1"
+        return unsupported_value(higher + known)
     if _keeps_best(source):
         return implied("the best save_top_k are kept, each by the validation after its own step, and the newest")
     is_worst = source.get(f"{CALLBACK}.mode") == "max"

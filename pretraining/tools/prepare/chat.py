@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, nodes
@@ -21,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pretraining.config.errors import UserError
 from pretraining.data.layouts import read_dataset_json
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 Message = Mapping[str, Any]  # "role" and "content", and what else the template reads
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # around what the assistant wrote; Unicode keeps both out of text
 
@@ -48,7 +50,9 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
     """
     folder = Path(tokenizer).parent
     config = read_dataset_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    named = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    groups = [config.get(name) for name in ("extra_special_tokens", "model_specific_special_tokens")]
+    named = {name: value for group in (config, *groups) if isinstance(group, dict) for name, value in group.items()
+             if name.endswith("_token") and isinstance(value, str | dict)}  # fmt: skip
     contents = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
     special = {**special, **{name: value for name, value in contents.items() if value}}
     path = Path(file) if file else folder / "chat_template.jinja"
@@ -60,6 +64,23 @@ def find_template(file: str, tokenizer: str, special: Mapping[str, str]) -> Temp
     if isinstance(own, list):  # several, by name
         own = next((entry["template"] for entry in own if entry["name"] == "default"), None)
     return TemplateSource(own, special, str(folder / "tokenizer_config.json")) if own else None
+
+
+def check_tokens(source: TemplateSource, path: str, has_token: Callable[[str], bool]) -> None:
+    """Raise UserError if a template writes tokens that transformers adds to the tokenizer at `path`.
+
+    A sentencepiece model is often one of them: added_tokens.json and tokenizer_config.json have the tokens of a chat.
+    """
+    folder, names = Path(path).parent, list[str]()
+    for file, key in (("added_tokens.json", ""), ("tokenizer_config.json", "added_tokens_decoder")):
+        content = read_dataset_json(folder / file) if (folder / file).is_file() else {}
+        added = content.get(key) if key else content
+        for name, value in (added if isinstance(added, dict) else {}).items():
+            names.append(value.get("content", "") if isinstance(value, dict) else name)
+    if missing := sorted({name for name in names if name and name in source.text and not has_token(name)}):
+        reason = f"has no token {', '.join(missing)}, which {source.origin} writes and transformers adds to it"
+        remedy = "give a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
+        raise UserError(f"--tokenizer={path}: {reason}: {remedy}")
 
 
 class ChatTemplate:
@@ -78,14 +99,20 @@ class ChatTemplate:
         except TemplateError as error:
             raise UserError(f"{source.origin}: not a chat template ({error})") from error
 
-    def render(self, messages: Sequence[Message]) -> RenderedChat:
-        """Return the text of a chat and what is trained of it: the assistant's messages. UserError without a place."""
-        text = self._text(messages, False)
+    def render(self, messages: Sequence[Message], more: Mapping[str, Any] = NOTHING) -> RenderedChat:
+        """Return the text of a chat and what is trained of it: the assistant's messages. UserError without a place.
+
+        more: what else the template may name, such as "tools". Keys of messages without a value, which the columns of
+        Parquet have, are left out, as transformers does.
+        """
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        text = self._text(messages, False, more)
         if self._marks:
             return _unmarked(text)
         trained = []
         for number in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
-            before, after = self._text(messages[:number], True), self._text(messages[: number + 1], False)
+            before = self._text(messages[:number], True, more)
+            after = self._text(messages[: number + 1], False, more)
             if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(
                     f"{self._source.origin}: what it makes of message {number} depends on other messages: mark the "
@@ -94,9 +121,9 @@ class ChatTemplate:
             trained.append((len(before), len(after)))
         return RenderedChat(text, trained)
 
-    def _text(self, messages: Sequence[Message], prompts: bool) -> str:
+    def _text(self, messages: Sequence[Message], prompts: bool, more: Mapping[str, Any]) -> str:
         try:
-            names = {"tools": None, "documents": None, **self._source.special}
+            names = {"tools": None, "documents": None, **self._source.special, **more}
             return self._template.render(messages=list(messages), add_generation_prompt=prompts, **names)
         except (TemplateError, TypeError, KeyError) as error:
             raise UserError(f"{self._source.origin} cannot render the messages: {error}") from error
@@ -127,9 +154,16 @@ def _unmarked(text: str) -> RenderedChat:
     return RenderedChat("".join(parts), trained)
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    """JSON without Jinja's escapes for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without Jinja's escapes for HTML, with the parameters of transformers' filter."""
+    options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "indent": indent, "sort_keys": sort_keys}
+    return json.dumps(value, separators=separators, **options)
 
 
 def _refuse(message: str) -> None:

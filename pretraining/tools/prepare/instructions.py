@@ -6,8 +6,10 @@ of the seed and the step, and nothing of the packing remains to be done.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -139,7 +141,7 @@ class Reader:
         if "messages" in record:
             if self._template is None:
                 raise UserError("messages need a template: give --chat_template=FILE, because the tokenizer has none")
-            return self._template.render(_messages(record["messages"])), []
+            return self._template.render(_messages(record["messages"]), _template_names(record)), []
         prompt, gap, completion = _texts(record)
         if self._template and self._options.is_for_prompts:
             texts = {"user": prompt, "assistant": completion}
@@ -153,6 +155,7 @@ def check_record(record: Mapping[str, Any]) -> None:
     """Raise UserError, without a place, if a record is no example."""
     if "messages" in record:
         _messages(record["messages"])
+        _template_names(record)
     else:
         _texts(record)
 
@@ -162,6 +165,21 @@ def _messages(value: Any) -> list[Mapping[str, Any]]:
     if not objects or not all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in objects):
         raise UserError("messages is not a list of objects with role and content")
     return value
+
+
+def _template_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a template may name besides the messages: lists of objects, or the JSON of one, as TRL reads them."""
+    names = {}
+    for name in ("tools", "documents"):
+        value = record.get(name)
+        with suppress(ValueError):
+            value = json.loads(value) if isinstance(value, str) and value else value
+        if value and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+            raise UserError(f"{name} is not a list of objects")
+        names[name] = value or None
+    if record.get("chat_template_kwargs"):
+        raise UserError("chat_template_kwargs is not followed: set what it says in the file of --chat_template")
+    return names
 
 
 def _texts(record: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -40,7 +40,7 @@ from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_dataset_json
 from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer, train
 from pretraining.storage import Location, is_remote, location, use_files_of
 from pretraining.tools.arguments import ArgumentParser
-from pretraining.tools.prepare.chat import find_template
+from pretraining.tools.prepare.chat import check_tokens, find_template
 from pretraining.tools.prepare.instructions import LONGER, InstructionOptions, Packer, Reader
 from pretraining.tools.prepare.shards import COLUMNS, ShardWriter, merged_sums
 from pretraining.tools.prepare.survey import preview, report, survey
@@ -359,7 +359,8 @@ def _look(options: Options, files: list[Input], shards: list[TextShard], process
 
 
 def _instructions(options: Options, tokenizer: Tokenizer, separator: int) -> InstructionOptions:
-    template = find_template(options.chat_template, options.tokenizer, tokenizer.special)
+    if template := find_template(options.chat_template, options.tokenizer, tokenizer.special):
+        check_tokens(template, options.tokenizer, tokenizer.has_token)
     settings = (options.seq_length, options.packing, options.longer, separator)
     return InstructionOptions(template, bool(options.chat_template), *settings)
 

@@ -10,6 +10,7 @@ import codecs
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 # Text per shard: small enough that a killed preparation loses seconds, large enough that a shard is worth its file.
 SHARD_BYTES = 16 * 2**20
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_TEXT_TYPES = ("string", "large_string", "string_view")  # of Parquet, or of the categories of pandas
 _JSON_LINES = (".jsonl", ".ndjson")
 _ENCODINGS = {  # by byte order mark; UTF-32's begins with UTF-16's
     codecs.BOM_UTF32_LE: "utf-32",
@@ -33,6 +35,8 @@ _ENCODINGS = {  # by byte order mark; UTF-32's begins with UTF-16's
     codecs.BOM_UTF16_BE: "utf-16",
     codecs.BOM_UTF8: "utf-8-sig",
 }
+# Half of a pair of surrogates, as an escape of JSON or in bytes: Python reads it, and no tokenizer does.
+_MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _TRACE = 1000  # characters for each one that may be damaged: a text in Latin-1 has one in 20 to 50, of English in 2,000
 
 
@@ -290,6 +294,11 @@ def _objects(part: FileRange, on_error: OnError) -> Iterator[tuple[dict[str, Any
     for line, place in _lines(part):
         try:
             record = json.loads(line)
+            if _MAY_BE_SURROGATE.search(line):
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start : error.end])
+            on_error(UserError(f"{place}: has {half}, half of a character (a surrogate): fix or remove it"))
         except (ValueError, RecursionError) as error:
             on_error(UserError(f"{place}: not a line of JSON ({getattr(error, 'msg', error)}): fix or remove it"))
         else:
@@ -321,7 +330,7 @@ def _rows(part: FileRange, key: str, on_error: OnError) -> Iterator[Document]:
         if key not in (names := file.schema_arrow.names):
             raise UserError(f"{part.path}: no column {key!r}, it has {', '.join(names)}: choose with --text_key")
         kind, before = file.schema_arrow.field(key).type, _rows_before(file, part.start)
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in _TEXT_TYPES:
             raise UserError(f"{part.path}: column {key!r} holds {kind}: it must hold text")
         for group in range(part.start, part.stop):
             for number, text in enumerate(file.read_row_group(group, columns=[key]).column(0).to_pylist()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import sentencepiece
 
 pytest.importorskip("pretraining.extensions.shard_formats")
 pytest.importorskip("pretraining.extensions.tokenizers")
@@ -19,10 +21,15 @@ pytest.importorskip("pretraining.extensions.tokenizers")
 from main_training import configure
 from pretraining.config.errors import UserError
 from pretraining.data import IGNORED, open_stream
-from pretraining.extensions.tokenizers.tokenizer import HuggingFaceTokenizer, open_tokenizer, train
+from pretraining.extensions.tokenizers.tokenizer import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    open_tokenizer,
+    train,
+)
 from pretraining.tools import inspect_data
 from pretraining.tools.prepare import prepare
-from pretraining.tools.prepare.chat import ChatTemplate, find_template
+from pretraining.tools.prepare.chat import ChatTemplate, TemplateSource, check_tokens, find_template
 from pretraining.tools.prepare.instructions import Example, InstructionOptions, PackedRow, Packer, Reader
 from tests.data.corpora import settings, write_arrow, write_instructions, write_parquet_table
 
@@ -64,10 +71,10 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options(folder: Path, template: str = "", **changes: Any) -> InstructionOptions:
+def options(folder: Path, template: str | TemplateSource = "", **changes: Any) -> InstructionOptions:
     source = find_template("", str(folder / "tokenizer.json"), {})
     assert source
-    source = source._replace(text=template or source.text)
+    source = template if isinstance(template, TemplateSource) else source._replace(text=template or source.text)
     return InstructionOptions(source, False, LENGTH, True, "refuse", 1)._replace(**changes)
 
 
@@ -84,6 +91,41 @@ def test_chats_have_the_tokens_and_the_mask_of_transformers(tokenizer_folder: Pa
     assert got.tokens == want["input_ids"]
     assert got.trained == [bool(trained) for trained in want["assistant_masks"]]
     assert 0 < sum(got.trained) < len(got.trained)
+
+
+# What a template may name besides roles and texts: tools, tokens of the tokenizer, JSON in a certain form, absent keys
+NAMING = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson(indent=2) }}{% endfor %}"
+    "{% for message in messages %}{{ sep_token + message.role + image_token }}{{ message.content }}"
+    "{% if message.tool_calls is defined %}{{ message.tool_calls | tojson(separators=(',', ':'), sort_keys=true) }}"
+    "{% endif %}{% endfor %}"
+)
+CALLS = [{"name": "f", "arguments": {"b": 1, "a": "é"}}]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "<b> é"}}]
+TOOL_CHAT = [
+    {"role": "user", "content": "x?", "tool_calls": None},  # as the rows of Parquet have it
+    {"role": "assistant", "content": "", "tool_calls": CALLS},
+]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), None, ""])
+def test_a_template_is_given_the_names_and_filters_of_transformers(
+    tokenizer_folder: Path, tmp_path: Path, tools: Any
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    path = tokenizer_folder / "tokenizer.json"
+    names: Any = {"bos_token": SPECIAL[0], "sep_token": SPECIAL[2], "extra_special_tokens": {"image_token": SPECIAL[3]}}
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(path), **names)
+    theirs.save_pretrained(tmp_path)
+    want = theirs.apply_chat_template(TOOL_CHAT, tools=TOOLS if tools else None, chat_template=NAMING, tokenize=False)
+    (tmp_path / "chat_template.jinja").write_text(NAMING)
+    source = find_template("", str(tmp_path / "tokenizer.json"), {})
+    assert source and "é" in want and SPECIAL[2] in want and SPECIAL[3] in want
+    record = {"messages": TOOL_CHAT} | ({} if tools is None else {"tools": tools})
+    tokenizer = open_tokenizer(str(path))
+    got = Reader(options(tokenizer_folder, template=source), tokenizer).example(record, "here")
+    assert got.tokens == tokenizer.encode([want])[0]
 
 
 def test_prompts_are_not_trained_and_completions_end_with_the_separator(tokenizer_folder: Path) -> None:
@@ -114,6 +156,39 @@ def test_a_sentencepiece_model_takes_special_tokens_of_a_template_as_tokens(tmp_
     assert "".join(text[start:stop] for start, stop in spans) == text
 
 
+@pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_of_a_chat_that_a_sentencepiece_model_lacks_are_named(tmp_path: Path, file: str) -> None:
+    path = str(tmp_path / "tokenizer.model")
+    train(["question and answer, é 漢 " * 3] * 50, 300, Path(path), 1)
+    added: Any = {"<|im_start|>": 300, "<s>": 1, "<|elsewhere|>": 301}
+    if file != "added_tokens.json":
+        added = {"added_tokens_decoder": {id: {"content": name} for name, id in added.items()}}
+    (tmp_path / file).write_text(json.dumps(added))
+    (tmp_path / "chat_template.jinja").write_text("<s>{{ '<|im_start|>' }}")
+    source, tokenizer = find_template("", path, {}), open_tokenizer(path)
+    assert source
+    with pytest.raises(UserError, match=r"has no token <\|im_start\|>, which .*give a tokenizer.json"):
+        check_tokens(source, path, tokenizer.has_token)
+    check_tokens(source._replace(text="<s>"), path, tokenizer.has_token)
+
+
+@pytest.mark.parametrize("normalization", ["identity", "nmt_nfkc"])
+def test_a_chat_has_the_tokens_of_a_prompt_where_a_model_adds_a_space_to_a_text(normalization: str) -> None:
+    """Llama 2's model: the space is added to the beginning of a text, not after each special token in it."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["question and answer, [INST] é 漢 " * 3] * 50), model_writer=model, vocab_size=310,
+        model_type="bpe", byte_fallback=True, normalization_rule_name=normalization, remove_extra_whitespaces=False,
+        minloglevel=2,
+    )  # fmt: skip
+    tokenizer = SentencePieceTokenizer(model.getvalue())
+    assert tokenizer.adds_space()
+    for text in ("<s>[INST] question [/INST] answer</s>", "and<s> é</s>\nand</s></s>", "question"):
+        ids, spans = tokenizer.trace(text)
+        assert ids == tokenizer.encode_prompt(text)
+        assert "".join(text[start:stop] for start, stop in spans) == text
+
+
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
@@ -121,6 +196,8 @@ def test_a_sentencepiece_model_takes_special_tokens_of_a_template_as_tokens(tmp_
         ({"prompt": "x", "completion": None}, "not both text"),
         ({"messages": "x"}, "not a list of objects with role and content"),
         ({"messages": [{"role": "user"}]}, "not a list of objects with role and content"),
+        ({"messages": CHAT, "tools": "f()"}, "tools is not a list of objects"),
+        ({"messages": CHAT, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is not followed"),
     ],
 )
 def test_a_record_that_is_no_example_is_named(tokenizer_folder: Path, record: Mapping[str, Any], expected: str) -> None:

@@ -237,6 +237,8 @@ def test_input_that_cannot_be_read_is_named(
         (["--separator=40000"], "--separator=40000: use an id below --vocab_size=32000"),
         *(([f"--part={part}", "--tokenizer=t"], "write I/N") for part in ("4/3", "0/3", "2")),
         (["--part=1/3"], "--part needs --tokenizer"),
+        (["--output=~/mine"], "argument --output: ~/mine begins with ~, which the shell leaves as it is"),
+        (["--input=a,~me/b"], "argument --input: ~me/b begins with ~"),
         (["--part=1/3", "--tokenizer=t", "--output=s3://b/x"], "a folder that all parts share"),
     ],
 )
@@ -418,6 +420,31 @@ def test_truncation_and_padding_of_a_tokenizer_json_are_switched_off(tmp_path: P
     assert len(cut.encode([TEXT])[0]) > 20
 
 
+def test_documents_end_with_a_special_token_also_where_a_likelier_name_is_text(tmp_path: Path) -> None:
+    """Gemma's <eos> is special; its </s> is the end of a tag of HTML."""
+    model = save_tokenizer_json(tmp_path / "special.json", ["<eos>"])
+    model.add_tokens(["</s>"])
+    model.save(str(tmp_path / "both.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "both.json"))
+    assert tokenizer.separator == model.token_to_id("<eos>") != model.token_to_id("</s>")
+
+
+def test_ids_of_a_tokenizer_json_may_have_gaps(tmp_path: Path) -> None:
+    """As after tokens were removed from it: its vocabulary ends with its largest id."""
+    save_tokenizer_json(tmp_path / "plain.json", ["</s>"])
+    content = json.loads((tmp_path / "plain.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    (id,) = open_tokenizer(str(tmp_path / "plain.json")).encode(["a"])[0]
+    vocabulary[next(token for token, number in vocabulary.items() if number == id)] = 70_000
+    (tmp_path / "gaps.json").write_text(json.dumps(content))
+    tokenizer = open_tokenizer(str(tmp_path / "gaps.json"))
+    assert tokenizer.vocab_size == 70_001 and tokenizer.encode(["a"]) == [[70_000]]
+    write_input(tmp_path, "a.txt", "a a a")
+    assert run(tmp_path, f"--tokenizer={tmp_path / 'gaps.json'}", "--valid_every=0") == 0
+    described = json.loads((tmp_path / "out" / "train" / "meta.json").read_text())
+    assert described["vocab_size"] == 70_001
+
+
 # Content of a file of plain text -> what is read, or what the refusal says.
 ENCODED = {
     "utf16.txt": (TEXT.encode("utf-16"), TEXT),
@@ -435,11 +462,23 @@ UNREADABLE = {
 }
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_columns_of_text_may_have_any_type_of_text(tmp_path: Path, kind: str) -> None:
+    texts = ["é 漢", "", "b", "é 漢"] * 3
+    column = pa.array(texts).dictionary_encode() if kind == "dictionary" else pa.array(texts, pa.type_for_alias(kind))
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=5)
+    shards = divide([tmp_path / "a.parquet"], ())
+    assert [text for shard in shards for text, _ in read_documents(shard, "text")] == texts
+
+
 # Lines of JSON, or rows of Parquet -> which of them cannot be read, and why.
-ROWS = '{"text": "one"}\r\n\n{"text": \n{"body": "x"}\n{"text": ""}\n{"text": "one"}\n'
+ROWS = (
+    '{"text": "one"}\r\n\n{"text": \n{"body": "x"}\n{"text": ""}\n{"text": "one"}\n{"text": "\\ud83d\\ude00 \\ud83d"}\n'
+)
 BAD_ROWS = {
     "a.jsonl, line 3": "not a line of JSON",
     "a.jsonl, line 4": "no text in field 'text'",
+    "a.jsonl, line 7": "has '.ud83d', half of a character",
     "b.parquet, row 2": "null in column 'text'",
     "b.parquet, row 5": "null in column 'text'",
     "c.parquet": "no column 'text', it has body",
