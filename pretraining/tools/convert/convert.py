@@ -22,7 +22,8 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import filterfalse
@@ -216,9 +217,8 @@ def to_huggingface(
     special_ids, tokenizer = export_tokenizer(tokenizer_path or config.tokenizer_path)
     adapter = _adapter_of(checkpoint)
     if adapter and not config.saves_frozen:
-        folder = _new_folder(target, tokenizer)
-        adapter.write(folder, names, partial(read_tensor, checkpoint), dtype)
-        rename(folder, target)
+        with _new_folder(target, tokenizer) as folder:
+            adapter.write(folder, names, partial(read_tensor, checkpoint), dtype)
         return target
     ours = _placeholders(checkpoint, filterfalse(config.is_added, names), dtype)
     stored = str(next(iter(ours.values())).dtype).removeprefix("torch.")
@@ -226,23 +226,21 @@ def to_huggingface(
     parts = their_names(ours) if fields["model_type"] == GPT_NEOX else {name: (name,) for name in ours}
     heads = fields["num_attention_heads"]
     state = {name: fuse([ours[part] for part in group], heads) for name, group in parts.items()}
-    folder = _new_folder(target, tokenizer)  # after what can be refused, so that nothing is left of a refusal
     plans = _plan_shards(state, shard_size)
 
     def read(item: WriteItem) -> Tensor:
         return fuse([_mean([checkpoint, *others], name) for name in parts[item.index.fqn]], heads)
 
-    write_files(folder, plans, read, IO_WORKERS)
-    if adapter and not adapter.is_merged:
-        (folder / ADAPTER).mkdir()
-        adapter.write(folder / ADAPTER, names, partial(read_tensor, checkpoint), dtype)
-    _write_json(folder / CONFIG, fields)
-    if len(plans) > 1:
-        total = sum(chunk.size for plan in plans for chunk in plan.chunks)
-        weight_map = {chunk.item.index.fqn: plan.name for plan in plans for chunk in plan.chunks}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    DISK.sync(folder)
-    rename(folder, target)
+    with _new_folder(target, tokenizer) as folder:  # after what can be refused, so that nothing is left of a refusal
+        write_files(folder, plans, read, IO_WORKERS)
+        if adapter and not adapter.is_merged:
+            (folder / ADAPTER).mkdir()
+            adapter.write(folder / ADAPTER, names, partial(read_tensor, checkpoint), dtype)
+        _write_json(folder / CONFIG, fields)
+        if len(plans) > 1:
+            total = sum(chunk.size for plan in plans for chunk in plan.chunks)
+            weight_map = {chunk.item.index.fqn: plan.name for plan in plans for chunk in plan.chunks}
+            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return target
 
 
@@ -280,10 +278,8 @@ def to_ranks(
         raise UserError(f"--vocab_size={tokens}: the embedding in {checkpoint.path} has {rows} rows")
     ours = {name: fitted(name, described[source]) for name, source in names.items()}
     stages = plan_stages(files, ours)
-    folder = _new_folder(target, files.other_files)
-    write_ranks(folder, files, stages, ours, read, rotary_frequencies(config))
-    DISK.sync(folder)
-    rename(folder, target)
+    with _new_folder(target, files.other_files) as folder:
+        write_ranks(folder, files, stages, ours, read, rotary_frequencies(config))
     return target
 
 
@@ -302,15 +298,18 @@ def _refuse_used(target: Location) -> None:
         raise UserError(f"{target}: exists already; give a new folder")
 
 
-def _new_folder(target: Path, files: Mapping[str, bytes]) -> Path:
-    """Return the folder with these files that becomes `target`."""
+@contextmanager
+def _new_folder(target: Path, files: Mapping[str, bytes]) -> Iterator[Path]:
+    """Yield the folder with these files that becomes `target` when it is complete."""
     _refuse_used(target)
-    partial = target.with_name(target.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    folder = target.with_name(target.name + PARTIAL)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for name, content in files.items():
-        DISK.write_file(partial / name, content)
-    return partial
+        DISK.write_file(folder / name, content)
+    yield folder
+    DISK.sync(folder)
+    rename(folder, target)
 
 
 def _write_items(state: dict[str, Tensor]) -> list[WriteItem]:
