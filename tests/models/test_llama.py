@@ -117,7 +117,7 @@ def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_bf16() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kernel", ["grouped", "repeated", "chunked"])
+@pytest.mark.parametrize("kernel", [pytest.param("grouped", marks=pytest.mark.slow), "repeated", "chunked"])
 def test_the_last_queries_of_a_row_see_what_they_see_among_all(kernel: Kernel) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)

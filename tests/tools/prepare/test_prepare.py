@@ -38,6 +38,7 @@ from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.text import FileRange, divide, read_documents
 from tests.data.corpora import rows
 from tests.faults.damage import flip_bit_at
+from tests.processes import words
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -213,7 +214,11 @@ def test_lines_that_cross_the_border_of_ranges_are_read_once(tmp_path: Path) -> 
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, line 2: not a line of JSON"),
         ("a.jsonl", '{"body": "x"}\n', "no text in field 'text': choose the field with --text_key"),
-        ("a.jsonl.gz", gzip.compress(b"{}" * 999)[:-9], "a.jsonl.gz: cannot be read, it is truncated or damaged"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"{}" * 999, mtime=0)[:-9],
+            "a.jsonl.gz: cannot be read, it is truncated or damaged",
+        ),
         ("a.parquet", "PAR1 not really", "a.parquet: not a complete Parquet file"),
         ("a.png", "x", "no text, .jsonl or .parquet files"),
     ],
@@ -274,7 +279,7 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(
     message = rf"--tokenizer_path={tmp_path}/other.model: {out}/train was prepared with another tokenizer"
     with pytest.raises(UserError, match=message):
         check_data(configure(wrong))
-    assert inspect_data.main([f"--{name}={value}" for name, value in wrong.items()]) == 2
+    assert inspect_data.main(words(wrong)) == 2
     assert re.search(message, capsys.readouterr().err)
     stream = open_stream(configure({**flags, "tokenizer_path": str(tmp_path / "copy.model")}))
     assert stream.state(0)["mixture"]["train"]["tokenizer_sha256"] == file_hash(out / "tokenizer.model")
