@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.end_to_end.small import ROOT, command, environment, figures, finish
+from tests.end_to_end.small import command, environment, figures, finish
+from tests.processes import call
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
@@ -108,10 +108,7 @@ def test_a_run_continues_on_other_devices_at_the_same_token(uninterrupted: Path,
 
 def refuse(folder: Path, **fields: Any) -> str:
     """Run a command that must exit with code 2 and without a traceback; return what it printed."""
-    done = subprocess.run(
-        command(folder, **fields), cwd=ROOT, env=environment(DEVICES), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = call(command(folder, **fields), code=2, env=environment(DEVICES))
     assert "Traceback" not in done.stderr
     return done.stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
 from tests.end_to_end.small import ROOT
+from tests.processes import call
 from tests.selection import needs
 
 LLAMA3 = {
@@ -189,7 +189,7 @@ def test_the_shards_are_as_small_as_asked_and_the_index_names_every_tensor(tmp_p
 def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path / "run" / "checkpoints")
     command = [sys.executable, "-m", "pretraining.tools.convert", str(tmp_path / "run"), str(tmp_path / "hf")]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == f"{tmp_path / 'hf'}\n"
+    assert call(command).stdout == f"{tmp_path / 'hf'}\n"
     assert is_huggingface(tmp_path / "hf") and not is_huggingface(tmp_path / "run")
     assert main([str(tmp_path / "hf"), str(tmp_path / "back"), "--dtype=bf16"]) == 0
     assert {t.dtype for t in read_tensors(tmp_path / "back" / "step_0").values()} == {torch.bfloat16}
@@ -287,10 +287,9 @@ sys.modules |= dict.fromkeys(("sentencepiece", "google.protobuf"))
 from transformers import AutoTokenizer
 print(AutoTokenizer.from_pretrained({str(tmp_path / "hf")!r}).encode("def main", add_special_tokens=False))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed = call([sys.executable, "-c", script]).stdout
     tokenizer = own_tokenizers().open_tokenizer(str(tmp_path / "sp.model"))
-    assert json.loads(done.stdout) == tokenizer.encode(["def main"])[0]
+    assert json.loads(printed) == tokenizer.encode(["def main"])[0]
 
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}

@@ -29,6 +29,7 @@ from pretraining.tools.importing.neox import era_of
 from pretraining.tools.importing.neox_model import feed_forward
 from pretraining.tools.importing.resolve import ImportResult, import_foreign, settings
 from pretraining.tools.library import Training
+from tests.processes import words
 from tests.selection import complete, runs_all
 from tests.tools.importing.files import drop, put, tree, write
 
@@ -131,7 +132,7 @@ def test_every_listed_behaviour_is_that_of_the_importer(
 def flagged(flags: dict[str, str]) -> tuple[dict[str, Any], list[Problem]]:
     """The settings of a command line, and what is wrong with it."""
     given = {"use_dummy_dataset": "True", **{name: value for name, value in flags.items() if value != "absent"}}
-    line = read([f"--{name}={value}" for name, value in given.items()], CONFIGURATION)
+    line = read(words(given), CONFIGURATION)
     config, problems = read_values(line.flags, CHECKS, CONFIGURATION)
     return settings(config), [*line.problems, *problems]
 
