@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
+from tests.data.corpora import write_flat
 from tests.end_to_end.small import command, environment, figures, finish
 from tests.processes import call
 
@@ -27,12 +27,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(0)
     for name, documents in (("train/a", 120), ("train/b", 60), ("valid/held", 30)):
         (root / name).mkdir(parents=True)
-        schema = pa.schema([("tokens", pa.uint32())])
-        with pa.ipc.new_file(str(root / name / "0.arrow"), schema) as writer:
-            for _ in range(documents):
-                length = int(rng.integers(0, 400))
-                tokens = (rng.integers(0, 300) + np.arange(length) * 7) % 300 + 2
-                writer.write(pa.record_batch([pa.array(tokens.astype(np.uint32))], schema=schema))
+        lengths, firsts = rng.integers(0, 400, documents), rng.integers(0, 300, documents)
+        texts = [(first + np.arange(length) * 7) % 300 + 2 for length, first in zip(lengths, firsts, strict=True)]
+        write_flat(root / name / "0", texts)
     return root
 
 

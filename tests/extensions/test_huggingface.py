@@ -33,6 +33,7 @@ from tests.checkpoint.test_checkpoints import run
 from tests.end_to_end.small import ROOT
 from tests.processes import call
 from tests.selection import needs
+from tests.tokenizer_files import write_byte_level
 
 LLAMA3 = {
     "rope_theta": 5e5,
@@ -227,14 +228,6 @@ def random_texts(words: list[str]) -> list[str]:
     return [*spaced, *mixed, *(" ".join(draw.choices(words, k=draw.randint(1, 8))) for _ in range(300))]
 
 
-def tokenizer_json(target: Path, texts: list[str]) -> None:
-    """A byte-level BPE tokenizer.json, as Llama 3 has it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.ByteLevelBPETokenizer()
-    model.train_from_iterator(texts, vocab_size=400, special_tokens=["<|end_of_text|>"], show_progress=False)
-    model.save(str(target))
-
-
 def trained(folder: Path, source: str, **settings: Any) -> str:
     """Train a sentencepiece model on the lines of a text; return its path."""
     prefix, lines = str(folder / "sp"), iter(source.splitlines())
@@ -256,7 +249,7 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     if file == "tokenizer.model":
         own_tokenizers().train([source], 400, tmp_path / file, threads=1)
     else:
-        tokenizer_json(tmp_path / file, [source])
+        write_byte_level(tmp_path / file, [source], 400, ["<|end_of_text|>"])
     path = saved(tmp_path / "run", tokenizer_path=str(tmp_path / file))
     exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
     ours = own_tokenizers().open_tokenizer(str(tmp_path / file))
