@@ -51,7 +51,7 @@ from pretraining.extensions.huggingface.folder import INDEX, SINGLE, is_huggingf
 from pretraining.extensions.huggingface.gpt_neox import fuse, their_names
 from pretraining.models.init import on_meta
 from pretraining.storage import DISK, PARTIAL, Location, location, rename
-from pretraining.tools.arguments import ArgumentParser
+from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
 from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.convert.pickles import (
@@ -83,44 +83,41 @@ ADAPTER = "lora_adapter"  # folder next to the base model
 ALONE = Peers(together=False)
 
 
+@ends_on_mistakes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Convert and print the folder of the result. Returns exit code 2 on a mistake of the user."""
     flags = parse(arguments)
-    try:
-        dtype = CHOICES[flags.dtype] if flags.dtype else None
-        layout = trainer_folders_of(flags.source) if isinstance(flags.source, Path) else None
-        _check_flags(flags, layout)
-        more = {name: getattr(flags, name) for name in ("model_config_path", "neox_gated_ffn")}
-        if layout:
-            gqa, tokens = flags.neox_gqa, flags.vocab_size
-            weights = open_pickles(flags.source, layout, flags.import_config, gqa, tokens, **more)
-            _print_note(weights.note)
-            print(from_pickles(weights, flags.source, flags.target, dtype))
-            return 0
-        source = open_any_checkpoint(flags.source, flags.allow_remote)
-        if is_huggingface(flags.source):
-            _print_note(describe_moments(flags.source, LAYOUTS[0]) if isinstance(flags.source, Path) else "")
-            print(to_checkpoint(source, flags.target, dtype))
-        else:
-            if not isinstance(flags.target, Path):
-                raise UserError(f"{flags.target}: an export must be local: copy it afterwards")
-            if not (flags.export_config or flags.allow_remote or flags.tokenizer_path):
-                refuse_remote("tokenizer_path", saved_config(source.facts.config).tokenizer_path, flags.source)
-            paths = map(location, comma_separated(flags.average_with))
-            sources = [source, *(open_any_checkpoint(path, flags.allow_remote) for path in paths)]
-            if flags.use_ema:
-                from pretraining.extensions.moving_average.checkpoint import with_moving_averages
+    dtype = CHOICES[flags.dtype] if flags.dtype else None
+    layout = trainer_folders_of(flags.source) if isinstance(flags.source, Path) else None
+    _check_flags(flags, layout)
+    more = {name: getattr(flags, name) for name in ("model_config_path", "neox_gated_ffn")}
+    if layout:
+        gqa, tokens = flags.neox_gqa, flags.vocab_size
+        weights = open_pickles(flags.source, layout, flags.import_config, gqa, tokens, **more)
+        _print_note(weights.note)
+        print(from_pickles(weights, flags.source, flags.target, dtype))
+        return 0
+    source = open_any_checkpoint(flags.source, flags.allow_remote)
+    if is_huggingface(flags.source):
+        _print_note(describe_moments(flags.source, LAYOUTS[0]) if isinstance(flags.source, Path) else "")
+        print(to_checkpoint(source, flags.target, dtype))
+    else:
+        if not isinstance(flags.target, Path):
+            raise UserError(f"{flags.target}: an export must be local: copy it afterwards")
+        if not (flags.export_config or flags.allow_remote or flags.tokenizer_path):
+            refuse_remote("tokenizer_path", saved_config(source.facts.config).tokenizer_path, flags.source)
+        paths = map(location, comma_separated(flags.average_with))
+        sources = [source, *(open_any_checkpoint(path, flags.allow_remote) for path in paths)]
+        if flags.use_ema:
+            from pretraining.extensions.moving_average.checkpoint import with_moving_averages
 
-                sources = list(map(with_moving_averages, sources))
-            source, *others = sources
-            if flags.export_config:
-                file = read_trainer_file(flags.export_config, more)
-                print(to_ranks(source, flags.target, file, dtype, flags.vocab_size, flags.hw_backend, others))
-                return 0
-            print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+            sources = list(map(with_moving_averages, sources))
+        source, *others = sources
+        if flags.export_config:
+            file = read_trainer_file(flags.export_config, more)
+            print(to_ranks(source, flags.target, file, dtype, flags.vocab_size, flags.hw_backend, others))
+            return 0
+        print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
     return 0
 
 
