@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from pretraining import TrainConfig, train
 from pretraining.config.errors import UserError
 from pretraining.data import RowMarks
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
+from tests.pages import code_of
 from tests.parallel.toy import instruction_cases
 from tests.processes import call
 
@@ -31,7 +31,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("page"))
-        exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE.split("\n## ")[0], re.DOTALL)), names)
+        exec(code_of(PAGE.split("\n## ")[0]), names)
     return names
 
 
