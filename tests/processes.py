@@ -21,7 +21,12 @@ def words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def call(
-    command: Sequence[str | Path], *, code: int | None = 0, folder: Path = ROOT, env: Mapping[str, str] | None = None
+    command: Sequence[str | Path],
+    *,
+    code: int | None = 0,
+    folder: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    timeout: float = PATIENCE,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, without input. It must end with this code; None: with any."""
     done = subprocess.run(
@@ -31,7 +36,7 @@ def call(
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE,
+        timeout=timeout,
         stdin=subprocess.DEVNULL,
     )
     assert code in (None, done.returncode), done.stdout[-3000:] + done.stderr[-9000:]

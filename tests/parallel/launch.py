@@ -68,7 +68,7 @@ def run_on_xla(devices: int, cases: dict[str, dict[str, Any]], **variables: str)
 
 def run(command: list[str], **variables: str) -> tuple[dict[str, Any], str]:
     """Run a command; return the JSON object that it prints, and its stderr."""
-    done = call(command, env=environment(**variables))
+    done = call(command, env=environment(**variables), timeout=1500)  # of all cases of a table
     return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")), done.stderr
 
 
