@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.ports import free_port
 from tests.waiting import PATIENCE
 from tests.warm import python
 
 ROOT = Path(__file__).parents[1]
+
+
+def words(settings: Mapping[str, Any]) -> list[str]:
+    """Return the flags of these settings; one that is None has none."""
+    return [f"--{name}={value}" for name, value in settings.items() if value is not None]
+
+
+def call(
+    command: Sequence[str | Path],
+    *,
+    code: int | None = 0,
+    folder: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    timeout: float = PATIENCE,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, without input. It must end with this code; None: with any."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+    assert code in (None, done.returncode), done.stdout[-3000:] + done.stderr[-9000:]
+    return done
 
 
 def group(processes: int) -> list[dict[str, str]]:

@@ -18,6 +18,7 @@ from main_training import train
 from pretraining.monitor.metrics import read_metrics
 from tests.data.corpora import numbered, write_flat
 from tests.end_to_end.small import FLAGS, ROOT, environment, figures
+from tests.processes import call, words
 from tests.waiting import wait_until
 from tests.warm import python
 
@@ -35,14 +36,12 @@ def copy_core(folder: Path, *left_out: str) -> Path:
 
 
 def command(log_dir: Path, **flags: Any) -> list[str]:
-    words = [f"--{name}={value}" for name, value in {**SMALL, "log_dir": log_dir, **flags}.items()]
-    return [*python(), "main_training.py", *words]
+    return [*python(), "main_training.py", *words({**SMALL, "log_dir": log_dir, **flags})]
 
 
 def run(folder: Path, log_dir: Path, **flags: Any) -> subprocess.CompletedProcess[str]:
     """Run the main script of `folder`."""
-    words, variables = command(log_dir, **flags), environment(4)
-    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    return call(command(log_dir, **flags), code=None, folder=folder, env=environment(4))
 
 
 def test_the_reading_path_of_contributing_md_has_the_lines_that_it_states() -> None:

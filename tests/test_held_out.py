@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,23 +31,14 @@ from pretraining.monitor.metrics import read_metrics
 from pretraining.tools.evaluate import Scorer, main
 from pretraining.tools.generate import load_model
 from tests.data.corpora import corpus
-from tests.parallel.launch import ALONE, ROOT, environment, launched
+from tests.end_to_end.small import MODEL
+from tests.parallel.launch import ALONE, environment, launched
+from tests.processes import call, words
 
 TEXT = "the quick brown fox jumps over a lazy dog and äts größe ßweets in cold winter nights"
 WORDS = re.findall(r"\w+", TEXT)
 DATASETS = {"prose": 60, "lists": 25}  # documents of each
-SIZES: dict[str, Any] = {
-    "model_variant": "custom",
-    "num_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "vocab_size": 300,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "global_batch_size": 8,
-    "batch_size": 2,
-    "num_steps": 4,
-}
+SIZES: dict[str, Any] = {**MODEL, "vocab_size": 300, "global_batch_size": 8, "batch_size": 2, "num_steps": 4}
 
 
 class Runs(NamedTuple):
@@ -150,12 +140,9 @@ def test_other_meshes_and_engines_report_the_same_figures(
     runs: Runs, processes: int, engine: str, tmp_path: Path
 ) -> None:
     """Of two processes that shard the parameters, and of four devices of the other engine."""
-    given = {**runs.flags, "engine": engine, "log_dir": tmp_path}.items()
-    words = [f"--{name}={value}" for name, value in given if (engine, name) != ("xla", "device")]
-    command = launched(processes, str(ROOT / "main_training.py"), *words)
-    variables = environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4")
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    settings = {**runs.flags, "engine": engine, "log_dir": tmp_path} | ({"device": None} if engine == "xla" else {})
+    command = launched(processes, "main_training.py", *words(settings))
+    call(command, env=environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4"))
     records = read_metrics(tmp_path / "metrics.jsonl")
     for kind in ("val_loss", "eval_acc/words"):
         alone, other = (validation(of, kind) for of in (runs.alone, records))

@@ -7,8 +7,8 @@ function, under TYPE_CHECKING or through `import_module("name")` counts like any
 from __future__ import annotations
 
 import ast
+import functools
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +16,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+
+from tests.processes import call
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "pretraining"
@@ -69,6 +71,12 @@ def source_files(root: Path) -> dict[str, Path]:
     return {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
 
 
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, which is read once for all rules."""
+    return ast.parse(path.read_text())
+
+
 def room_of(module: str) -> str:
     """Return the folder or module below the package, or the top-level script."""
     return module.removeprefix(f"{PACKAGE}.").partition(".")[0]
@@ -106,7 +114,7 @@ def violations(root: Path, rules: Rules) -> set[str]:
     found = {f"{room} has no row" for room in rooms - set(rules.may_import)}
     for module, path in modules.items():
         if room_of(module) in rules.may_import:
-            tree, is_package = ast.parse(path.read_text()), path.name == "__init__.py"
+            tree, is_package = parse(path), path.name == "__init__.py"
             for name in imported_names(tree, module, is_package):
                 if target := longest_module(name, modules):
                     found |= broken_room_rules(module, target, name, rules)
@@ -186,7 +194,7 @@ def test_every_import_follows_the_tables_of_contributing_md(rules: Rules) -> Non
 
 
 def test_only_the_table_of_accelerators_names_a_device() -> None:
-    trees = {module: ast.parse(path.read_text()) for module, path in source_files(ROOT).items()}
+    trees = {module: parse(path) for module, path in source_files(ROOT).items()}
     naming = {module.removeprefix(f"{PACKAGE}.") for module, tree in trees.items() if named_devices(tree)}
     present = {module.removeprefix(f"{PACKAGE}.") for module in trees}  # a folder of a feature may be deleted
     assert naming == {*NAMES_DEVICES, "parallel.accelerator"} & present
@@ -195,8 +203,8 @@ def test_only_the_table_of_accelerators_names_a_device() -> None:
 
 
 def test_a_public_name_has_one_meaning() -> None:
-    paths = {module: path for module, path in source_files(ROOT).items() if module.startswith(PACKAGE)}
-    assert repeated_names({module: ast.parse(path.read_text()) for module, path in paths.items()}) == {}
+    files = source_files(ROOT).items()
+    assert repeated_names({module: parse(path) for module, path in files if module.startswith(PACKAGE)}) == {}
     sources = {
         "a": "class Row: ...\ndef main(): ...\ndef _own(): ...",
         "b": "def Row(): ...\ndef main(): ...\ndef _own(): ...",
@@ -261,5 +269,5 @@ def test_a_room_loads_nothing_heavy_before_it_is_used(name: str) -> None:
     code, heavy = LAZY[name]
     monitor = [path.stem for path in (ROOT / PACKAGE / "monitor").glob("[!_]*.py")]
     program = f"{code.format(monitor=', '.join(monitor))}; import sys; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert len(monitor) >= 7 and not set(heavy.split()) & set(loaded.stdout.split())
+    loaded = call([sys.executable, "-c", program]).stdout
+    assert len(monitor) >= 7 and not set(heavy.split()) & set(loaded.split())

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from pretraining.config.errors import UserError
 from pretraining.config.grammar import path_fault
 
+Main = Callable[[Sequence[str] | None], int]
 TEXTS = ("prompt", "sample", "text_key")  # options that are no paths
 
 
@@ -29,3 +34,17 @@ class ArgumentParser(argparse.ArgumentParser):
         value = self._get_value(action, "--")
         self._check_value(action, value)
         return value
+
+
+def ends_on_mistakes(main: Main) -> Callable[..., int]:
+    """Decorate a command, so that a mistake of the user is printed and ends it with code 2."""
+
+    @functools.wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return main(arguments)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return 2
+
+    return run

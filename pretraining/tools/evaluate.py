@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +24,10 @@ from pretraining.config.errors import UserError, counted
 from pretraining.config.grammar import comma_separated
 from pretraining.config.script import exit_with
 from pretraining.config.training import SETTINGS
-from pretraining.extensions.checkpoints import ALLOW_REMOTE
 from pretraining.models.llama import Llama
 from pretraining.parallel.accelerator import open_device
-from pretraining.storage import location
-from pretraining.tools.arguments import ArgumentParser
-from pretraining.tools.generate import open_model, positive, sample
+from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
+from pretraining.tools.generate import add_checkpoint, open_model, positive, sample
 
 if TYPE_CHECKING:
     from pretraining.extensions.questions.choices import Request
@@ -41,6 +38,7 @@ OWN = ".jsonl"
 Results = dict[str, dict[str, float]]  # task -> metric -> value
 
 
+@ends_on_mistakes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each metric of each task. Returns exit code 2 on a mistake of the user."""
     flags = parse(arguments)
@@ -48,12 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = evaluate(flags)
         if flags.output:
             flags.output.write_text(json.dumps(results, indent=2) + "\n")
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
     except OSError as error:
-        print(f"--output={flags.output}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
+        raise UserError(f"--output={flags.output}: cannot be written: {error.strerror}") from error
     for task, metrics in results.items():
         for name, value in metrics.items():
             print(f"{task}  {name}  {value:.6g}")
@@ -63,18 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = ArgumentParser(prog="python -m pretraining.tools.evaluate", allow_abbrev=False)
-    parser.add_argument("run_dir", type=location, help="the run's folder, its checkpoints' folder, or one checkpoint")
     parser.add_argument("--tasks", required=True, help="files *.jsonl and tasks of the harness, comma-separated")
     parser.add_argument("--num_fewshot", type=int, help="examples before each question (default: the task's)")
     parser.add_argument("--limit", type=positive, help="questions of each task of the harness (default: all)")
     parser.add_argument("--include_path", help="folder with tasks of the harness of one's own, YAML")
     parser.add_argument("--batch_size", type=positive, default=8, help="sequences at a time")
     parser.add_argument("--device", choices=SETTINGS["device"].constraint.choices, default="auto")  # type: ignore[union-attr]
-    parser.add_argument(
-        "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json (default: the run's)"
-    )
-    parser.add_argument("--use_ema", action="store_true", help="take the moving averages of the weights (ema_decay)")
-    parser.add_argument("--allow_remote", action="store_true", help=ALLOW_REMOTE)
+    add_checkpoint(parser)
     parser.add_argument("--output", type=Path, help="file that the results are written to, as JSON")
     return parser.parse_args(arguments)
 

@@ -41,7 +41,7 @@ from pretraining.extensions.checkpoints import (
 from pretraining.models.init import build_model
 from pretraining.models.llama import Llama
 from pretraining.storage import location
-from pretraining.tools.arguments import ArgumentParser
+from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
 
 if TYPE_CHECKING:
     from pretraining.extensions.tokenizers.tokenizer import Tokenizer
@@ -49,34 +49,36 @@ if TYPE_CHECKING:
 INCOMPLETE = "\ufffd"  # what tokenizers decode the first bytes of a character to
 
 
+@ends_on_mistakes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompt and its continuation as it is drawn. Returns exit code 2 on a mistake of the user."""
     flags = parse(arguments)
-    try:
-        for piece in generate(flags):
-            print(piece, end="", flush=True)
-        print()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    for piece in generate(flags):
+        print(piece, end="", flush=True)
+    print()
     return 0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = ArgumentParser(prog="python -m pretraining.tools.generate", allow_abbrev=False)
-    parser.add_argument("run_dir", type=location, help="the run's folder, its checkpoints' folder, or one checkpoint")
+    add_checkpoint(parser)
     parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
     parser.add_argument("--max_new_tokens", type=positive, default=100, help="tokens to add at most")
     parser.add_argument("--temperature", type=not_negative, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top_k", type=whole, default=50, help="choose among the k likeliest tokens; 0: among all")
     parser.add_argument("--seed", type=whole, default=0, help="the same seed gives the same text")
-    parser.add_argument("--use_ema", action="store_true", help="sample the moving averages of the weights (ema_decay)")
+    return parser.parse_args(arguments)
+
+
+def add_checkpoint(parser: ArgumentParser) -> None:
+    """Add the flags that `open_model` reads."""
+    parser.add_argument("run_dir", type=location, help="the run's folder, its checkpoints' folder, or one checkpoint")
+    parser.add_argument("--use_ema", action="store_true", help="take the moving averages of the weights (ema_decay)")
     parser.add_argument(
         "--tokenizer_path", default="", help="sentencepiece model or tokenizer.json (default: the run's)"
     )
     parser.add_argument("--allow_remote", action="store_true", help=ALLOW_REMOTE)
-    return parser.parse_args(arguments)
 
 
 def whole(text: str) -> int:

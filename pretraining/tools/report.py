@@ -26,7 +26,7 @@ from pretraining.extensions.packages import extra_packages
 from pretraining.monitor.account import ACTIVITIES, goodput, totals
 from pretraining.monitor.figures import amount, duration, percent, size
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
-from pretraining.tools.arguments import ArgumentParser
+from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure, Scatter
@@ -93,6 +93,7 @@ CHARTS = (
 MIXTURE = Chart("Data mixture", "sequences so far", (), form=".3~s", smooth=False)
 
 
+@ends_on_mistakes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page of the runs that can be read, and return 0, or 2 if there is none."""
     parser = ArgumentParser(prog="python -m pretraining.tools.report", description=__doc__.split("\n")[0])
@@ -102,12 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.add_argument("--watch", action="store_true", help="serve the page on this host, and keep it up to date")
     parser.add_argument("--port", type=int, default=8123, help="of --watch (default: 8123)")
     options = parser.parse_args(arguments)
-    try:
-        with extra_packages("the page of curves"):
-            import plotly  # noqa: F401  # the functions below import what they need of it
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    with extra_packages("the page of curves"):
+        import plotly  # noqa: F401  # the functions below import what they need of it
     runs = read_runs(options.runs)
     if not runs:
         return 2
@@ -117,8 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         path.write_text(html_page(list(runs.values())), encoding="utf-8")
     except OSError as error:
-        print(f"--output={path}: cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
+        raise UserError(f"--output={path}: cannot be written: {error.strerror}") from error
     print(f"written to {path}")
     return 0
 

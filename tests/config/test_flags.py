@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from main_training import CHECKS, CONFIGURATION, configure
@@ -206,6 +206,7 @@ def test_a_mistake_and_its_consequences_are_one_problem(capsys: pytest.CaptureFi
     assert complaints(capsys, DUMMY, "--num_kv_heads=0").startswith("1 problem ")
 
 
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from(["--batch_size", "--low_cpu_fsdp", "--nolow_cpu_fsdp", "--x", "--", "-b", "3", "a=b"])))
 def test_every_word_is_a_flag_or_a_problem(words: list[str]) -> None:
     line = read(words, CONFIGURATION)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.end_to_end.small import ROOT
+from tests.processes import call
 
 LEFT_BEHIND = {"runs", "data", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
 
@@ -29,7 +30,7 @@ def copy_checkout(folder: Path) -> Path:
     shutil.copy(Path(sys.prefix) / "pyvenv.cfg", environment)
     (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
     stamp = "source scripts/setup.sh; installation_state requirements.txt > .venv/installed-requirements.txt"
-    subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
+    call(["bash", "-c", stamp], folder=folder)
     return folder
 
 

@@ -12,19 +12,25 @@ from typing import Any
 
 import main_training
 from pretraining.monitor.metrics import read_metrics
+from tests.processes import words
 from tests.waiting import PATIENCE
 from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
-FLAGS = {
+MODEL: dict[str, Any] = {
     "model_variant": "custom",
-    "num_layers": 3,
+    "num_layers": 2,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_attention_heads": 4,
     "num_kv_heads": 2,
-    "vocab_size": 320,
+    "vocab_size": 64,
     "seq_length": 32,
+}
+FLAGS = {
+    **MODEL,
+    "num_layers": 3,
+    "vocab_size": 320,
     "global_batch_size": 16,
     "batch_size": 2,
     "num_steps": 40,
@@ -41,9 +47,7 @@ DETERMINISTIC = "loss loss_spike grad_norm param_norm learning_rate tokens_seen 
 
 def command(folder: Path, script: Sequence[str] = ("main_training.py",), **fields: Any) -> list[str]:
     """Return the command line of a run that writes to `folder`; a flag whose value is None is omitted."""
-    flags = {**FLAGS, "log_dir": folder, **fields}
-    words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-    return [*python(), *script, *words]
+    return [*python(), *script, *words({**FLAGS, "log_dir": folder, **fields})]
 
 
 def environment(devices: int = 8) -> dict[str, str]:

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
 
 from pretraining.checkpoint.manifest import Facts
@@ -17,6 +15,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.data import open_stream
 from pretraining.run.start import open_streams, stream_after
+from tests.data.corpora import write_flat
 from tests.end_to_end.small import FLAGS, continue_from, figures, reports, train
 
 DOCUMENTS, TOKENS = 40, 101  # and a separator each: 40 x 102 / (16 x 32) = 7 whole steps of an epoch
@@ -30,11 +29,8 @@ def run(folder: Path, **fields: object) -> None:
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     (tmp_path / "data").mkdir()
-    schema = pa.schema([("tokens", pa.uint32())])
-    with pa.ipc.new_file(str(tmp_path / "data" / "0.arrow"), schema) as writer:
-        for document in range(DOCUMENTS):
-            tokens = (np.arange(TOKENS) * 7 + document) % 300 + 2
-            writer.write(pa.record_batch([pa.array(tokens.astype(np.uint32))], schema=schema))
+    documents = [[(place * 7 + number) % 300 + 2 for place in range(TOKENS)] for number in range(DOCUMENTS)]
+    write_flat(tmp_path / "data" / "0", documents)
     return tmp_path
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,9 @@ from pretraining import TrainConfig, train
 from pretraining.config.errors import UserError
 from pretraining.data import RowMarks
 from pretraining.monitor.metrics import FILE_NAME, read_metrics
+from tests.pages import code_of
 from tests.parallel.toy import instruction_cases
+from tests.processes import call
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "python.md").read_text()
@@ -31,7 +31,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("page"))
-        exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE.split("\n## ")[0], re.DOTALL)), names)
+        exec(code_of(PAGE.split("\n## ")[0]), names)
     return names
 
 
@@ -90,7 +90,7 @@ def test_a_global_batch_without_trained_tokens_has_loss_0_on_both_engines(page: 
     assert torch.code == 0 and torch.losses[3] == 0 < torch.losses[8] < torch.losses[1] - 0.2
     flags = {**page["tiny"], "engine": "xla", "log_dir": str(tmp_path / "xla")}
     code = f"from {__name__} import *; train({flags}, data={{'train': ThirdBatchUntrained()}})"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env={**os.environ, "PJRT_DEVICE": "CPU"})
+    call([sys.executable, "-c", code], env={**os.environ, "PJRT_DEVICE": "CPU"})
     records = read_metrics(tmp_path / "xla" / FILE_NAME)
     xla = {record["step"]: record["loss"] for record in records if "loss" in record}
     assert xla == pytest.approx(torch.losses, abs=1e-5)

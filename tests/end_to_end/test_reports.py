@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 
 from pretraining.config.training import TrainConfig
 from pretraining.optim.schedule import learning_rate
-from tests.parallel.launch import ROOT, environment
+from tests.parallel.launch import environment
 from tests.parallel.toy import TOY
+from tests.processes import call, words
 from tests.warm import python
 
 pytestmark = pytest.mark.slow
@@ -23,11 +23,7 @@ CURVE = {"lr_schedule": "wsd", "lr_warmup_steps": 3, "lr_hold_steps": 2, "num_st
 def train(folder: Path, **fields: Any) -> list[dict[str, Any]]:
     """Train in one CPU process, and return the lines of metrics.jsonl."""
     flags = {**TOY, "engine": "torch", "device": "cpu", "log_dir": folder, **fields}
-    command = [*python(), "main_training.py", *(f"--{name}={value}" for name, value in flags.items())]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    call([*python(), "main_training.py", *words(flags)], env=environment())
     return lines_of(folder)
 
 

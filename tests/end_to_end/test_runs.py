@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
-from tests.end_to_end.small import ROOT, command, environment, figures, finish
+from tests.data.corpora import write_flat
+from tests.end_to_end.small import command, environment, figures, finish
+from tests.processes import call
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.slow
@@ -27,12 +27,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(0)
     for name, documents in (("train/a", 120), ("train/b", 60), ("valid/held", 30)):
         (root / name).mkdir(parents=True)
-        schema = pa.schema([("tokens", pa.uint32())])
-        with pa.ipc.new_file(str(root / name / "0.arrow"), schema) as writer:
-            for _ in range(documents):
-                length = int(rng.integers(0, 400))
-                tokens = (rng.integers(0, 300) + np.arange(length) * 7) % 300 + 2
-                writer.write(pa.record_batch([pa.array(tokens.astype(np.uint32))], schema=schema))
+        lengths, firsts = rng.integers(0, 400, documents), rng.integers(0, 300, documents)
+        texts = [(first + np.arange(length) * 7) % 300 + 2 for length, first in zip(lengths, firsts, strict=True)]
+        write_flat(root / name / "0", texts)
     return root
 
 
@@ -108,10 +105,7 @@ def test_a_run_continues_on_other_devices_at_the_same_token(uninterrupted: Path,
 
 def refuse(folder: Path, **fields: Any) -> str:
     """Run a command that must exit with code 2 and without a traceback; return what it printed."""
-    done = subprocess.run(
-        command(folder, **fields), cwd=ROOT, env=environment(DEVICES), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = call(command(folder, **fields), code=2, env=environment(DEVICES))
     assert "Traceback" not in done.stderr
     return done.stderr
 

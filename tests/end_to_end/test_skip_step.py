@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.small import ROOT, environment, reports
+from tests.end_to_end.small import MODEL, environment, reports
+from tests.processes import call
 from tests.warm import python
 
 SPIKE, STEPS = 100, 120
@@ -34,13 +34,8 @@ for flags, spike in json.loads(sys.argv[1]):
     train(flags, data={{"train": Counters(spike)}})
 """
 TINY: dict[str, Any] = {
-    "model_variant": "custom",
-    "num_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "seq_length": 32,
+    **MODEL,
+    "num_kv_heads": 4,
     "global_batch_size": 8,
     "batch_size": 4,
     "learning_rate": 1e-2,
@@ -66,8 +61,7 @@ def test_a_spike_leaves_no_trace(engine: str, tmp_path: Path) -> None:
     runs: list[tuple[dict[str, Any], bool]] = [({"num_steps": steps, "log_dir": "hit"}, True) for steps in stops]
     runs = [({"num_steps": STEPS, "log_dir": "sound"}, False), *runs]
     flags = [({**TINY, **run, "log_dir": str(tmp_path / run["log_dir"]), "engine": engine}, hit) for run, hit in runs]
-    one_thread = {**environment(2), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*python(), "-c", TRAIN, json.dumps(flags)], cwd=ROOT, env=one_thread, check=True)
+    call([*python(), "-c", TRAIN, json.dumps(flags)], env={**environment(2), "OMP_NUM_THREADS": "1"})
     sound, hit = losses_and_outliers(tmp_path / "sound"), losses_and_outliers(tmp_path / "hit")
     assert all(hit[step] == sound[step] for step in range(1, SPIKE))
     assert hit[SPIKE][0] > sound[SPIKE][0] + 1

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
@@ -23,17 +22,7 @@ from pretraining.extensions.splash.kernel import SplashAttention
 from pretraining.models.chunked import AttentionMask
 from pretraining.models.ops import AttentionKernel
 from pretraining.parallel.mesh import Mesh, token_order
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Attention as it is defined."""
-    length, groups = q.shape[2], q.shape[1] // k.shape[1]
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    visible = (distance >= 0) & (distance < (mask.window or length))
-    if mask.segments is not None:
-        visible = visible & (mask.segments[:, None, :, None] == mask.segments[:, None, None, :])
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+from tests.models.reference import reference
 
 
 def differences(
@@ -62,7 +51,7 @@ def differences(
 
     xla_mesh = xs.Mesh(np.arange(axes.size), tuple(axes), axes._fields)
     got = results(by_rank, torch_xla.device())
-    expected = results(plain, torch.device("cpu"))
+    expected = results(reference, torch.device("cpu"))
     return [(one - other).abs().max().item() for one, other in zip(got, expected, strict=True)]
 
 

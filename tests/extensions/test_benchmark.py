@@ -12,16 +12,10 @@ from pretraining.config.devices import kind_of
 from pretraining.config.variants import VARIANTS, model_shape
 from pretraining.extensions.benchmark.watch import summary
 from pretraining.monitor.flops import Meter, flops_per_token
+from tests.end_to_end.small import MODEL
 
 DUMMY: dict[str, Any] = {"use_dummy_dataset": True, "model_variant": "tiny", "seq_length": 16, "engine": "torch"}
-SMALL: dict[str, Any] = {
-    "num_layers": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_kv_heads": 2,
-}
-SMALL |= {"vocab_size": 64, "device": "cpu"}
+SMALL: dict[str, Any] = {**MODEL, "seq_length": 16, "use_dummy_dataset": True, "engine": "torch", "device": "cpu"}
 
 
 def meter(device: str) -> Meter:
@@ -49,17 +43,7 @@ def test_the_summary_says_n_a_for_what_nobody_knows_and_invents_nothing() -> Non
 
 
 def test_a_peak_that_is_given_makes_an_mfu_and_is_named(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    result = train(
-        {
-            **DUMMY,
-            **SMALL,
-            "vocab_size": 64,
-            "num_steps": 21,
-            "peak_tflops": 0.5,
-            "device": "cpu",
-            "log_dir": str(tmp_path),
-        }
-    )
+    result = train({**SMALL, "num_steps": 21, "peak_tflops": 0.5, "log_dir": str(tmp_path)})
     printed = capsys.readouterr().out
     reports = [record for record in result.records if "mfu" in record]
     assert [record["step"] for record in reports] == [1, *range(2, 21, 2), 21]

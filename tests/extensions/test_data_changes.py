@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("pretraining.extensions.data_changes")
 
 from pretraining.data import open_stream
-from tests.data.corpora import corpus, numbered, rows, settings
+from tests.data.corpora import rows, settings
 from tests.data.test_mixture import three, whose
 
 
@@ -49,10 +49,3 @@ def test_other_weights_count_from_their_own_beginning(tmp_path: Path) -> None:
     after = settings(tmp_path / "data", datasets="a,b", weights="1,3", accept_data_changes=True)
     names = [whose(row) for row in rows(open_stream(after, state=open_stream(before).state(400)), 40)]
     assert (names.count("a"), names.count("b")) == (10, 30)
-
-
-def test_another_sequence_length_begins_with_whole_rows(tmp_path: Path) -> None:
-    corpus(tmp_path / "data", numbered([300] * 50))
-    state = open_stream(settings(tmp_path / "data", seq_length=128)).state(9)
-    again = open_stream(settings(tmp_path / "data", seq_length=64, accept_data_changes=True), state=state)
-    assert {row.shape for row in rows(again, 50)} == {(64,)}

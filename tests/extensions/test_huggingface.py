@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,9 @@ from tests.checkpoint.saving import save
 from tests.checkpoint.small_run import PlainTrainee, facts_of, open_run, small_config
 from tests.checkpoint.test_checkpoints import run
 from tests.end_to_end.small import ROOT
+from tests.processes import call
 from tests.selection import needs
+from tests.tokenizer_files import write_byte_level
 
 LLAMA3 = {
     "rope_theta": 5e5,
@@ -189,7 +190,7 @@ def test_the_shards_are_as_small_as_asked_and_the_index_names_every_tensor(tmp_p
 def test_the_commands_work_and_a_used_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path / "run" / "checkpoints")
     command = [sys.executable, "-m", "pretraining.tools.convert", str(tmp_path / "run"), str(tmp_path / "hf")]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == f"{tmp_path / 'hf'}\n"
+    assert call(command).stdout == f"{tmp_path / 'hf'}\n"
     assert is_huggingface(tmp_path / "hf") and not is_huggingface(tmp_path / "run")
     assert main([str(tmp_path / "hf"), str(tmp_path / "back"), "--dtype=bf16"]) == 0
     assert {t.dtype for t in read_tensors(tmp_path / "back" / "step_0").values()} == {torch.bfloat16}
@@ -227,14 +228,6 @@ def random_texts(words: list[str]) -> list[str]:
     return [*spaced, *mixed, *(" ".join(draw.choices(words, k=draw.randint(1, 8))) for _ in range(300))]
 
 
-def tokenizer_json(target: Path, texts: list[str]) -> None:
-    """A byte-level BPE tokenizer.json, as Llama 3 has it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.ByteLevelBPETokenizer()
-    model.train_from_iterator(texts, vocab_size=400, special_tokens=["<|end_of_text|>"], show_progress=False)
-    model.save(str(target))
-
-
 def trained(folder: Path, source: str, **settings: Any) -> str:
     """Train a sentencepiece model on the lines of a text; return its path."""
     prefix, lines = str(folder / "sp"), iter(source.splitlines())
@@ -256,7 +249,7 @@ def test_the_exported_tokenizer_encodes_and_decodes_as_the_training_data_were(fi
     if file == "tokenizer.model":
         own_tokenizers().train([source], 400, tmp_path / file, threads=1)
     else:
-        tokenizer_json(tmp_path / file, [source])
+        write_byte_level(tmp_path / file, [source], 400, ["<|end_of_text|>"])
     path = saved(tmp_path / "run", tokenizer_path=str(tmp_path / file))
     exported = to_huggingface(open_checkpoint(path), tmp_path / "hf")
     ours = own_tokenizers().open_tokenizer(str(tmp_path / file))
@@ -287,10 +280,9 @@ sys.modules |= dict.fromkeys(("sentencepiece", "google.protobuf"))
 from transformers import AutoTokenizer
 print(AutoTokenizer.from_pretrained({str(tmp_path / "hf")!r}).encode("def main", add_special_tokens=False))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed = call([sys.executable, "-c", script]).stdout
     tokenizer = own_tokenizers().open_tokenizer(str(tmp_path / "sp.model"))
-    assert json.loads(done.stdout) == tokenizer.encode(["def main"])[0]
+    assert json.loads(printed) == tokenizer.encode(["def main"])[0]
 
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}

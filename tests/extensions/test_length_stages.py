@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.small import FLAGS, ROOT, continue_from, environment, figures, reports, train
+from tests.end_to_end.small import FLAGS, continue_from, environment, figures, reports, train
 from tests.parallel.launch import ALONE, launched
+from tests.processes import call, words
 
 FIELDS: dict[str, Any] = {
     "seq_length_stages": "8:3,16:5",
@@ -29,9 +29,8 @@ def flags(folder: Path, **fields: Any) -> dict[str, Any]:
 
 def elsewhere(processes: int, folder: Path, **fields: Any) -> list[dict[str, Any]]:
     """Train in processes of their own, and return the reports."""
-    words = [f"--{name}={value}" for name, value in flags(folder, **fields).items()]
-    command = launched(processes, "main_training.py", *words)
-    subprocess.run(command, cwd=ROOT, env={**environment(2), "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
+    command = launched(processes, "main_training.py", *words(flags(folder, **fields)))
+    call(command, env={**environment(2), "OMP_NUM_THREADS": "1"})
     return [*reports(folder).values()]
 
 

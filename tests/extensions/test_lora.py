@@ -25,17 +25,9 @@ from pretraining.models.init import build_model
 from pretraining.models.ops import next_token_loss
 from pretraining.run.start import parameter_shapes
 from pretraining.tools.convert.convert import to_huggingface
+from tests.end_to_end import small
 
-SIZES: dict[str, Any] = {
-    "model_variant": "custom",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "num_kv_heads": 2,
-    "intermediate_size": 48,
-    "seq_length": 24,
-}
+SIZES: dict[str, Any] = {**small.MODEL, "vocab_size": 61, "intermediate_size": 48, "seq_length": 24}
 LORA: dict[str, Any] = {**SIZES, "lora_rank": 4}
 
 

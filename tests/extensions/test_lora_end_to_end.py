@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from pretraining.models.ops import next_token_loss
 from pretraining.tools.convert.convert import to_huggingface
 from pretraining.tools.generate import base_weights, load_model
 from tests.end_to_end.small import reports
+from tests.processes import call
 from tests.warm import python
 
 pytestmark = pytest.mark.slow
@@ -39,9 +39,7 @@ LORA = ("--lora_rank=4", "--lora_target_modules=q_proj,v_proj,down_proj", "--lor
 
 def train(folder: Path, *flags: str) -> None:
     """Run the script."""
-    command = [*python(), "main_training.py", *TOY, f"--log_dir={folder}", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    call([*python(), "main_training.py", *TOY, f"--log_dir={folder}", *flags])
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:

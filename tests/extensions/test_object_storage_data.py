@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from pretraining.storage import RETRIES, StorageError, location, stamp_of
 from tests.data.corpora import numbered, rows, settings, write_flat, write_lists, write_megatron, write_parquet
 from tests.end_to_end.small import ROOT
 from tests.object_storage import KEYS, FaultProxy, GoogleStorage, upload
+from tests.processes import call
 from tests.waiting import PATIENCE, wait_until
 
 LENGTHS = [40, 3, 0, 700, 25, 9, 61, 1, 130, 5] * 30
@@ -197,7 +197,7 @@ def test_prepared_data_are_moved_to_object_storage_and_complete_with_their_flags
     assert not (location(there) / "flags.txt").is_file()
     proxy.plan = lambda number, method, path: ""
     program = [sys.executable, "-m", "pretraining.tools.prepare", *command, f"--output={there}"]
-    subprocess.run(program, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    call(program, folder=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert prepare.main([*command, f"--output={there}"]) == 0  # there is nothing to do
     assert prepare.main([*command, f"--output={tmp_path}/local"]) == 0
     local = {str(path.relative_to(tmp_path / "local")): path for path in (tmp_path / "local").rglob("*")}

@@ -13,7 +13,7 @@ from torch import Tensor
 from pretraining.parallel.layout import torch_layout
 from pretraining.parallel.mesh import resolve_mesh
 from tests.parallel.launch import ALONE, run_on_torch
-from tests.parallel.toy import TOY, instruction_cases
+from tests.parallel.toy import ADAPTERS, DROPOUT, TOY, instruction_cases
 from tests.selection import needs
 
 pytestmark = needs("one_program")
@@ -21,19 +21,7 @@ Fields = dict[str, Any]
 RECOMPUTED: Fields = {"fsdp_activation_checkpointing": True, "num_steps": 4, "num_layers": 3}
 FSDP: Fields = {"sharding_strategy": "fsdp"}
 HSDP: Fields = {"sharding_strategy": "hsdp", "sharding_group_size": 2}
-DROPOUT: Fields = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1, "mlp_bias": True}
 TIED: Fields = {"tie_word_embeddings": True, "qk_norm": True, "z_loss": 1e-2, "logit_softcap": 5.0}
-ADAPTERS: Fields = {
-    "lora_rank": 4,
-    "lora_target_modules": ".*_proj",
-    "lora_dropout": 0.1,
-    "lora_init": "gaussian",
-    "attn_bias": True,
-    "mlp_bias": True,
-    "lora_bias": "all",
-    "lora_modules_to_save": "norm",
-    "learning_rate": 1e-2,
-}
 FORMS: dict[str, Fields] = {"plain": {}, "dropout": DROPOUT, "tied": TIED, "adapters": ADAPTERS}
 # Processes -> case -> its form, and its other fields
 CASES: dict[int, dict[str, tuple[str, Fields]]] = {

@@ -15,6 +15,7 @@ import pytest
 from pretraining.extensions.preemption.watch import NoticeWatch, find_server
 from tests.parallel.launch import ROOT, environment
 from tests.parallel.toy import TOY
+from tests.processes import words
 from tests.waiting import PATIENCE, wait_until
 from tests.warm import python
 
@@ -108,8 +109,8 @@ def test_a_host_is_recognized_by_its_firmware(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.slow
 def test_a_run_on_a_host_that_is_taken_away_saves_its_last_step(server: MetadataServer, tmp_path: Path) -> None:
     settings = {**TOY, "engine": "torch", "device": "cpu", "num_steps": 1_000_000, "report_interval": 1}
-    flags = [f"--{name}={value}" for name, value in {**settings, "checkpoint_interval": 1_000_000}.items()]
-    command = [*python(), "main_training.py", *flags, f"--log_dir={tmp_path}"]
+    settings |= {"checkpoint_interval": 1_000_000, "log_dir": tmp_path}
+    command = [*python(), "main_training.py", *words(settings)]
     metrics = tmp_path / "metrics.jsonl"
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(**variables(server, "gce")), stderr=subprocess.PIPE, text=True

@@ -19,6 +19,7 @@ from pretraining.config.errors import ConfigError
 from pretraining.extensions.preflight import EXTENSION, defaults
 from tests.parallel.launch import ROOT, environment
 from tests.ports import free_port
+from tests.processes import call
 from tests.selection import complete, needs
 
 DUMMY: dict[str, Any] = {"use_dummy_dataset": True, "model_variant": "tiny", "checkpoint_interval": 1}
@@ -27,12 +28,9 @@ DUMMY: dict[str, Any] = {"use_dummy_dataset": True, "model_variant": "tiny", "ch
 def check(*flags: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the main script in `folder`, where an import of torch fails."""
     (folder / "torch.py").write_text("raise AssertionError('torch is imported')")
-    variables = {"HOME": str(folder), **variables}
     command = [sys.executable, "-c", f"import sys, runpy; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]; "
                f"runpy.run_path({str(ROOT / 'main_training.py')!r}, run_name='__main__')", *flags]  # fmt: skip
-    return subprocess.run(
-        command, cwd=folder, env=environment(**variables), capture_output=True, text=True, check=False, stdin=-3
-    )
+    return call(command, code=None, folder=folder, env=environment(HOME=str(folder), **variables))
 
 
 def test_mistakes_about_files_are_reported_with_those_in_settings_without_torch(tmp_path: Path) -> None:
@@ -54,12 +52,10 @@ def test_a_default_that_was_edited_to_something_else_is_named_with_its_line(tmp_
     lines[number - 1] += ","  # makes a tuple of it
     declaration.write_text("\n".join(lines))
     command = [sys.executable, "main_training.py", "--use_dummy_dataset"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    done = call(command, code=2, folder=tmp_path)
+    assert "Traceback" not in done.stderr, done.stderr
     assert f"{declaration}:{number}  the default of num_steps: expected a whole number, not the tuple" in done.stderr
-    command.append("--num_steps=5")
-    done = subprocess.run([*command, "--check"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    call([*command, "--num_steps=5", "--check"], folder=tmp_path)
 
 
 @complete

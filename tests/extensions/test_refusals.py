@@ -11,6 +11,7 @@ import pytest
 from main_training import CONFIGURATION
 from pretraining.config.declaration import settings_of
 from tests.config.test_validate import STAGES, found
+from tests.end_to_end.small import MODEL
 
 SETTINGS = settings_of(CONFIGURATION)
 RAMPED: dict[str, Any] = {"global_batch_size": 16, "batch_size": 4}
@@ -18,17 +19,7 @@ SAVED: dict[str, Any] = {"checkpoint_interval": 100}
 MANUAL: dict[str, Any] = {"precision": "manual", "master_weights": False}
 SHAPE = {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4, "head_dim": 8, "intermediate_size": 256}
 FP8: dict[str, Any] = {"precision": "fp8", "model_variant": "tiny", **SHAPE}
-LORA: dict[str, Any] = {
-    "model_variant": "custom",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "num_kv_heads": 2,
-    "intermediate_size": 48,
-    "seq_length": 24,
-    "lora_rank": 4,
-}
+LORA: dict[str, Any] = {**MODEL, "lora_rank": 4}
 LAYERS = "lora_target_modules=.* means other projections in layer 1 than in layer 0"
 RELATIVE: dict[str, Any] = {"optimizer": "adafactor", "optimizer_args": "relative_step=True", "num_steps": 100}
 SHORT: dict[str, Any] = {"num_steps": 100, "learning_rate": 1e-3}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from pretraining.extensions.stragglers.watch import SLOW, Lap, spread
 from tests.end_to_end.small import reports
-from tests.parallel.launch import ROOT, environment, launched
+from tests.parallel.launch import environment, launched
 from tests.parallel.toy import TOY
+from tests.processes import call, words
 
 
 def test_the_slowest_process_is_compared_with_the_median_one() -> None:
@@ -27,10 +27,8 @@ def test_the_slowest_process_is_compared_with_the_median_one() -> None:
 @pytest.mark.slow
 def test_the_reports_of_two_processes_have_the_spread(tmp_path: Path) -> None:
     settings = {**TOY, "engine": "torch", "device": "cpu", "num_steps": 3, "report_interval": 1, "log_dir": tmp_path}
-    words = (f"--{name}={value}" for name, value in {**settings, "log_stragglers": True}.items())
-    command = launched(2, str(ROOT / "main_training.py"), *words)
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+    command = launched(2, "main_training.py", *words({**settings, "log_stragglers": True}))
+    done = call(command, env=environment())
     lines = reports(tmp_path).values()
     assert len(lines) == 3
     for line in lines:

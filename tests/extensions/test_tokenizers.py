@@ -22,6 +22,7 @@ from pretraining.data.stream import check_data
 from pretraining.extensions.tokenizers.text_bytes import ByteCounter
 from pretraining.extensions.tokenizers.tokenizer import open_tokenizer, train
 from tests.data.corpora import corpus, numbered, settings
+from tests.tokenizer_files import write_byte_level
 
 LETTERS = "aeinorst äßλ中\n"
 TEXTS = ["".join(random.Random(n).choices(LETTERS, k=60)) for n in range(400)]
@@ -45,20 +46,16 @@ def tokenizer_path(kind: str) -> str:
         (folder / "prefixed.model").write_bytes(model.getvalue())
         return str(folder / "prefixed.model")
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=kind == "metaspace"))
+    path, special = folder / f"{kind}.json", ["<unk>", "<|endoftext|>"]
     if kind == "byte_level":
-        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder, alphabet = tokenizers.decoders.ByteLevel(), tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    else:
-        made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
-        alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
-    special = ["<unk>", "<|endoftext|>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet if kind == "byte_level" else list(LETTERS)
-    )
+        write_byte_level(path, TEXTS, 320, special)
+        return str(path)
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=list(LETTERS))
     made.train_from_iterator(TEXTS, trainer)
-    made.save(str(folder / f"{kind}.json"))
-    return str(folder / f"{kind}.json")
+    made.save(str(path))
+    return str(path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

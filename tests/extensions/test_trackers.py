@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from pretraining.config.errors import UserError
 from pretraining.extensions.trackers import sinks
 from pretraining.extensions.trackers.settings import TrackersConfig
 from pretraining.monitor.metrics import open_metrics, read_metrics
+from tests.processes import call
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -130,9 +130,7 @@ def test_wandb_without_an_account_is_an_error_with_the_remedy(tmp_path: Path) ->
     # A process of its own: wandb keeps its mode for good once it has run.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    ended = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    ended = call([sys.executable, "-c", script], code=1, folder=tmp_path, env=environment)
     assert "UserError: --tracker=wandb: " in ended.stderr
     assert "WANDB_MODE=offline" in ended.stderr
 

@@ -22,6 +22,7 @@ from pretraining.storage import location
 from tests.data import corpora
 from tests.end_to_end.small import figures
 from tests.faults.harness import Programs
+from tests.processes import words
 from tests.tools.importing import files
 
 STEPS = 8
@@ -69,7 +70,7 @@ def training(folder: Path, engine: str = "torch", **fields: Any) -> list[str]:
     data = {"data_path": folder / "train", "valid_data_path": folder / "held", "test_data_path": folder / "held"}
     flags = {**SMALL, **data, "index_dir": folder / "index", "log_dir": folder / "run", "engine": engine, **fields}
     flags |= {"device": "cpu"} if engine == "torch" else {"batch_size": 2}  # two devices
-    return ["main_training.py", *(f"--{name}={value}" for name, value in flags.items())]
+    return ["main_training.py", *words(flags)]
 
 
 def result(folder: Path, after: int = 0, checkpoints: str = "") -> dict[str, Any]:
@@ -122,8 +123,8 @@ def scripts(programs: Programs, folder: Path) -> dict[str, list[str]]:
     train = [word for word in train if not word.startswith(("--valid_data", "--test_"))]
     imported = files.write(folder, files.tree("nemo"), "nemo.yaml")
     convert = ["pretraining.tools.convert", f"{folder}/run"]
-    for words in (prepare, train, [*convert, f"{folder}/hf"]):
-        ended = programs.run(*words)
+    for command in (prepare, train, [*convert, f"{folder}/hf"]):
+        ended = programs.run(*command)
         assert ended.code == 0, ended
     read_only = [word for word in train[1:] if not word.startswith("--log_dir")]
     return {

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests.processes import call, words
 from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
@@ -69,11 +69,8 @@ def train(folder: Path, xla_flags: str | None = "", **fields: Any) -> list[dict[
     """Run the script in `folder`, and return loss, gradient norm and learning rate of each step. What it printed is in
     output.txt."""
     folder.mkdir(exist_ok=True)
-    flags = [f"--{name}={value}" for name, value in {**FLAGS, **fields}.items()]
-    command = [*python(), str(ROOT / "main_training.py"), *flags]
-    done = subprocess.run(command, cwd=folder, env=environment(xla_flags), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder / "output.txt").write_text(done.stdout)
+    command = [*python(), str(ROOT / "main_training.py"), *words({**FLAGS, **fields})]
+    (folder / "output.txt").write_text(call(command, folder=folder, env=environment(xla_flags)).stdout)
     records = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: record[name] for name in ("loss", "grad_norm", "learning_rate")}

@@ -25,19 +25,9 @@ from pretraining.models.ops import (
     loss_and_gradient,
     next_token_loss,
 )
+from tests.models import test_options
 
-TINY: dict[str, Any] = {
-    "model_variant": "custom",
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_layers": 3,
-    "num_attention_heads": 8,
-    "num_kv_heads": 2,
-    "seq_length": 256,
-}
-
-
+TINY: dict[str, Any] = {**test_options.TINY, "num_layers": 3, "num_kv_heads": 2, "seq_length": 256}
 PUBLISHED = {  # of the published models; fms-fsdp's sizes computed from its configuration
     "llama2_1.4b": 1_288_800_256,
     "llama2_7b": 6_738_415_616,
@@ -117,7 +107,7 @@ def test_the_gradient_of_an_fp32_weight_is_not_rounded_to_bf16() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kernel", ["grouped", "repeated", "chunked"])
+@pytest.mark.parametrize("kernel", [pytest.param("grouped", marks=pytest.mark.slow), "repeated", "chunked"])
 def test_the_last_queries_of_a_row_see_what_they_see_among_all(kernel: Kernel) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import call
 from tests.warm import python
 
 ROOT = Path(__file__).parents[2]
@@ -68,10 +68,7 @@ def run_on_xla(devices: int, cases: dict[str, dict[str, Any]], **variables: str)
 
 def run(command: list[str], **variables: str) -> tuple[dict[str, Any], str]:
     """Run a command; return the JSON object that it prints, and its stderr."""
-    done = subprocess.run(
-        command, env=environment(**variables), capture_output=True, text=True, check=False, timeout=1500
-    )
-    assert done.returncode == 0, done.stderr[-9000:]
+    done = call(command, env=environment(**variables), timeout=1500)  # of all cases of a table
     return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")), done.stderr
 
 

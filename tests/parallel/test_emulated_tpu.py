@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import tempfile
 from pathlib import Path
 from shutil import which
@@ -15,6 +14,7 @@ import pytest
 from pretraining.config.devices import DEVICE_KINDS
 from tests.parallel.launch import ALONE, ROOT, environment, launched, run
 from tests.ports import free_port
+from tests.processes import call
 
 VENV = ROOT / ".venv-torchtpu"
 IS_INSTALLED = (VENV / "installed-requirements-torchtpu-emulator.txt").exists() and which("cc")
@@ -119,10 +119,8 @@ def test_operations_of_a_step_are_one_program_which_does_not_wait_until_a_result
 
 def test_without_a_tpu_the_device_is_refused_in_one_sentence() -> None:
     flags = ["--engine=torch", "--device=tpu", "--use_dummy_dataset", "--model_variant=tiny", "--num_steps=1"]
-    done = subprocess.run(
-        [PYTHON, "main_training.py", *flags], cwd=ROOT, env=NO_TPU, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    done = call([PYTHON, "main_training.py", *flags], code=2, env=NO_TPU)
+    assert "Traceback" not in done.stderr, done.stderr
     assert "--device=tpu, but PyTorch finds no TPU" in done.stderr
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 
 import pytest
 
 from pretraining.parallel.processes import COUNTS, VARIABLES, ProcessError, Processes, read_processes
-from tests.parallel.launch import ROOT
 from tests.ports import free_port
-from tests.waiting import PATIENCE
+from tests.processes import call
 
 COMPLETE = {
     "RANK": "1",
@@ -75,23 +73,8 @@ def test_contradictions_are_named_together(changes: dict[str, str], names: set[s
 
 def start(**variables: str) -> tuple[int, str]:
     """Exit code and output of the script in this environment."""
-    flags = [
-        "--use_dummy_dataset",
-        "--model_variant=tiny",
-        "--seq_length=64",
-        "--engine=torch",
-        "--device=cpu",
-        "--collective_timeout=5",
-    ]
-    done = subprocess.run(
-        [sys.executable, "main_training.py", *flags],
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    flags = ("--use_dummy_dataset", "--model_variant=tiny", "--engine=torch", "--device=cpu", "--collective_timeout=5")
+    done = call([sys.executable, "main_training.py", *flags], code=None, env={**os.environ, **variables})
     return done.returncode, done.stdout + done.stderr
 
 

@@ -20,14 +20,17 @@ from pretraining.parallel.processes import Processes
 from pretraining.parallel.select import choose_engine, refuse_variables
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.parallel.launch import ALONE, HAS_SHARDING_REPORT, assert_same, dump_of, run_on_torch
-from tests.parallel.toy import RAMP, instruction_cases
+from tests.parallel.toy import ADAPTERS, DROPOUT, LORA, RAMP, instruction_cases
 from tests.selection import Outcomes, chosen, runs_all
 
 slow = pytest.mark.slow
 Fields = dict[str, Any]
 ALL_BLOCKS: Fields = {"fsdp_activation_checkpointing": True}
 A_THIRD: Fields = {**ALL_BLOCKS, "selective_checkpointing": "1/3"}
+DDP: Fields = {"sharding_strategy": "ddp"}
 FSDP: Fields = {"sharding_strategy": "fsdp"}
+MODULES: Fields = {"checkpoint_granularity": "selective", "checkpoint_modules": "attention,mlp_activation,norm"}
+MODULES |= ALL_BLOCKS
 FEW: dict[str, Fields] = {
     "ddp": {"sharding_strategy": "ddp", "batch_size": 4},
     "fsdp, a third, accumulated": {**FSDP, **A_THIRD, "batch_size": 1},
@@ -38,20 +41,11 @@ TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
 TENSOR_4: Fields = {"tensor_parallel_size": 4, "batch_size": 8}
 # What a tensor rank must not count twice, and what it has a part of the gradient of.
 BIASES: Fields = {"attn_bias": True, "mlp_bias": True, "norm_type": "layernorm", "norm_bias": True}
+THREE_HEADS: Fields = {"num_attention_heads": 6, "num_kv_heads": 3, "head_dim": 16}
 FORMS: dict[str, Fields] = {
     "biases, sequence": {**BIASES, "learning_rate": 1e-3, "qk_norm": True, "hidden_dropout": 0.1},
-    "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1, "mlp_bias": True},
-    "adapters": {
-        "lora_rank": 4,
-        "lora_target_modules": ".*_proj",
-        "lora_dropout": 0.1,
-        "attn_bias": True,
-        "mlp_bias": True,
-        "lora_bias": "all",
-        "lora_modules_to_save": "norm",
-        "learning_rate": 1e-2,
-        "lora_init": "gaussian",
-    },
+    "dropout": DROPOUT,
+    "adapters": ADAPTERS,
     "padded": {
         "vocab_size": 500,
         "make_vocab_size_divisible_by": 24,
@@ -64,25 +58,8 @@ FORMS: dict[str, Fields] = {
     "whole tensors": {"optimizer": "novograd", "learning_rate": 3e-3, "attn_bias": True, "qk_norm": True},
     "window": {"sliding_window": 20, "position_embedding_type": "learned_absolute"},
     # Three key/value heads on two tensor ranks, and two on four
-    "three heads": {
-        "num_attention_heads": 6,
-        "num_kv_heads": 3,
-        "head_dim": 16,
-        "attn_bias": True,
-        "qk_norm": True,
-        "optimizer": "muon",
-        "learning_rate": 1e-2,
-    },
-    "two heads": {
-        "num_kv_heads": 2,
-        "lora_rank": 4,
-        "lora_target_modules": ".*_proj",
-        "qkv_bias": True,
-        "lora_bias": "all",
-        "lora_modules_to_save": "norm",
-        "lora_init": "gaussian",
-        "learning_rate": 1e-2,
-    },
+    "three heads": {**THREE_HEADS, "attn_bias": True, "qk_norm": True, "optimizer": "muon", "learning_rate": 1e-2},
+    "two heads": {**LORA, "num_kv_heads": 2, "qkv_bias": True},
     # Two rows on four devices: some have none of them, and no maximum
     "narrow adapters": {"lora_rank": 2, "lora_init": "gaussian", "optimizer": "sm3", "learning_rate": 1e-2},
 }
@@ -90,12 +67,8 @@ STAGES: Fields = {"pipeline_parallel_size": 2}
 INTERLEAVED: Fields = {**STAGES, "virtual_pipeline_size": 2}
 BY_STAGES: dict[str, Fields] = {
     "stages x fsdp, a third": {**FSDP, **STAGES, **A_THIRD},
-    "4 stages, uneven": {
-        "sharding_strategy": "ddp",
-        "pipeline_parallel_size": 4,
-        "num_layers": 6,
-        "pipeline_balance": True,  # 1, 2, 2 and 1 layers
-    },
+    # 1, 2, 2 and 1 layers
+    "4 stages, uneven": {**DDP, "pipeline_parallel_size": 4, "num_layers": 6, "pipeline_balance": True},
     "stages x fsdp, pieces of one block": {**FSDP, **INTERLEAVED},
 }
 FORMS_ON_STAGES: dict[str, Fields] = {
@@ -156,14 +129,7 @@ CASES: dict[int, dict[str, Fields]] = {
             name: {**FSDP, **TENSOR, **ALL_BLOCKS, **fields, "sequence_parallel": "seq" in name}
             for name, fields in FORMS.items()
         },
-        "modules": {
-            **FSDP,
-            **ALL_BLOCKS,
-            "selective_checkpointing": "2",
-            "batch_size": 4,
-            "checkpoint_granularity": "selective",
-            "checkpoint_modules": "attention,mlp_activation,norm",
-        },
+        "modules": {**FSDP, **MODULES, "selective_checkpointing": "2", "batch_size": 4},
         "together": {**FSDP, **ALL_BLOCKS, "checkpoint_num_layers": 3, "batch_size": 4},
         "built first": {**FSDP, "low_cpu_fsdp": False},
         "bf16": {**FSDP, "mixed_precision": True},

@@ -19,6 +19,7 @@ from pretraining.extensions.checkpoints import read_tensors
 from tests.end_to_end.small import reports
 from tests.parallel.launch import ALONE, ROOT, environment, launched
 from tests.parallel.toy import HALFWAY, TOY
+from tests.processes import call, words
 from tests.waiting import PATIENCE, wait_until
 from tests.warm import python
 
@@ -31,22 +32,13 @@ ON_TORCH = {"engine": "torch", "device": "cpu", "sharding_strategy": "fsdp"}
 
 
 def flags(folder: Path, **fields: Any) -> list[str]:
-    settings = {**TOY, "report_interval": 1, "checkpoint_interval": HALFWAY, "log_dir": folder, **fields}
-    return [f"--{name}={value}" for name, value in settings.items()]
+    return words({**TOY, "report_interval": 1, "checkpoint_interval": HALFWAY, "log_dir": folder, **fields})
 
 
 def train_command(folder: Path, processes: int, *script: str, **fields: Any) -> list[str]:
     command = launched(processes, *(script or ("main_training.py",)), *flags(folder, **fields))
     # The launcher itself, whose children the processes are
     return command if processes == ALONE else [sys.executable, *command[len(python()) :]]
-
-
-def call(command: list[str], **more: str) -> None:
-    """Run to its end, in the checkout."""
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(**more), capture_output=True, text=True, check=False, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def assert_same_course(got: Path, reference: Path) -> None:
@@ -70,12 +62,12 @@ def resave(source: Path, target: Path, run: Path, fields: dict[str, Any], proces
     """Load a checkpoint, save it again below `target`, and continue it in the folder `run`, all in one start."""
     shutil.copytree(source, run / "checkpoints" / source.name)
     driver = [str(ROOT / "tests/parallel/resave_driver.py"), str(source), str(target), json.dumps(fields)]
-    call(launched(processes, *driver, *flags(run, **fields)), **more)
+    call(launched(processes, *driver, *flags(run, **fields)), env=environment(**more))
 
 
 def test_a_checkpoint_moves_between_the_engines_bitwise_and_continues(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
-    call(train_command(tmp_path / "xla", ALONE, **ON_XLA, **STAGES), **XLA)
+    call(train_command(tmp_path / "xla", ALONE, **ON_XLA, **STAGES), env=environment(**XLA))
     saved = tmp_path / f"xla/checkpoints/{SAVED}"
     on_torch = {**ON_TORCH, **STAGES, "virtual_pipeline_size": 2}
     resave(saved, tmp_path / "by_torch", tmp_path / "to_torch", on_torch, processes=4)
@@ -92,7 +84,7 @@ def test_a_checkpoint_moves_to_stages_of_tensor_ranks_and_back_bitwise_and_conti
     # Biases of columns are sharded twice along their only dimension, the vocabulary with rows that are not saved.
     alone = {**ON_TORCH, "attn_bias": True, "mlp_bias": True, "vocab_size": 500}
     split = {**alone, "make_vocab_size_divisible_by": 24, "tensor_parallel_size": 2, "batch_size": 4, **STAGES}
-    call(train_command(tmp_path / "alone", ALONE, **alone))
+    call(train_command(tmp_path / "alone", ALONE, **alone), env=environment())
     saved = tmp_path / f"alone/checkpoints/{SAVED}"
     resave(saved, tmp_path / "split", tmp_path / "on", split, processes=4)
     assert_same_bits(saved, tmp_path / f"split/{SAVED}")
@@ -107,14 +99,12 @@ def test_survivors_of_a_killed_process_report_it_and_fewer_processes_continue(tm
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     more = {**ON_TORCH, "num_steps": 20, "checkpoint_interval": 5}
     command = train_command(broken, 4, "-m", "tests.stopping", "SIGKILL", "7", "1", **more, **STAGES)
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=PATIENCE
-    )
+    done = call(command, code=None, env=environment())
     assert "stopped: process 0 lost another one of the run" in done.stderr
     assert done.returncode != 0 and max(reports(broken)) <= 8
 
-    call(train_command(broken, 2, **more, **STAGES))
-    call(train_command(whole, ALONE, **more))
+    call(train_command(broken, 2, **more, **STAGES), env=environment())
+    call(train_command(whole, ALONE, **more), env=environment())
     for step, line in reports(whole).items():
         assert reports(broken)[step]["loss"] == pytest.approx(line["loss"], abs=1e-5)
         assert reports(broken)[step]["data_hash"] == line["data_hash"]

@@ -32,6 +32,8 @@ Fields = dict[str, Any]
 DDP: Fields = {"sharding_strategy": "ddp"}
 FSDP: Fields = {"sharding_strategy": "fsdp"}
 HSDP: Fields = {"sharding_strategy": "hsdp", "sharding_group_size": 4}
+HSDP_2: Fields = {**HSDP, "sharding_group_size": 2}
+ZERO1: Fields = {"sharding_strategy": "zero1"}
 STRATEGIES: dict[str, Fields] = {"ddp": DDP, "fsdp": FSDP, "hsdp": HSDP}
 # Options of the model, all that differ from Llama's
 OPTIONS: Fields = {
@@ -51,25 +53,19 @@ OPTIONS: Fields = {
 }
 WINDOWED: Fields = {"sliding_window": 20, "position_embedding_type": "learned_absolute"}
 # Frozen projections have no gradient, and with it no marker in the backward pass
-ADAPTERS: Fields = {
-    "lora_rank": 4,
-    "lora_target_modules": "q_proj,up_proj",
-    "learning_rate": 3e-2,
-    "lora_init": "gaussian",
-}
+ADAPTERS: Fields = {"lora_rank": 4, "lora_target_modules": "q_proj,up_proj", "lora_init": "gaussian"}
+ADAPTERS |= {"learning_rate": 3e-2}
 TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 4}
 STAGES: Fields = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4, "batch_size": 1}
+PIECES: Fields = {**STAGES, "virtual_pipeline_size": 2, "sequence_parallel": True}
 SEQUENCE: Fields = {"tensor_parallel_size": 4, "sequence_parallel": True}
 ALL_BLOCKS: Fields = {"fsdp_activation_checkpointing": True}
 EVERY_SECOND: Fields = {**ALL_BLOCKS, "selective_checkpointing": "2"}
 A_THIRD: Fields = {**ALL_BLOCKS, "selective_checkpointing": "1/3"}
 RECOMPUTED: dict[str, Fields] = {"none": {}, "all": ALL_BLOCKS, "every second": EVERY_SECOND, "a third": A_THIRD}
 CONTEXT: Fields = {"context_parallel_size": 2}
-MODULES: Fields = {
-    **EVERY_SECOND,
-    "checkpoint_granularity": "selective",
-    "checkpoint_modules": "attention,mlp,norm,core_attention",
-}
+MODULES: Fields = {"checkpoint_granularity": "selective", "checkpoint_modules": "attention,mlp,norm,core_attention"}
+MODULES |= EVERY_SECOND
 TOGETHER: Fields = {**ALL_BLOCKS, "checkpoint_num_layers": 3}  # of 4: a remainder
 SPLASHED: Fields = {"attention_impl": "splash"}  # the TPU's kernel, interpreted
 WITH_SPLASH: dict[str, Fields] = {
@@ -90,13 +86,13 @@ CASES: dict[int, dict[str, Fields]] = {
     4: {
         "ddp": DDP,
         "fsdp, a third": {**FSDP, **A_THIRD},
-        "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 2},
+        "hsdp": HSDP_2,
     },
     8: {
         **{f"{strategy}, {blocks}": {**STRATEGIES[strategy], **RECOMPUTED[blocks]} for strategy, blocks in PAIRS},
         "modules": {**FSDP, **MODULES},
         "together": {**DDP, **TOGETHER},
-        "zero1": {"sharding_strategy": "zero1"},
+        "zero1": ZERO1,
         "zero2": {"sharding_strategy": "zero2", "batch_size": 1},  # accumulated, so that split gradients are kept
         "tensor 2": {**DDP, "tensor_parallel_size": 2, "batch_size": 4},
         "tensor 4": {**DDP, "tensor_parallel_size": 4, "batch_size": 8},
@@ -104,42 +100,22 @@ CASES: dict[int, dict[str, Fields]] = {
         "tensor 8, whole key/value heads": {**DDP, "tensor_parallel_size": 8, "kv_replication": 1, "batch_size": 16},
         "tensor and sequence": {**FSDP, **SEQUENCE, **A_THIRD, "batch_size": 8},
         "fsdp x tensor, padded": {**FSDP, **TENSOR, "make_vocab_size_divisible_by": 384},
-        "hsdp x tensor": {"sharding_strategy": "hsdp", "sharding_group_size": 2, **TENSOR},
+        "hsdp x tensor": {**HSDP_2, **TENSOR},
         "window and positions, ddp": {**DDP, **WINDOWED},
         "window and positions, context x tensor": {**FSDP, **TENSOR, **WINDOWED, **CONTEXT, "batch_size": 8},
         "context 2": {**FSDP, **CONTEXT, "batch_size": 4},
         "context 4": {"sharding_strategy": "ddp", "context_parallel_size": 4, "batch_size": 8},
         "fsdp x context x tensor": {**FSDP, **ALL_BLOCKS, **TENSOR, **CONTEXT, "batch_size": 8},
-        "accumulated": {  # an average of a weight is sharded, where the weight is not
-            "sharding_strategy": "zero1",
-            "tensor_parallel_size": 2,
-            "ema_decay": 0.9,
-            "batch_size": 1,
-            "gradient_accumulation_steps": 4,
-        },
+        # An average of a weight is sharded, where the weight is not
+        "accumulated": {**ZERO1, **TENSOR, "ema_decay": 0.9, "batch_size": 1, "gradient_accumulation_steps": 4},
         "built first": {**FSDP, "low_cpu_fsdp": False},
         "options, ddp": {**DDP, **OPTIONS},
         "options, fsdp x tensor": {**FSDP, **TENSOR, **OPTIONS, **A_THIRD},
-        "options, uneven stages": {
-            **HSDP,
-            "sharding_group_size": 2,
-            **STAGES,
-            "pipeline_cuts": "2",
-            **OPTIONS,
-            **A_THIRD,
-        },
+        "options, uneven stages": {**HSDP_2, **STAGES, "pipeline_cuts": "2", **OPTIONS, **A_THIRD},
         "adapters, ddp": {**DDP, **ADAPTERS},
         "adapters, tensor 8": {**DDP, "tensor_parallel_size": 8, "batch_size": 16, **ADAPTERS, **A_THIRD},
         "4 stages, all": {**FSDP, **STAGES, "pipeline_parallel_size": 4, "batch_size": 2, **ALL_BLOCKS},
-        "2 stages of 2 pieces x tensor x context": {
-            **FSDP,
-            **TENSOR,
-            "sequence_parallel": True,
-            **STAGES,
-            "virtual_pipeline_size": 2,
-            **CONTEXT,
-            "batch_size": 4,
-        },
+        "2 stages of 2 pieces x tensor x context": {**FSDP, **TENSOR, **PIECES, **CONTEXT, "batch_size": 4},
         **SPLASH,
         "bf16": {**FSDP, "mixed_precision": True},
         "poisoned": {**FSDP, "poison_step": 2},

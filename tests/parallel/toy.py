@@ -32,6 +32,11 @@ TOY: dict[str, Any] = {
     "mixed_precision": False,
     "low_cpu_fsdp": True,
 }
+# Forms of the model that both engines and a step of one program train
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1, "mlp_bias": True}
+LORA: dict[str, Any] = {"lora_rank": 4, "lora_target_modules": ".*_proj", "lora_init": "gaussian"}
+LORA |= {"lora_bias": "all", "lora_modules_to_save": "norm", "learning_rate": 1e-2}
+ADAPTERS: dict[str, Any] = {**LORA, "lora_dropout": 0.1, "attn_bias": True, "mlp_bias": True}
 # Four global batches of 8 sequences, then 16; saved among the first ones
 RAMP: dict[str, Any] = {"rampup_batch_size": "8,8,32", "batch_size": 1, "num_steps": 6, "sharding_strategy": "fsdp"}
 

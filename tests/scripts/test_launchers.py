@@ -14,6 +14,7 @@ import yaml
 
 from main_training import CONFIGURATION, configure
 from pretraining.config.flags import read
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 # Programs that write their name and arguments to calls, one line each, and do what the script waits for.
@@ -32,9 +33,7 @@ def call(folder: Path, *command: str, **variables: str) -> tuple[subprocess.Comp
         tool.write_text(f'#!/bin/bash\necho "${{0##*/}}$(printf " %q" "$@")" >> {folder}/calls\n{body}\n')
         tool.chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **variables}
-    done = subprocess.run(
-        ["bash", *command], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60
-    )
+    done = processes.call(["bash", *command], code=None, folder=folder, env=environment)
     calls = folder / "calls"
     return done, [shlex.split(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 

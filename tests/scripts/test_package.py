@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import sysconfig
 import tomllib
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.end_to_end.checkout import copy_checkout
 
 ROOT = Path(__file__).parents[2]
@@ -24,22 +24,20 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("package")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     checkout = copy_checkout(folder / "checkout")  # the build writes into the folder of the source
-    subprocess.run([*pip, "wheel", "--no-deps", f"--wheel-dir={folder}", checkout], check=True)
+    processes.call([*pip, "wheel", "--no-deps", f"--wheel-dir={folder}", checkout])
     (wheel,) = folder.glob("*.whl")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    processes.call([sys.executable, "-m", "venv", "--without-pip", folder / "venv"])
     python = folder / "venv" / "bin" / "python"
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
-    subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
+    processes.call([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel])
     return python.parent
 
 
-def call(commands: Path, folder: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder without a checkout."""
+def call(commands: Path, folder: Path, name: str, *arguments: str) -> str:
+    """Run a command in a folder without a checkout; return what it prints."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        [commands / name, *arguments], cwd=folder, env=variables, capture_output=True, text=True, check=False
-    )
+    return processes.call([commands / name, *arguments], folder=folder, env=variables).stdout
 
 
 @pytest.mark.exhaustive
@@ -47,16 +45,13 @@ def call(commands: Path, folder: Path, name: str, *arguments: str) -> subprocess
 def test_the_commands_of_the_wheel_prepare_train_and_report_in_any_folder(commands: Path, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "some.md").write_text((ROOT / "README.md").read_text())
-    prepared = call(commands, tmp_path, "pretrain-prepare", "--input=text", "--output=mine", "--vocab_size=512")
-    assert (prepared.returncode, (tmp_path / "mine" / "flags.txt").exists()) == (0, True), prepared.stderr
-    trained = call(commands, tmp_path, "pretrain", *RUN)
-    assert (trained.returncode, "complete: 2 steps" in trained.stdout) == (0, True), trained.stderr
-    reported = call(commands, tmp_path, "pretrain-report", "run")
-    assert (reported.returncode, (tmp_path / "run" / "report.html").exists()) == (0, True), reported.stderr
+    call(commands, tmp_path, "pretrain-prepare", "--input=text", "--output=mine", "--vocab_size=512")
+    assert (tmp_path / "mine" / "flags.txt").exists()
+    assert "complete: 2 steps" in call(commands, tmp_path, "pretrain", *RUN)
+    call(commands, tmp_path, "pretrain-report", "run")
+    assert (tmp_path / "run" / "report.html").exists()
     settings = dict(word.removeprefix("--").split("=") for word in RUN[1:]) | {"use_dummy_dataset": True}
     code = f"import pretraining; run = pretraining.train({settings | {'log_dir': 'again'}}); print(sorted(run.losses))"
-    called = call(commands, tmp_path, "python", "-c", code)
-    assert called.stdout.endswith("[1, 2]\n"), called.stderr
+    assert call(commands, tmp_path, "python", "-c", code).endswith("[1, 2]\n")
     for name in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]:
-        helped = call(commands, tmp_path, name, "--help")
-        assert (helped.returncode, "--" in helped.stdout) == (0, True), helped.stderr
+        assert "--" in call(commands, tmp_path, name, "--help")

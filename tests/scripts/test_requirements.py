@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.processes import call
 from tests.selection import complete
 
 ROOT = Path(__file__).parents[2]
@@ -83,10 +83,8 @@ def test_a_missing_package_is_one_error_that_names_the_command_which_installs_it
     hide = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules[{package!r}] = None; sys.argv[1:] = {words!r}; "
     start = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     variables = {**os.environ, "PJRT_DEVICE": "CPU"}
-    done = subprocess.run(
-        [sys.executable, "-c", hide + start], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    done = call([sys.executable, "-c", hide + start], code=2, folder=tmp_path, env=variables)
+    assert "Traceback" not in done.stderr
     assert done.stderr.count("pip install") == 1 and remedy in done.stderr
 
 

@@ -21,6 +21,7 @@ import pytest
 from pretraining.monitor.account import goodput, totals
 from pretraining.monitor.metrics import read_metrics
 from pretraining.tools.report import main
+from tests.processes import call
 from tests.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -51,10 +52,7 @@ esac
 def bash(folder: Path, command: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run a line of bash in `folder`."""
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", **extra}
-    words = ["bash", "-c", command]
-    return subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    return call(["bash", "-c", command], code=None, folder=folder, env=environment)
 
 
 def write_executable(path: Path, text: str) -> Path:

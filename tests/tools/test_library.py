@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,10 @@ import pytest
 from pretraining import train
 from pretraining.config.errors import UserError
 from pretraining.tools.library import Training
-from tests.processes import run_together
+from tests.pages import code_of, losses_of, outputs
 
 ROOT = Path(__file__).parents[2]
-CODE = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL))
+CODE = code_of((ROOT / "docs" / "library.md").read_text())
 DEFINITIONS = CODE.partition("before, _ =")[0]
 
 
@@ -49,21 +47,13 @@ def test_a_step_of_the_folder_is_loaded_and_an_empty_folder_holds_none(page: dic
             training.save(str(tmp_path), 9, user_content={"model": object()})
 
 
-def losses_of(folder: Path, code: str, processes: int = 1) -> list[dict[int, float]]:
-    """Return the losses that processes print which run the page's definitions and then `code` in `folder`."""
-    program = f"import json\n{DEFINITIONS}\nprint(json.dumps({code}))"
-    variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
-    results = run_together("-c", program, processes=processes, cwd=folder, **variables)
-    assert [code for code, _ in results] == [0] * processes
-    return [{int(step): loss for step, loss in json.loads(lines[-1]).items()} for _, lines in results]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_loop_runs_on_two_processes_and_its_checkpoint_continues_on_the_other_engine(
     page: dict[str, Any], tmp_path: Path
 ) -> None:
-    for losses in losses_of(tmp_path, "run(8)[0]", processes=2):
-        assert losses == pytest.approx(page["before"], rel=1e-5)
+    for line in outputs(tmp_path, f"{DEFINITIONS}\nprint(json.dumps(run(8)[0]))", processes=2):
+        assert losses_of(line) == pytest.approx(page["before"], rel=1e-5)
     pytest.importorskip("torch_xla")
-    assert losses_of(tmp_path, "run(12, 'xla')[0]") == [pytest.approx(page["after"], rel=1e-5)]
+    (line,) = outputs(tmp_path, f"{DEFINITIONS}\nprint(json.dumps(run(12, 'xla')[0]))")
+    assert losses_of(line) == pytest.approx(page["after"], rel=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,11 +17,10 @@ from pretraining.extensions.checkpoints import read_tensors
 from pretraining.models.ops import next_token_loss
 from pretraining.tools.library import OwnModel, Training
 from pretraining.tools.library.own_llama import as_llama, unlike_blocks
-from tests.processes import run_together
+from tests.pages import code_of, losses_of, outputs
 
 ROOT = Path(__file__).parents[2]
-CODE = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_model.md").read_text(), re.DOTALL))
-DEFINITIONS = CODE.partition("print(run(")[0]
+DEFINITIONS = code_of((ROOT / "docs" / "own_model.md").read_text()).partition("print(run(")[0]
 NAMES: dict[str, Any] = {"__name__": "page"}
 exec(DEFINITIONS, NAMES)
 GPT2, MLP, BLOCK, SETTINGS = NAMES["GPT2"], NAMES["MLP"], NAMES["Block"], {**NAMES["settings"], "engine": "torch"}
@@ -174,27 +172,19 @@ def test_blocks_that_differ_are_found_before_one_runs_for_all() -> None:
     assert list(unlike_blocks(blocks, "h")) == []
 
 
-def outputs(folder: Path, code: str, processes: int = 1) -> list[str]:
-    """Run the page's definitions and then `code` in so many processes in `folder`; return the last line of each."""
-    program, variables = f"import json\n{DEFINITIONS}\n{code}", {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
-    results = run_together("-c", program, processes=processes, cwd=folder, **variables)
-    assert [code for code, _ in results] == [0] * processes
-    return [lines[-1] if lines else "" for _, lines in results]
-
-
-def losses_of(line: str) -> dict[int, float]:
-    """Return the losses that a process has printed as JSON."""
-    return {int(step): loss for step, loss in json.loads(line).items()}
+def outputs_of(folder: Path, code: str, processes: int = 1) -> list[str]:
+    """Run the page's definitions and then `code`."""
+    return outputs(folder, f"{DEFINITIONS}\n{code}", processes)
 
 
 @pytest.mark.slow
 def test_two_processes_and_two_devices_of_xla_have_the_losses_of_one_process(
     unbroken: tuple[dict[int, float], Path], tmp_path: Path
 ) -> None:
-    for line in outputs(tmp_path, "print(json.dumps(run(12, engine='torch')))", processes=2):
+    for line in outputs_of(tmp_path, "print(json.dumps(run(12, engine='torch')))", processes=2):
         assert losses_of(line) == pytest.approx(unbroken[0], rel=1e-5)
     pytest.importorskip("torch_xla")
-    (line,) = outputs(tmp_path, "print(json.dumps(run(12, 'xla', engine='xla')))")
+    (line,) = outputs_of(tmp_path, "print(json.dumps(run(12, 'xla', engine='xla')))")
     assert losses_of(line) == pytest.approx(unbroken[0], rel=1e-5)
 
 
@@ -210,7 +200,7 @@ def test_a_checkpoint_goes_from_mesh_to_mesh_and_engine_to_engine_bit_for_bit(
         target = tmp_path / str(number)
         copy = f"with Training({{**settings, **dict({flags})}}, model=gpt2) as training:\n"
         copy += f"    assert training.load({str(source)!r}).step == 12\n    training.save({str(target)!r}, 12)"
-        outputs(tmp_path, copy, processes)
+        outputs_of(tmp_path, copy, processes)
         source = target
         assert_equal(read_tensors(source / "step_12"), read_tensors(unbroken[1]))
 
@@ -221,11 +211,11 @@ def test_a_model_in_bf16_and_on_tensor_ranks_of_xla_trains_as_in_one_process(
     unbroken: tuple[dict[int, float], Path], tmp_path: Path
 ) -> None:
     mixed = "mixed_precision=True, batch_size=1"
-    lines = outputs(tmp_path, f"print(json.dumps(run(6, 'torch', engine='torch', {mixed})))", processes=2)
+    lines = outputs_of(tmp_path, f"print(json.dumps(run(6, 'torch', engine='torch', {mixed})))", processes=2)
     pytest.importorskip("torch_xla")
-    lines += outputs(tmp_path, f"print(json.dumps(run(6, 'xla', engine='xla', {mixed})))")
+    lines += outputs_of(tmp_path, f"print(json.dumps(run(6, 'xla', engine='xla', {mixed})))")
     expected = {step: loss for step, loss in unbroken[0].items() if step <= 6}
     assert [losses_of(line) for line in lines] == [pytest.approx(expected, rel=2e-3)] * 3
     assert all(losses_of(line) != pytest.approx(expected, rel=1e-5) for line in lines)
-    (line,) = outputs(tmp_path, "print(json.dumps(run(6, 'tensor', engine='xla', tensor_parallel_size=2)))")
+    (line,) = outputs_of(tmp_path, "print(json.dumps(run(6, 'tensor', engine='xla', tensor_parallel_size=2)))")
     assert losses_of(line) == pytest.approx(expected, rel=1e-5)

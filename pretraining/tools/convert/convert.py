@@ -22,7 +22,8 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import filterfalse
@@ -50,7 +51,7 @@ from pretraining.extensions.huggingface.folder import INDEX, SINGLE, is_huggingf
 from pretraining.extensions.huggingface.gpt_neox import fuse, their_names
 from pretraining.models.init import on_meta
 from pretraining.storage import DISK, PARTIAL, Location, location, rename
-from pretraining.tools.arguments import ArgumentParser
+from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
 from pretraining.tools.convert.description import config_json
 from pretraining.tools.convert.export_tokenizer import export_tokenizer
 from pretraining.tools.convert.pickles import (
@@ -82,44 +83,41 @@ ADAPTER = "lora_adapter"  # folder next to the base model
 ALONE = Peers(together=False)
 
 
+@ends_on_mistakes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Convert and print the folder of the result. Returns exit code 2 on a mistake of the user."""
     flags = parse(arguments)
-    try:
-        dtype = CHOICES[flags.dtype] if flags.dtype else None
-        layout = trainer_folders_of(flags.source) if isinstance(flags.source, Path) else None
-        _check_flags(flags, layout)
-        more = {name: getattr(flags, name) for name in ("model_config_path", "neox_gated_ffn")}
-        if layout:
-            gqa, tokens = flags.neox_gqa, flags.vocab_size
-            weights = open_pickles(flags.source, layout, flags.import_config, gqa, tokens, **more)
-            _print_note(weights.note)
-            print(from_pickles(weights, flags.source, flags.target, dtype))
-            return 0
-        source = open_any_checkpoint(flags.source, flags.allow_remote)
-        if is_huggingface(flags.source):
-            _print_note(describe_moments(flags.source, LAYOUTS[0]) if isinstance(flags.source, Path) else "")
-            print(to_checkpoint(source, flags.target, dtype))
-        else:
-            if not isinstance(flags.target, Path):
-                raise UserError(f"{flags.target}: an export must be local: copy it afterwards")
-            if not (flags.export_config or flags.allow_remote or flags.tokenizer_path):
-                refuse_remote("tokenizer_path", saved_config(source.facts.config).tokenizer_path, flags.source)
-            paths = map(location, comma_separated(flags.average_with))
-            sources = [source, *(open_any_checkpoint(path, flags.allow_remote) for path in paths)]
-            if flags.use_ema:
-                from pretraining.extensions.moving_average.checkpoint import with_moving_averages
+    dtype = CHOICES[flags.dtype] if flags.dtype else None
+    layout = trainer_folders_of(flags.source) if isinstance(flags.source, Path) else None
+    _check_flags(flags, layout)
+    more = {name: getattr(flags, name) for name in ("model_config_path", "neox_gated_ffn")}
+    if layout:
+        gqa, tokens = flags.neox_gqa, flags.vocab_size
+        weights = open_pickles(flags.source, layout, flags.import_config, gqa, tokens, **more)
+        _print_note(weights.note)
+        print(from_pickles(weights, flags.source, flags.target, dtype))
+        return 0
+    source = open_any_checkpoint(flags.source, flags.allow_remote)
+    if is_huggingface(flags.source):
+        _print_note(describe_moments(flags.source, LAYOUTS[0]) if isinstance(flags.source, Path) else "")
+        print(to_checkpoint(source, flags.target, dtype))
+    else:
+        if not isinstance(flags.target, Path):
+            raise UserError(f"{flags.target}: an export must be local: copy it afterwards")
+        if not (flags.export_config or flags.allow_remote or flags.tokenizer_path):
+            refuse_remote("tokenizer_path", saved_config(source.facts.config).tokenizer_path, flags.source)
+        paths = map(location, comma_separated(flags.average_with))
+        sources = [source, *(open_any_checkpoint(path, flags.allow_remote) for path in paths)]
+        if flags.use_ema:
+            from pretraining.extensions.moving_average.checkpoint import with_moving_averages
 
-                sources = list(map(with_moving_averages, sources))
-            source, *others = sources
-            if flags.export_config:
-                file = read_trainer_file(flags.export_config, more)
-                print(to_ranks(source, flags.target, file, dtype, flags.vocab_size, flags.hw_backend, others))
-                return 0
-            print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+            sources = list(map(with_moving_averages, sources))
+        source, *others = sources
+        if flags.export_config:
+            file = read_trainer_file(flags.export_config, more)
+            print(to_ranks(source, flags.target, file, dtype, flags.vocab_size, flags.hw_backend, others))
+            return 0
+        print(to_huggingface(source, flags.target, dtype, flags.tokenizer_path, int(flags.shard_size), others))
     return 0
 
 
@@ -216,9 +214,8 @@ def to_huggingface(
     special_ids, tokenizer = export_tokenizer(tokenizer_path or config.tokenizer_path)
     adapter = _adapter_of(checkpoint)
     if adapter and not config.saves_frozen:
-        folder = _new_folder(target, tokenizer)
-        adapter.write(folder, names, partial(read_tensor, checkpoint), dtype)
-        rename(folder, target)
+        with _new_folder(target, tokenizer) as folder:
+            adapter.write(folder, names, partial(read_tensor, checkpoint), dtype)
         return target
     ours = _placeholders(checkpoint, filterfalse(config.is_added, names), dtype)
     stored = str(next(iter(ours.values())).dtype).removeprefix("torch.")
@@ -226,23 +223,21 @@ def to_huggingface(
     parts = their_names(ours) if fields["model_type"] == GPT_NEOX else {name: (name,) for name in ours}
     heads = fields["num_attention_heads"]
     state = {name: fuse([ours[part] for part in group], heads) for name, group in parts.items()}
-    folder = _new_folder(target, tokenizer)  # after what can be refused, so that nothing is left of a refusal
     plans = _plan_shards(state, shard_size)
 
     def read(item: WriteItem) -> Tensor:
         return fuse([_mean([checkpoint, *others], name) for name in parts[item.index.fqn]], heads)
 
-    write_files(folder, plans, read, IO_WORKERS)
-    if adapter and not adapter.is_merged:
-        (folder / ADAPTER).mkdir()
-        adapter.write(folder / ADAPTER, names, partial(read_tensor, checkpoint), dtype)
-    _write_json(folder / CONFIG, fields)
-    if len(plans) > 1:
-        total = sum(chunk.size for plan in plans for chunk in plan.chunks)
-        weight_map = {chunk.item.index.fqn: plan.name for plan in plans for chunk in plan.chunks}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    DISK.sync(folder)
-    rename(folder, target)
+    with _new_folder(target, tokenizer) as folder:  # after what can be refused, so that nothing is left of a refusal
+        write_files(folder, plans, read, IO_WORKERS)
+        if adapter and not adapter.is_merged:
+            (folder / ADAPTER).mkdir()
+            adapter.write(folder / ADAPTER, names, partial(read_tensor, checkpoint), dtype)
+        _write_json(folder / CONFIG, fields)
+        if len(plans) > 1:
+            total = sum(chunk.size for plan in plans for chunk in plan.chunks)
+            weight_map = {chunk.item.index.fqn: plan.name for plan in plans for chunk in plan.chunks}
+            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return target
 
 
@@ -280,10 +275,8 @@ def to_ranks(
         raise UserError(f"--vocab_size={tokens}: the embedding in {checkpoint.path} has {rows} rows")
     ours = {name: fitted(name, described[source]) for name, source in names.items()}
     stages = plan_stages(files, ours)
-    folder = _new_folder(target, files.other_files)
-    write_ranks(folder, files, stages, ours, read, rotary_frequencies(config))
-    DISK.sync(folder)
-    rename(folder, target)
+    with _new_folder(target, files.other_files) as folder:
+        write_ranks(folder, files, stages, ours, read, rotary_frequencies(config))
     return target
 
 
@@ -302,15 +295,18 @@ def _refuse_used(target: Location) -> None:
         raise UserError(f"{target}: exists already; give a new folder")
 
 
-def _new_folder(target: Path, files: Mapping[str, bytes]) -> Path:
-    """Return the folder with these files that becomes `target`."""
+@contextmanager
+def _new_folder(target: Path, files: Mapping[str, bytes]) -> Iterator[Path]:
+    """Yield the folder with these files that becomes `target` when it is complete."""
     _refuse_used(target)
-    partial = target.with_name(target.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    folder = target.with_name(target.name + PARTIAL)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for name, content in files.items():
-        DISK.write_file(partial / name, content)
-    return partial
+        DISK.write_file(folder / name, content)
+    yield folder
+    DISK.sync(folder)
+    rename(folder, target)
 
 
 def _write_items(state: dict[str, Tensor]) -> list[WriteItem]:

@@ -39,7 +39,7 @@ from pretraining.data.hashing import key_of, short_hash
 from pretraining.data.layouts import FLAGS, PLAN, RECORDS, read_dataset_json
 from pretraining.extensions.tokenizers.tokenizer import Tokenizer, open_tokenizer, train
 from pretraining.storage import Location, is_remote, location, use_files_of
-from pretraining.tools.arguments import ArgumentParser
+from pretraining.tools.arguments import ArgumentParser, ends_on_mistakes
 from pretraining.tools.prepare.chat import check_tokens, find_template
 from pretraining.tools.prepare.instructions import LONGER, InstructionOptions, Packer, Reader
 from pretraining.tools.prepare.shards import COLUMNS, ShardWriter, merged_sums
@@ -114,15 +114,12 @@ class Job:
     skip_bad: int
 
 
+@ends_on_mistakes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare, and print the command that trains on it. Return the exit code."""
     options = _parse(arguments)
     use_files_of(EXTENSIONS)  # --output may be in object storage
-    try:
-        prepare(options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    prepare(options)
     return 0
 
 

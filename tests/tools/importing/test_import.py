@@ -29,6 +29,7 @@ from pretraining.tools.importing.report import as_data, as_text
 from pretraining.tools.importing.resolve import FIXED, ORIGIN, ImportResult, import_foreign
 from pretraining.tools.importing.resolve import settings as settings_of
 from tests.parallel.launch import run_on_torch
+from tests.processes import call
 from tests.selection import complete, needs
 from tests.tools.importing.files import FILES, SETTINGS, drop, put, tree, write
 
@@ -519,17 +520,14 @@ def test_every_target_is_a_field_and_every_default_has_a_rule(kind: str) -> None
 
 # ---- the command
 
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    script = [sys.executable, str(ROOT / "main_training.py"), *words]
-    return subprocess.run(script, capture_output=True, text=True, check=False)
+SCRIPT = (sys.executable, str(ROOT / "main_training.py"), "--import_only")
 
 
 def test_import_only_prints_and_writes_the_report_and_touches_nothing(tmp_path: Path) -> None:
     target = tmp_path / "report.json"
     path = write(tmp_path, put(tree("nemo"), "model.data.data_prefix", ["1.0", "/no/such/corpus"]))
-    done = command(f"--import_config={path}", "--import_only", f"--import_report={target}", "--import_lr_steps=0,3")
-    assert (done.returncode, done.stderr) == (0, "")
+    done = call([*SCRIPT, f"--import_config={path}", f"--import_report={target}", "--import_lr_steps=0,3"])
+    assert done.stderr == ""
     report = json.loads(target.read_text())
     assert set(report) >= {"config", "parameters", "learning_rate", "keys", "summary"}
     assert list(report["learning_rate"]) == ["0", "3"]
@@ -540,8 +538,7 @@ def test_import_only_prints_and_writes_the_report_and_touches_nothing(tmp_path: 
 def test_import_only_still_refuses_what_is_unsupported_and_writes_the_report(tmp_path: Path) -> None:
     target = tmp_path / "report.json"
     path = write(tmp_path, put(tree("nemo"), "model.fp8", True))
-    done = command(f"--import_config={path}", "--import_only", f"--import_report={target}")
-    assert done.returncode == 2
+    done = call([*SCRIPT, f"--import_config={path}", f"--import_report={target}"], code=2)
     assert "model.fp8=True" in done.stderr
     assert json.loads(target.read_text())["summary"]["unsupported"] == 1
 
@@ -553,9 +550,8 @@ def test_nothing_is_printed_without_a_foreign_file(capsys: pytest.CaptureFixture
 
 def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
     path = write(tmp_path, tree("nemo"))
-    words = ["--use_dummy_dataset", "--vocab_size=100", "--import_only", f"--import_config={path}"]
-    script = [sys.executable, str(ROOT / "main_training.py"), *words]
-    with subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [*SCRIPT, "--use_dummy_dataset", "--vocab_size=100", f"--import_config={path}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout and process.stderr
         process.stdout.close()
         assert process.stderr.read() == b""

@@ -23,12 +23,13 @@ from pretraining.config.support import unsupported as limits
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.optim.schedule import learning_rate
+from pretraining.tools.document import MIGRATING
 from pretraining.tools.importing.foreign import ForeignConfig
-from pretraining.tools.importing.migration import NXD_CORE
 from pretraining.tools.importing.neox import era_of
 from pretraining.tools.importing.neox_model import feed_forward
 from pretraining.tools.importing.resolve import ImportResult, import_foreign, settings
 from pretraining.tools.library import Training
+from tests.processes import words
 from tests.selection import complete, runs_all
 from tests.tools.importing.files import drop, put, tree, write
 
@@ -131,7 +132,7 @@ def test_every_listed_behaviour_is_that_of_the_importer(
 def flagged(flags: dict[str, str]) -> tuple[dict[str, Any], list[Problem]]:
     """The settings of a command line, and what is wrong with it."""
     given = {"use_dummy_dataset": "True", **{name: value for name, value in flags.items() if value != "absent"}}
-    line = read([f"--{name}={value}" for name, value in given.items()], CONFIGURATION)
+    line = read(words(given), CONFIGURATION)
     config, problems = read_values(line.flags, CHECKS, CONFIGURATION)
     return settings(config), [*line.problems, *problems]
 
@@ -145,10 +146,15 @@ def test_every_listed_flag_of_fms_fsdp_is_that_of_the_command_line(row: dict[str
         assert_settings(row, resolved, flagged(row.get("file", {}))[0])
 
 
-def test_the_calls_that_the_migration_table_names_are_there() -> None:
-    calls = [call for mapping in NXD_CORE.values() for call in re.findall(r"`(\w+\.\w+)", mapping.description)]
+@complete
+def test_the_fields_and_the_calls_that_the_tables_written_by_hand_name_are_there() -> None:
+    by_hand = MIGRATING.read_text().partition("<!-- end migration -->")[2]
+    rows = [line.split(" | ") for line in by_hand.splitlines() if line.startswith("| `")]
+    named = {name for _, fields, _ in rows for name in re.findall(r"`(\w+)`", fields)}
+    assert len(named) > 60 and named <= set(settings(CONFIGURATION()))
+    calls = re.findall(r"`(training|pretraining)\.(\w+)", by_hand)
     owners = {"training": Training, "pretraining": main_training}
-    assert calls and all(callable(getattr(owners[owner], name)) for owner, name in (call.split(".") for call in calls))
+    assert calls and all(callable(getattr(owners[owner], name)) for owner, name in calls)
 
 
 # ---- GPT-NeoX

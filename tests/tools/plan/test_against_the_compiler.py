@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from main_training import CONFIGURATION
 from pretraining.tools.plan.memory import kept_activations
 from pretraining.tools.plan.plan import Plan, plan_of
 from tests.parallel.hlo import LENGTH, saved_for_backward, sent
-from tests.parallel.launch import environment
+from tests.parallel.launch import run
 from tests.parallel.toy import TOY
 from tests.selection import chosen
 from tests.warm import python
@@ -25,38 +24,28 @@ pytestmark = pytest.mark.slow
 
 Fields = dict[str, Any]
 RECOMPUTED: Fields = {"fsdp_activation_checkpointing": True}
-STAGES: Fields = {
-    "sharding_strategy": "fsdp",
-    "pipeline_parallel_size": 2,
-    "virtual_pipeline_size": 2,
-    "gradient_accumulation_steps": 4,
-    "batch_size": 1,
-}
+FSDP: Fields = {"sharding_strategy": "fsdp", "batch_size": 2}
+STAGES: Fields = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "gradient_accumulation_steps": 4}
+STAGES |= {**FSDP, "batch_size": 1}
+TENSOR: Fields = {"sharding_strategy": "ddp", "tensor_parallel_size": 8, "batch_size": 16}
 PROGRAMS: dict[str, Fields] = {
     "ddp": {"sharding_strategy": "ddp", "batch_size": 2},
     "zero1": {"sharding_strategy": "zero1", "batch_size": 2},
-    "fsdp": {"sharding_strategy": "fsdp", "batch_size": 2},
-    "fsdp, recomputed": {"sharding_strategy": "fsdp", "batch_size": 2, **RECOMPUTED},
-    "fsdp, mlp recomputed": {
-        "sharding_strategy": "fsdp",
-        "batch_size": 2,
-        **RECOMPUTED,
-        "checkpoint_granularity": "selective",
-        "checkpoint_modules": "mlp",
-    },
+    "fsdp": FSDP,
+    "fsdp, recomputed": {**FSDP, **RECOMPUTED},
+    "fsdp, mlp recomputed": {**FSDP, **RECOMPUTED, "checkpoint_granularity": "selective", "checkpoint_modules": "mlp"},
     "hsdp": {"sharding_strategy": "hsdp", "sharding_group_size": 4, "batch_size": 2},
-    "tensor": {"sharding_strategy": "ddp", "tensor_parallel_size": 8, "batch_size": 16, "num_kv_heads": 8},
-    "fsdp x tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 4},
+    "tensor": {**TENSOR, "num_kv_heads": 8},
+    "fsdp x tensor": {**FSDP, "tensor_parallel_size": 2, "batch_size": 4},
     "fsdp x stages": STAGES,
     "fsdp x stages, recomputed": {**STAGES, **RECOMPUTED},
 }
 PROGRAMS = chosen(PROGRAMS, ("ddp", "fsdp, recomputed", "fsdp x tensor"))
-FSDP: Fields = {"sharding_strategy": "fsdp", "batch_size": 2}
 HELD: dict[str, Fields] = {
     **PROGRAMS,
     "padded": {**PROGRAMS["fsdp x tensor"], "make_vocab_size_divisible_by": 384},
-    "context": {"sharding_strategy": "fsdp", "context_parallel_size": 2, "batch_size": 4},
-    "fewer heads": {"sharding_strategy": "ddp", "tensor_parallel_size": 8, "batch_size": 16},
+    "context": {**FSDP, "context_parallel_size": 2, "batch_size": 4},
+    "fewer heads": TENSOR,
     "adafactor": {**FSDP, "optimizer": "adafactor"},
     "novograd": {**PROGRAMS["fsdp x tensor"], "optimizer": "novograd"},
     "bf16_sr": {**FSDP, "precision": "bf16_sr", "mixed_precision": True},
@@ -67,15 +56,8 @@ HELD = chosen(HELD, (*PROGRAMS, "padded", "adafactor", "bf16_sr"))
 
 
 def planned(case: str) -> Plan:
-    fields = {
-        "num_kv_heads": 4,
-        **HELD[case],
-        "plan": True,
-        "plan_devices": 8,
-        "engine": "xla",
-        "plan_device_kind": "h100",
-    }
-    return plan_of(CONFIGURATION(**{**TOY, **fields}))
+    asked = {"plan": True, "plan_devices": 8, "engine": "xla", "plan_device_kind": "h100"}
+    return plan_of(CONFIGURATION(**{**TOY, "num_kv_heads": 4, **HELD[case], **asked}))
 
 
 COMPARED = ("ddp", "fsdp", "fsdp, recomputed", "fsdp, mlp recomputed", "tensor")  # whose activations are
@@ -88,13 +70,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
     folder = tmp_path_factory.mktemp("programs")
     cases = {name: {"num_kv_heads": 4, **fields} for name, fields in HELD.items()}
     flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to={folder} --xla_dump_hlo_as_text"
-    variables = environment(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", XLA_FLAGS=flags)
     command = [*python(), str(Path(__file__).with_name("xla_driver.py")), str(folder)]
     command += [json.dumps(cases), json.dumps(list(PROGRAMS))]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: Live = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run(command, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", XLA_FLAGS=flags)[0]
 
 
 def program(live: Live, case: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from main_training import configure
 from pretraining.config.errors import ConfigError
 from pretraining.tools.plan.settings import PlanConfig
 from tests.parallel.launch import needs
+from tests.processes import call, words
 
 ROOT = Path(__file__).parents[3]
 BASE: dict[str, Any] = {"plan": True, "plan_device_kind": "tpu-v6e", "plan_topology": "2x2", "plan_compile": True}
@@ -55,10 +55,9 @@ needs_compiler = needs("torch_xla", "jax", "libtpu")
 
 def compiled(folder: Path, **fields: Any) -> tuple[str, dict[str, Any]]:
     """What main_training.py prints and writes."""
-    flags = [f"--{name}={value}" for name, value in {**BASE, **MODEL, **fields}.items()]
-    command = [sys.executable, "main_training.py", *flags, f"--plan_json={folder / 'plan.json'}"]
+    flags = words({**BASE, **MODEL, **fields, "plan_json": folder / "plan.json"})
     variables = {**os.environ, "XLA_FLAGS": ""}  # those of the tests are for the CPU's compiler
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+    done = call([sys.executable, "main_training.py", *flags], env=variables)
     return done.stdout, json.loads((folder / "plan.json").read_text())
 
 

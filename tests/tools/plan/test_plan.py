@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import combinations
@@ -29,6 +28,7 @@ from pretraining.tools.plan.page import VARIED, compiled_page, flags_of, page, r
 from pretraining.tools.plan.plan import USABLE, Plan, best_cuts, nearest_fit, plan_of, refusals, search
 from pretraining.tools.plan.stages import planned_idle_share
 from pretraining.tools.plan.traffic import ring
+from tests.processes import call
 from tests.selection import chosen
 from tests.tools.importing.files import tree, write
 
@@ -94,16 +94,14 @@ def test_8_billion_parameters_fit_the_chips_of_a_slice_and_not_of_one_of_its_hos
 
 
 def test_the_page_shows_everything_and_needs_neither_data_nor_devices(tmp_path: Path) -> None:
-    flags = ("--plan", "--plan_devices=512", "--plan_device_kind=tpu-v5p", "--model_variant=llama3_70b")
-    command = [sys.executable, "main_training.py", *flags, "--sharding_strategy=fsdp", f"--plan_json={tmp_path / 'p'}"]
-    done = subprocess.run(
-        [*command, "--batch_size=1", "--fsdp_activation_checkpointing"],
-        cwd=ROOT, env={**os.environ, "PJRT_DEVICE": "TPU"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "70,553,706,496 parameters" in done.stdout
-    assert "model.layers.*.mlp.down_proj.weight" in done.stdout
-    assert ": fits in" in done.stdout
-    assert len(done.stdout.splitlines()) < 50
+    flags = ["--plan", "--plan_devices=512", "--plan_device_kind=tpu-v5p", "--model_variant=llama3_70b"]
+    flags += ["--sharding_strategy=fsdp", "--batch_size=1", "--fsdp_activation_checkpointing"]
+    command = [sys.executable, "main_training.py", *flags, f"--plan_json={tmp_path / 'p'}"]
+    page = call(command, env={**os.environ, "PJRT_DEVICE": "TPU"}).stdout
+    assert "70,553,706,496 parameters" in page
+    assert "model.layers.*.mlp.down_proj.weight" in page
+    assert ": fits in" in page
+    assert len(page.splitlines()) < 50
     written = json.loads((tmp_path / "p").read_text())
     assert written["fits"] is True
     assert sum(weight["bytes"] for weight in written["parameters"]) == written["bytes_per_device"]["parameters"]
@@ -258,14 +256,6 @@ def test_gradients_that_are_summed_in_bf16_send_half_the_bytes(strategy: str) ->
     assert others == same_others
 
 
-def test_the_search_ranks_what_fits_for_one_global_batch() -> None:
-    plans = search(config(global_batch_size=128, batch_size=2))
-    assert plans and all(plan.fits for plan in plans)
-    assert {plan.config.global_batch_size for plan in plans} == {128}
-    times = [plan.step_seconds for plan in plans]
-    assert times == sorted(times)
-
-
 SEARCHED: dict[str, dict[str, Any]] = {
     f"{fields['plan_devices']}-{fields['plan_device_kind']}": fields
     for fields in (
@@ -301,6 +291,9 @@ def test_the_flags_of_every_row_give_its_figures_and_train_on_its_engine(case: s
     asked = {"model_variant": "llama3_8b", "batch_size": 2, "seq_length": 4096, **SEARCHED[case], "plan": True}
     base = configure(asked)
     plans = search(base)
+    assert all(plan.fits for plan in plans) and len({plan.config.tokens_per_step for plan in plans}) == 1
+    times = [plan.step_seconds for plan in plans]
+    assert times == sorted(times)
     lines = ranking(plans, base).splitlines()
     assert max(map(len, lines[:-1])) <= 120
     assert lines[-1] == flags_of(plans[0].config, base)

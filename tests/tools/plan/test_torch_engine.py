@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,72 +11,37 @@ import pytest
 
 from main_training import CONFIGURATION
 from pretraining.tools.plan.plan import Plan, plan_of
-from tests.parallel.launch import environment, launched
+from tests.parallel.launch import launched, run
 from tests.parallel.toy import TOY
 from tests.selection import chosen
 
 pytestmark = pytest.mark.slow
 
 Fields = dict[str, Any]
+DDP: Fields = {"sharding_strategy": "ddp"}
+FSDP: Fields = {"sharding_strategy": "fsdp"}
+RECOMPUTED: Fields = {"fsdp_activation_checkpointing": True}
+TENSOR: Fields = {"tensor_parallel_size": 2, "batch_size": 8}
+TENSOR_4: Fields = {"tensor_parallel_size": 4, "batch_size": 16}
+INTERLEAVED: Fields = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}
 CASES: dict[str, Fields] = {
-    "ddp": {"sharding_strategy": "ddp", "batch_size": 4},
+    "ddp": {**DDP, "batch_size": 4},
     "zero1, accumulated": {"sharding_strategy": "zero1", "batch_size": 1},
     "zero2": {"sharding_strategy": "zero2", "batch_size": 4},
-    "fsdp": {"sharding_strategy": "fsdp", "batch_size": 4},
-    "fsdp, recomputed": {"sharding_strategy": "fsdp", "batch_size": 4, "fsdp_activation_checkpointing": True},
+    "fsdp": {**FSDP, "batch_size": 4},
+    "fsdp, recomputed": {**FSDP, **RECOMPUTED, "batch_size": 4},
     "hsdp, accumulated": {"sharding_strategy": "hsdp", "sharding_group_size": 2, "batch_size": 1},
-    "fsdp x tensor": {"sharding_strategy": "fsdp", "tensor_parallel_size": 2, "batch_size": 8},
-    "sequence": {
-        "sharding_strategy": "ddp",
-        "tensor_parallel_size": 4,
-        "sequence_parallel": True,
-        "batch_size": 16,
-        "fsdp_activation_checkpointing": True,
-        "selective_checkpointing": "2",
-    },
-    "biases, padded": {
-        "sharding_strategy": "fsdp",
-        "tensor_parallel_size": 2,
-        "batch_size": 8,
-        "attn_bias": True,
-        "mlp_bias": True,
-        "make_vocab_size_divisible_by": 384,
-    },
-    "stages, recomputed": {
-        "sharding_strategy": "fsdp",
-        "pipeline_parallel_size": 2,
-        "tie_word_embeddings": True,
-        "fsdp_activation_checkpointing": True,
-    },
-    "interleaved": {"sharding_strategy": "fsdp", "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
-    "stages x sequence": {
-        "sharding_strategy": "fsdp",
-        "pipeline_parallel_size": 2,
-        "virtual_pipeline_size": 2,
-        "tensor_parallel_size": 2,
-        "sequence_parallel": True,
-        "batch_size": 4,
-    },
-    "context x tensor": {
-        "sharding_strategy": "fsdp",
-        "context_parallel_size": 2,
-        "tensor_parallel_size": 2,
-        "batch_size": 16,
-    },
-    "repeated heads": {"sharding_strategy": "fsdp", "tensor_parallel_size": 4, "num_kv_heads": 2, "batch_size": 16},
-    "context, ddp": {"sharding_strategy": "ddp", "context_parallel_size": 2, "batch_size": 8},
-    "context, recomputed": {
-        "sharding_strategy": "fsdp",
-        "context_parallel_size": 4,
-        "batch_size": 16,
-        "fsdp_activation_checkpointing": True,
-    },
-    "tensor, recomputed": {
-        "sharding_strategy": "ddp",
-        "tensor_parallel_size": 4,
-        "batch_size": 16,
-        "fsdp_activation_checkpointing": True,
-    },
+    "fsdp x tensor": {**FSDP, **TENSOR},
+    "sequence": {**DDP, **TENSOR_4, **RECOMPUTED, "sequence_parallel": True, "selective_checkpointing": "2"},
+    "biases, padded": {**FSDP, **TENSOR, "attn_bias": True, "mlp_bias": True, "make_vocab_size_divisible_by": 384},
+    "stages, recomputed": {**FSDP, **RECOMPUTED, "pipeline_parallel_size": 2, "tie_word_embeddings": True},
+    "interleaved": {**FSDP, **INTERLEAVED},
+    "stages x sequence": {**FSDP, **INTERLEAVED, **TENSOR, "sequence_parallel": True, "batch_size": 4},
+    "context x tensor": {**FSDP, **TENSOR, "context_parallel_size": 2, "batch_size": 16},
+    "repeated heads": {**FSDP, **TENSOR_4, "num_kv_heads": 2},
+    "context, ddp": {**DDP, "context_parallel_size": 2, "batch_size": 8},
+    "context, recomputed": {**FSDP, **RECOMPUTED, "context_parallel_size": 4, "batch_size": 16},
+    "tensor, recomputed": {**DDP, **TENSOR_4, **RECOMPUTED},
 }
 CASES = chosen(CASES, ("zero1, accumulated", "fsdp, recomputed", "sequence", "stages x sequence", "context x tensor"))
 
@@ -85,11 +49,7 @@ CASES = chosen(CASES, ("zero1, accumulated", "fsdp, recomputed", "sequence", "st
 @functools.cache
 def live() -> dict[str, Any]:
     """What the driver printed."""
-    command = launched(4, str(Path(__file__).with_name("torch_driver.py")), json.dumps(CASES))
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-    return found
+    return run(launched(4, str(Path(__file__).with_name("torch_driver.py")), json.dumps(CASES)))[0]
 
 
 def planned(case: str) -> Plan:

@@ -32,6 +32,7 @@ from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.chat import ChatTemplate, TemplateSource, check_tokens, find_template
 from pretraining.tools.prepare.instructions import Example, InstructionOptions, PackedRow, Packer, Reader
 from tests.data.corpora import settings, write_arrow, write_instructions, write_parquet_table
+from tests.tokenizer_files import write_byte_level
 
 LENGTH = 16
 HEADER = "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
@@ -57,15 +58,8 @@ CHAT = [
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer.json with Llama 3's special tokens, and its tokenizer_config.json with the template."""
-    tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("tokenizer")
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=list(SPECIAL), initial_alphabet=alphabet)
-    model.train_from_iterator([message["content"] for message in CHAT] * 20, trainer)
-    model.save(str(folder / "tokenizer.json"))
+    write_byte_level(folder / "tokenizer.json", [message["content"] for message in CHAT] * 20, 400, SPECIAL)
     named = {"bos_token": SPECIAL[0], "eos_token": {"content": SPECIAL[1]}, "chat_template": LLAMA3}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     return folder

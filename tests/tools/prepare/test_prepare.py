@@ -16,7 +16,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +38,8 @@ from pretraining.tools.prepare import prepare
 from pretraining.tools.prepare.text import FileRange, divide, read_documents
 from tests.data.corpora import rows
 from tests.faults.damage import flip_bit_at
+from tests.processes import words
+from tests.tokenizer_files import write_byte_level
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -213,7 +215,11 @@ def test_lines_that_cross_the_border_of_ranges_are_read_once(tmp_path: Path) -> 
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', "a.jsonl, line 2: not a line of JSON"),
         ("a.jsonl", '{"body": "x"}\n', "no text in field 'text': choose the field with --text_key"),
-        ("a.jsonl.gz", gzip.compress(b"{}" * 999)[:-9], "a.jsonl.gz: cannot be read, it is truncated or damaged"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"{}" * 999, mtime=0)[:-9],
+            "a.jsonl.gz: cannot be read, it is truncated or damaged",
+        ),
         ("a.parquet", "PAR1 not really", "a.parquet: not a complete Parquet file"),
         ("a.png", "x", "no text, .jsonl or .parquet files"),
     ],
@@ -276,7 +282,7 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(
     message = rf"--tokenizer_path={tmp_path}/other.model: {out}/train was prepared with another tokenizer"
     with pytest.raises(UserError, match=message):
         check_data(configure(wrong))
-    assert inspect_data.main([f"--{name}={value}" for name, value in wrong.items()]) == 2
+    assert inspect_data.main(words(wrong)) == 2
     assert re.search(message, capsys.readouterr().err)
     stream = open_stream(configure({**flags, "tokenizer_path": str(tmp_path / "copy.model")}))
     assert stream.state(0)["mixture"]["train"]["tokenizer_sha256"] == file_hash(out / "tokenizer.model")
@@ -285,19 +291,9 @@ def test_another_tokenizer_than_that_of_the_data_is_refused(
     assert not any("ids" in note for note in open_stream(configure({**flags, "vocab_size": 400})).facts()["notes"])
 
 
-def save_tokenizer_json(path: Path, special: list[str]) -> Any:
-    """Train a byte-level tokenizer and save it as Hugging Face's packages do; return it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    model.pre_tokenizer, model.decoder = tokenizers.pre_tokenizers.ByteLevel(), tokenizers.decoders.ByteLevel()
-    model.train_from_iterator(texts(200), tokenizers.trainers.BpeTrainer(vocab_size=500, special_tokens=special))
-    model.save(str(path))
-    return model
-
-
 def test_a_given_tokenizer_and_a_tokenizer_json_are_used(prepared: Prepared, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
-    save_tokenizer_json(tmp_path / "t.json", ["<unk>", "</s>"])
+    write_byte_level(tmp_path / "t.json", texts(200), 500, ["<unk>", "</s>"])
     for name, given in (("again", prepared.tokenizer), ("hf", f"--tokenizer={tmp_path / 't.json'}")):
         assert prepare.main([f"--input={tmp_path / 'a.txt'}", f"--output={tmp_path / name}", given]) == 0
     assert json.loads((tmp_path / "hf" / "train" / "meta.json").read_text())["separator"] == 1
@@ -409,7 +405,7 @@ def test_inspect_prints_no_traceback_when_its_reader_closes_the_pipe(prepared: P
 
 def test_truncation_and_padding_of_a_tokenizer_json_are_switched_off(tmp_path: Path) -> None:
     """The tokenizers package saves the settings of its last use in the file."""
-    model = save_tokenizer_json(tmp_path / "plain.json", ["</s>"])
+    model = write_byte_level(tmp_path / "plain.json", texts(200), 500, ["</s>"])
     model.enable_truncation(max_length=4)
     model.enable_padding(length=4)
     model.save(str(tmp_path / "cut.json"))
