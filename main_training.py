@@ -39,7 +39,7 @@ NAMES = (
     "extensions.report_figures", "extensions.stragglers", "extensions.sharding_report", "extensions.profiler",
     "extensions.questions", "extensions.preemption", "extensions.clock", "extensions.benchmark", "extensions.history",
     "extensions.trackers", "extensions.best_checkpoints", "extensions.one_program", "extensions.preflight",
-    "extensions.terminal", "tools.completion", "tools.help",
+    "extensions.hosts", "extensions.terminal", "tools.completion", "tools.help",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths
@@ -88,7 +88,7 @@ def train(
 
         # Data: the global batch of step k is a function of (data, config, k). From here on the configuration is final
         config, streams = start.open_streams(engine, checkpoint, data)
-        start.check_hosts(config, engine)
+        start.check_engine(config, engine, extensions)
         start.print_run(config, engine, streams, extensions)
 
         # Model and optimizer: placed by the sharding table

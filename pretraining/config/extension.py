@@ -81,6 +81,8 @@ class Extension:
     agree: Callable[[Any, Mapping[str, str]], None] | None = None
     """Compare the configuration, and fingerprints of the data by name, with those of the run's other processes, before
     a device is opened. Raises UserError."""
+    check_engine: Callable[[Any, Any], None] | None = None
+    """Check the configuration with the parallel.engine.Engine, before the model is built. Raises UserError."""
     report: Callable[[UserError], None] | None = None
     """Print the mistake that ends this process, in place of config.flags.print_mistake."""
     watch: Callable[[Any], Watcher | None] | None = None
