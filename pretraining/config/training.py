@@ -477,8 +477,8 @@ class TrainConfig:
         return "\n".join(f"--{name}={setting.default}" for name, setting in settings_of(cls).items())
 
     @classmethod
-    def named_elsewhere(cls, name: str) -> list[str]:
-        """Return the settings that other trainers call `name`, as far as an extension knows."""
+    def meant_by(cls, word: str) -> list[str]:
+        """Return the settings that `word`, which is no setting, may stand for, as far as an extension knows."""
         return []
 
     @property
