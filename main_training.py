@@ -39,7 +39,7 @@ NAMES = (
     "extensions.report_figures", "extensions.stragglers", "extensions.sharding_report", "extensions.profiler",
     "extensions.questions", "extensions.preemption", "extensions.clock", "extensions.benchmark", "extensions.history",
     "extensions.trackers", "extensions.best_checkpoints", "extensions.one_program", "extensions.preflight",
-    "extensions.hosts", "extensions.terminal", "tools.completion", "tools.help",
+    "extensions.hosts", "extensions.overview", "extensions.terminal", "tools.completion", "tools.help",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths
@@ -88,12 +88,13 @@ def train(
 
         # Data: the global batch of step k is a function of (data, config, k). From here on the configuration is final
         config, streams = start.open_streams(engine, checkpoint, data)
-        start.check_engine(config, engine, extensions)
-        start.print_run(config, engine, streams, extensions)
+        for extension in extensions:
+            extension.opened(config, engine, streams, extensions)
 
         # Model and optimizer: placed by the sharding table
         trainee = engine.place((build or build_model)(config))
-        start.print_placement(config, engine, trainee)
+        for extension in extensions:
+            extension.placed(config, engine, trainee)
 
         # Checkpoint: the same command continues from the newest one, with the data that follow it and its metrics
         checkpoints = Checkpoints(config, config.run_folder)

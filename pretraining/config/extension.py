@@ -81,8 +81,11 @@ class Extension:
     agree: Callable[[Any, Mapping[str, str]], None] | None = None
     """Compare the configuration, and fingerprints of the data by name, with those of the run's other processes, before
     a device is opened. Raises UserError."""
-    check_engine: Callable[[Any, Any], None] | None = None
-    """Check the configuration with the parallel.engine.Engine, before the model is built. Raises UserError."""
+    opened: Callable[[Any, Any, Mapping[str, Any], Sequence[Extension]], None] = lambda *_: None
+    """Check or print what the configuration, the engine, the streams by split and all extensions decide, before the
+    model is built. Raises UserError."""
+    placed: Callable[[Any, Any, Any], None] = lambda *_: None
+    """Print what is known of the configuration, the engine and the trainee, once the model is placed."""
     report: Callable[[UserError], None] | None = None
     """Print the mistake that ends this process, in place of config.flags.print_mistake."""
     watch: Callable[[Any], Watcher | None] | None = None

@@ -30,4 +30,11 @@ def watch(run: Any) -> Watcher | None:
     return Validation(run) if run.config.held_out_splits() else None
 
 
-EXTENSION = Extension(configuration=HeldOutConfig, watch=watch)
+EXTENSION = Extension(
+    configuration=HeldOutConfig,
+    switches={
+        "val_interval": ("valid_data_path", "valid_datasets", "valid_weights", "val_steps"),
+        "test_steps": ("test_data_path",),
+    },
+    watch=watch,
+)

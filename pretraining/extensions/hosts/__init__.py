@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from pretraining.parallel.engine import Engine
 
 
-def check_hosts(config: TrainConfig, engine: Engine) -> None:
+def check_hosts(config: TrainConfig, engine: Engine, *_: object) -> None:
     """Raise UserError if this host's memory is too small for the run, or if hosts do not share its folder."""
     from pretraining.checkpoint.restoring import checkpoint_folder  # imports torch, as those that follow do
     from pretraining.extensions.hosts.folder import check_shared_folder
     from pretraining.extensions.hosts.memory import check_memory
-    from pretraining.parallel.state_bytes import state_bytes, unsharded_state_bytes
+    from pretraining.extensions.state_bytes import state_bytes, unsharded_state_bytes
 
     if engine.process_count > 1 and config.checkpoint_interval:
         folder = checkpoint_folder(config, config.run_folder)
@@ -33,4 +33,4 @@ def check_hosts(config: TrainConfig, engine: Engine) -> None:
     )
 
 
-EXTENSION = Extension(check_engine=check_hosts)
+EXTENSION = Extension(opened=check_hosts)

@@ -12,7 +12,7 @@ from pretraining.config.errors import UserError
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import model_shape
 from pretraining.extensions.memory import available_memory
-from pretraining.monitor.figures import amount, size
+from pretraining.extensions.units import amount, size
 
 
 def check_memory(
