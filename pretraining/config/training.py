@@ -375,10 +375,6 @@ class TrainConfig:
     index_dir: Annotated[str, PER_HOST] = ""
     """Folder of the shards' indexes (12 bytes a document; of Parquet shards the decoded tokens too), which are built
     once. Empty: pretraining/token_index in $XDG_CACHE_HOME, otherwise in ~/.cache."""
-    verify_data: Annotated[Literal["off", "first_read", "always"], Resume.FREE] = "first_read"
-    """When the bytes of a block of documents are compared with its checksum: at its first read in a run, at every read,
-    or never. The checksum is that of meta.json where prepare wrote the shards, otherwise what the index folder has
-    recorded at the first read ever, or when pretraining.tools.inspect_data --verify compared whole files before."""
     num_workers: Annotated[int, AtLeast(1, below=4096), Resume.FREE, PER_HOST] = 1
     """Threads that read batches ahead. The order of the data does not depend on it. Elsewhere:
     dataloader_num_workers."""
@@ -755,6 +751,13 @@ class TrainConfig:
                 raise UserError(f"--{name}={path}: {remedy}")
         if not self.saves_frozen:
             raise UserError(f"a checkpoint without the frozen weights {remedy}")
+        return None
+
+    def block_check(self, description: Mapping[str, Any]) -> Any:
+        """Return what compares blocks of a dataset with what they were (data.corpus.BlockCheck); None: nothing does.
+
+        description: contents of its meta.json, {} without one.
+        """
         return None
 
     def begin_mixture(

@@ -396,7 +396,7 @@ def open_stream(
     ahead = store_of(source.folder).read_ahead(config)
     orders = [_order(config, special, dataset.name, any(fields)) for dataset in datasets]
     corpora = [
-        Corpus(dataset.shards, dataset.documents, order, files, cache, ahead, dataset.blocks)
+        Corpus(dataset.shards, dataset.documents, order, files, cache, ahead, config.block_check(dataset.description))
         for dataset, order in zip(datasets, orders, strict=True)
     ]
     _check_not_empty(source, datasets, corpora, split)
@@ -495,7 +495,7 @@ def _order(config: TrainConfig, special: SpecialTokens, name: str, boundaries: b
     """Return the order of a dataset. Its name is part of the key: it keeps its order whatever it is mixed with."""
     key = (config.seed, int(short_hash(name), 16))
     shuffled = config.shuffle != "none"
-    return DocumentOrder(key, shuffled, special.eos, special.bos, boundaries, verify=config.verify_data)
+    return DocumentOrder(key, shuffled, special.eos, special.bos, boundaries)
 
 
 def _order_settings(config: TrainConfig, special: SpecialTokens, shares: str) -> dict[str, Any]:
