@@ -37,9 +37,10 @@ NAMES = (
     "extensions.batch_rampup", "extensions.length_stages", "extensions.schedules", "extensions.splash",
     "extensions.fp8", "extensions.fp16", "extensions.manual_precision", "extensions.skip_step", "extensions.spikes",
     "extensions.report_figures", "extensions.stragglers", "extensions.sharding_report", "extensions.profiler",
-    "extensions.questions", "extensions.preemption", "extensions.clock", "extensions.benchmark", "extensions.history",
-    "extensions.trackers", "extensions.best_checkpoints", "extensions.one_program", "extensions.preflight",
-    "extensions.hosts", "extensions.overview", "extensions.terminal", "tools.completion", "tools.help",
+    "extensions.questions", "extensions.preemption", "extensions.clock", "extensions.mfu", "extensions.benchmark",
+    "extensions.history", "extensions.trackers", "extensions.best_checkpoints", "extensions.one_program",
+    "extensions.preflight", "extensions.hosts", "extensions.overview", "extensions.terminal", "tools.completion",
+    "tools.help",
 )  # fmt: skip
 EXTENSIONS = installed(NAMES)
 use_files_of(EXTENSIONS)  # the tools read the same paths

@@ -28,7 +28,6 @@ from pretraining.config.declaration import (
     Storable,
     settings_of,
 )
-from pretraining.config.devices import DeviceKind, kind_of
 from pretraining.config.division import Division
 from pretraining.config.errors import Problem, UserError
 from pretraining.config.grammar import (
@@ -492,9 +491,9 @@ class TrainConfig:
         assert self.global_batch_size is not None
         return self.global_batches(self.global_batch_size).trained(self.num_steps)
 
-    def device_kind(self, name: str) -> DeviceKind | None:
-        """Return the kind of a device that its runtime calls `name`, whose peak MFU is a share of; None: unknown."""
-        return kind_of(name, self.precision_mode)
+    def device_kind(self, name: str) -> Any:
+        """Return the extensions.devices.DeviceKind of a device that its runtime calls `name`; None: unknown."""
+        return None
 
     def reports_at(self, step: int) -> bool:
         """Return whether the run reports after the update `step`."""

@@ -19,6 +19,7 @@ from pretraining.parallel.processes import Processes
 from pretraining.parallel.torch import engine as torch_engine
 from pretraining.parallel.torch.engine import TorchEngine
 from tests.facts import SIZE, facts
+from tests.selection import needs
 
 
 def test_every_fact_is_one_line_with_its_figures() -> None:
@@ -31,7 +32,6 @@ def test_every_fact_is_one_line_with_its_figures() -> None:
     assert "3.93 B tokens in 15,000 steps" in said["batch"]
     assert said["attention"] == "chunked, --attention_impl"
     assert said["recomputed"] == "1 of 4 blocks: F T F F"
-    assert said["MFU against"] == "312.00 TFLOP/s dense bf16, A100"
 
 
 def test_memory_is_that_of_one_device() -> None:
@@ -46,6 +46,11 @@ def test_every_dtype_of_the_precision_is_said() -> None:
     assert facts(precision="bf16_sr")["precision"].startswith(rounded)
     assert "linear layers of the blocks fp8 (e4m3, gradients e5m2)" in facts(precision="fp8")["precision"]
     assert facts(precision="fp16")["precision"].startswith("fp16: activations fp16, products fp16, parameters fp32")
+
+
+@needs("mfu")
+def test_the_peak_is_named_with_its_device() -> None:
+    assert facts()["MFU against"] == "312.00 TFLOP/s dense bf16, A100"
 
 
 def test_an_unknown_device_is_never_guessed() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from pretraining.config.declaration import settings_of
-from pretraining.config.devices import DeviceKind
 from pretraining.config.errors import counted
 from pretraining.config.extension import Extension
 from pretraining.config.training import TrainConfig
 from pretraining.config.variants import ModelShape, model_shape
+from pretraining.extensions.devices import DeviceKind
+from pretraining.extensions.flops import flops_per_token
 from pretraining.extensions.state_bytes import state_bytes
 from pretraining.extensions.units import amount, describe_micro_batches, flop, size
-from pretraining.monitor.flops import flops_per_token
 from pretraining.optim.precision import precision_of
 from pretraining.optim.schedule import learning_rate, milestone_steps
 from pretraining.parallel.engine import Engine

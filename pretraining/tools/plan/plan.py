@@ -19,9 +19,9 @@ from pretraining.config.support import unsupported
 from pretraining.config.training import ShardingStrategy
 from pretraining.config.validate import problems
 from pretraining.config.variants import model_shape
+from pretraining.extensions.flops import flops_per_token
 from pretraining.extensions.state_bytes import StateTensor, state_tensors
 from pretraining.models.checks import CHECKS as MODEL_CHECKS
-from pretraining.monitor.flops import flops_per_token
 from pretraining.parallel.checks import CHECKS as PARALLEL_CHECKS
 from pretraining.parallel.layout import uneven_shards
 from pretraining.parallel.mesh import Mesh, resolve_batch, resolve_mesh
