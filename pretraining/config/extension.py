@@ -64,6 +64,8 @@ class Extension:
     """A subclass of TrainConfig with the settings of this extension."""
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
     """Rules across settings."""
+    stored_data_checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
+    """Such rules about data that a caller may replace by data of its own."""
     resolve: Callable[[Mapping[str, object], type[TrainConfig], Iterable[Check], bool], FileFlags] | None = None
     """Merge flags with files that they name, before validation; the last argument: print a report."""
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -56,8 +56,9 @@ class Validation(Watcher):
         """Report losses over the first `steps` batches (-1: all) of a held-out part; training is not affected."""
         run, stream, name = self._run, self._run.streams[part], "val" if part == "valid" else part
         began, batches = time.perf_counter(), batches_of(stream, steps)
+        assert run.config.global_batch_size
         with run.account.spending("validation"), run.heartbeat(f"running {batches} batches of {part} data"):
-            groups = stream.batches_by_dataset(batches)
+            groups = batches_by_dataset(stream, batches, run.config.global_batch_size)
             sums = {dataset: self._sums(stream, chosen) for dataset, chosen in groups.items()}
         run.watchdog.rest()
         figures = held_out_figures(name, sums)
@@ -85,6 +86,19 @@ def batches_of(stream: Stream, steps: int) -> int:
     if stream.steps is None:
         return max(steps, 1)
     return stream.steps if steps == -1 else min(steps, stream.steps)
+
+
+def batches_by_dataset(stream: Stream, batches: int, rows: int) -> dict[str, list[Sequence[int]]]:
+    """Return the sequences of the first batches in groups of at most `rows`, those of a global batch, by dataset.
+
+    A group has sequences of one dataset, so that its loss is the dataset's; all groups together have the sequences
+    of the batches.
+    """
+    return {
+        name: [part[start : start + rows].tolist() for start in range(0, len(part), rows)]
+        for name, part in stream.by_dataset(batches).items()
+        if len(part)
+    }
 
 
 def has_test(records: Iterable[Mapping[str, Any]], step: int) -> bool:
