@@ -1,4 +1,4 @@
-"""What a run checks, prints and writes before the first step. Composes the rooms."""
+"""What a run checks, opens and writes before the first step. Composes the rooms."""
 
 from __future__ import annotations
 
